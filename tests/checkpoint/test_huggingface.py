@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from distributed import run_ranks
-from megatron_rl.checkpoint import huggingface
+from megatron_rl.checkpoint import huggingface, model_files
 from megatron_rl.checkpoint.huggingface import (
     ShardedModel,
     check_checkpoint,
@@ -130,8 +130,8 @@ def test_each_rank_reads_just_its_slices(
     directory = checkpoints[name]
     shape, full = load_model_shape(directory), read_all(directory)
     read: dict[str, int] = {}
-    opened = huggingface.safe_open
-    monkeypatch.setattr(huggingface, "safe_open", lambda *a, **k: CountingFile(opened(*a, **k), read))
+    opened = model_files.safe_open
+    monkeypatch.setattr(model_files, "safe_open", lambda *a, **k: CountingFile(opened(*a, **k), read))
     layout = ParallelLayout(sizes.get("tp_size", 1) * sizes.get("pp_size", 1), **sizes)
     for placements in place_megatron(shape, layout):
         params = make_empty_shards(placements, padding_rows=PADDING_ROWS)
