@@ -14,6 +14,7 @@ import torch
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.classes import Shard
 from megatron_rl.resharding.planner import group_shards
+from megatron_rl.weights.delta_nets import DeltaNetSizes
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.family import LatentSizes, SigmoidRouter
 from megatron_rl.weights.megatron_layout import megatron_placements
@@ -48,6 +49,8 @@ def make_shape(family: str = "llama", **changes: Any) -> ModelShape:
         sizes |= dict(dense_layers=1, dense_ffn_size=48, shared_ffn_size=32, router=SigmoidRouter())
     if family == "gpt_oss":
         sizes |= dict(sliding_layers=(0, 2), sliding_window=6)
+    if family == "qwen3_next":
+        sizes |= dict(shared_ffn_size=32, delta_net=DeltaNetSizes(4, 8, 6, 5, 3), delta_layers=(0, 1, 2))
     if family == "gemma3_text":
         sizes |= dict(sliding_layers=(0, 2), sliding_window=6, sliding_rope_theta=1e4, attention_scale=0.5)
     return ModelShape(family=family, **(sizes | changes))

@@ -31,6 +31,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -47,6 +48,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "smollm3": SmolLM3Config,
     "olmo2": Olmo2Config,
     "qwen3_moe": Qwen3MoeConfig,
+    "qwen3_next": Qwen3NextConfig,
     "mixtral": MixtralConfig,
     "glm4_moe": Glm4MoeConfig,
     "deepseek_v3": DeepseekV3Config,
@@ -79,6 +81,20 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
+        norm_topk_prob=True,
+    ),
+    "qwen3_next": dict(
+        tie_word_embeddings=False,
+        head_dim=16,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=96,
         norm_topk_prob=True,
     ),
     "mixtral": dict(tie_word_embeddings=False, num_local_experts=4, num_experts_per_tok=2),
@@ -159,6 +175,9 @@ LATENT_ENGINE_SIZES: dict[str, Any] = dict(
 
 def engine_sizes(family: str) -> dict[str, Any]:
     """Sizes of a model of a family that vLLM serves on a CPU."""
+    # Each norm would multiply the gradient of an embedding of zeros, that of padding, by a thousand.
+    if family == "qwen3_next":
+        return ENGINE_SIZES | dict(pad_token_id=None, linear_key_head_dim=16, linear_value_head_dim=16)
     return ENGINE_SIZES | (LATENT_ENGINE_SIZES if family == "deepseek_v3" else {})
 
 
@@ -170,8 +189,9 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
         family: "llama", "qwen2" (tied embeddings, QKV bias), "qwen3" (QK norm), "mistral", "gemma" (tied
             embeddings), "gemma3_text" (windows of 6 in every other layer), "phi3" (fused matrices), "glm4" (half of
             a head is rotated, as neighbors), "smollm3" (every other layer without rotation), "olmo2" (norms after
-            attention and MLP, and of all heads together), "qwen3_moe" (QK norm) or "mixtral" with four experts, two per
-            token, or "glm4_moe": the same after a dense layer, with a shared expert of twice their size and router
+            attention and MLP, and of all heads together), "qwen3_next" (three gated delta nets before a layer of
+            attention, four experts and a gated shared one), "qwen3_moe" (QK norm) or "mixtral" with four experts, two
+            per token, or "glm4_moe": the same after a dense layer, with a shared expert of twice their size and router
             biases, or "deepseek_v3": with eight experts in groups, four per token, and latent attention, whose heads of
             values are narrower than those of keys, or "gpt_oss": with sinks, windows of 6 in every other layer, and
             four experts with biases, two per token.

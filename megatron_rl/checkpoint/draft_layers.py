@@ -21,7 +21,8 @@ _KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 def find_drafts(directory: Path, shape: ModelShape) -> dict[str, Path]:
     """Tensor -> file of those in a model directory, which may have a config.json alone."""
     config = json.loads((directory / "config.json").read_bytes())
-    if not any(config.get(key) for key in _KEYS) or not any(directory.glob("*.safetensors")):
+    may_have = shape.delta_net is not None or any(config.get(key) for key in _KEYS)  # Qwen3-Next's does not tell
+    if not may_have or not any(directory.glob("*.safetensors")):
         return {}
     return {name: file for name, file in index_safetensors(directory).items() if shape.is_draft(name)}
 

@@ -21,7 +21,16 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX, Holders, Piece, SavedRole
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.experts import find_fused
-from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect, localize
+from megatron_rl.weights.shard_box import (
+    Box,
+    ShardBox,
+    box_shape,
+    box_slices,
+    box_volume,
+    full_box,
+    intersect,
+    localize,
+)
 
 
 @dataclass(frozen=True)
@@ -154,18 +163,23 @@ def _cut(
 
 
 def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
-    """The boxes that make up elements [start, stop) of a flattened vector or matrix, in this order."""
+    """The boxes that make up elements [start, stop) of a flattened vector or matrix, in this order.
+
+    Filters of a convolution [n, 1, m] are a matrix.
+    """
     if len(shape) == 1:
         return [((start, stop),)] if start < stop else []
-    width, boxes = shape[1], []
+    (_, *middle, width), boxes = shape, []
+    assert all(size == 1 for size in middle), "experts are seen as matrices"
+    between = full_box(middle)
     while start < stop:
         row, column = divmod(start, width)
         if column or stop - start < width:
             end = min(stop, (row + 1) * width)
-            boxes.append(((row, row + 1), (column, column + end - start)))
+            boxes.append(((row, row + 1), *between, (column, column + end - start)))
         else:
             end = stop // width * width
-            boxes.append(((row, end // width), (0, width)))
+            boxes.append(((row, end // width), *between, (0, width)))
         start = end
     return boxes
 

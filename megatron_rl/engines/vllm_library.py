@@ -32,6 +32,7 @@ from megatron_rl.engines.vllm_arguments import LOAD_FORMAT
 from megatron_rl.engines.vllm_coding import register_method
 from megatron_rl.engines.vllm_lora import take_slot
 from megatron_rl.types import UserError
+from megatron_rl.weights.engine_support import check_engine
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.row_quantization import CodeFormat
 
@@ -142,7 +143,7 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
     Raises:
         UserError: vLLM has no implementation of its own, or one that keeps weights in another order.
     """
-    spec.shape.check_engine("vllm")
+    check_engine(spec.shape, "vllm")
     family = FAMILIES[spec.shape.family]
     name = f"vllm.model_executor.models.{family.vllm_module or spec.shape.family}"
     try:

@@ -30,6 +30,14 @@ def check_device_limits(spec: EngineSpec) -> None:
             expected=f"a head_dim of {CPU_HEAD_DIMS}",
             hint="use rollout.engine=hf for this model on CPU",
         )
+    if spec.process.device.type == "cpu" and spec.shape.delta_net is not None:
+        raise UserError(
+            f"rollout.engine = vllm on a CPU with a {spec.shape.family} model: its kernels of gated delta nets take "
+            "bfloat16 only, and filters in an order of their own, which an update would not keep",
+            source="rollout.engine and the model's config.json",
+            expected="hf on a CPU",
+            hint="set rollout.engine=hf",
+        )
     sizes = spec.shape.hidden_size, spec.shape.ffn_hidden_size // spec.config.tensor_model_parallel_size
     if spec.process.device.type == "cpu" and spec.shape.num_experts and any(n % CPU_EXPERT_MULTIPLE for n in sizes):
         raise UserError(

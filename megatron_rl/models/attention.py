@@ -41,20 +41,28 @@ class BlockedSelfAttention(SelfAttention):
         key_value_states: torch.Tensor | None = None,
         output_gate: bool = False,
         split_qkv: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project and split: [t, 1, h] -> query [t, 1, np, d], key and value [t, 1, ng/tp, d]."""
-        assert key_value_states is None and not output_gate and split_qkv, "plain self-attention only"
+    ) -> tuple[torch.Tensor, ...]:
+        """Project and split: [t, 1, h] -> query [t, 1, np, d], key and value [t, 1, ng/tp, d], and gates like queries.
+
+        Gates, where there are any, lie in the projection behind the query of their head.
+        """
+        assert key_value_states is None and split_qkv, "plain self-attention only"
         d, np_, ng = (
             self.hidden_size_per_attention_head,
             self.num_attention_heads_per_partition,
             self.num_query_groups_per_partition,
         )
         mixed, _ = apply_module(self.linear_qkv)(hidden_states)  # [t, 1, (np + 2 ng/tp) * d]
-        query, key, value = (part.unflatten(-1, (-1, d)) for part in mixed.split((np_ * d, ng * d, ng * d), dim=-1))
+        of_query = np_ * d * (2 if output_gate else 1)
+        query, key, value = (part.unflatten(-1, (-1, d)) for part in mixed.split((of_query, ng * d, ng * d), dim=-1))
+        gates = []
+        if output_gate:
+            query, gate = query.unflatten(-2, (-1, 2)).unbind(-2)
+            gates = [gate]
         if self.q_layernorm is not None:
             assert self.k_layernorm is not None, "the layer spec has both or neither"
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        return query, key, value
+        return query, key, value, *gates
 
 
 class NormedSelfAttention(BlockedSelfAttention):

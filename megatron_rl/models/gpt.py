@@ -30,11 +30,11 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_rl.models.attention import BlockedSelfAttention, NormedSelfAttention, PackedAttention
+from megatron_rl.models.attention import PackedAttention
 from megatron_rl.models.experts import GatedActivation, GroupedExperts
 from megatron_rl.models.heads import ScoreHead
-from megatron_rl.models.latent_attention import LatentSelfAttention
 from megatron_rl.models.linears import adapt_layer
+from megatron_rl.models.mixers import choose_mixer
 from megatron_rl.models.rms_norm import RMSNorm
 from megatron_rl.models.routing import BiasedRouter, RoutedLayer, RoutedRouter
 from megatron_rl.models.sandwich_layer import OutputNormLayer, SandwichLayer
@@ -122,13 +122,13 @@ def build_layer_spec(
     transformer_impl: str,
     batch_invariant: bool = False,
     adapters: AdapterShape | None = None,
-    has_experts: bool = True,
+    layer_number: int = 0,
 ) -> ModuleSpec:
     """Layer spec with separate norms and packed attention; parameter names do not depend on the impl.
 
-    Without `has_experts` it is that of a dense layer, whatever the config says.
+    It is that of the model's layer `layer_number`.
     """
-    num_experts = config.num_moe_experts if has_experts else None
+    num_experts = config.num_moe_experts if shape.has_experts(layer_number) else None
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,
         moe_grouped_gemm=False,
@@ -137,7 +137,7 @@ def build_layer_spec(
     )
     layer: Any = spec.submodules  # "object" by its annotation
     attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
-    kinds = {*shape.layer_kinds(0).values()}
+    kinds = {*shape.layer_kinds(layer_number).values()}
     if "mlp_output_norm" in kinds:
         spec.module = SandwichLayer if "mlp_norm" in kinds else OutputNormLayer
     mlps = [mlp]
@@ -151,10 +151,8 @@ def build_layer_spec(
         mlps = [_submodules(mlp.shared_experts)]
     for part in mlps:
         part.activation_func = GatedActivation
-    layer.self_attention.module = NormedSelfAttention if "q.norm" in kinds else BlockedSelfAttention
-    if shape.latent is not None:
-        layer.self_attention.module = LatentSelfAttention
-        layer.self_attention.params["sizes"] = shape.latent
+    layer.self_attention.module, sizes = choose_mixer(shape, layer_number)
+    layer.self_attention.params.update(sizes)
     norm, attention.core_attention = RMSNorm, PackedAttention
     if transformer_impl == "transformer_engine":
         from megatron.core.extensions import transformer_engine as te  # optional dependency
@@ -200,14 +198,14 @@ def build_gpt_stages(
     """
     layout = groups.layout
     specs = {
-        has_experts: build_layer_spec(shape, config, transformer_impl, batch_invariant, adapters, has_experts)
-        for has_experts in map(shape.has_experts, (0, shape.num_layers - 1))
+        sort: build_layer_spec(shape, config, transformer_impl, batch_invariant, adapters, layer)
+        for sort, layer in {shape.sort_of(layer): layer for layer in range(shape.num_layers)}.items()
     }
     model_class = ScoreModel if shape.has_score_head else HiddenStatesModel
     chunks = []
     for chunk in range(layout.vpp_size):
         layers = stage_layers(shape.num_layers, layout.pp_size, layout.vpp_size, groups.at.pp, chunk)
-        layer_specs = [specs[shape.has_experts(layer)] for layer in layers]
+        layer_specs = [specs[shape.sort_of(layer)] for layer in layers]
         first: Any = layer_specs[0].submodules
         # Annotated as one layer's ModuleSpec; megatron-core takes a whole block's as well.
         block: Any = TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=first.input_layernorm)

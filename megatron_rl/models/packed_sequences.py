@@ -15,6 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.models.attention_backends import Segments, build_segments, choose_attention_backend
+from megatron_rl.models.delta_rule import SequenceRows, build_sequence_rows
 from megatron_rl.models.rotary import RotaryTable, compute_rotary_table
 from megatron_rl.models.routing import RowRoutes
 from megatron_rl.packing.batch import MicrobatchSlice
@@ -54,6 +55,7 @@ class PackedSequences(PackedSeqParams):
         cache: keys and values of earlier forwards, which `segments` see, and room for these rows. This rank
             has whole sequences then, whatever the context parallel size. None: rows see each other only.
         routes: of the rows that this rank's layers are given; None: nobody asks.
+        sequence_rows: of gated delta nets, in the whole row; None: the model has none.
     """
 
     segments: Segments
@@ -62,6 +64,7 @@ class PackedSequences(PackedSeqParams):
     sliding: tuple[frozenset[int], Segments, RotaryTable] | None = None
     cache: CachedRows | None = None
     routes: RowRoutes | None = None
+    sequence_rows: SequenceRows | None = None
 
     def of_layer(self, number: int) -> tuple[Segments, RotaryTable | None]:
         """What a layer of megatron-core's number uses; no table: it does not rotate."""
@@ -119,4 +122,5 @@ def build_packed_sequences(
         rotary_table=rotary_table,
         sliding=sliding,
         unrotated_layers=frozenset(layer + 1 for layer in shape.unrotated_layers),
+        sequence_rows=build_sequence_rows(segments, shape.delta_net.kernel) if shape.delta_net else None,
     )

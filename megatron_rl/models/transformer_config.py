@@ -118,17 +118,21 @@ def _attention_settings(shape: ModelShape) -> dict[str, Any]:
         kv_channels=shape.head_dim,
         softmax_scale=shape.attention_scale,
         add_qkv_bias=shape.qkv_bias,
+        attention_output_gate=FAMILIES[shape.family].has_delta_nets,
         qk_layernorm=shape.qk_norm and not FAMILIES[shape.family].norms_all_heads,
     )
 
 
 def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:
-    if not shape.num_experts:
+    names = FAMILIES[shape.family].experts
+    if names is None or not shape.num_experts:
         return {}
     return _router_settings(shape) | dict(
         num_moe_experts=shape.num_experts,
         moe_router_topk=shape.experts_per_token,
         moe_ffn_hidden_size=shape.ffn_hidden_size,
+        moe_shared_expert_intermediate_size=shape.shared_ffn_size or None,
+        moe_shared_expert_gate=names.shared_gate is not None,
         # Softmax over the selected experts' logits = shares that are normalized after the selection.
         moe_router_pre_softmax=not shape.normalizes_shares,
         moe_router_load_balancing_type="none",
@@ -150,5 +154,4 @@ def _router_settings(shape: ModelShape) -> dict[str, Any]:
         moe_router_topk_scaling_factor=shape.router.scale,
         moe_router_num_groups=groups and groups.num_groups,
         moe_router_group_topk=groups and groups.groups_per_token,
-        moe_shared_expert_intermediate_size=shape.shared_ffn_size or None,
     )

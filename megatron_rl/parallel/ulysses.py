@@ -50,6 +50,12 @@ def exchange_to_heads(
     return whole.split(sizes, 1)
 
 
+def exchange_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The same of one tensor: [t/cp, n, d] -> [t, n/cp, d]; cp divides n."""
+    pieces = x.unflatten(1, (group.size(), -1)).transpose(0, 1)  # [cp, t/cp, n/cp, d]
+    return all_to_all(group, pieces.contiguous()).flatten(0, 1)  # rank order is token order
+
+
 def exchange_to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Head shards back to token shards: [t, np/cp, d] -> [t/cp, np, d]; one all-to-all, differentiable."""
     pieces = output.unflatten(0, (group.size(), -1))  # [cp, t/cp, np/cp, d]

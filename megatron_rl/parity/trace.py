@@ -44,13 +44,13 @@ def trace_huggingface(model: Any, tokens: np.ndarray) -> Trace:
         ],
     )
     for number, layer in enumerate(body.layers):
-        prefix, attention = f"model.layers.{number}.", layer.self_attn
-        catches.append(
-            (attention.o_proj, lambda inputs, _, at=prefix: trace.update({f"{at}self_attn (heads)": _rows(inputs[0])}))
-        )
-        for name in ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "q_norm", "k_norm", "o_proj"):
+        prefix, block = f"model.layers.{number}.", "self_attn" if hasattr(layer, "self_attn") else "linear_attn"
+        attention, at = getattr(layer, block), prefix + block
+        last = attention.o_proj if hasattr(attention, "o_proj") else attention.out_proj
+        catches.append((last, lambda inputs, _, at=at: trace.update({f"{at} (heads)": _rows(inputs[0])})))
+        for name in ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "q_norm", "k_norm", "o_proj", "out_proj"):
             if hasattr(attention, name):
-                catches.append((getattr(attention, name), keep(f"{prefix}self_attn.{name}")))
+                catches.append((getattr(attention, name), keep(f"{at}.{name}")))
         catches += [(norm, keep(prefix + name)) for name, norm in layer.named_children() if name.endswith("layernorm")]
         mlp = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
         catches.append((mlp, keep(prefix + "mlp")))
@@ -117,13 +117,16 @@ def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) 
         return lambda inputs, output: keep(name, _first(output), is_split=is_split)
 
     def projections(prefix: str) -> Callable[[Any, Any], None]:
-        q, kv = (heads // tp_size * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads))
+        q, kv = shape.num_heads // tp_size * shape.query_dim, shape.num_kv_heads // tp_size * shape.head_dim
 
         def catch(inputs: Any, output: Any) -> None:
             for name, part in zip("qkv", _first(output).split((q, kv, kv), dim=-1), strict=True):
                 keep(f"{prefix}self_attn.{name}_proj", part, is_split=True)
 
         return catch
+
+    def heads_of(name: str) -> Callable[[Any, Any], None]:
+        return lambda inputs, output: keep(f"{name} (heads)", inputs[0], is_split=True)
 
     def logits(inputs: Any, output: Any) -> None:
         output_of("model.norm")(inputs, output)
@@ -138,18 +141,19 @@ def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) 
         prefix, attention = f"model.layers.{number}.", layer.self_attention
         if "input_norm" in norms:
             yield layer.input_layernorm, output_of(prefix + norms["input_norm"])
-        if shape.latent is None:
+        is_net = number in shape.delta_layers
+        if shape.latent is None and not is_net:
             yield attention.linear_qkv, projections(prefix)
-        else:
+        elif shape.latent is not None:
             name = "q_b_proj" if shape.latent.query else "q_proj"
             yield attention.linear_q_up_proj, output_of(f"{prefix}self_attn.{name}", is_split=True)
             yield attention.linear_kv_up_proj, output_of(prefix + "self_attn.kv_b_proj", is_split=True)
-        if shape.qk_norm:
+        if shape.qk_norm and not is_net:
             suffix = "norm" if FAMILIES[shape.family].norms_all_heads else "layernorm"
             for x in "qk":
                 yield getattr(attention, f"{x}_{suffix}"), output_of(f"{prefix}self_attn.{x}_norm", is_split=True)
-        yield attention.core_attention, output_of(prefix + "self_attn (heads)", is_split=True)
-        yield attention.linear_proj, output_of(prefix + "self_attn.o_proj")
+        yield attention.linear_proj, heads_of(prefix + ("linear_attn" if is_net else "self_attn"))
+        yield attention.linear_proj, output_of(prefix + ("linear_attn.out_proj" if is_net else "self_attn.o_proj"))
         if "mlp_norm" in norms:
             yield layer.pre_mlp_layernorm, output_of(prefix + norms["mlp_norm"])
         yield layer.mlp, output_of(prefix + "mlp")

@@ -91,9 +91,8 @@ def compute_engine_bytes(shape: ModelShape, tp_size: int, itemsize: int, coded: 
 
 def _find_likes(shape: ModelShape) -> list[int]:
     """Of each layer, the first one with the same parameters."""
-    firsts: dict[tuple[object, ...], int] = {}
-    layers = range(shape.num_layers)
-    return [firsts.setdefault((*shape.layer_kinds(n).items(), shape.has_experts(n)), n) for n in layers]
+    firsts: dict[tuple[bool, bool], int] = {}
+    return [firsts.setdefault(shape.sort_of(layer), layer) for layer in range(shape.num_layers)]
 
 
 def _find_layer(param: str) -> int | None:

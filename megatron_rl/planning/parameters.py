@@ -42,7 +42,12 @@ _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 _ORDER = (
     "embedding.",
     "input_layernorm.",
+    "self_attention.conv_weight",
+    "self_attention.A_log",
+    "self_attention.dt_bias",
+    "self_attention.in_proj.",
     "self_attention.linear_proj.",
+    "self_attention.norm.",
     "self_attention.linear_qkv.",
     "self_attention.linear_q_down_proj.",
     "self_attention.q_layernorm.",
@@ -57,6 +62,7 @@ _ORDER = (
     "mlp.router.",
     "mlp.experts.",
     "mlp.linear_",
+    "mlp.shared_experts.gate_weight",
     "mlp.shared_experts.",
     "post_self_attn_layernorm.",
     "post_mlp_layernorm.",
@@ -117,7 +123,7 @@ class RoleBytes:
 def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: int) -> list[list[Parameter]]:
     """The parameters of each model chunk of a rank, in the order of `named_parameters()`; of adapters, theirs alone."""
     pp_rank, model = layout.coordinates(rank).pp, shape.base if isinstance(shape, AdapterShape) else shape
-    embedding, dense, layer, output = _building_blocks(shape, layout.tp_size, layout.ep_size, layout.etp_size)
+    embedding, first, layer, output = _building_blocks(shape, layout.tp_size, layout.ep_size, layout.etp_size)
     is_tied = shape is model and model.tied_embeddings and not model.has_score_head
     if is_tied and layout.pp_size > 1:  # the last stage has a copy
         embedding, output = (
@@ -133,7 +139,7 @@ def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: 
         layers = [
             replace(p, name=f"decoder.layers.{local}.{p.name}")
             for local, number in enumerate(numbers)
-            for p in (dense if number < model.dense_layers else layer)
+            for p in (first if number < model.dense_layers or number in model.delta_layers else layer)
         ]
         chunks.append([*(embedding if is_first else ()), *layers, *(output if is_last else ())])
     return chunks
@@ -143,12 +149,14 @@ def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: 
 def _building_blocks(
     shape: ModelShape | AdapterShape, tp_size: int, ep_size: int, etp_size: int | None
 ) -> tuple[tuple[Parameter, ...], ...]:
-    """Embedding, a dense layer before experts, a layer, and what follows the last.
+    """Embedding, a layer of another sort (dense before experts, or a gated delta net), a layer, what follows the last.
 
-    Read off the tables of a model of two layers in two stages, of which the first is dense where the model has such.
+    Read off the tables of a model of two layers in two stages, the first of another sort where there is one.
     """
     model = shape.base if isinstance(shape, AdapterShape) else shape
-    small = replace(model, num_layers=2, dense_layers=min(model.dense_layers, 1))
+    assert not (model.dense_layers and model.delta_layers), "two sorts of layers"
+    other = dict(dense_layers=min(model.dense_layers, 1), delta_layers=(0,) if model.delta_layers else ())
+    small = replace(model, num_layers=2, **other)
     adapters = replace(shape, base=small) if isinstance(shape, AdapterShape) else None
     layout = ParallelLayout(2 * tp_size * ep_size, tp_size=tp_size, pp_size=2, ep_size=ep_size, etp_size=etp_size)
     tables = [megatron_placements(small, layout, layout.rank(pp=pp_rank)) for pp_rank in range(2)]
@@ -158,12 +166,12 @@ def _building_blocks(
         _read_parameters(small, layout, [(p.param.partition(".")[2], p.local_box) for p in table]) for table in tables
     ]
     prefix = "decoder.layers.0."
-    dense, layer = (
+    first, layer = (
         tuple(replace(p, name=p.name.removeprefix(prefix)) for p in stage if p.name.startswith(prefix))
         for stage in stages
     )
     ends = (tuple(p for p in stage if not p.name.startswith(prefix)) for stage in stages)
-    return next(ends), dense, layer, next(ends)
+    return next(ends), first, layer, next(ends)
 
 
 def _read_parameters(

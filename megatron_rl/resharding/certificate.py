@@ -15,6 +15,7 @@ Padding that no logical tensor fills must be zero on both sides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -41,14 +42,14 @@ def compute_digest(piece: torch.Tensor, hf_box: Box, hf_shape: tuple[int, ...]) 
     """Share of one piece in its tensor's digest; int64 scalar (arithmetic wraps modulo 2^64).
 
     Args:
-        piece: the elements, any strides, 1-D or 2-D.
+        piece: the elements, any strides; no dimension between the first and the last is cut.
         hf_box: where they lie in the logical tensor.
         hf_shape: its shape.
     """
     width = hf_shape[-1]
     matrix = _bits(piece).reshape(-1, piece.shape[-1])
     column_start = hf_box[-1][0]
-    row_start = hf_box[0][0] if len(hf_shape) == 2 else 0
+    row_start = hf_box[0][0] * math.prod(hf_shape[1:-1]) if len(hf_shape) > 1 else 0
     columns = torch.arange(matrix.shape[1], dtype=torch.int64, device=piece.device) + column_start
     total = torch.zeros((), dtype=torch.int64, device=piece.device)
     step = max(1, _CHUNK_ELEMENTS // max(1, matrix.shape[1]))

@@ -43,6 +43,13 @@ def check_bitwise(shape: ModelShape, tp_size: int, engine: str) -> None:
             expected="a model whose layers see the whole sequence",
             hint="set rollout.bitwise=false",
         )
+    if shape.delta_net is not None:
+        raise UserError(
+            f"rollout.bitwise with a {shape.family} model, whose recurrence runs in chunks while it trains",
+            source="rollout.bitwise",
+            expected="a model whose layers attend",
+            hint="set rollout.bitwise=false",
+        )
     if variance := find_variance(_list_products(shape, tp_size)):
         raise UserError(
             f"rollout.bitwise needs matrix products whose rows do not depend on each other; here {variance}",

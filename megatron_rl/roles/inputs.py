@@ -21,7 +21,7 @@ from megatron_rl.data.prompts import PromptSet, SftSet, load_sft_examples
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.engines.protocol import StopStrings, Thoughts, find_engine
 from megatron_rl.rewards.plan import RewardPlan, build_reward_plan
-from megatron_rl.roles.models import HAS_TORCH, RoleInputs, read_models
+from megatron_rl.roles.models import HAS_TORCH, RoleInputs, read_models, read_rl_models
 from megatron_rl.roles.parts import NO_PARTS, Parts
 from megatron_rl.roles.prompt_inputs import check_mixture, read_prompts
 from megatron_rl.roles.resolve import resolve, resolve_sft
@@ -95,11 +95,8 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     find_engine(config.rollout.engine)
     BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
     reward_plan = _read_reward_plan(config, parts)
-    roles, tokenizer = read_models(config, spec, world_size)
+    roles, tokenizer = read_rl_models(config, spec, world_size)
     policy = roles["actor"].shape
-    policy.check_engine(config.rollout.engine)
-    policy.check_rollout_layout(config.rollout.tensor_model_parallel_size)
-    policy.check_router_replay(config.actor.router_replay)
     rollout, files = config.rollout, find_model_files(config.model.path)
     stop_token_ids = find_stop_tokens(tokenizer, files, policy.vocab_size, rollout.stop_token_ids)
     check_stop_strings(rollout.stop, tokenizer)

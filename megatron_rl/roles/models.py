@@ -19,6 +19,7 @@ from megatron_rl.roles.layouts import read_layout
 from megatron_rl.roles.teacher_inputs import check_vocabularies
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
+from megatron_rl.weights.engine_support import check_engine
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import load_model_shape
 
@@ -66,6 +67,20 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
         if role.is_teacher:
             check_vocabularies(config, role, tokenizer, (actor.shape, found[name].shape))
     return found, tokenizer
+
+
+def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict[str, RoleInputs], Tokenizer]:
+    """The same of a run whose policy samples, in an engine that serves it.
+
+    Raises:
+        UserError: as `read_models`, or the engine, its layout or the replay of routes does not fit the policy.
+    """
+    roles, tokenizer = read_models(config, spec, world_size)
+    policy = roles["actor"].shape
+    check_engine(policy, config.rollout.engine)
+    policy.check_rollout_layout(config.rollout.tensor_model_parallel_size)
+    policy.check_router_replay(config.actor.router_replay)
+    return roles, tokenizer
 
 
 def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs:

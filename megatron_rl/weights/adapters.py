@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_rl.config.lora import ALL_LINEAR, LoraConfig
 from megatron_rl.types import UserError
+from megatron_rl.weights.delta_nets import DeltaNetSizes
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
 from megatron_rl.weights.family import LatentSizes, SigmoidRouter
 from megatron_rl.weights.rope import restore_rope_scaling
@@ -86,7 +87,8 @@ class AdapterShape:
 def list_matrices(shape: ModelShape) -> dict[str, str]:
     """The matrices of a model that can have adapters, by their names in PEFT, with their kinds."""
     names = FAMILIES[shape.family].experts
-    if FAMILIES[shape.family].fuses or FAMILIES[shape.family].has_sinks or shape.latent is not None:
+    family = FAMILIES[shape.family]
+    if family.fuses or family.has_sinks or shape.latent is not None or shape.delta_layers:
         return {}
     if shape.router is not None:  # matrices of experts are named as in other MLPs
         return dict(_ATTENTION)
@@ -96,12 +98,13 @@ def list_matrices(shape: ModelShape) -> dict[str, str]:
 def read_shape(saved: Mapping[str, Any]) -> ModelShape | AdapterShape:
     """The shape that a manifest holds as `dataclasses.asdict` made it."""
     if "base" not in saved:
-        router, scaling, latent = (saved.get(name) for name in ("router", "rope_scaling", "latent"))
+        router, scaling, latent, net = (saved.get(name) for name in ("router", "rope_scaling", "latent", "delta_net"))
         nested = dict(
             router=router and SigmoidRouter(**router),
             latent=latent and LatentSizes(**latent),
+            delta_net=net and DeltaNetSizes(**net),
             rope_scaling=scaling and restore_rope_scaling(scaling),
-            **{name: tuple(saved.get(name, ())) for name in ("unrotated_layers", "sliding_layers")},
+            **{name: tuple(saved.get(name, ())) for name in ("unrotated_layers", "sliding_layers", "delta_layers")},
         )
         return ModelShape(**{**saved, **nested})
     base = read_shape(saved["base"])

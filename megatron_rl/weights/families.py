@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.types import RouteShape, UserError
+from megatron_rl.weights.delta_nets import CONV_PARTS, DELTA_KINDS, DeltaNetSizes
 from megatron_rl.weights.family import FAMILIES, LatentSizes, SigmoidRouter
-from megatron_rl.weights.rope import RopeScaling, YarnScaling
+from megatron_rl.weights.rope import RopeScaling
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_ATTENTION_KINDS = {"qkv", "q.weight", "k.weight", "v.weight", "o", "q_down", "q_up", "kv_down", "kv_up"}
+_ATTENTION_KINDS = {
+    *("qkv", "q.weight", "k.weight", "v.weight", "o", "q_down", "q_up", "kv_down", "kv_up"),
+    *("delta_qkvz", "delta_ba", "delta_o"),
+}
 Head = Literal["lm", "score"]
 SCORE_HEAD = "score.weight"
 NORM_KINDS = ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
@@ -34,7 +38,11 @@ LATENT_KINDS = {
     "kv_b_proj": "kv_up",
 }
 # A tensor of a checkpoint that is several matrices, one below the other: its kind -> theirs.
-FUSED_KINDS = {"qkv": ("q.weight", "k.weight", "v.weight"), "gate_up": ("gate", "up")}
+FUSED_KINDS = {
+    "qkv": ("q.weight", "k.weight", "v.weight"),
+    "gate_up": ("gate", "up"),
+    "delta_conv": CONV_PARTS,
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class ModelShape:
     In `sliding_layers` a token sees itself and `sliding_window` - 1 before it, and positions have another base,
     `sliding_rope_theta`, and no scaling (0: they are as in the other layers). Attention scores are multiplied by
     `attention_scale` (None: 1/sqrt(head_dim)). With `latent`, heads are projected from latents of these sizes;
-    `head_dim` is that of queries and keys.
+    `head_dim` is that of queries and keys. The layers `delta_layers` are gated delta nets of the sizes `delta_net`.
     """
 
     family: str
@@ -83,6 +91,8 @@ class ModelShape:
     sliding_rope_theta: float = 0.0
     attention_scale: float | None = None
     latent: LatentSizes | None = None
+    delta_net: DeltaNetSizes | None = None
+    delta_layers: tuple[int, ...] = ()
 
     @property
     def route_shape(self) -> RouteShape:
@@ -91,7 +101,7 @@ class ModelShape:
 
     def kind_sizes(self) -> dict[str, tuple[int, ...]]:
         """Kind of a tensor -> its shape. Tensors of one kind are cut alike in every layout."""
-        h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        h, q, kv = self.hidden_size, self.num_heads * self.query_dim, self.num_kv_heads * self.head_dim
         sizes: dict[str, tuple[int, ...]] = {
             "vocab": (self.vocab_size, h),
             **dict.fromkeys(("hidden", *NORM_KINDS), (h,)),
@@ -103,14 +113,21 @@ class ModelShape:
             "logit_bias": (self.num_experts,),
             "sinks": (self.num_heads,),
             "o.bias": (h,),
+            "shared_router": (1, h),
         }
         for prefix, size in self.ffn_sizes().items():
             sizes |= {f"{prefix}gate": (size, h), f"{prefix}up": (size, h), f"{prefix}down": (h, size)}
             sizes |= {f"{prefix}gate.bias": (size,), f"{prefix}up.bias": (size,), f"{prefix}down.bias": (h,)}
         for name, size in (("q", q), ("k", kv), ("v", kv)):
             sizes |= {f"{name}.weight": (size, h), f"{name}.bias": (size,), f"{name}.norm": (size,)}
-        sizes |= self._latent_sizes()
-        return sizes | {kind: (sum(sizes[part][0] for part in parts), h) for kind, parts in FUSED_KINDS.items()}
+        sizes |= self._latent_sizes() | (self.delta_net.kind_sizes(h) if self.delta_net else {})
+        fused = {kind: [sizes[part] for part in parts] for kind, parts in FUSED_KINDS.items() if parts[0] in sizes}
+        return sizes | {kind: (sum(n for n, *_ in parts), *parts[0][1:]) for kind, parts in fused.items()}
+
+    @property
+    def query_dim(self) -> int:
+        """Rows of the projection of a head's query, behind which its gate may be."""
+        return self.head_dim * (2 if FAMILIES[self.family].has_delta_nets else 1)
 
     @property
     def value_dim(self) -> int:
@@ -138,10 +155,14 @@ class ModelShape:
 
     @property
     def attention_elements(self) -> int:
-        """Elements of the matrices of attention in a layer."""
-        kinds = {kind for kind in self.layer_kinds(0).values() if kind in _ATTENTION_KINDS}
-        sizes = self.kind_sizes()
-        return sum(sizes[kind][0] * sizes[kind][1] for kind in kinds)
+        """Elements of the matrices of attention in a layer, on average."""
+        sizes, total = self.kind_sizes(), 0
+        nets = len(self.delta_layers)
+        for is_net, count in ((True, nets), (False, self.num_layers - nets)):
+            if count:
+                kinds = _ATTENTION_KINDS.intersection(self._attention_kinds(is_net).values())
+                total += count * sum(sizes[kind][0] * sizes[kind][1] for kind in kinds)
+        return total // self.num_layers
 
     @property
     def active_columns(self) -> float:
@@ -156,10 +177,14 @@ class ModelShape:
         """Whether a layer is a mixture of experts."""
         return self.num_experts > 0 and layer >= self.dense_layers
 
+    def sort_of(self, layer: int) -> tuple[bool, bool]:
+        """Layers of one sort have the same tensors: it has experts, and it is a gated delta net."""
+        return self.has_experts(layer), layer in self.delta_layers
+
     def is_draft(self, name: str) -> bool:
         """Whether a tensor belongs to a layer behind the last one, which predicts further tokens."""
         match = _LAYER.match(name)
-        return match is not None and int(match[1]) >= self.num_layers
+        return name.startswith("mtp.") if match is None else int(match[1]) >= self.num_layers
 
     def is_router_bias(self, name: str) -> bool:
         """Whether no gradient trains a tensor, which is float32 whatever the model is."""
@@ -170,21 +195,7 @@ class ModelShape:
         """HF tensor of a layer (without the layer's prefix) -> its kind, in checkpoint order; without experts."""
         family = FAMILIES[self.family]
         (first, first_kind), *norms = family.norms
-        kinds = {f"{first}.weight": first_kind}
-        if self.latent is not None:
-            named = LATENT_KINDS if self.latent.query else {"q_proj": "q_up", **dict([*LATENT_KINDS.items()][3:])}
-            kinds |= {f"self_attn.{name}.weight": kind for name, kind in named.items()}
-        elif "qkv" in family.fuses:
-            kinds["self_attn.qkv_proj.weight"] = "qkv"
-        else:
-            for name in "qkv":
-                for what in ("weight", "bias") if self.qkv_bias else ("weight",):
-                    kinds[f"self_attn.{name}_proj.{what}"] = f"{name}.{what}"
-        if self.qk_norm:
-            kinds |= {f"self_attn.{x}_norm.weight": f"{x}.norm" if family.norms_all_heads else "head" for x in "qk"}
-        kinds["self_attn.o_proj.weight"] = "o"
-        if family.has_sinks:
-            kinds |= {"self_attn.o_proj.bias": "o.bias", "self_attn.sinks": "sinks"}
+        kinds = {f"{first}.weight": first_kind} | self._attention_kinds(layer in self.delta_layers)
         kinds |= {f"{norm}.weight": kind for norm, kind in norms}
         names = family.experts
         if names is None or not self.has_experts(layer):
@@ -199,7 +210,28 @@ class ModelShape:
         if self.shared_ffn_size:
             shared = f"{names.block}.{names.shared}"
             kinds |= {f"{shared}.{kind}_proj.weight": f"{SHARED}{kind}" for kind in ("gate", "up", "down")}
+            if names.shared_gate is not None:
+                kinds[f"{names.block}.{names.shared_gate}.weight"] = "shared_router"
         return kinds
+
+    def _attention_kinds(self, is_delta_net: bool) -> dict[str, str]:
+        """`layer_kinds` of what stands between the norms."""
+        if is_delta_net:
+            return {f"linear_attn.{name}": kind for name, kind in DELTA_KINDS.items()}
+        family, kinds = FAMILIES[self.family], dict[str, str]()
+        if self.latent is not None:
+            named = LATENT_KINDS if self.latent.query else {"q_proj": "q_up", **dict([*LATENT_KINDS.items()][3:])}
+            kinds |= {f"self_attn.{name}.weight": kind for name, kind in named.items()}
+        elif "qkv" in family.fuses:
+            kinds["self_attn.qkv_proj.weight"] = "qkv"
+        else:
+            for name in "qkv":
+                for what in ("weight", "bias") if self.qkv_bias else ("weight",):
+                    kinds[f"self_attn.{name}_proj.{what}"] = f"{name}.{what}"
+        if self.qk_norm:
+            kinds |= {f"self_attn.{x}_norm.weight": f"{x}.norm" if family.norms_all_heads else "head" for x in "qk"}
+        kinds["self_attn.o_proj.weight"] = "o"
+        return kinds | ({"self_attn.o_proj.bias": "o.bias", "self_attn.sinks": "sinks"} if family.has_sinks else {})
 
     def expert_kinds(self, expert: int) -> dict[str, str]:
         """The same for the matrices of one expert of a layer."""
@@ -256,6 +288,7 @@ class ModelShape:
         for what, size in (
             ("attention heads", self.num_heads),
             ("KV heads", self.num_kv_heads),
+            *((("key heads of linear attention", self.delta_net.key_heads),) if self.delta_net else ()),
             *(("feed-forward columns", size) for size in self.ffn_sizes().values()),
         ):
             if size % tp_size:
@@ -311,34 +344,6 @@ class ModelShape:
                 hint="leave actor.router_replay out",
             )
 
-    def check_engine(self, engine: str) -> None:
-        """Refuse an engine that is not known to compute what a model with sinks computes.
-
-        Args:
-            engine: `rollout.engine`; one that a plugin adds is not refused.
-
-        Raises:
-            UserError: it is a server, or vLLM, which takes windows and an epsilon for granted, and this model differs.
-        """
-        if not FAMILIES[self.family].has_sinks:
-            return
-        if engine in ("vllm_server", "sglang", "openai"):
-            raise UserError(
-                f"rollout.engine = {engine!r} with a {self.family} model, whose experts are packed in files",
-                source="rollout.engine and the model's config.json",
-                expected="vllm, hf or megatron for this family",
-                hint="set rollout.engine=vllm",
-            )
-        is_published = self.sliding_layers == tuple(range(0, self.num_layers, 2)) and self.rms_norm_eps == 1e-5
-        if engine == "vllm" and not (is_published and isinstance(self.rope_scaling, YarnScaling)):
-            raise UserError(
-                f"rollout.engine = 'vllm' with a {self.family} model of windows in the layers {self.sliding_layers}, "
-                f"an epsilon of {self.rms_norm_eps} and {self.rope_scaling}",
-                source="rollout.engine and the model's config.json",
-                expected="windows in every other layer from the first on, an epsilon of 1e-5, and yarn, as published",
-                hint="set rollout.engine=hf or megatron",
-            )
-
     def check_rollout_layout(self, tp_size: int) -> None:
         """Refuse an engine layout that cannot hold this model; KV heads may be replicated.
 
@@ -357,11 +362,15 @@ class ModelShape:
 
     def _fits_engine(self, tp_size: int) -> bool:
         kv = self.num_kv_heads
-        divides = all(size % tp_size == 0 for size in (self.num_heads, *self.ffn_sizes().values()))
+        divides = all(size % tp_size == 0 for size in (self.num_heads, *self._shared_sizes()))
         return divides and (kv % tp_size == 0 or tp_size % kv == 0)
 
+    def _shared_sizes(self) -> list[int]:
+        """What tensor parallel ranks share beside heads of attention."""
+        return [*self.ffn_sizes().values(), *((self.delta_net.key_heads,) if self.delta_net else ())]
+
     def _tp_sizes(self) -> list[int]:
-        sizes = (self.num_heads, self.num_kv_heads, *self.ffn_sizes().values())
+        sizes = (self.num_heads, self.num_kv_heads, *self._shared_sizes())
         return [n for n in range(1, self.num_kv_heads + 1) if all(size % n == 0 for size in sizes)]
 
 

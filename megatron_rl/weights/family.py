@@ -22,6 +22,7 @@ class ExpertNames:
         router: its name.
         has_biases: the router and every matrix of an expert have a bias.
         is_packed: files hold the experts of a layer in one tensor; see `weights/packed_experts.py`.
+        shared_gate: `<block>.<shared_gate>` weighs the shared expert by a sigmoid; None: it counts whole.
     """
 
     block: str
@@ -34,6 +35,7 @@ class ExpertNames:
     router: str = "gate"
     has_biases: bool = False
     is_packed: bool = False
+    shared_gate: str | None = None
 
     @property
     def has_sigmoid_router(self) -> bool:
@@ -98,6 +100,8 @@ class Family:
         has_latent_attention: queries, keys and values are projected up from latents (DeepSeek-V3).
         has_sinks: every head has a logit that takes part in its softmax and adds nothing to the sum; the output
             projection of attention has a bias (gpt-oss).
+        has_delta_nets: some layers are gated delta nets, and the others weigh what their heads give by sigmoids of
+            gates that are projected with the queries (Qwen3-Next).
         experts: names of the mixture of experts; None for dense families.
         scoring: name of the transformers class with a score head, where it is not the other's with that ending.
         vllm_module: of vLLM's models that has the architecture, where it is not called as the family.
@@ -122,6 +126,7 @@ class Family:
     scales_embedding: bool = False
     has_latent_attention: bool = False
     has_sinks: bool = False
+    has_delta_nets: bool = False
     experts: ExpertNames | None = None
     scoring: str | None = None
     vllm_module: str | None = None
@@ -202,6 +207,22 @@ FAMILIES: dict[str, Family] = {
         "Qwen3MoeForCausalLM",
         qk_norm=True,
         experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", size_key="moe_intermediate_size"),
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        qk_norm=True,
+        partial_rotary=0.25,
+        zero_centered_norms=True,
+        has_delta_nets=True,
+        experts=ExpertNames(
+            "mlp",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            size_key="moe_intermediate_size",
+            shared="shared_expert",
+            shared_gate="shared_expert_gate",
+        ),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",

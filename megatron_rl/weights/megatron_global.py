@@ -5,19 +5,21 @@ These are megatron-core's own names and shapes, so that a plain `GPTModel` (Tran
 our checkpoints and we read those that it wrote: one *global tensor* per kind of parameter with the layers
 stacked in front (and the experts behind them), whatever the layout. Fused parameters:
 
-* `linear_qkv`: interleaved per KV group, `[q of group 0; k0; v0; q of group 1; ...]`;
+* `linear_qkv`: interleaved per KV group, `[q of group 0; k0; v0; q of group 1; ...]`, gates behind the q of a group;
 * `linear_fc1`: `[gate; up]` of all columns;
 * norms that Transformer Engine fuses into the next linear carry its name;
+* gated delta nets, whose norm megatron-core takes for zero-centered: as in the checkpoint, under names of our own;
 * embeddings: the rows of the vocabulary (a checkpoint of megatron-core has padding rows behind them).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_rl.weights.adapters import AdapterShape
+from megatron_rl.weights.delta_nets import DELTA_KINDS
 from megatron_rl.weights.families import FUSED_KINDS, SCORE_HEAD, ModelShape
 from megatron_rl.weights.megatron_layout import layer_parameter
 from megatron_rl.weights.shard_box import Box, full_box, rows
@@ -76,16 +78,21 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
         prefix, fused = f"model.layers.{layer}.", dict(_FUSED_NORMS)
         if shape.has_experts(layer):  # a norm before a router is fused into nothing
             del fused["mlp_norm"]
-        if shape.latent is not None:  # nor is one before two down-projections
+        if shape.latent is not None or layer in shape.delta_layers:  # nor is one before two down-projections
             del fused["input_norm"]
         ours, stack, leading = "decoder.layers.", (shape.num_layers,), (layer,)
-        if shape.dense_layers:  # layers that are not alike are not stacked
+        if shape.dense_layers or shape.delta_layers:  # layers that are not alike are not stacked
             ours, stack, leading = f"decoder.layers.{layer}.", (), ()
         for name, kind in shape.layer_kinds(layer).items():
+            if kind in DELTA_KINDS.values():
+                key = name.replace("linear_attn", "self_attention")
+                table[prefix + name] = _place(cuts[kind], f"{ours}{key}", stack, leading)
+                continue
+            place = _place_gated if kind == "q.weight" and shape.query_dim > shape.head_dim else _place
             table[prefix + name] = tuple(
-                place
+                piece
                 for part, cut in list_parts(kind)
-                for place in _place(
+                for piece in place(
                     cuts[cut],
                     f"{ours}{fused.get(kind) or layer_parameter(name, part)}",
                     stack,
@@ -118,7 +125,8 @@ def place_drafts(
 class _Cut(NamedTuple):
     """How the tensors of a kind lie in a fused one: `groups` parts of equal size, the first at row `first` of it.
 
-    Of a tensor of a checkpoint that is fused itself, it is the `count` rows from `start`.
+    Of a tensor of a checkpoint that is fused itself, it is the `count` rows from `start`. Queries of a part have
+    `heads`.
     """
 
     size: tuple[int, ...]
@@ -127,22 +135,24 @@ class _Cut(NamedTuple):
     group_rows: int
     start: int
     count: int
+    heads: int = 1
 
 
 def _cut_kinds(shape: ModelShape) -> dict[str, _Cut]:
     cuts = {kind: _Cut(size, 1, 0, size[0], 0, size[0]) for kind, size in shape.kind_sizes().items()}
     d, groups = shape.head_dim, shape.num_kv_heads
-    q_rows = shape.num_heads // groups * d
+    q_rows = shape.num_heads // groups * shape.query_dim
     for name, first in (("q", 0), ("k", q_rows), ("v", q_rows + d)):
         for kind in (f"{name}.weight", f"{name}.bias"):
             cuts[kind] = cuts[kind]._replace(groups=groups, first=first, group_rows=q_rows + 2 * d)
+    cuts["q.weight"] = cuts["q.weight"]._replace(heads=shape.num_heads // groups)
     for prefix, ffn in shape.ffn_sizes().items():
         for half, kind in enumerate((f"{prefix}gate", f"{prefix}up")):
             for one in (kind, f"{kind}.bias"):
                 cuts[one] = cuts[one]._replace(first=half * ffn, group_rows=2 * ffn)
     for fused, parts in FUSED_KINDS.items():
         start = 0
-        for part in parts:
+        for part in parts if fused in cuts else ():
             cuts[f"{fused}.{part}"] = cuts[part]._replace(size=cuts[fused].size, start=start)
             start += cuts[part].count
     return cuts
@@ -163,3 +173,24 @@ def _place(
         )
         for group, start in enumerate(starts)
     )
+
+
+def _place_gated(
+    cut: _Cut, key: str, stack: tuple[int, ...] = (), leading: tuple[int, ...] = ()
+) -> tuple[GlobalPlacement, ...]:
+    """Queries with gates: `[q; gate]` of a head in the checkpoint, in the fused tensor all queries of a group first."""
+    places = []
+    for whole in _place(cut, key, stack, leading):
+        (first, last), (start, _) = whole.box[0], whole.hf_box[0]
+        width = (last - first) // (2 * cut.heads)  # of a head
+        for row in range(2 * cut.heads):
+            head, half = divmod(row, 2)
+            at = first + (half * cut.heads + head) * width
+            places.append(
+                replace(
+                    whole,
+                    box=rows(at, at + width, whole.shape[len(leading) :]),
+                    hf_box=rows(start + row * width, start + (row + 1) * width, cut.size),
+                )
+            )
+    return tuple(places)

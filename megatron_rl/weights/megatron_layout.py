@@ -8,6 +8,7 @@ then the name inside the GPTModel. Fused parameters:
   ours is the rollout engine's, see `models/attention.py`); a TP rank holds whole KV groups;
 * `linear_fc1`: `[gate; up]` of this rank's columns;
 * latent attention: down-projections are whole on every TP rank, up-projections are cut by heads;
+* gated delta nets: `in_proj` is `[qkvz; ba]` of this rank's key heads, `conv_weight` `[q; k; v]` of them;
 * experts: EP rank r owns `[r * E/ep, (r+1) * E/ep)`, each a small MLP that is split over TP like a dense one, or whole
   (expert tensor parallel size 1); of the parameter `mlp.experts.linear_fc1.weight` [E/ep, 2 f, h] tables see the
   matrices, as `mlp.experts.local_experts.<e>.linear_fc1.weight`;
@@ -22,6 +23,7 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from megatron_rl.weights.delta_nets import CONV_PARTS
 from megatron_rl.weights.experts import name_expert
 from megatron_rl.weights.families import DENSE, SCORE_HEAD, SHARED, ModelShape
 from megatron_rl.weights.tables import PlacementTable, Row, Rows, Share, list_parts, split_boxes
@@ -67,8 +69,8 @@ def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank:
     found: list[Row] = []
     pp_size, vpp_size, per_rank = layout.pp_size, layout.vpp_size, shape.num_experts // layout.ep_size
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
-    # The first layer and the last: all others are like one of them.
-    layer_rows = {shape.has_experts(layer): _list_layer(shape, layer, experts) for layer in (0, shape.num_layers - 1)}
+    sorts = {shape.sort_of(layer): layer for layer in range(shape.num_layers)}
+    layer_rows = {sort: _list_layer(shape, layer, experts) for sort, layer in sorts.items()}
     for chunk in range(vpp_size):
         is_first = pp_rank == 0 and chunk == 0
         is_last = pp_rank == pp_size - 1 and chunk == vpp_size - 1
@@ -76,7 +78,7 @@ def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank:
             found.append((f"{chunk}.embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab"))
         for local, layer in enumerate(stage_layers(shape.num_layers, pp_size, vpp_size, pp_rank, chunk)):
             ours, hf = f"{chunk}.decoder.layers.{local}.", f"model.layers.{layer}."
-            mine = layer_rows[shape.has_experts(layer)]
+            mine = layer_rows[shape.sort_of(layer)]
             found += [(ours + param, hf + hf_name, kind) for param, hf_name, kind in mine]
         if is_last:
             found.append((f"{chunk}.decoder.final_layernorm.weight", "model.norm.weight", "hidden"))
@@ -127,6 +129,12 @@ _MATRICES = {
     "logit_bias": "mlp.router.bias",
     "sinks": "self_attention.core_attention.softmax_offset",
     "o.bias": "self_attention.linear_proj.bias",
+    "shared_router": "mlp.shared_experts.gate_weight",
+    "delta_qkvz": "self_attention.in_proj.weight",
+    "delta_ba": "self_attention.in_proj.weight",
+    "delta_norm": "self_attention.norm.weight",
+    "delta_o": "self_attention.linear_proj.weight",
+    **dict.fromkeys(CONV_PARTS, "self_attention.conv_weight"),
 }
 for prefix, mlp in (("", "mlp"), (DENSE, "mlp"), (SHARED, "mlp.shared_experts")):
     _MATRICES |= {f"{prefix}{half}": f"{mlp}.linear_fc1.weight" for half in ("gate", "up")}
@@ -139,4 +147,6 @@ def layer_parameter(hf_name: str, kind: str) -> str:
     """Megatron's parameter of a layer that a tensor is a part of; for a matrix of an expert that of a dense MLP."""
     if kind == "head":
         return _NORMS[hf_name]
+    if kind == "delta_head":
+        return hf_name.replace("linear_attn", "self_attention")
     return _MATRICES.get(kind) or f"self_attention.linear_qkv.{kind.partition('.')[2]}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.types import UserError
+from megatron_rl.weights.delta_nets import read_delta_nets
 from megatron_rl.weights.families import SCORE_HEAD, Head, ModelShape
 from megatron_rl.weights.family import ALIASES, FAMILIES, Family, LatentSizes, SigmoidRouter
 from megatron_rl.weights.rope import compute_yarn_mscale, is_served, read_rope_scaling, rope_type_of
@@ -116,8 +117,7 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
             rotary_dim=_read_rotary_dim(config, rope, family, head_dim),
             unrotated_layers=_list_unrotated(config, family),
             **experts,
-            **(_read_windows(config) if family.alternates_windows else {}),
-            **(_read_sink_windows(config) if family.has_sinks else {}),
+            **_read_attention(config, family, source),
         )
         return replace(shape, **_read_latent(config, rope)) if family.has_latent_attention else shape
     except KeyError as error:
@@ -175,6 +175,15 @@ def _list_unrotated(config: dict[str, Any], family: Family) -> tuple[int, ...]:
     layers, interval = range(config["num_hidden_layers"]), config.get("no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers") or [(layer + 1) % interval for layer in layers]
     return tuple(layer for layer in layers if not rotated[layer])
+
+
+def _read_attention(config: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
+    """The fields of a ModelShape that a family has whose layers are not all alike."""
+    if family.alternates_windows:
+        return _read_windows(config)
+    if family.has_sinks:
+        return _read_sink_windows(config)
+    return read_delta_nets(config, source) if family.has_delta_nets else {}
 
 
 def _read_windows(config: dict[str, Any]) -> dict[str, Any]:
@@ -273,8 +282,10 @@ def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[s
     # transformers 5 writes num_local_experts where published Qwen3-MoE configs have num_experts.
     num_experts = config.get("num_experts") or config["num_local_experts"]
     per_token = config["num_experts_per_tok"]
-    # Mixtral and gpt-oss have no such option: their shares always add up to 1.
-    normalizes_shares = config["model_type"] in ("mixtral", "gpt_oss") or bool(config.get("norm_topk_prob"))
+    # Mixtral and gpt-oss have no such option: their shares always add up to 1. Qwen3-Next's do by default.
+    normalizes_shares = config["model_type"] in ("mixtral", "gpt_oss") or bool(
+        config.get("norm_topk_prob", family.has_delta_nets)
+    )
     if per_token == 1 and normalizes_shares:
         raise UserError(
             "num_experts_per_tok = 1 with normalized shares",
@@ -282,7 +293,12 @@ def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[s
             expected="2 experts per token or more",
             hint="the share of a single expert is always 1, so its router would never learn",
         )
-    return dict(num_experts=num_experts, experts_per_token=per_token, normalizes_shares=normalizes_shares)
+    return dict(
+        num_experts=num_experts,
+        experts_per_token=per_token,
+        normalizes_shares=normalizes_shares,
+        shared_ffn_size=config["shared_expert_intermediate_size"] if family.experts.shared else 0,
+    )
 
 
 def _read_sigmoid_experts(config: dict[str, Any], source: str) -> dict[str, Any]:

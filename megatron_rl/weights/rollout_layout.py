@@ -57,7 +57,7 @@ def _list_rows(shape: ModelShape, is_first: bool) -> Rows:
     """What the ranks of an engine hold a part of, or its first rank."""
     packed = is_packed(shape)
     return Rows(
-        (_rename(name, kind) if packed else _find_param(name, kind), name, boxes)
+        (_rename(name, kind) if packed else _find_param(name, kind), name, _ALONE.get(boxes, boxes))
         for name, kind in shape.tensor_kinds().items()
         for _, boxes in list_parts(kind)
         if is_first or kind != "down.bias"
@@ -76,6 +76,7 @@ def _rename(hf_name: str, kind: str) -> str:
     return _find_param(hf_name, kind)
 
 
+_ALONE = {"delta_ba": "delta_ba.alone"}  # boxes where nothing is fused
 _FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",

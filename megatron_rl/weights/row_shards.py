@@ -95,7 +95,8 @@ def _cut_boxes(
     num_rows = {kind: local_box[0][1] for kind, (local_box, _) in boxes.items()} | {"vocab": vocab_rows}
     for kinds in (kinds for kinds in _FUSED if kinds[-1] in num_rows):
         num_rows |= dict.fromkeys(kinds, num_rows[kinds[-1]])  # the last part ends where the parameter does
-    num_rows |= {f"{fused}.{part}": num_rows[part] for fused, parts in FUSED_KINDS.items() for part in parts}
+    fused = {kind: parts for kind, parts in FUSED_KINDS.items() if parts[0] in num_rows}
+    num_rows |= {f"{kind}.{part}": num_rows[part] for kind, parts in fused.items() for part in parts}
     found = {}
     for kind, pair in boxes.items():
         place = experts if shape.num_experts and kind in _EXPERT_KINDS else dense

@@ -12,13 +12,14 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from megatron_rl.weights.delta_nets import CONV_PARTS
 from megatron_rl.weights.families import FUSED_KINDS, LATENT_KINDS, NORM_KINDS, ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
 
 Row = tuple[str, str, Hashable]  # parameter, HF tensor, kind
 BoxPair = tuple[Box, Box]  # in the parameter, in the HF tensor
 # Kinds of which every TP rank has all.
-_WHOLE = ("hidden", "head", "router", "router_bias", "logit_bias", "o.bias", "score")
+_WHOLE = ("hidden", "head", "router", "router_bias", "logit_bias", "o.bias", "shared_router", "score")
 
 
 class Rows(tuple[Row, ...]):
@@ -101,7 +102,7 @@ def split_boxes(
     start, stop = (min((tp_rank + end) * vocab_rows, shape.vocab_size) for end in (0, 1))
     boxes = {kind: (full_box(sizes[kind]), full_box(sizes[kind])) for kind in _WHOLE}
     boxes["vocab"] = rows(0, stop - start, sizes["vocab"]), rows(start, stop, sizes["vocab"])
-    q_size, kv_size = shape.num_heads // tp_size * d, max(shape.num_kv_heads // tp_size, 1) * d
+    q_size, kv_size = shape.num_heads // tp_size * shape.query_dim, max(shape.num_kv_heads // tp_size, 1) * d
     kv_start, base = tp_rank * shape.num_kv_heads // tp_size * d, 0
     for kind, first, size in (("q", tp_rank * q_size, q_size), ("k", kv_start, kv_size), ("v", kv_start, kv_size)):
         for name, start in ((f"{kind}.weight", base), (f"{kind}.bias", base), (f"{kind}.norm", 0)):
@@ -115,13 +116,15 @@ def split_boxes(
         parts = tp_size if kind in ("q_up", "kv_up") else 1  # the others are whole
         size, rank = sizes[kind][0] // parts, tp_rank % parts
         boxes[kind] = rows(0, size, sizes[kind]), rows(rank * size, (rank + 1) * size, sizes[kind])
+    if shape.delta_net is not None:
+        boxes |= _split_delta_net(sizes, of_layer)
     for prefix, columns_of_all in shape.ffn_sizes().items():
         count, index = of_expert if of_expert and shape.num_experts and not prefix else of_layer
         boxes |= _split_mlp(sizes, prefix, columns_of_all // count, index)
     for fused, parts in FUSED_KINDS.items():
         base = 0
-        for part in parts:
-            local, ((first, last), _) = boxes[part]
+        for part in parts if fused in sizes else ():
+            local, ((first, last), *_) = boxes[part]
             boxes[f"{fused}.{part}"] = local, rows(base + first, base + last, sizes[fused])
             base += sizes[part][0]
     return boxes
@@ -139,6 +142,24 @@ def _split_mlp(sizes: dict[str, tuple[int, ...]], prefix: str, ffn: int, tp_rank
         f"{up}.bias": (rows(ffn, 2 * ffn, (0,)), (mine,)),
         f"{down}.bias": (full_box(sizes[f"{down}.bias"]), full_box(sizes[f"{down}.bias"])),
     }
+
+
+def _split_delta_net(sizes: dict[str, tuple[int, ...]], of_layer: Share) -> dict[str, BoxPair]:
+    """The boxes of a gated delta net; Megatron's `in_proj` is `[qkvz; ba]` of the rank's key heads, vLLM has two."""
+    norm = full_box(sizes["delta_norm"])
+    boxes: dict[str, BoxPair] = {"delta_norm": (norm, norm)}
+    for kinds in (("delta_head",), CONV_PARTS, ("delta_qkvz", "delta_ba")):
+        base = 0
+        for kind in kinds:
+            size = sizes[kind][0] // of_layer.count
+            mine = of_layer.index * size, (of_layer.index + 1) * size
+            boxes[kind] = rows(base, base + size, sizes[kind]), rows(*mine, sizes[kind])
+            base += size
+    (first, last), whole = boxes["delta_ba"][1][0], sizes["delta_ba"]
+    boxes["delta_ba.alone"] = rows(0, last - first, whole), rows(first, last, whole)
+    size = sizes["delta_o"][1] // of_layer.count
+    mine = of_layer.index * size, (of_layer.index + 1) * size
+    return boxes | {"delta_o": (columns(0, size, sizes["delta_o"]), columns(*mine, sizes["delta_o"]))}
 
 
 def list_parts(kind: str) -> list[tuple[str, str]]:

@@ -44,6 +44,20 @@ def save_with_drafts(directory: Path) -> ModelShape:
     return load_model_shape(directory)
 
 
+def test_draft_layers_under_names_of_their_own(tmp_path: Path) -> None:
+    """Of Qwen3-Next they begin with mtp; a conversion there and back keeps them."""
+    save_tiny_model(tmp_path / "hf", "qwen3_next")
+    drafts = {"mtp.fc.weight": torch.randn(64, 128), "mtp.layers.0.input_layernorm.weight": torch.randn(64)}
+    save_file(drafts, tmp_path / "hf/drafts.safetensors", metadata={"format": "pt"})
+    original = read_tensors(tmp_path / "hf")
+    names = {name: file.name for file in (tmp_path / "hf").glob("*.safetensors") for name in load_file(file)}
+    (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    assert len(original) == len(load_model_shape(tmp_path / "hf").logical_tensors()) + 2
+    convert_to_megatron(tmp_path / "hf", tmp_path / "megatron", **SETTINGS)
+    convert_to_huggingface(CheckpointWeights(tmp_path / "megatron"), tmp_path / "back", **SETTINGS)
+    assert find_differences(read_tensors(tmp_path / "back"), original) == []
+
+
 def test_draft_layers_are_kept_as_they_are(tmp_path: Path) -> None:
     """Through a conversion and by the export of a run; without their weights, config.json has none."""
     shape = save_with_drafts(tmp_path / "hf")

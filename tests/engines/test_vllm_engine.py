@@ -22,6 +22,7 @@ from megatron_rl.engines.vllm_library import pack_experts, prepare_vllm, registe
 from megatron_rl.engines.vllm_limits import CPU_HEAD_DIMS, check_device_limits, check_options, cpu_cache_bytes
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.types import UserError
+from megatron_rl.weights.delta_nets import DeltaNetSizes
 from megatron_rl.weights.families import ModelShape
 
 SHAPE = ModelShape(
@@ -111,6 +112,13 @@ def test_unsupported_head_dim_is_refused_on_cpu() -> None:
     assert 16 not in CPU_HEAD_DIMS
     with pytest.raises(UserError, match="head_dim 16"):
         check_device_limits(spec)
+
+
+def test_gated_delta_nets_are_refused_on_cpu() -> None:
+    """Its kernels there want bfloat16: in float32 they fail at the first token."""
+    nets = replace(SHAPE, family="qwen3_next", delta_net=DeltaNetSizes(2, 4, 16, 16, 4), delta_layers=(0,))
+    with pytest.raises(UserError, match="vllm on a CPU with a qwen3_next model"):
+        check_device_limits(replace(SPEC, shape=nets))
 
 
 @pytest.mark.parametrize(("ffn", "tp_size", "columns"), [(80, 1, 80), (96, 2, 48)])

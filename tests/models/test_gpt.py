@@ -86,6 +86,7 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(family="qwen3_moe"),
     "qwen3_moe-shares": dict(family="qwen3_moe", norm_topk_prob=False, num_experts=8),
     "mixtral": dict(family="mixtral", num_experts_per_tok=3),
+    "qwen3_next": dict(family="qwen3_next"),
     "glm4_moe": dict(
         family="glm4_moe", rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
     ),

@@ -45,6 +45,7 @@ SHAPES = {
     "mixtral": make_shape("mixtral"),
     "glm4_moe": make_shape("glm4_moe"),
     "deepseek_v3": make_shape("deepseek_v3"),
+    "qwen3_next": make_shape("qwen3_next"),
     "gemma": make_shape("gemma", tied_embeddings=True),
     "gemma3_text": make_shape("gemma3_text", tied_embeddings=True),
     "phi3": make_shape("phi3"),

@@ -31,6 +31,7 @@ CASES: dict[str, tuple[int, str, list[str]]] = {  # ranks, engine, layout
     "smollm3": (2, "hf", layout_overrides(2, 1, 1)),  # vLLM has no implementation of its own
     "olmo2": (4, "hf", layout_overrides(2, 2, 1)),  # likewise
     "qwen3_moe": (2, "vllm", [EP2]),
+    "qwen3_next": (2, "hf", [EP2]),  # vLLM computes delta nets in bfloat16 only on a CPU
     "mixtral": (4, "vllm", [*layout_overrides(2, 1, 2), EP2]),
     "glm4_moe": (2, "vllm", [EP2]),
     "deepseek_v3": (2, "vllm", [EP2]),

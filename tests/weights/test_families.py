@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import read_shape
+from megatron_rl.weights.engine_support import check_engine
 from megatron_rl.weights.experts import list_huggingface_tensors, split_huggingface_experts
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.family import LatentSizes, SigmoidRouter
@@ -44,6 +45,17 @@ LONGROPE: dict[str, Any] = dict(
 )
 EXPERT_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20),
+    "qwen3_next": dict(
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=22,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=4,
+        linear_value_head_dim=5,
+    ),
     "mixtral": dict(num_local_experts=3),
     "glm4_moe": dict(
         n_routed_experts=3,
@@ -107,6 +119,8 @@ def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
         ("qwen3_moe", dict(head_dim=8)),
         ("mixtral", {}),
         ("gpt_oss", {}),
+        ("qwen3_next", {}),
+        ("qwen3_next", dict(layer_types=["full_attention", "linear_attention"])),
         ("glm4_moe", {}),
         ("deepseek_v3", {}),
         ("deepseek_v3", dict(q_lora_rank=None, first_k_dense_replace=0)),
@@ -185,7 +199,8 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
         rope = {"full_attention": rope}
     shape = model_shape_from_config(make_config(family, rope_parameters=rope), source="here")
     assert (
-        shape.rotary_dim == ({"glm4_moe": 2, "glm4": 64, "deepseek_v3": 2}.get(family)) and shape.unrotated_layers == ()
+        shape.rotary_dim == ({"glm4_moe": 2, "glm4": 64, "deepseek_v3": 2, "qwen3_next": 2}.get(family))
+        and shape.unrotated_layers == ()
     )
     assert shape.rope_theta == 5e5
     assert (shape.qkv_bias, shape.qk_norm) == {
@@ -193,6 +208,7 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
         "qwen2": (True, False),
         "qwen3": (False, True),
         "qwen3_moe": (False, True),
+        "qwen3_next": (False, True),
         "mistral": (False, False),
         "mixtral": (False, False),
         "gemma": (False, False),
@@ -214,6 +230,7 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
         ("qwen3_moe", dict(norm_topk_prob=False), (3, 2, False)),
         ("qwen3_moe", dict(num_experts=8, num_local_experts=None), (8, 2, False)),  # as published
         ("qwen3_moe", dict(num_experts_per_tok=1), (3, 1, False)),
+        ("qwen3_next", {}, (3, 2, True)),
         ("mixtral", dict(num_experts_per_tok=3), (3, 3, True)),
         ("llama", {}, (0, 0, False)),
     ],
@@ -301,14 +318,14 @@ def test_windows_and_positions_of_gpt_oss_as_published() -> None:
     assert (shape.rope_theta, shape.max_position_embeddings) == (150000.0, 131072)
     assert model_shape_from_config(config | dict(layer_types=None), source="here") == shape
     for engine in ("vllm", "hf", "megatron", "a plugin's"):
-        shape.check_engine(engine)
+        check_engine(shape, engine)
     with pytest.raises(UserError, match="rollout.engine = 'vllm_server' with a gpt_oss model"):
-        shape.check_engine("vllm_server")
+        check_engine(shape, "vllm_server")
     for change in (dict(sliding_layers=(1, 3)), dict(rms_norm_eps=1e-6), dict(rope_scaling=None)):
         other = replace(shape, **change)
-        other.check_engine("hf")
+        check_engine(other, "hf")
         with pytest.raises(UserError, match="rollout.engine = 'vllm' with a gpt_oss model of windows"):
-            other.check_engine("vllm")
+            check_engine(other, "vllm")
 
 
 def test_scores_of_latent_attention_grow_with_yarn() -> None:
@@ -378,6 +395,7 @@ def test_what_is_rotated() -> None:
         ("glm4_moe", dict(rope_scaling=YarnScaling(4.0, 48, 1.1, 32.0, 1.0, True))),
         ("gemma3_text", dict(rope_scaling=LinearScaling(8.0))),
         ("deepseek_v3", {}),
+        ("qwen3_next", {}),
         ("phi3", dict(rope_scaling=LongropeScaling((1.0, 2.0), 1.2), rotary_dim=4)),
         ("smollm3", dict(unrotated_layers=(1, 3))),
         ("llama", dict(rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),
@@ -442,6 +460,7 @@ def test_positions_that_a_scaling_allows() -> None:
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("qwen3_next", {"attention_bias": True}, "attention_bias=True"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 8.0}}, "dynamic"),
         ("qwen2", {"rope_parameters": None, "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}, "mrope"),
         ("llama", {"rope_parameters": LONGROPE | {"attention_factor": 1.5}}, "longrope"),

@@ -32,7 +32,7 @@ def test_logical_and_global_tensors_are_covered_once(family, changes):
             counts[place.key][place.leading][box_slices(place.box)] += 1
     assert all((count == 1).all() for count in counts.values())
     is_stacked = len([key for key in counts if "layers" in key]) < 16
-    assert is_stacked is (shape.dense_layers == 0), "layers are stacked where they are alike"
+    assert is_stacked is (shape.dense_layers == len(shape.delta_layers) == 0), "layers are stacked where they are alike"
 
 
 def test_query_rows_are_interleaved_per_group():
@@ -45,4 +45,19 @@ def test_query_rows_are_interleaved_per_group():
             (start, stop), (hf_start, _) = place.box[0], place.hf_box[0]
             order[start:stop] = [f"{name}{(hf_start + i) // 2}" for i in range(stop - start)]
     heads = ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1", "q4", "q5", "k2", "v2", "q6", "q7", "k3", "v3"]
+    assert order == [head for head in heads for _ in range(2)]
+
+
+def test_gates_are_behind_the_queries_of_their_group():
+    """4 heads of 2 in 2 groups, each with a gate: `[q0 q1 g0 g1 k0 v0 ...]`, of `[q0 g0 q1 g1 q2 ...]`."""
+    shape = make_shape("qwen3_next", num_heads=4, num_kv_heads=2)
+    table, order = megatron_global_placements(shape), [""] * 24
+    for name in "qkv":
+        for place in table[f"model.layers.3.self_attn.{name}_proj.weight"]:
+            assert place.leading == () and place.shape == (24, 24)
+            (start, stop), (hf_start, _) = place.box[0], place.hf_box[0]
+            for i in range(stop - start):
+                head, half = divmod((hf_start + i) // 2, 2 if name == "q" else 1)
+                order[start + i] = f"{'g' if half else name}{head}"
+    heads = ["q0", "q1", "g0", "g1", "k0", "v0", "q2", "q3", "g2", "g3", "k1", "v1"]
     assert order == [head for head in heads for _ in range(2)]

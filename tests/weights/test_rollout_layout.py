@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.types import UserError
+from megatron_rl.weights.delta_nets import DeltaNetSizes
 from megatron_rl.weights.experts import split_experts
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, huggingface_placements, vllm_placements
@@ -23,8 +24,12 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", dict(head_dim=6)),
     ("qwen3_moe", {}),
     ("mixtral", dict(num_experts=3)),
+    ("qwen3_next", dict(delta_net=DeltaNetSizes(8, 16, 3, 5, 4))),
 ]
-EXPERT_MATRICES = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
+EXPERT_MATRICES = {
+    **dict.fromkeys(("qwen3_moe", "qwen3_next"), ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("w1", "w3", "w2"),
+}
 
 
 def fuse_qkv(shape: ModelShape, full: dict[str, torch.Tensor], prefix: str, what: str, tp: int, r: int) -> torch.Tensor:
@@ -65,7 +70,13 @@ def make_vllm_shards(shape: ModelShape, full: dict[str, torch.Tensor], tp: int, 
         elif "gate_proj" in name:
             up = full[name.replace("gate", "up")]
             shards[name.replace("gate", "gate_up")] = torch.cat([tensor.chunk(tp)[r], up.chunk(tp)[r]])
-        elif "o_proj" in name or "down_proj" in name:
+        elif name.endswith(("in_proj_qkvz.weight", "in_proj_ba.weight", "A_log", "dt_bias")):
+            shards[name] = tensor.chunk(tp)[r]
+        elif "conv1d" in name:  # queries and keys of 8 heads of 3, values of 16 of 5
+            shards[name] = torch.cat([part.chunk(tp)[r] for part in tensor.split([24, 24, 80])])
+        elif "shared_expert_gate" in name:
+            shards[name] = tensor
+        elif "o_proj" in name or "down_proj" in name or "out_proj" in name:
             shards[name] = tensor.chunk(tp, dim=1)[r]
         elif "embed_tokens" in name or "lm_head" in name:
             padding = -len(tensor) % 64

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated delta nets (arXiv 2412.06464) as Qwen3-Next has them: linear attention in the place of self-attention.
+
+Of a token's hidden state one projection makes queries, keys, values, gates z, and the logits of the strength and the
+decay of what it writes. Queries, keys and values pass a short causal convolution; a gated norm of z and what the heads
+read is projected back. Tensor parallel ranks have whole key heads, each with its value heads; under context
+parallelism heads are exchanged for tokens around convolution and recurrence, as in attention.
+
+megatron-core's own module refuses packed sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from torch.utils.checkpoint import checkpoint
+
+from megatron_rl.models.delta_rule import SequenceRows, apply_delta_rule, convolve
+from megatron_rl.models.packed_sequences import PackedSequences
+from megatron_rl.parallel.collectives import current_device
+from megatron_rl.parallel.ulysses import exchange_heads, exchange_to_tokens
+from megatron_rl.weights.delta_nets import DeltaNetSizes
+
+
+class GatedNorm(torch.nn.Module):
+    """Root-mean-square norm of every head times SiLU of a gate; its gradient is partial under TP-SP."""
+
+    def __init__(self, config: TransformerConfig, size: int) -> None:
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=current_device()))
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """[..., d] and a gate of the same shape; the weight is applied in the type of x, as the reference does."""
+        wide = x.float()
+        normed = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (self.weight * normed.type_as(x) * F.silu(gate.float())).type_as(x)
+
+
+class GatedDeltaNet(MegatronModule):
+    """Linear attention of a layer; called as megatron-core calls its self-attention.
+
+    Args:
+        submodules: `linear_qkv` and `linear_proj` are the classes of the projections.
+        sizes: of all heads.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        *,
+        sizes: DeltaNetSizes,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        self.layer_number, self._sizes = layer_number, sizes
+        tp_group, cp_group = pg_collection.tp, pg_collection.cp
+        self._cp_group = cp_group if cp_group.size() > 1 else None
+        self._recomputes = config.recompute_granularity == "selective"
+        options: dict[str, Any] = dict(config=config, bias=False, is_expert=False, tp_group=tp_group)
+        column: Any = submodules.linear_qkv
+        first: Any = build_module(
+            column,
+            config.hidden_size,
+            sizes.key_heads * (sizes.width + sizes.num_logits),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="qkv",
+            **options,
+        )
+        last: Any = build_module(
+            submodules.linear_proj,
+            sizes.value_heads * sizes.value_dim,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="proj",
+            **options,
+        )
+        self.add_module("in_proj", first)
+        self.add_module("linear_proj", last)
+        heads = sizes.value_heads // tp_group.size()
+        self._parts = [x // tp_group.size() for x in sizes.convolved]
+        self.conv_weight = self._make(config, sum(self._parts), 1, sizes.kernel)
+        self.A_log, self.dt_bias = self._make(config, heads), self._make(config, heads)
+        self.norm = GatedNorm(config, sizes.value_dim)
+
+    @staticmethod
+    def _make(config: TransformerConfig, *size: int) -> torch.nn.Parameter:
+        """A parameter of this rank's heads."""
+        parameter = torch.nn.Parameter(torch.zeros(size, dtype=config.params_dtype, device=current_device()))
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        return parameter
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        packed_seq_params: PackedSequences,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[t, 1, h], or [t/tp, 1, h] under TP-SP -> the same, and no bias."""
+        rows, sizes = packed_seq_params.sequence_rows, self._sizes
+        assert attention_mask is None and rows is not None, "packed sequences only"
+        assert packed_seq_params.cache is None, "there is no cache of states"
+        mixed = self.get_submodule("in_proj")(hidden_states)[0].squeeze(1)  # [t/cp, columns/tp]
+        num_logits = len(self.A_log) * 2
+        heads, logits = mixed.split([mixed.shape[1] - num_logits, num_logits], 1)
+        heads = heads.unflatten(1, (-1, sizes.width))  # [t/cp, key heads, ...]
+        logits = logits.unflatten(1, (-1, sizes.num_logits))
+        heads, gates = heads.split([sizes.width - sizes.values_of_key, sizes.values_of_key], -1)
+        inputs = torch.cat([heads, logits], -1)
+        if self._cp_group is not None:
+            inputs = exchange_heads(inputs, self._cp_group)
+        weights = self.conv_weight, self.A_log, self.dt_bias
+        output = (
+            checkpoint(self._attend, inputs, rows, *weights, use_reentrant=False)
+            if self._recomputes and self.training
+            else self._attend(inputs, rows, *weights)
+        )
+        assert isinstance(output, torch.Tensor), "one result"
+        if self._cp_group is not None:
+            output = exchange_to_tokens(output, self._cp_group)
+        output = self.norm(output, gates.reshape_as(output))
+        return self.get_submodule("linear_proj")(output.flatten(1).unsqueeze(1))
+
+    def _attend(
+        self,
+        inputs: torch.Tensor,
+        rows: SequenceRows,
+        conv_weight: torch.Tensor,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+    ) -> torch.Tensor:
+        """[t, key heads, ...] -> [t, value heads, d_v], of the heads that this rank has of all tokens."""
+        sizes = self._sizes
+        query, key, value, strength, speed = inputs.split(
+            [sizes.key_dim, sizes.key_dim, sizes.values_of_key, sizes.num_logits // 2, sizes.num_logits // 2], -1
+        )
+        strength, speed = strength.flatten(1), speed.flatten(1)
+        if self._cp_group is not None:
+            cp_size, cp_rank = self._cp_group.size(), self._cp_group.rank()
+            a_log, dt_bias = (x.chunk(cp_size)[cp_rank] for x in (a_log, dt_bias))
+            conv_weight = torch.cat([x.chunk(cp_size)[cp_rank] for x in conv_weight.split(self._parts)])
+        parts = [x.flatten(1) for x in (query, key, value)]
+        mixed = convolve(torch.cat(parts, 1), conv_weight, rows)
+        dims = sizes.key_dim, sizes.key_dim, sizes.value_dim
+        pieces = zip(mixed.split([x.shape[1] for x in parts], 1), dims, strict=True)
+        query, key, value = (x.unflatten(1, (-1, d)) for x, d in pieces)
+        decay = -a_log.float().exp() * F.softplus(speed.float() + dt_bias)
+        return apply_delta_rule(query, key, value, decay, strength.sigmoid(), rows).to(inputs.dtype)

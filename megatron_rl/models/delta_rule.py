@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta rule (arXiv 2412.06464, equation 10) over packed sequences, in plain torch.
+
+A head has a state S [d_k, d_v], zero at the start of a sequence. Token t lets it decay, corrects what it answers to a
+key, and reads it:
+
+    S <- exp(g_t) S
+    S <- S + beta_t k_t (v_t - S^T k_t)^T
+    o_t = S^T q_t
+
+Sequences are cut into chunks of 64 tokens. What happens inside of a chunk is a few products for all chunks at once
+(section 3.3 there); from chunk to chunk the state is carried on, for all sequences at once that have so many chunks.
+A segment behind a shared prefix is computed together with its prefix: each gets the state that it would have alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.models.attention_backends import Segments
+
+CHUNK = 64
+_EPSILON = 1e-6  # of the lengths of queries and keys
+
+
+@dataclass(frozen=True)
+class SequenceRows:
+    """Whole sequences of a packed row of t tokens, those with most chunks first.
+
+    Attributes:
+        convolved: [c] int64, rows to convolve: each sequence behind `width - 1` rows of zeros, which t stands for.
+        results: [chunks * 64] int64, of what comes out of that, [c - width + 1], what is in the chunks; c - width + 1
+            stands for zeros. First come the first chunks of all sequences, then the second ones, and so on.
+        tokens: [chunks * 64] int64, the rows that are in the chunks; t stands for zeros.
+        counts: sequences that have a first, second, ... chunk.
+        places: [t] int64, where each row is in the chunks.
+    """
+
+    convolved: torch.Tensor
+    results: torch.Tensor
+    tokens: torch.Tensor
+    counts: tuple[int, ...]
+    places: torch.Tensor
+
+
+def build_sequence_rows(segments: Segments, width: int) -> SequenceRows:
+    """Arrange the sequences of a microbatch for convolutions of `width` tokens and for chunks; reads lengths on the
+    host."""
+    sequences = sorted(_list_sequences(segments), key=lambda sequence: -_count_chunks(sequence[1]))
+    num_tokens, gap = int(segments.cu_seqlens_q[-1]), np.zeros(width - 1, np.int64)
+    num_chunks = [_count_chunks(rows) for _, rows in sequences]
+    counts = tuple(sum(n > number for n in num_chunks) for number in range(num_chunks[0]))
+    firsts = np.cumsum([0, *counts[:-1]]) * CHUNK  # of the first, second, ... chunks
+    convolved = np.concatenate([part for _, rows in sequences for part in (gap + num_tokens, rows)])
+    results = np.full(sum(counts) * CHUNK, len(convolved) - width + 1)
+    tokens, places, base = np.full_like(results, num_tokens), np.empty(num_tokens, np.int64), 0
+    for number, (own, rows) in enumerate(sequences):
+        offsets = np.arange(len(rows))
+        at = firsts[offsets // CHUNK] + number * CHUNK + offsets % CHUNK
+        results[at], tokens[at], places[rows[-own:]] = base + offsets, rows, at[-own:]
+        base += len(rows) + width - 1
+    device = segments.cu_seqlens_q.device
+    found = (torch.from_numpy(array).to(device) for array in (convolved, results, tokens, places))
+    return SequenceRows(next(found), next(found), next(found), counts, next(found))
+
+
+def _list_sequences(segments: Segments) -> Iterator[tuple[int, np.ndarray]]:
+    """How many rows are a segment's own, the last of these: its prefix's and its own."""
+    ends, key_ends = segments.cu_seqlens_q.tolist(), segments.cu_seqlens_k.tolist()
+    index = np.arange(ends[-1]) if segments.key_index is None else segments.key_index.cpu().numpy()
+    for start, stop, first, last in zip(ends, ends[1:], key_ends, key_ends[1:], strict=False):
+        if stop > start:
+            yield stop - start, index[first:last]
+
+
+def _count_chunks(rows: Sequence[int] | np.ndarray) -> int:
+    return -(-len(rows) // CHUNK)
+
+
+def convolve(x: torch.Tensor, weight: torch.Tensor, rows: SequenceRows) -> torch.Tensor:
+    """Each channel of each sequence with its own causal filter, then SiLU.
+
+    Args:
+        x: [t, c].
+        weight: [c, 1, width].
+
+    Returns:
+        [chunks * 64, c].
+    """
+    gathered = _with_zeros(x).index_select(0, rows.convolved)
+    output = F.silu(F.conv1d(gathered.t()[None], weight, groups=len(weight)))[0].t()
+    return _with_zeros(output).index_select(0, rows.results)
+
+
+def apply_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    rows: SequenceRows,
+) -> torch.Tensor:
+    """Run every head of every sequence, in float32.
+
+    Args:
+        query, key: [chunks * 64, n_k, d_k], from `convolve`; they are normalized here.
+        value: [chunks * 64, n, d_v], n a multiple of n_k.
+        decay: [t, n] g, float32, not above 0.
+        beta: [t, n].
+
+    Returns:
+        [t, n, d_v].
+    """
+    repeats = value.shape[1] // key.shape[1]
+    query, key = (_normalize(x.float()).repeat_interleave(repeats, 1) for x in (query, key))
+    decay, beta = (_with_zeros(x.float()).index_select(0, rows.tokens) for x in (decay, beta))
+    query = query * key.shape[-1] ** -0.5
+    # [chunks, n, 64, ...]
+    query, key, value, decay, beta = (
+        x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in (query, key, value.float(), decay, beta)
+    )
+    output = _run_chunks(query, key, value, decay, beta[..., None], rows.counts)
+    return output.transpose(1, 2).flatten(0, 1).index_select(0, rows.places)
+
+
+def _run_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    counts: Sequence[int],
+) -> torch.Tensor:
+    total = decay.cumsum(-1)  # [chunks, n, 64] log of the decay since the chunk began
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(_above_diagonal(query.device), float("-inf"))
+    between = between.exp()  # from a column's token to a row's
+    grown, left = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
+    corrections = (beta * key @ key.mT) * between  # its diagonal is taken for ones
+    both = torch.cat([beta * value, beta * key * grown], -1)
+    solved = torch.linalg.solve_triangular(corrections, both, upper=False, unitriangular=True)
+    written, answers = solved.split([value.shape[-1], key.shape[-1]], -1)  # without a state; what a state answers
+    scores, reads, writes = (query @ key.mT) * between, query * grown, (key * left).mT
+    kept = total[..., -1, None, None].exp()
+    state = query.new_zeros(counts[0], *writes.shape[1:3], value.shape[-1])
+    outputs = []
+    parts = (x.split(counts) for x in (written, answers, scores, reads, writes, kept))
+    for new, answer, score, read, write, rest in zip(*parts, strict=True):
+        state = state[: len(new)]
+        new = new - answer @ state
+        outputs.append(read @ state + score @ new)
+        state = state * rest + write @ new
+    return torch.cat(outputs)
+
+
+def _above_diagonal(device: torch.device) -> torch.Tensor:
+    return torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).triu(1)
+
+
+def _normalize(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
+
+
+def _with_zeros(x: torch.Tensor) -> torch.Tensor:
+    """With a row of zeros behind the last."""
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])
