@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -14,6 +15,8 @@ from megatron_rl.agents.tool_formats import AUTO, ToolReader
 from megatron_rl.agents.transcript import ChatTranscript, Message, Tail, TextTranscript, Transcript
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import Prompt
+
+_LONGEST_TRACE = 2000
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,11 @@ class Answer:
     failure: str = ""
     max_tokens: int | None = None
 
+    @classmethod
+    def of_error(cls) -> Answer:
+        """Says what has just been raised."""
+        return cls(finish_reason="error", failure=traceback.format_exc()[-_LONGEST_TRACE:])
+
 
 class Episode:
     """An environment and its conversation.
@@ -141,6 +149,19 @@ class Episode:
         if self._num_turns == self._setup.max_turns:
             return Answer(None, reward, seconds=seconds, finish_reason="turns")
         return Answer(self._transcript.extend(tokens, name_calls(found.messages, calls)), reward, seconds=seconds)
+
+
+def play_environment(
+    make_environment: Callable[[], Environment], setup: Setup, tokenizer: Tokenizer, opening: Opening
+) -> Generator[Answer, tuple[list[int], str]]:
+    """The answers of an environment of its own: the first one to nothing, each other one to a reply.
+
+    It is sent the tokens of a reply, and how that ended.
+    """
+    episode = Episode(setup, make_environment(), build_transcript(tokenizer, setup, opening), tokenizer)
+    reply = yield episode.begin(opening.task)
+    while True:
+        reply = yield episode.step(*reply)
 
 
 def name_calls(messages: Sequence[Message], calls: Sequence[ToolCall]) -> list[Message]:

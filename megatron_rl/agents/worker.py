@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -22,8 +21,10 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import NoReturn
 
+from numpy import random as numpy_random  # numpy imports it at its first use, which would be in an episode
+
 from megatron_rl.agents.environment import Environment, find_environment
-from megatron_rl.agents.episode import Answer, Episode, Opening, Setup, build_transcript
+from megatron_rl.agents.episode import Answer, Opening, Setup, play_environment
 from megatron_rl.agents.program import find_program, run_program
 from megatron_rl.agents.tool_formats import AUTO, find_tool_format
 from megatron_rl.agents.tools.finding import find_tools
@@ -33,7 +34,6 @@ from megatron_rl.types import UserError
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)
-_LONGEST_TRACE = 2000
 
 # Plays an episode: connection to the rank, setup, tokenizer, opening.
 Player = Callable[[Connection, Setup, Tokenizer, Opening], None]
@@ -46,9 +46,7 @@ def serve(connection: Connection) -> None:
     _control_process(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         setup: Setup = connection.recv()
-        player, tokenizer = _find_player(setup), load_tokenizer(Path(setup.tokenizer))
-        if setup.tool_format == AUTO:
-            setup = replace(setup, tool_format=find_tool_format(tokenizer, setup.options))
+        player, (setup, tokenizer) = _find_player(setup), read_tokenizer(setup)
     except UserError as error:
         connection.send(error)
         return
@@ -76,19 +74,28 @@ def _find_player(setup: Setup) -> Player:
     if setup.program is not None:
         program = find_program(setup.program)
         return lambda connection, *rest: run_program(connection, program, *rest)
-    make_environment = _find_environment(setup)
+    make_environment = find_environments(setup)
 
     def play(connection: Connection, setup: Setup, tokenizer: Tokenizer, opening: Opening) -> None:
-        episode = Episode(setup, make_environment(), build_transcript(tokenizer, setup, opening), tokenizer)
-        connection.send(episode.begin(opening.task))
+        episode = play_environment(make_environment, setup, tokenizer, opening)
+        connection.send(next(episode))
         while True:
             tokens, _, finish_reason = connection.recv()
-            connection.send(episode.step(tokens, finish_reason))
+            connection.send(episode.send((tokens, finish_reason)))
 
     return play
 
 
-def _find_environment(setup: Setup) -> Callable[[], Environment]:
+def read_tokenizer(setup: Setup) -> tuple[Setup, Tokenizer]:
+    """The tokenizer, and the setup with the tool format that it has; raises UserError."""
+    tokenizer = load_tokenizer(Path(setup.tokenizer))
+    if setup.tool_format == AUTO:
+        setup = replace(setup, tool_format=find_tool_format(tokenizer, setup.options))
+    return setup, tokenizer
+
+
+def find_environments(setup: Setup) -> Callable[[], Environment]:
+    """What makes the environment of each episode; raises UserError."""
     if setup.environment is not None:
         return find_environment(setup.environment)
     calls = {tool.name: tool.load() for tool in find_tools(setup.tools)}
@@ -107,12 +114,11 @@ def _run(connection: Connection, setup: Setup, player: Player, tokenizer: Tokeni
         connection.send(os.getpid())
         opening: Opening = connection.recv()
         random.seed(opening.task.seed)
-        if "numpy.random" in sys.modules:
-            sys.modules["numpy.random"].seed(opening.task.seed % 2**32)
+        numpy_random.seed(opening.task.seed)
         player(connection, setup, tokenizer, opening)
     except BaseException:  # whatever an environment can raise
         with contextlib.suppress(BaseException):
-            connection.send(Answer(finish_reason="error", failure=traceback.format_exc()[-_LONGEST_TRACE:]))
+            connection.send(Answer.of_error())
     finally:
         os._exit(0)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_rl.agents.processes import EpisodeProcesses
+from megatron_rl.agents.in_rank import AnyEpisodes
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
@@ -52,7 +52,11 @@ class EpisodeGenerator:
     """
 
     def __init__(
-        self, generator: RolloutGenerator, processes: EpisodeProcesses, config: RunConfig, group: dist.ProcessGroup
+        self,
+        generator: RolloutGenerator,
+        processes: AnyEpisodes,
+        config: RunConfig,
+        group: dist.ProcessGroup,
     ) -> None:
         self._generator, self._processes, self._group = generator, processes, group
         self._in_flight = config.agents.episodes_in_flight

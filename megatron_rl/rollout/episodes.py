@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron_rl.agents.episode import Answer
-from megatron_rl.agents.processes import EpisodeProcesses
+from megatron_rl.agents.in_rank import AnyEpisodes
 from megatron_rl.agents.recording import Recording
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
@@ -74,7 +74,7 @@ class Episodes:
         shift: from the key of an episode to that of its process, apart from the keys of others.
     """
 
-    def __init__(self, samples: Samples, processes: EpisodeProcesses | None, in_flight: int | None, shift: int) -> None:
+    def __init__(self, samples: Samples, processes: AnyEpisodes | None, in_flight: int | None, shift: int) -> None:
         self._samples, self._processes, self._in_flight, self._shift = samples, processes, in_flight, shift
         self._episodes: dict[int, _Episode] = {}
         self._waiting: deque[int] = deque()  # that may be opened in the phase

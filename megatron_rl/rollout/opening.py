@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megatron_rl.agents.episode import Setup
-from megatron_rl.agents.processes import EpisodeProcesses
+from megatron_rl.agents.in_rank import choose_episodes
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.schema import RunConfig
@@ -42,7 +42,7 @@ def open_episodes(generator: RolloutGenerator, config: RunConfig, stop_token_ids
         context_length=config.data.max_prompt_length + config.data.max_response_length,
         tool_format=agents.tool_format,
     )
-    processes = EpisodeProcesses(setup, agents.workers, agents.episode_timeout_seconds, agents.turn_timeout_seconds)
+    processes = choose_episodes(setup, agents, is_debugged=config.trainer.debug_rank == world().rank())
     return EpisodeGenerator(generator, processes, config, world())
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A debugger stops one rank of four in a reward function and in its update, while the others wait.
+"""A debugger stops one rank in a reward function, in an environment and in its update, while the others wait.
 
-The client speaks the protocol that IDEs speak. Not covered: IDEs, NCCL, Ray, and the processes of environments and
-reward workers, which are not debugged.
+The client speaks the protocol that IDEs speak. Not covered: IDEs, NCCL, Ray, and the processes of reward workers
+and of programs as agents, which are not debugged.
 """
 
 from __future__ import annotations
@@ -42,6 +42,22 @@ for step in range(1, 4):
     doubled = 2 * step
 print("limit", config.trainer.collective_timeout)
 """
+ENVIRONMENT = """
+import random
+from megatron_rl.agents.environment import Done, Observation
+
+class Dice:
+    def reset(self, task):
+        self.turns = 0
+        return Observation([])
+
+    def step(self, reply):
+        self.turns += 1
+        rolled = random.random()
+        if self.turns == 2:
+            return Done(rolled, {"digits": float(sum(letter.isdigit() for letter in reply.text))})
+        return Observation([{"role": "tool", "content": "12="}], reward=0.5 * rolled)
+"""
 
 
 def line_of(path: Path, text: str) -> int:
@@ -65,6 +81,19 @@ def write_recipe(task: Path, path: Path, *extra: str) -> Path:
     return path
 
 
+def start_ranks(num_ranks: int, output: Path, recipe: Path, *settings: str) -> subprocess.Popen[bytes]:
+    """The program under torchrun."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    with output.open("wb") as file:
+        return subprocess.Popen(
+            [*launch, "launch/pretrain_grpo.py", str(recipe), *settings],
+            cwd=ROOT,
+            stdout=file,
+            stderr=file,
+            env=environment(),
+        )
+
+
 @needs_debugpy
 def test_the_step_to_stop_at(task: Path, tmp_path: Path) -> None:
     """The program stops behind the call, in that step only, and waits no shorter than a week for others."""
@@ -82,7 +111,7 @@ def test_the_step_to_stop_at(task: Path, tmp_path: Path) -> None:
         thread, frame = client.wait_for_stop()
         assert Path(frame["source"]["path"]) == program and client.evaluate("step", frame) == "2"
         client.request("continue", threadId=thread)
-        assert process.wait(30) == 0
+        assert process.wait(180) == 0
     assert "limit 604800.0" in output.read_text()
 
 
@@ -92,16 +121,8 @@ def test_an_update_and_a_reward_are_stopped_in(task: Path, tmp_path: Path) -> No
     """Under torchrun, longer than collectives may take otherwise; the run finishes with its usual numbers."""
     common = ("trainer.save_final=false", "data.validation_files=[]", "rollout.engine=hf")
     recipe = write_recipe(task, tmp_path / "recipe.yaml", *common, "trainer.collective_timeout=2")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     output = tmp_path / "output"
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [*launch, "launch/pretrain_grpo.py", str(recipe), "--debug-rank", "2", "trainer.breakpoint_step=2"],
-            cwd=ROOT,
-            stdout=file,
-            stderr=file,
-            env=environment(),
-        )
+    process = start_ranks(4, output, recipe, "--debug-rank", "2", "trainer.breakpoint_step=2")
     reward, update = task / "reward.py", ROOT / "megatron_rl/training/update.py"
     with DapClient(find_port(output, 2, process), {reward: [line_of(reward, "digits = sum")]}) as client:
         thread, frame = client.wait_for_stop()
@@ -120,12 +141,49 @@ def test_an_update_and_a_reward_are_stopped_in(task: Path, tmp_path: Path) -> No
         thread, frame = client.wait_for_stop()
         assert frame["source"]["path"].endswith("trainer/session.py") and client.evaluate("step", frame) == "2"
         client.request("continue", threadId=thread)
-        assert process.wait(60) == 0, output.read_text()[-4000:]
+        assert process.wait(180) == 0, output.read_text()[-4000:]
     assert "no progress" not in output.read_text()
     assert (
         run_ranks(_train, 4, overrides_for(task, tmp_path / "undebugged", *common), timeout=120) == [(None, False)] * 4
     ), "no rank imports debugpy"
     assert read_records(tmp_path / "run") == read_records(tmp_path / "undebugged")
+
+
+@needs_debugpy
+@pytest.mark.slow
+def test_an_environment_is_stopped_in(task: Path, tmp_path: Path) -> None:
+    """For longer than an answer, an episode and collectives may take otherwise; the run has its usual numbers."""
+    file, output = tmp_path / "dice.py", tmp_path / "output"
+    file.write_text(ENVIRONMENT)
+    common = (
+        "trainer.save_final=false",
+        "data.validation_files=[]",
+        "rollout.engine=hf",
+        "data.max_response_length=24",
+    )
+    common += (f"agents.environment={file}:Dice", "actor.max_tokens_per_microbatch=256")
+    deadlines = ("trainer.collective_timeout=9", "agents.turn_timeout_seconds=8", "agents.episode_timeout_seconds=8")
+    process = start_ranks(
+        2, output, write_recipe(task, tmp_path / "recipe.yaml", *common, *deadlines), "--debug-rank", "1"
+    )
+    with DapClient(find_port(output, 1, process), {file: [line_of(file, "return Done")]}) as client:
+        thread, frame = client.wait_for_stop()
+        assert Path(frame["source"]["path"]) == file and frame["name"] == "step"
+        assert (
+            client.evaluate("self.turns", frame) == "2" and client.evaluate("type(reply).__name__", frame) == "'Reply'"
+        )
+        assert client.evaluate("__import__('torch').distributed.get_rank()", frame) == "1"
+        client.set_breakpoints(file, [])
+        time.sleep(12)
+        client.request("continue", threadId=thread)
+        assert process.wait(180) == 0, output.read_text()[-4000:]
+    assert "no progress" not in output.read_text()
+    assert (
+        run_ranks(_train, 2, overrides_for(task, tmp_path / "undebugged", *common), timeout=120) == [(None, False)] * 2
+    )
+    debugged = read_records(tmp_path / "run")
+    assert debugged == read_records(tmp_path / "undebugged")
+    assert debugged[0]["agents/turns"] > 1 and not debugged[0]["agents/errors"]
 
 
 def _train(rank: int, world_size: int, overrides: list[str]) -> tuple[str | None, bool]:

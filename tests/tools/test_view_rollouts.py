@@ -397,8 +397,15 @@ def test_a_hundred_thousand_rollouts_stay_usable(browser: Any, tool: ModuleType,
         ("sort", "length,1"),
         ("length-to", ""),
     )
-    milliseconds = {f"{name}={value}": page.evaluate(measure, [name, value]) for name, value in changes}
-    print(f"\n{out.stat().st_size / 1e6:.1f} MB opened in {opening:.2f} s; filters {milliseconds}")
+    milliseconds: dict[str, float] = {}  # the best of three: others work on the machine, too
+    for name, value in (*changes, *changes, *changes):
+        found = page.evaluate(measure, [name, value])
+        milliseconds[f"{name}={value}"] = min(found, milliseconds.get(f"{name}={value}", found))
+        if (name, value) == changes[-1]:
+            page.click("button[type=reset]")
+            page.locator("#count", has_text="100,000 of 100,000").wait_for()
+    rounded = {name: round(found) for name, found in milliseconds.items()}
+    print(f"\n{out.stat().st_size / 1e6:.1f} MB opened in {opening:.2f} s; ms: {rounded}")
     assert page.locator("#count").text_content().endswith("of 100,000 rollouts")
     page.locator("#list").evaluate("list => list.scrollTo(0, 1e9)")
     page.wait_for_timeout(100)

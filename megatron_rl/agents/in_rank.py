@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environments of the rank that is debugged, in its own process, so that its debugger stops in them.
+
+They answer as those of `processes` do, with the same random numbers of Python and numpy. They have no deadline, share
+the variables of their modules, and end the run where they end their process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator
+
+import numpy as np
+
+from megatron_rl.agents.environment import Environment
+from megatron_rl.agents.episode import Answer, Opening, Setup, play_environment
+from megatron_rl.agents.processes import EpisodeProcesses
+from megatron_rl.agents.worker import find_environments, read_tokenizer
+from megatron_rl.config.agents import AgentsConfig
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.parallel.random_streams import keep_random_streams
+from megatron_rl.types import Prompt
+
+_Answers = Generator[Answer, tuple[list[int], str]]
+
+
+class _Episode:
+    """An environment and the random numbers that it continues with.
+
+    Args:
+        answers: of it.
+        seed: of its task.
+    """
+
+    def __init__(self, answers: _Answers, seed: int) -> None:
+        self._answers = answers
+        self._python, self._numpy = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
+
+    def ask(self, question: Callable[[_Answers], Answer]) -> Answer:
+        """The answer to a question, or the one that says how it failed."""
+        with keep_random_streams():
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+            try:
+                return question(self._answers)
+            except (Exception, SystemExit):  # whatever an environment can raise
+                return Answer.of_error()
+            finally:
+                self._python, self._numpy = random.getstate(), np.random.get_state()
+
+
+class EpisodesInRank:
+    """Stands for `EpisodeProcesses`: an environment answers at once, in the call that opens it or tells it a reply.
+
+    Args:
+        setup: of all episodes, which no program plays.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._given = setup
+        self._found: tuple[Callable[[], Environment], Setup, Tokenizer] | None = None
+        self._episodes: dict[int, _Episode] = {}
+        self._answers: dict[int, Answer] = {}
+
+    def open(self, key: int, prompt: Prompt) -> None:
+        """Begin an episode; its first answer is to nothing.
+
+        Raises:
+            UserError: the environment cannot be imported.
+        """
+        if self._found is None:
+            self._found = find_environments(self._given), *read_tokenizer(self._given)
+        opening = Opening.of(prompt, self._given.run_seed)
+        self._episodes[key] = _Episode(play_environment(*self._found, opening), opening.task.seed)
+        self._answers[key] = self._episodes[key].ask(next)
+
+    def tell(self, key: int, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
+        """Tell an episode a reply: its tokens and the log-prob of each."""
+        self._answers[key] = self._episodes[key].ask(lambda answers: answers.send((tokens, finish_reason)))
+
+    def wait(self) -> dict[int, Answer]:
+        """The answers of all episodes that were opened or told something since the last call, by key."""
+        found, self._answers = self._answers, {}
+        return found
+
+    def close(self, key: int) -> None:
+        """The episode is over."""
+        self._episodes.pop(key, None)
+        self._answers.pop(key, None)
+
+    def close_all(self) -> None:
+        """All are."""
+        self._episodes.clear()
+        self._answers.clear()
+
+
+AnyEpisodes = EpisodeProcesses | EpisodesInRank
+
+
+def choose_episodes(setup: Setup, agents: AgentsConfig, is_debugged: bool) -> AnyEpisodes:
+    """Where the episodes of a rank are played; programs have processes of their own, also of a debugged rank."""
+    if is_debugged and setup.program is None:
+        return EpisodesInRank(setup)
+    return EpisodeProcesses(setup, agents.workers, agents.episode_timeout_seconds, agents.turn_timeout_seconds)
