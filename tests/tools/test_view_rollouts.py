@@ -376,9 +376,14 @@ def test_a_hundred_thousand_rollouts_stay_usable(browser: Any, tool: ModuleType,
                 file.write(f'{{"prompt_id": {i // 10}, "sample_index": {i % 10}, {ends[(7 * step + i) % 50]}\n')
     run_dir, out = tmp_path / "run", tmp_path / "page.html"
     assert tool.main([str(run_dir), "--out", str(out)]) == 0
-    start = time.monotonic()
-    page, events = open_page(browser, out)
-    opening = time.monotonic() - start
+    openings: list[float] = []  # the best of three counts, below too: others work on the machine
+    for number in range(3):
+        start = time.monotonic()
+        page, events = open_page(browser, out)
+        openings.append(time.monotonic() - start)
+        if number < 2:
+            page.close()
+    opening = min(openings)
     measure = """async ([name, value]) => {
         const field = document.getElementById("filters")[name], start = performance.now();
         field.value = value;
@@ -397,7 +402,7 @@ def test_a_hundred_thousand_rollouts_stay_usable(browser: Any, tool: ModuleType,
         ("sort", "length,1"),
         ("length-to", ""),
     )
-    milliseconds: dict[str, float] = {}  # the best of three: others work on the machine, too
+    milliseconds: dict[str, float] = {}
     for name, value in (*changes, *changes, *changes):
         found = page.evaluate(measure, [name, value])
         milliseconds[f"{name}={value}"] = min(found, milliseconds.get(f"{name}={value}", found))
