@@ -33,21 +33,23 @@ def find_command(recipe: Path) -> list[str]:
 
 
 def list_rows(name: str, world_size: int, ranks: list[dict[str, Any]]) -> Iterator[str]:
-    """Of a recipe: of each phase and axis the rank that differs most from the plan; at last, what it has taken."""
+    """Of a recipe: of each phase and axis the rank that differs most from the plan; at last, what it has taken. The first has its name."""
     memory = [(row["phase"], row) for rank in ranks for row in rank["memory"]]
     memory += [("on the host", rank["host"]) for rank in ranks if max(rank["host"].values()) > SMALL]
     sent = [(f"{row['role']} {row['axis']}, sent", row) for rank in ranks for row in rank["traffic"]]
     found = memory + [(what, row) for what, row in sent if max(row["planned"], row["rehearsed"]) > SMALL]
+    head = f"| {name} | {world_size} |"
     for what in dict(found):
         row = max((row for other, row in found if other == what), key=_find_difference)
         planned, rehearsed = row["planned"] / GIB, row["rehearsed"] / GIB
         off = f"{rehearsed / planned - 1:+.1%}" if planned else "-"
-        yield f"| {name} | {world_size} | {what} | {planned:.2f} | {rehearsed:.2f} | {off} |"
+        yield f"{head} {what} | {planned:.2f} | {rehearsed:.2f} | {off} |"
+        head = "| | |"
     if not ranks:
-        yield f"| {name} | {world_size} | could not be rehearsed | | | |"
+        yield f"{head} could not be rehearsed | | | |"
         return
     numbers, longest = ", ".join(str(rank["rank"]) for rank in ranks), max(rank["seconds"] for rank in ranks)
-    yield f"| {name} | {world_size} | ranks {numbers}: {longest:.0f} s at most | | | |"
+    yield f"{head} ranks {numbers}: {longest:.0f} s at most | | | |"
 
 
 def _find_difference(row: dict[str, Any]) -> float:
