@@ -33,7 +33,7 @@ def find_command(recipe: Path) -> list[str]:
 
 
 def list_rows(name: str, world_size: int, ranks: list[dict[str, Any]]) -> Iterator[str]:
-    """Of a recipe: of each phase and axis the rank that differs most from the plan; at last, what it has taken. The first has its name."""
+    """Of each phase and axis the rank that differs most from the plan, then what it took; the first row is named."""
     memory = [(row["phase"], row) for rank in ranks for row in rank["memory"]]
     memory += [("on the host", rank["host"]) for rank in ranks if max(rank["host"].values()) > SMALL]
     sent = [(f"{row['role']} {row['axis']}, sent", row) for rank in ranks for row in rank["traffic"]]
