@@ -59,9 +59,9 @@ class BlockedSelfAttention(SelfAttention):
         if output_gate:
             query, gate = query.unflatten(-2, (-1, 2)).unbind(-2)
             gates = [gate]
-        if self.q_layernorm is not None:
-            assert self.k_layernorm is not None, "the layer spec has both or neither"
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        norms: tuple[Any, Any] = (self.q_layernorm, self.k_layernorm)  # the layer spec has both or neither
+        if norms[0] is not None:
+            query, key = norms[0](query), norms[1](key)
         return query, key, value, *gates
 
 

@@ -71,6 +71,7 @@ class GatedDeltaNet(MegatronModule):
         self._recomputes = config.recompute_granularity == "selective"
         options: dict[str, Any] = dict(config=config, bias=False, is_expert=False, tp_group=tp_group)
         column: Any = submodules.linear_qkv
+        output: Any = submodules.linear_proj
         first: Any = build_module(
             column,
             config.hidden_size,
@@ -82,7 +83,7 @@ class GatedDeltaNet(MegatronModule):
             **options,
         )
         last: Any = build_module(
-            submodules.linear_proj,
+            output,
             sizes.value_heads * sizes.value_dim,
             config.hidden_size,
             init_method=config.output_layer_init_method,

@@ -64,8 +64,10 @@ class LatentSelfAttention(Attention):
         **options: Any,
     ) -> None:
         up: Any = submodules.linear_qkv
-        norm, output = submodules.q_layernorm, submodules.linear_proj
-        rest = SelfAttentionSubmodules(up, submodules.core_attention, linear_proj=IdentityOp)
+        norm: Any = submodules.q_layernorm
+        output: Any = submodules.linear_proj
+        none: Any = IdentityOp
+        rest = SelfAttentionSubmodules(up, submodules.core_attention, linear_proj=none)
         super().__init__(config, rest, layer_number, attn_mask_type, "self", **options)
         heads, channels = config.num_attention_heads, self.hidden_size_per_attention_head
         self._sizes, self._is_split = sizes, config.sequence_parallel

@@ -201,6 +201,7 @@ class RoutedLayer(TransformerLayer):
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """megatron-core's, with `packed_seq_params` by name."""
-        routes, mlp = options["packed_seq_params"].routes, self.mlp
+        mlp: Any = self.mlp
+        routes = options["packed_seq_params"].routes
         mlp.router.take(self.layer_number - 1 - self.config.num_layers, routes)
         return super().forward(*arguments, **options)

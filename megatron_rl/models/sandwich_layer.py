@@ -17,7 +17,8 @@ class SandwichLayer(TransformerLayer):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        config, norm = self.config, self.submodules_config.input_layernorm
+        config = self.config
+        norm: Any = self.submodules_config.input_layernorm
         self.post_self_attn_layernorm, self.post_mlp_layernorm = (
             build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
             for _ in range(2)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl.config.loading import load_config
 from megatron_rl.models import attention_backends
@@ -138,6 +139,10 @@ def test_machine_without_a_gpu_is_named() -> None:
         [sys.executable, "tools/_gpu_probes.py", "machine"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1 and "sees no GPU" in done.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is a CUDA build, which a rehearsal refuses")
+def test_a_pretended_gpu_is_described() -> None:
     done = subprocess.run([sys.executable, "tools/_gpu_probes.py", "machine", "--pretend"], cwd=ROOT, stdout=-1)
     assert done.returncode == 0 and json.loads(done.stdout)["GPU 7"] == "no GPU, sm_90, 80.0 GiB"
 

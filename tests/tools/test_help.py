@@ -36,7 +36,9 @@ def test_help_is_all_that_is_printed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", RUN_ALL, *PROGRAMS], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr[-4000:]
+    # A CUDA build of torch says so on a machine with CUDA's compiler and without a GPU.
+    errors = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
+    assert (done.returncode, errors) == (0, []), done.stderr[-4000:]
     found = json.loads(done.stdout)
     assert list(found) == PROGRAMS and len(PROGRAMS) > 20
     for program, (code, text) in found.items():
