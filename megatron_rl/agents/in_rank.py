@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environments of the rank that is debugged, in its own process, so that its debugger stops in them.
 
-They answer as those of `processes` do, with the same random numbers of Python and numpy. They have no deadline, share
+They answer as environments in `processes` do, with the same random numbers of Python and numpy. They have no deadline, share
 the variables of their modules, and end the run where they end their process.
 """
 

@@ -289,7 +289,8 @@
     }
     tip.textContent = lines.join("\n");
     tip.style.left = `${Math.min(event.clientX + 12, innerWidth - 370)}px`;
-    tip.style.top = `${Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 4)}px`;
+    const below = event.clientY + 16, fits = below + tip.offsetHeight + 4 <= innerHeight;
+    tip.style.top = `${fits ? below : Math.max(event.clientY - tip.offsetHeight - 16, 4)}px`;
   }
 
   // Start.
@@ -343,6 +344,7 @@
     find("mode").append(option);
   }
   const defaultMode = index.modes.find((mode) => mode.num_rollouts) ?? null;
+  find("mode").parentElement.hidden = !defaultMode;
   find("mode").addEventListener("change", (event) => {
     state.mode = modes.get(event.target.value);
     drawLegend();
