@@ -138,7 +138,7 @@ def set_dispatcher(layer: MoELayer, groups: Any) -> None:
 
     Args:
         layer: with one of megatron-core's.
-        groups: megatron-core's collection, with those of expert and expert tensor parallelism.
+        groups: megatron-core's collection, with the groups of expert and expert tensor parallelism.
     """
     if groups.ep.size() == 1:
         layer.token_dispatcher = LocalDispatcher(layer.config, groups)

@@ -78,7 +78,7 @@ def split_huggingface_experts(shape: ModelShape, params: Mapping[str, torch.Tens
     """Logical tensors as views of the parameters of a transformers model, which fuses experts in memory.
 
     transformers 5 holds `mlp.experts.gate_up_proj` [E, 2 * ffn, h] and `mlp.experts.down_proj` [E, h, ffn],
-    whatever the family's checkpoints call them; those of gpt-oss are packed as in its checkpoints. Parameters of other
+    whatever the family's checkpoints call them; gpt-oss packs them as in its checkpoints. Parameters of other
     names stay as they are.
     """
     names = FAMILIES[shape.family].experts

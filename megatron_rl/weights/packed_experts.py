@@ -86,7 +86,7 @@ def is_packed(shape: ModelShape) -> bool:
 
 
 def split_turns(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """vLLM's matrices and biases of experts, of which those of gates and ups are rows in turns, as two views each."""
+    """vLLM's matrices and biases of experts; gates and ups take turns in rows, so they are two views."""
     views: dict[str, torch.Tensor] = {}
     for name, param in params.items():
         if ".w13_" in name:
