@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine that is the policy, on one rank: every family's greedy tokens, batches, interruptions, seeds, bytes.
+"""The engine that is the policy, on one rank: greedy tokens of each family, batches, interruptions, seeds, bytes.
 
 Several ranks, an optimizer step and the weights' road are in tests/weight_sync/test_hybrid_engine.py, a run in
 tests/trainer/test_policy_engine_in_loop.py. Not covered: GPUs.
@@ -33,6 +33,7 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import CONFIGS, save_tiny_model
 
+FAMILIES = sorted({*CONFIGS} - {"qwen3_next"})  # it has no cache for states
 GREEDY = SamplingConfig(temperature=0.0, max_tokens=10, stop_token_ids=(2,))
 LENGTHS = (3, 40, 17, 1, 70, 18, 9)
 BLOCK_BYTES = 16 * 4 * 2 * 4 * 16 * 4  # slots, layers, keys and values, KV heads, head_dim, float32
@@ -97,7 +98,7 @@ def interrupt_and_resume(engine: BuiltEngine) -> tuple[list[list[int]], list[lis
 def work(rank: int, world_size: int, models: Path) -> dict[str, Any]:
     """Greedy tokens of every family; then one family at length."""
     found: dict[str, Any] = {"greedy": {}}
-    for family in CONFIGS:
+    for family in FAMILIES:
         policy = open_policy(models / family)
         engine = open_engine(models / family, policy)
         found["greedy"][family] = [s.tokens.tolist() for s in generate(engine.requests, make_requests(GREEDY)[:3])]
@@ -130,7 +131,7 @@ def work(rank: int, world_size: int, models: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("families")
-    for family in CONFIGS:
+    for family in FAMILIES:
         save_tiny_model(directory / family, family)
     return directory
 
@@ -140,7 +141,7 @@ def worked(models: Path) -> dict[str, Any]:
     return run_ranks(work, 1, models, timeout=150)[0]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(worked: dict[str, Any], models: Path, family: str) -> None:
     """Prompts of different lengths in one batch here, one at a time there."""
     model = transformers.AutoModelForCausalLM.from_pretrained(models / family).eval()
