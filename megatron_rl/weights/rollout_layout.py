@@ -47,14 +47,15 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> Placeme
             hint="use 1, 2, 4 or 8",
         )
     boxes = split_boxes(shape, Share(tp_size, tp_rank), padded // tp_size)
-    if is_packed(shape):  # an up is a parameter of its own
+    packed = is_packed(shape)
+    if packed:  # an up is a parameter of its own
         boxes = boxes | {up: (boxes[gate][0], boxes[up][1]) for gate, up in (("gate", "up"), ("gate.bias", "up.bias"))}
-    return PlacementTable(_list_rows(shape, tp_rank == 0), boxes)
+    return PlacementTable(_list_rows(shape, tp_rank == 0 or not packed), boxes)
 
 
 @lru_cache(maxsize=2)
 def _list_rows(shape: ModelShape, is_first: bool) -> Rows:
-    """What the ranks of an engine hold a part of, or its first rank."""
+    """What the ranks of an engine hold a part of; of gpt-oss, the first rank or the others."""
     packed = is_packed(shape)
     return Rows(
         (_rename(name, kind) if packed else _find_param(name, kind), name, _ALONE.get(boxes, boxes))
