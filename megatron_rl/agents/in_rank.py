@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environments of the rank that is debugged, in its own process, so that its debugger stops in them.
 
-They answer as environments in `processes` do, with the same random numbers of Python and numpy. They have no deadline, share
-the variables of their modules, and end the run where they end their process.
+They answer as environments in `processes` do, with the same random numbers of Python and numpy. They have no deadline,
+share the variables of their modules, and end the run where they end their process.
 """
 
 from __future__ import annotations
