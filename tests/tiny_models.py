@@ -193,7 +193,7 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
             attention, four experts and a gated shared one), "qwen3_moe" (QK norm) or "mixtral" with four experts, two
             per token, or "glm4_moe": the same after a dense layer, with a shared expert of twice their size and router
             biases, or "deepseek_v3": with eight experts in groups, four per token, and latent attention, whose heads of
-            values are narrower than those of keys, or "gpt_oss": with sinks, windows of 6 in every other layer, and
+            values are narrower than keys, or "gpt_oss": with sinks, windows of 6 in every other layer, and
             four experts with biases, two per token.
         rope_theta: base of the rotary positions.
         **changes: further settings of the HF config; with `num_labels=1` it is a `*ForSequenceClassification`.

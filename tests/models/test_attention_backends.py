@@ -131,7 +131,7 @@ def attend_with_sinks(
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sinks_equal_one_more_score(name: str, window: int, heads: int, kv_heads: int) -> None:
-    """Outputs and all gradients, those of the sinks too."""
+    """Outputs and all gradients, including the gradients of the sinks."""
     inputs = [x.requires_grad_() for x in draw_inputs(name, heads, kv_heads)]
     sinks = torch.linspace(-2.0, 3.0, heads).requires_grad_()
     segments = replace(make_segments(name), window=window)

@@ -2,7 +2,7 @@
 """Steps of mixtures of experts in fixed shapes: static and replayed ones equal eager ones, to the last bit.
 
 Compared after every optimizer step: gradients, weights (router biases among them), Adam's states, scores, and all
-metrics, those of the routers among them; on ragged batches in all buckets, on memory that is filled with NaN before
+metrics, including router metrics; on ragged batches in all buckets, on memory that is filled with NaN before
 every replay. Not covered: a GPU, whose kernels are others; the dispatcher by itself (tests/models/test_dispatcher.py).
 """
 
@@ -126,7 +126,7 @@ def pad(rank: int, world_size: int, path: Path) -> dict[str, dict[str, float]]:
 
 
 def test_padding_is_not_counted(path: Path) -> None:
-    """Loads, dead experts and biases are those of microbatches without padding, exactly; the rest but for rounding."""
+    """Loads, dead experts and biases equal an unpadded run exactly; everything else up to rounding."""
     (found,) = run_ranks(pad, 1, path)
     for name, gaps in found.items():
         assert all(gaps[f"moe/{metric}"] == 0 for metric in ("max_load", "mean_load", "dead_experts")), (name, gaps)

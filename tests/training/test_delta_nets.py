@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of Qwen3-Next equal transformers', tensor by tensor, on every layout that it trains on.
 
-They are those of an update with clipping, KL and entropy bonus, read from the gradient buffers before the weights move.
+They come from an update with clipping, KL and entropy bonus, before the weights move.
 Not covered: what follows from them (tests/training/test_actor.py), CUDA.
 """
 

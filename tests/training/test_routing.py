@@ -187,7 +187,7 @@ def test_what_a_pass_chose_is_replayed(routed: Routed) -> None:
 
 
 def test_engines_without_routes_measure_no_agreement(softmax: Routed) -> None:
-    """Off is off: no routes, no metric that would compare with them, and loads that are those of the routers."""
+    """Off is off: no routes, no metric that would compare with them, and loads as the routers choose."""
     found = train(Case(), softmax.path).metrics[0]
     names = {f"moe/{name}" for name in ("max_load", "mean_load", "dead_experts", "entropy")}
     thirds = {f"{name}/{third}" for name in names for third in ("first", "middle", "last")}
