@@ -42,6 +42,16 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "all but the last one, of the first, middle or last third of the layers with experts",
         ),
     ),
+    "Multi-token prediction": (
+        Metric("mtp/loss", "negative log-likelihood of the token after the next, by the layer behind the last"),
+        Metric(
+            "mtp/acceptance",
+            "mean of min(1, q / p) over sampled tokens, q by this layer and p by the engine: how many of its drafts "
+            "speculative decoding accepts",
+            "share",
+        ),
+        Metric("mtp/grad_norm", "of the layer, before clipping"),
+    ),
     "Reward and responses": (
         Metric("reward/mean", "mean over all rollouts of the step"),
         Metric("reward/<data_source>/mean", "the same of the rollouts of each data source, where a step has several"),

@@ -47,12 +47,14 @@ def build_parser() -> argparse.ArgumentParser:
 def read_rehearsed_job(arguments: list[str]) -> tuple[Job, argparse.Namespace]:
     """What the command line describes, without a reserve of memory: nobody rehearses what it is for.
 
+    The layer of `actor.mtp_lr` is put aside.
+
     Raises:
         UserError: anything in recipe, cluster or model that cannot be planned.
     """
     options, overrides = build_parser().parse_known_args(arguments)
     options.reserve_gib = 0.0
-    return read_plan_job(options, overrides)[0], options
+    return read_plan_job(options, overrides)[0].with_config(actor={"mtp_lr": 0.0}), options
 
 
 def rehearse_apart(arguments: list[str], rank: int) -> dict[str, Any] | str:

@@ -30,10 +30,10 @@ from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, resol
 from megatron_rl.checkpoint.files import DIGESTS_FILE, explain_write_error
 from megatron_rl.checkpoint.huggingface import check_checkpoint, finish_model, name_safetensors
 from megatron_rl.checkpoint.manifest import begin_manifest, finish_role, seal
-from megatron_rl.checkpoint.model_files import ModelFiles, WrittenTensor, list_written
+from megatron_rl.checkpoint.model_files import ModelFiles, WrittenTensor, list_copies, list_written
 from megatron_rl.checkpoint.pieces import locate
 from megatron_rl.checkpoint.safetensors_stream import SafetensorsWriter
-from megatron_rl.checkpoint.side_files import CONFIG_DIR, list_side_files
+from megatron_rl.checkpoint.side_files import CONFIG_DIR, find_mtp_weights, list_side_files
 from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter
 from megatron_rl.checkpoint.units import Finished, Progress, Unit, Workers, forget_notes, run_units, split_units
 from megatron_rl.types import UserError
@@ -149,10 +149,13 @@ def convert_to_huggingface(
     weights = resolve_weights(source.path, source.role)
     if source.verify:
         workers.agree(_find_damage(weights, workers))
-    reader, config = ChunkReader(weights), source.config or weights / CONFIG_DIR
+    reader, config = _RoleReader(weights), source.config or weights / CONFIG_DIR
     shape = load_model_shape(config, head=find_head(reader.tensors))
     drafts, sizes = place_drafts(shape, reader.tensors)
     table, partial = megatron_global_placements(shape) | drafts, _claim(out, force)
+    for copy, original in list_copies(shape).items() if reader.mtp is not None else ():
+        drafts[copy] = table[copy] = table[original]
+        sizes[copy] = sizes[original]
     check_global_shapes(reader, table, weights)
     dtypes = choose_dtypes(shape, {name: reader.tensors[p[0].key][1] for name, p in table.items()}, dtype)
     written = list_written(shape, {name: sizes[name] for name in drafts}, dtypes)
@@ -180,6 +183,28 @@ def convert_to_huggingface(
         forget_notes(out)
 
     return _finish(out, finish, workers)
+
+
+class _RoleReader(ChunkReader):
+    """The weights of a role; of an actor with the layer behind its last, which has a directory where it was trained.
+
+    Attributes:
+        mtp: reads that layer; None: it was not trained.
+    """
+
+    def __init__(self, weights: Path) -> None:
+        super().__init__(weights)
+        self.mtp, directory = None, find_mtp_weights(weights)
+        if directory != weights:
+            self.mtp = ChunkReader(directory)
+            self.tensors = {**self.mtp.tensors, **self.tensors}
+
+    def read(self, key: str, box: Box, target: torch.Tensor) -> None:
+        """Fill `target` with a box of a tensor; see `ChunkReader.read`."""
+        if self.mtp is not None and key in self.mtp.tensors:
+            self.mtp.read(key, box, target)
+        else:
+            super().read(key, box, target)
 
 
 def _claim(out: Path, force: bool) -> Path:

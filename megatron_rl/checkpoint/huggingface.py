@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.draft_layers import find_drafts, forget_drafts
 from megatron_rl.checkpoint.files import publish, write_file
-from megatron_rl.checkpoint.model_files import ModelFiles
+from megatron_rl.checkpoint.model_files import ModelFiles, list_copies
 from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, read_headers
 from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files
 from megatron_rl.checkpoint.torch_dist import dtype_name
@@ -150,6 +150,7 @@ class ShardedModel:
         params: this rank's parameters by name.
         group: all ranks.
         dtype: of the model, which parameters are rounded to where they are kept more exactly; not of router biases.
+        mtp: the layer behind its last one, where `shards` and `params` have it; None: they have not.
     """
 
     shape: ModelShape
@@ -157,6 +158,7 @@ class ShardedModel:
     params: Mapping[str, torch.Tensor]
     group: dist.ProcessGroup
     dtype: torch.dtype
+    mtp: ModelShape | None = None
 
     def find_dtype(self, name: str) -> torch.dtype:
         """Of a logical tensor in files."""
@@ -188,7 +190,10 @@ def save_huggingface(
     directory, shape, group = Path(directory), model.shape, model.group
     partial, shapes = directory.with_name(directory.name + ".partial"), shape.logical_tensors()
     written = list_file_tensors(shape)
-    drafts = find_drafts(Path(side_files_from), shape)
+    drafts, copies = find_drafts(Path(side_files_from), shape), dict[str, str]()
+    if model.mtp is not None:
+        shapes, copies, drafts = shapes | model.mtp.logical_tensors(), list_copies(shape), {}
+        written |= list_file_tensors(model.mtp) | {copy: written[original] for copy, original in copies.items()}
     all_shapes = {name: tensor.size for name, tensor in written.items()} | {
         name: size for name, (size, _) in read_headers(drafts).items()
     }
@@ -198,9 +203,11 @@ def save_huggingface(
     for unit in units:
         here = {name: written[name] for name in unit.tensors if name in written}
         experts = [name for tensor in here.values() for turns in tensor.experts for name in turns]
-        trained = {name: shapes[name] for name in (*here, *experts) if name in shapes}
+        names = [copies.get(name, name) for name in (*here, *experts)]
+        trained = {name: shapes[name] for name in names if name in shapes}
         kept = {name: drafts[name] for name in unit.tensors if name in drafts}
         tensors = gather_on_first(trained, model, bucket_bytes)
+        tensors |= {copy: tensors[original].clone() for copy, original in copies.items() if copy in here and tensors}
         do_on_first(group, _write_tensors, tensors, here, kept, partial / unit.file)
     do_on_first(group, finish_model, partial, directory, units, Path(side_files_from), shape, model.dtype)
     return directory

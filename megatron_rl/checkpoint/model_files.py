@@ -97,6 +97,13 @@ class ModelFiles(Mapping[str, Path]):
             yield OpenFile(file, self._stored, self._parts, stack)
 
 
+def list_copies(shape: ModelShape) -> dict[str, str]:
+    """What the layer behind the last one has of the model in published checkpoints: tensor -> that of the model."""
+    prefix = f"model.layers.{shape.num_layers}."
+    head = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
+    return {f"{prefix}embed_tokens.weight": "model.embed_tokens.weight", f"{prefix}shared_head.head.weight": head}
+
+
 @dataclass(frozen=True)
 class WrittenTensor:
     """A tensor of a file that is written.

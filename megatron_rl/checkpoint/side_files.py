@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_rl.checkpoint.files import FileRecord, copy_file
 from megatron_rl.types import UserError
 
-CONFIG_DIR = "config"
+CONFIG_DIR, MTP_ROLE = "config", "mtp"
 TOKENIZER_FILES = (
     "tokenizer.model",
     "tokenizer.json",
@@ -32,6 +32,12 @@ def find_model_files(model: str | Path) -> Path:
     """Where config and tokenizer of a model lie: in `config/` of a Megatron checkpoint, else beside the weights."""
     inner = Path(model) / CONFIG_DIR
     return inner if (inner / "config.json").is_file() else Path(model)
+
+
+def find_mtp_weights(model: Path) -> Path:
+    """Where the layer behind the last of a model lies: beside the actor of a checkpoint of training, or with it."""
+    beside = model.with_name(MTP_ROLE)
+    return beside if model.name == "actor" and (beside / ".metadata").is_file() else model
 
 
 def list_side_files(model: Path, tokenizer: Path | None = None) -> dict[str, Path]:

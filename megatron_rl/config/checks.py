@@ -16,7 +16,7 @@ from megatron_rl.config.data import LONGEST_PERIOD, reduce_weights
 from megatron_rl.config.fields import read_fields
 from megatron_rl.config.observability_checks import check_debugging, check_observability
 from megatron_rl.config.rollout_checks import check_agents, check_rollout, check_schedule
-from megatron_rl.config.routing_checks import check_routers
+from megatron_rl.config.routing_checks import check_mtp, check_routers
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.config.teacher_checks import check_reset, check_teachers
 from megatron_rl.config.zero_checks import check_zero_stages
@@ -101,6 +101,7 @@ _POSITIVE = (
     *(f"{section}.{leaf}" for section in _TRAINED for leaf in ("adam_eps", "lora.alpha")),
 )
 _NOT_NEGATIVE = (
+    "actor.mtp_lr",
     "schedule.max_staleness",
     "rollout.validation_temperature",
     "rollout.server.restarts",
@@ -161,6 +162,7 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None) -> No
     check_zero_stages(config)
     check_rollout(config)
     check_routers(config)
+    check_mtp(config)
     check_schedule(config)
     check_agents(config)
     _check_reward(config)

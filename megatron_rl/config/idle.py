@@ -76,7 +76,9 @@ def _find_in_layout(config: RunConfig, section: str) -> Iterator[_Idle]:
         yield (f"{section}.sequence_parallel", f"{section}.tensor_model_parallel_size is 1", False)
     if role.virtual_pipeline_model_parallel_size is not None and role.pipeline_model_parallel_size == 1:
         yield (f"{section}.virtual_pipeline_model_parallel_size", f"{section}.pipeline_model_parallel_size is 1", None)
-    if role.share_prompts == "tree" and (why := _find_what_hinders_trees(role, section)):
+    if role.share_prompts and getattr(role, "mtp_lr", 0):
+        yield (f"{section}.share_prompts", f"{section}.mtp_lr: a shared row has no single token behind it", False)
+    elif role.share_prompts == "tree" and (why := _find_what_hinders_trees(role, section)):
         yield (f"{section}.share_prompts", why, True)
 
 

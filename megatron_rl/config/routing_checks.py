@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the checks of a config that is about routers and experts."""
+"""The parts of the checks of a config that are about routers and experts, and about multi-token prediction."""
 
 from __future__ import annotations
 
@@ -51,3 +51,16 @@ def _check_bias_rate(config: CheckedConfig) -> None:
         expected="0",
         hint="leave it out",
     )
+
+
+def check_mtp(config: CheckedConfig) -> None:
+    """The layer behind the last one learns from the whole weights of a policy, microbatch by microbatch."""
+    rate = config.get("actor.mtp_lr")
+    for name, needed in (("step_mode", "eager"), ("lora.rank", 0), ("zero_stage", 1)):
+        config.require(
+            not rate or config.get(f"actor.{name}") == needed,
+            f"actor.{name}",
+            f"with actor.mtp_lr = {rate}",
+            expected=str(needed),
+            hint=f"set actor.{name}={needed}, or leave actor.mtp_lr out",
+        )

@@ -16,7 +16,7 @@ class RoleSpec:
     """One model of a run.
 
     Attributes:
-        name: "actor", "critic", "reference", "reward_model", or "teachers.NAME".
+        name: "actor", "critic", "reference", "reward_model", "teachers.NAME", or "mtp", a part of the actor.
         path: HF directory of its first weights, or a checkpoint of this package.
         section: section of the config with its layout; the reference has the actor's.
         layout: that section.

@@ -141,6 +141,11 @@ class ActorConfig(TrainedConfig):
         "Routers with biases: after each update the bias of an expert with more tokens than the mean falls by so "
         "much, others rise (2408.15664); 0: off.",
     )
+    mtp_lr: float = option(
+        0.0,
+        "Peak learning rate of the layer behind the last one (MTP), which learns to draft what the policy samples; the "
+        "policy is not changed by it. 0: the layer stays as it is.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

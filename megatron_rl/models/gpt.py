@@ -32,12 +32,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_rl.models.attention import PackedAttention
 from megatron_rl.models.experts import GatedActivation, GroupedExperts
-from megatron_rl.models.heads import ScoreHead
 from megatron_rl.models.linears import adapt_layer
 from megatron_rl.models.mixers import choose_mixer
 from megatron_rl.models.rms_norm import RMSNorm
 from megatron_rl.models.routing import BiasedRouter, RoutedLayer, RoutedRouter
 from megatron_rl.models.sandwich_layer import OutputNormLayer, SandwichLayer
+from megatron_rl.models.stages import HiddenStatesModel, MtpModel, ScoreModel
 from megatron_rl.models.trial import find_failure
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
@@ -45,38 +45,6 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
-
-
-class HiddenStatesModel(GPTModel):
-    """GPTModel whose last stage returns the final hidden states: [t, 1, h], or [t/tp, 1, h] under TP-SP.
-
-    The output layer is a parameter as in GPTModel, under the same name and tied in the same way.
-    """
-
-    def _is_in_embd_group(self) -> bool:
-        """Tied embeddings of two stages are not summed when they are made: both are read from the same files."""
-        return False
-
-    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        return hidden_states
-
-    @property
-    def output_weight(self) -> torch.nn.Parameter:
-        """This rank's rows [v/tp, h] of the output layer, which may be the embedding; last stage only."""
-        is_tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
-        assert isinstance(weight, torch.nn.Parameter), "the last stage has an output layer"
-        return weight
-
-
-class ScoreModel(HiddenStatesModel):
-    """The same with a `ScoreHead` named `score` in place of the output layer."""
-
-    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
-        super().__init__(config, *arguments, **options)
-        if self.post_process:
-            del self.output_layer
-            self.score = ScoreHead(config, self.pg_collection.tp)
 
 
 def choose_transformer_impl(requested: str) -> str:
@@ -201,7 +169,8 @@ def build_gpt_stages(
         sort: build_layer_spec(shape, config, transformer_impl, batch_invariant, adapters, layer)
         for sort, layer in {shape.sort_of(layer): layer for layer in range(shape.num_layers)}.items()
     }
-    model_class = ScoreModel if shape.has_score_head else HiddenStatesModel
+    is_whole = not shape.mtp_layer  # with an embedding and an output layer
+    model_class = (ScoreModel if shape.has_score_head else HiddenStatesModel) if is_whole else MtpModel
     chunks = []
     for chunk in range(layout.vpp_size):
         layers = stage_layers(shape.num_layers, layout.pp_size, layout.vpp_size, groups.at.pp, chunk)
@@ -214,7 +183,7 @@ def build_gpt_stages(
             block,
             vocab_size=padded_vocab_size(shape.vocab_size, layout.tp_size),
             max_sequence_length=shape.max_position_embeddings,
-            pre_process=groups.at.pp == 0 and chunk == 0,
+            pre_process=is_whole and groups.at.pp == 0 and chunk == 0,
             post_process=groups.is_last_stage and chunk == layout.vpp_size - 1,
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="none",  # PackedAttention rotates, by positions of its own

@@ -145,3 +145,11 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
         collection=collection,
         **{name: own[name] for name in ("world", "tp", "pp", "cp", "dp")},
     )
+
+
+def join_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> ParallelGroups | None:
+    """The groups of a layout; None where this rank has no part in it. Collective over the job."""
+    if dist.get_rank() in layout.ranks:
+        return build_groups(layout, timeout)
+    align_group_names()
+    return None

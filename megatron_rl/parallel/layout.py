@@ -10,7 +10,7 @@ it is whole on a rank (expert tensor parallel size 1), and expert parallelism ta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_rl.types import UserError
@@ -94,6 +94,12 @@ class ParallelLayout:
     def dp_size(self) -> int:
         """Data parallel size: what the other dimensions leave."""
         return self.world_size // (self.tp_size * self.pp_size * self.cp_size)
+
+    @property
+    def last_stage(self) -> ParallelLayout:
+        """The last pipeline stage as a layout without pipeline parallelism."""
+        first = self.first_rank + self.world_size - self.stage_size
+        return replace(self, world_size=self.stage_size, pp_size=1, vpp_size=1, first_rank=first)
 
     @property
     def stage_size(self) -> int:

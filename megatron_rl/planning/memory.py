@@ -108,7 +108,7 @@ def _list_stages(job: Job, rank: int) -> tuple[int | None, ...]:
 
 def _compute_rank(job: Job, rank: int) -> RankMemory:
     config, roles = job.config, job.spec.roles
-    actor = _role_bytes(job, rank, roles["actor"])
+    actor = _role_bytes(job, rank, roles["actor"]) + _mtp_bytes(job, rank)
     # In training everything of the actor is there; while others work, what is offloaded is on the host.
     training = {"weights": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
     waiting = dict(training)
@@ -134,9 +134,30 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
         scoring = next((found for role in scorers if (found := _activations(job, rank, role))), {})
         phases.append(Phase("log-probs", base | waiting | resting | {"reference": reference} | scoring))
     update = _activations(job, rank, roles["actor"], is_update=True) | _lesson_bytes(job, rank)
+    update |= {"kept hidden states": _count_kept(job) if rank in _mtp_ranks(job) else 0}
     phases.append(Phase("actor update", updating | update))
     phases = [Phase(phase.name, {kind: size for kind, size in phase.parts.items() if size}) for phase in phases]
     return replace(memory, phases=phases, host_bytes=host)
+
+
+def _mtp_ranks(job: Job) -> range:
+    """The ranks of the layer behind the last one, where it is trained."""
+    return job.layout.last_stage.ranks if job.config.actor.mtp_lr else range(0)
+
+
+def _mtp_bytes(job: Job, rank: int) -> RoleBytes:
+    if rank not in _mtp_ranks(job):
+        return RoleBytes(0, 0, 0)
+    dtype, upkeep = job.config.model.dtype, Upkeep.of(job.config.actor)
+    return compute_role_bytes(job.shape.mtp, job.layout.last_stage, rank, dtype=dtype, upkeep=upkeep)
+
+
+def _count_kept(job: Job) -> int:
+    """Bytes of the hidden states and embeddings of a minibatch that the layer behind the last one learns from."""
+    section, layout = job.config.actor, job.layout
+    split = layout.cp_size * (layout.tp_size if section.sequence_parallel else 1)
+    rows = count_microbatches(job, layout, section) * section.max_tokens_per_microbatch // split
+    return 2 * rows * job.shape.hidden_size * DTYPE_BYTES[job.config.model.dtype]
 
 
 def _lesson_bytes(job: Job, rank: int) -> dict[str, int]:

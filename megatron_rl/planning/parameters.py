@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 from megatron_rl.config.schema import LayoutConfig, TrainedConfig
@@ -69,6 +69,9 @@ _ORDER = (
     "final_layernorm.",
     "output_layer.",
     "score.",
+    "enorm.",
+    "hnorm.",
+    "eh_proj.",
 )
 
 
@@ -119,10 +122,16 @@ class RoleBytes:
         """All three."""
         return self.parameters + self.gradients + self.optimizer
 
+    def __add__(self, other: RoleBytes) -> RoleBytes:
+        return RoleBytes(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+
 
 def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: int) -> list[list[Parameter]]:
     """The parameters of each model chunk of a rank, in the order of `named_parameters()`; of adapters, theirs alone."""
     pp_rank, model = layout.coordinates(rank).pp, shape.base if isinstance(shape, AdapterShape) else shape
+    if model.mtp_layer:
+        table = megatron_placements(model, layout, rank)
+        return [_read_parameters(model, layout, [(p.param.partition(".")[2], p.local_box) for p in table])]
     embedding, first, layer, output = _building_blocks(shape, layout.tp_size, layout.ep_size, layout.etp_size)
     is_tied = shape is model and model.tied_embeddings and not model.has_score_head
     if is_tied and layout.pp_size > 1:  # the last stage has a copy

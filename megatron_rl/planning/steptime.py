@@ -119,12 +119,17 @@ def predict_step(
         return compute(role, work.passes * passes)
 
     roles, actor = job.spec.roles, job.config.actor
+    mtp = 0.0  # the layer behind the last one, which its stage trains while the others wait
+    if actor.mtp_lr:
+        length, layout = work.prompt_tokens + work.response_tokens, job.layout.last_stage
+        operations = 3 * work.passes * work.tokens * count_operations(job.shape.mtp, length) / layout.world_size
+        mtp = operations / (job.cluster.flops * assumed.mfu)
     scoring = {name: compute(roles[name], passes) for name, passes in job.scoring_passes.items()}
     phases = {
         "switch": switch_seconds,
         "rollout": _rollout_seconds(job, work, memory, assumed) + wait("rollout"),
         "log-probs": sum(scoring.values()) + (wait("reference") if "reference" in scoring else 0.0),
-        "actor update": train(roles["actor"]) + wait("actor"),
+        "actor update": train(roles["actor"]) + mtp + wait("actor"),
     }
     updates = {"actor": phases["actor update"]}
     for role in job.others:

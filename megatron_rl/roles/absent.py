@@ -24,9 +24,14 @@ class AbsentRole:
 
     def __init__(self, model: LaidOutModel) -> None:
         self.model, self.optimizer = model, self
+        self.mtp: AbsentRole | None = None
 
     def release(self) -> None:
         """There is nothing that generation does not need."""
+
+    def attach_mtp(self, mtp: AbsentRole) -> None:
+        """What stands for the layer behind the policy's last one."""
+        self.mtp = mtp
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Of no token, [0] float32."""

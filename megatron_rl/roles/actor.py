@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -12,8 +13,10 @@ from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
 from megatron_rl.algorithms.mismatch import compute_importance_weights, has_importance_weights
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.parallel.collectives import share_object
 from megatron_rl.training.distillation import TeacherDivergence
 from megatron_rl.training.heads import LogprobHead
+from megatron_rl.training.mtp import HiddenStatesKept, list_inputs
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
@@ -33,6 +36,8 @@ class Actor:
     Attributes:
         model, head, optimizer: its parts.
         step: how its microbatches run.
+        mtp: the layer behind its last stage, in training (`Mtp`, or what stands for it on other stages); None: it is
+            not trained.
     """
 
     def __init__(self, setup: RoleSetup) -> None:
@@ -42,7 +47,9 @@ class Actor:
         divergence = None if setup.teacher is None else TeacherDivergence(self.model, setup.teacher)
         self.head = LogprobHead(self.model, setup.temperature, config.logprob_chunk_tokens, divergence)
         self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
-        self.step = build_step(self.model, self.head, self.optimizer, config)
+        self.mtp: Any = None
+        self._hidden = HiddenStatesKept(self.head) if config.mtp_lr else None
+        self.step = build_step(self.model, self._hidden or self.head, self.optimizer, config)
         self._update = OptimizerStep(self.step, "actor")
         self._router_bias_rate = config.router_bias_rate
         self._kl_coef = torch.zeros((), device=self.model.device)
@@ -54,6 +61,10 @@ class Actor:
     def policy_version(self) -> int:
         """Optimizer steps behind the weights."""
         return self.optimizer.steps
+
+    def attach_mtp(self, mtp: Any) -> None:
+        """Train the layer behind the last one from now on."""
+        self.mtp = mtp
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Log-probs of the tokens in the loss, [t] float32, the same on every rank of the replica; 0 elsewhere."""
@@ -90,6 +101,9 @@ class Actor:
             minibatch = replace(minibatch, flipped=torch.zeros_like(minibatch.loss_mask))
         step_loss.set_settings(settings)
         self._update.forward_backward(minibatch, step_loss)
+        hidden = [] if self._hidden is None else self._hidden.pop()
+        if self.mtp is not None:
+            self.mtp.forward_backward(minibatch, list_inputs(self.model, hidden, minibatch))
 
     def optim_step(self) -> dict[str, float]:
         """Use these gradients; returns metrics, the same on every rank.
@@ -99,7 +113,10 @@ class Actor:
         result = self._update.optim_step()
         routing = self.model.routing
         stages, rate = self.model.stages, self._router_bias_rate
-        routed = {} if routing is None else routing.finish(result.minibatch, stages, rate)
+        beside = {} if routing is None else routing.finish(result.minibatch, stages, rate)
+        if self.mtp is not None:
+            groups = self.model.groups
+            beside |= share_object(self.mtp.optim_step(), groups.pp, groups.last_stage_rank)
         totals, tokens = result.totals, max(result.totals["tokens"], 1.0)
         if result.loss is self._given_loss:
             name = getattr(result.loss.settings, "__name__", "loss")
@@ -113,7 +130,7 @@ class Actor:
                 "policy/grad_norm": result.grad_norm,
                 "policy/lr": result.lr,
                 **reported,
-                **routed,
+                **beside,
             }
         return {
             "policy/loss": totals["loss"],
@@ -126,7 +143,7 @@ class Actor:
             **({"distill/kl": totals["divergence"] / tokens} if "divergence" in totals else {}),
             **{name: total / tokens for name, total in totals.items() if name.startswith("loss/")},
             **describe_ledgers(result),
-            **routed,
+            **beside,
             **({} if result.adapter_norm is None else {"lora/norm": result.adapter_norm}),
         }
 

@@ -8,17 +8,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.parallel.collectives import align_group_names
-from megatron_rl.parallel.groups import ParallelGroups, build_groups
+from megatron_rl.parallel.groups import ParallelGroups, join_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.roles.absent import AbsentRole
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.models import RoleInputs
+from megatron_rl.roles.mtp import Mtp
 from megatron_rl.roles.parts import Parts
 from megatron_rl.roles.reference import BaseOfActor, Reference
 from megatron_rl.roles.reward_model import RewardModel
@@ -31,6 +29,7 @@ _ROLES: dict[str, Callable[[RoleSetup], Any]] = {
     "reference": Reference,
     "critic": Critic,
     "reward_model": RewardModel,
+    "mtp": Mtp,
 }
 
 
@@ -51,7 +50,7 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
     roles, steps = {}, inputs.plan.total_optimizer_steps or 0
     for name, role in inputs.roles.items():
         if role.layout not in groups:
-            groups[role.layout] = _build_groups(role.layout, group_timeout(config))
+            groups[role.layout] = join_groups(role.layout, group_timeout(config))
         mine = groups[role.layout]
         make = parts.roles.get(name)
         if mine is None:
@@ -63,6 +62,8 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
             roles[name] = build_role(
                 config, role, mine, steps, make=make, teacher=_find_teacher(config, inputs) if name == "actor" else None
             )
+    if "mtp" in roles:
+        roles["actor"].attach_mtp(roles["mtp"])
     return roles
 
 
@@ -73,14 +74,6 @@ def _find_teacher(config: RunConfig, inputs: RlInputs) -> LearnedTeacher | None:
         return None
     first = inputs.roles[f"teachers.{names[0]}"]
     return LearnedTeacher(distillation, first.spec.path, first.shape)
-
-
-def _build_groups(layout: ParallelLayout, timeout: timedelta) -> ParallelGroups | None:
-    """The groups of a layout; None where this rank has no part in it. Collective over the job."""
-    if dist.get_rank() in layout.ranks:
-        return build_groups(layout, timeout)
-    align_group_names()
-    return None
 
 
 def build_role(

@@ -10,7 +10,7 @@ import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_rl.checkpoint.side_files import find_model_files
+from megatron_rl.checkpoint.side_files import MTP_ROLE, find_model_files, find_mtp_weights
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
@@ -21,7 +21,7 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.engine_support import check_engine
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.model_config import check_mtp, load_model_shape
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -80,7 +80,17 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
     check_engine(policy, config.rollout.engine)
     policy.check_rollout_layout(config.rollout.tensor_model_parallel_size)
     policy.check_router_replay(config.actor.router_replay)
+    if config.actor.mtp_lr:
+        roles[MTP_ROLE] = _read_mtp(roles["actor"])
     return roles, tokenizer
+
+
+def _read_mtp(actor: RoleInputs) -> RoleInputs:
+    """The layer behind the last one of the policy, on the ranks of its last stage."""
+    check_mtp(find_model_files(actor.spec.path))
+    spec = replace(actor.spec, name=MTP_ROLE, path=str(find_mtp_weights(Path(actor.spec.path))))
+    _check_weights(spec, actor.shape.mtp)
+    return RoleInputs(spec, actor.shape.mtp, actor.layout.last_stage)
 
 
 def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs:

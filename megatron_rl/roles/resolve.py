@@ -72,7 +72,18 @@ def resolve(config: RunConfig) -> RunSpec:
 
 
 def resolve_sft(config: RunConfig) -> RunSpec:
-    """An SFT run has an actor."""
+    """An SFT run has an actor.
+
+    Raises:
+        UserError: it is to train the layer behind the last one, which learns from the policy's own responses.
+    """
+    if config.actor.mtp_lr:
+        raise UserError(
+            f"actor.mtp_lr = {config.actor.mtp_lr} in supervised fine-tuning",
+            source="actor.mtp_lr",
+            expected="0: the layer learns from responses that the policy samples",
+            hint="leave actor.mtp_lr out",
+        )
     return RunSpec(roles={"actor": _make_actor(config)})
 
 

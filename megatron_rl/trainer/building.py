@@ -55,9 +55,9 @@ def build_primitives(
     sampling = build_rollout_members(config, inputs, roles, process, sinks, parts)
     packers = {
         name: Packer(roles[name].model, spec.roles[name].layout, inputs.plan, config.algorithm, process.device)
-        for name in roles
+        for name in spec.roles
     }
-    saved = [role for role in spec.roles.values() if role.trainable or role.is_reset]
+    saved = [role.spec for role in inputs.roles.values() if role.spec.trainable or role.spec.is_reset]
     state = TrainingState(
         {
             role.name: TrainedPart(roles[role.name].model.trained, roles[role.name].optimizer)

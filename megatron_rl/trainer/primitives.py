@@ -58,7 +58,8 @@ class Policy(ActorOnSamples):
     ) -> None:
         super().__init__(role, packer)
         self.hybrid, self._collector, self._state, self._config = sampling.hybrid, sampling.collector, state, config
-        self._export = actor_export(config, self.model)
+        mtp = self.role.mtp
+        self._export = actor_export(config, self.model, None if mtp is None else mtp.model)
 
     def sample(
         self,

@@ -84,8 +84,8 @@ def build_rollout_members(
     )
     texts = inputs.stop, inputs.thoughts
     hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, *texts)
-    if "critic" in roles:
-        hybrid.also_release(roles["critic"].optimizer)
+    for role in (roles[name] for name in ("critic", "mtp") if name in roles):
+        hybrid.also_release(role.optimizer)
     players = open_episodes(generator, config, inputs.stop_token_ids)
     stream = open_stream(
         generator,

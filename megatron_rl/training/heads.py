@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.models.gpt import HiddenStatesModel, ScoreModel
 from megatron_rl.models.heads import gather_for_vocab_shards
+from megatron_rl.models.stages import HiddenStatesModel, ScoreModel
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.chunked_divergence import compute_linear_top_k

@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
-from megatron_rl.models.packed_sequences import build_packed_sequences
+from megatron_rl.models.packed_sequences import PackedSequences, build_packed_sequences
 from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import broadcast_tensors
@@ -270,13 +270,7 @@ class PackedModel(LaidOutModel):
         )
         if self.routing is not None:
             packed = replace(packed, routes=self.routing.describe(microbatch))
-        mine = self.own_rows(microbatch)
-        output = module(
-            microbatch.computed(microbatch.tokens)[None, mine],
-            position_ids[None, mine],
-            attention_mask=None,
-            packed_seq_params=packed,
-        )
+        output = self.call_stage(module, microbatch, packed)
 
         def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
             found = head(hidden, microbatch)
@@ -288,6 +282,16 @@ class PackedModel(LaidOutModel):
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
         return output, finish
+
+    def call_stage(self, module: torch.nn.Module, microbatch: TrainBatch, packed: PackedSequences) -> torch.Tensor:
+        """The output of `module` for a microbatch, whose rows are described by `packed`."""
+        mine = self.own_rows(microbatch)
+        return module(
+            microbatch.computed(microbatch.tokens)[None, mine],
+            microbatch.computed(microbatch.position_ids)[None, mine],
+            attention_mask=None,
+            packed_seq_params=packed,
+        )
 
 
 class PlannedCommunicator(P2PCommunicator):

@@ -11,7 +11,7 @@ single row, the head of transformers' `*ForSequenceClassification` with one labe
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_rl.types import RouteShape, UserError
@@ -28,6 +28,13 @@ Head = Literal["lm", "score"]
 SCORE_HEAD = "score.weight"
 NORM_KINDS = ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
 DENSE, SHARED = "dense_", "shared_"  # before the kinds of an MLP beside experts
+# Tensors of a layer that predicts further tokens, beside a layer's -> their kinds.
+MTP_KINDS = {
+    "eh_proj.weight": "mtp_proj",
+    "enorm.weight": "hidden",
+    "hnorm.weight": "hidden",
+    "shared_head.norm.weight": "hidden",
+}
 # Tensors of latent attention -> their kinds. Without a latent of queries, `q_proj` stands for the first three.
 LATENT_KINDS = {
     "q_a_proj": "q_down",
@@ -59,6 +66,8 @@ class ModelShape:
     `sliding_rope_theta`, and no scaling (0: they are as in the other layers). Attention scores are multiplied by
     `attention_scale` (None: 1/sqrt(head_dim)). With `latent`, heads are projected from latents of these sizes;
     `head_dim` is that of queries and keys. The layers `delta_layers` are gated delta nets of the sizes `delta_net`.
+    With `mtp_layer` it is the layer of that number alone, which stands behind the last one of a model and predicts
+    further tokens (multi-token prediction, arXiv 2412.19437).
     """
 
     family: str
@@ -93,6 +102,7 @@ class ModelShape:
     latent: LatentSizes | None = None
     delta_net: DeltaNetSizes | None = None
     delta_layers: tuple[int, ...] = ()
+    mtp_layer: int = 0
 
     @property
     def route_shape(self) -> RouteShape:
@@ -114,6 +124,7 @@ class ModelShape:
             "sinks": (self.num_heads,),
             "o.bias": (h,),
             "shared_router": (1, h),
+            "mtp_proj": (h, 2 * h),
         }
         for prefix, size in self.ffn_sizes().items():
             sizes |= {f"{prefix}gate": (size, h), f"{prefix}up": (size, h), f"{prefix}down": (h, size)}
@@ -180,6 +191,11 @@ class ModelShape:
     def sort_of(self, layer: int) -> tuple[bool, bool]:
         """Layers of one sort have the same tensors: it has experts, and it is a gated delta net."""
         return self.has_experts(layer), layer in self.delta_layers
+
+    @property
+    def mtp(self) -> ModelShape:
+        """The layer behind the last one, as a model of its own."""
+        return replace(self, num_layers=1, dense_layers=0, tied_embeddings=False, mtp_layer=self.num_layers)
 
     def is_draft(self, name: str) -> bool:
         """Whether a tensor belongs to a layer behind the last one, which predicts further tokens."""
@@ -248,6 +264,10 @@ class ModelShape:
         experts: dict[str, str] = {}
         for expert in range(self.num_experts):
             experts |= self.expert_kinds(expert)
+        if self.mtp_layer:
+            return {
+                f"model.layers.{self.mtp_layer}.{x}": k for x, k in (MTP_KINDS | self.layer_kinds(0) | experts).items()
+            }
         kinds = {"model.embed_tokens.weight": "vocab"}
         for number in range(self.num_layers):
             layer = self.layer_kinds(number) | (experts if self.has_experts(number) else {})

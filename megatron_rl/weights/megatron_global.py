@@ -65,9 +65,10 @@ _FUSED_NORMS = {
 def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
     """Logical tensor -> its placements, ascending in its rows; they cover it, each element once.
 
-    Adapters, for which megatron-core has no names, are global tensors of their own.
+    Adapters, for which megatron-core has no names, are global tensors of their own, and so are those of a layer that
+    predicts further tokens.
     """
-    if isinstance(shape, AdapterShape):
+    if isinstance(shape, AdapterShape) or shape.mtp_layer:
         return {
             name: (GlobalPlacement(name, size, (), full_box(size), full_box(size)),)
             for name, size in shape.logical_tensors().items()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.weights.delta_nets import CONV_PARTS
 from megatron_rl.weights.experts import name_expert
-from megatron_rl.weights.families import DENSE, SCORE_HEAD, SHARED, ModelShape
+from megatron_rl.weights.families import DENSE, MTP_KINDS, SCORE_HEAD, SHARED, ModelShape
 from megatron_rl.weights.tables import PlacementTable, Row, Rows, Share, list_parts, split_boxes
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank:
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
     sorts = {shape.sort_of(layer): layer for layer in range(shape.num_layers)}
     layer_rows = {sort: _list_layer(shape, layer, experts) for sort, layer in sorts.items()}
+    if shape.mtp_layer:
+        return _list_mtp_rows(shape, layer_rows[shape.sort_of(0)])
     for chunk in range(vpp_size):
         is_first = pp_rank == 0 and chunk == 0
         is_last = pp_rank == pp_size - 1 and chunk == vpp_size - 1
@@ -88,6 +90,14 @@ def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank:
                 source = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
                 found.append((f"{chunk}.output_layer.weight", source, "vocab"))
     return Rows(found)
+
+
+def _list_mtp_rows(shape: ModelShape, layer: list[Row]) -> Rows:
+    """What every rank of a layer that predicts further tokens holds, beside that layer's own."""
+    ours, hf = "0.decoder.layers.0.", f"model.layers.{shape.mtp_layer}."
+    beside = {"shared_head.norm.weight": "decoder.final_layernorm.weight"}
+    found = [(f"0.{beside.get(name, name)}", hf + name, kind) for name, kind in MTP_KINDS.items()]
+    return Rows([*found, *((ours + param, hf + name, kind) for param, name, kind in layer)])
 
 
 def _list_layer(shape: ModelShape, layer: int, experts: range) -> list[Row]:

@@ -15,6 +15,7 @@ from megatron_rl.weights.families import SCORE_HEAD, Head, ModelShape
 from megatron_rl.weights.family import ALIASES, FAMILIES, Family, LatentSizes, SigmoidRouter
 from megatron_rl.weights.rope import compute_yarn_mscale, is_served, read_rope_scaling, rope_type_of
 
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # layers for multi-token prediction
 _MUST_BE_OFF = (
     "use_bidirectional_attention",
     "use_sliding_window",
@@ -61,6 +62,22 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
             hint="the file may be half downloaded: download config.json again",
         ) from None
     return model_shape_from_config(config, source=str(file), head=head)
+
+
+def check_mtp(directory: Path) -> None:
+    """Refuse to train the layer behind the last one of a model that has none, or several.
+
+    Raises:
+        UserError: by its config.json.
+    """
+    config = json.loads((directory / "config.json").read_bytes())
+    if (found := next((config[key] for key in MTP_KEYS if config.get(key)), 0)) != 1:
+        raise UserError(
+            f"actor.mtp_lr with a model that has {found} layers for multi-token prediction",
+            source=f"{MTP_KEYS[0]} in {directory / 'config.json'}",
+            expected="1 (DeepSeek-V3, GLM-4.5)",
+            hint="leave actor.mtp_lr out",
+        )
 
 
 def find_head(tensors: Container[str]) -> Head:

@@ -19,7 +19,7 @@ from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
 Row = tuple[str, str, Hashable]  # parameter, HF tensor, kind
 BoxPair = tuple[Box, Box]  # in the parameter, in the HF tensor
 # Kinds of which every TP rank has all.
-_WHOLE = ("hidden", "head", "router", "router_bias", "logit_bias", "o.bias", "shared_router", "score")
+_WHOLE = ("hidden", "head", "router", "router_bias", "logit_bias", "o.bias", "shared_router", "score", "mtp_proj")
 
 
 class Rows(tuple[Row, ...]):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mtp_models import read_tensors
 from safetensors.torch import load_file, save_file
 
 from actor_runs import Case, build_actor
@@ -25,10 +26,6 @@ from shards import cut_shards, find_differences, make_empty_shards
 from tiny_models import save_tiny_model
 
 SETTINGS: dict[str, Any] = dict(dtype=None, file_bytes=1 << 16, force=False, workers=Workers())
-
-
-def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def save_with_drafts(directory: Path) -> ModelShape:

@@ -31,6 +31,7 @@ NOT_RECORDED = (
     "schedule/",
     "lora/",
     "moe/",
+    "mtp/",
     "agents/",
     "mismatch/lag",
     "packing/prefix_repeats",

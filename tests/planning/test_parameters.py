@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mtp_models import build_with_mtp, save_model_with_mtp
 from role_setups import take_step
 
 from actor_runs import ALGORITHM, Case, build_actor, build_batch
@@ -22,6 +23,7 @@ from megatron_rl.models.quantized import list_quantized_linears
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_bytes, list_chunks
 from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.mtp import Mtp
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import save_tiny_model
@@ -89,7 +91,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def measure(actor: Actor) -> RoleBytes:
+def measure(actor: Actor | Mtp) -> RoleBytes:
     """What the actor's tensors take."""
     if actor.model.is_fully_sharded:
         return measure_shards(actor)
@@ -115,7 +117,7 @@ def measure(actor: Actor) -> RoleBytes:
     return RoleBytes(weights_bytes, sum(b.grad_data.nbytes for b in buffers), states)
 
 
-def measure_shards(actor: Actor) -> RoleBytes:
+def measure_shards(actor: Actor | Mtp) -> RoleBytes:
     """The same under ZeRO-3; storages, which are padded where the rows of a parameter do not divide."""
     params, state = actor.model.params.values(), actor.optimizer.megatron.optimizer.state
     weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in params}  # of all experts: one
@@ -154,6 +156,28 @@ def test_bytes_are_those_of_a_real_actor(name: str, paths: dict[str, Path]) -> N
         assert planned == found, f"rank {rank}"
         trained = list_chunks(adapters or shape, layout, rank)
         assert [[p.name for p in chunk if not p.is_frozen] for chunk in trained] == names, f"rank {rank}"
+
+
+def _measure_mtp(rank: int, world_size: int, case: Case, path: Path) -> RoleBytes:
+    actor = build_with_mtp(case, path)
+    batch = build_batch(actor.model, case)
+    take_step(actor, replace(batch, old_logprobs=batch.rollout_logprobs), ALGORITHM)
+    return measure(actor.mtp) if isinstance(actor.mtp, Mtp) else RoleBytes(0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        ("glm4_moe", Case(4, dict(ep_size=2), dict(mtp_lr=1e-3), dtype="bfloat16")),
+        ("deepseek_v3", Case(4, dict(tp_size=2, pp_size=2), SP | dict(mtp_lr=1e-3))),
+    ],
+)
+def test_bytes_of_the_layer_behind_the_last(family: str, case: Case, tmp_path: Path) -> None:
+    save_model_with_mtp(tmp_path, family)
+    shape, layout = load_model_shape(tmp_path).mtp, ParallelLayout(case.world_size, **case.sizes).last_stage
+    found = run_ranks(_measure_mtp, case.world_size, case, tmp_path, timeout=100)
+    for rank in layout.ranks:
+        assert compute_role_bytes(shape, layout, rank, dtype=case.dtype) == found[rank], rank
 
 
 def test_shards_add_up_to_the_model(paths: dict[str, Path]) -> None:
