@@ -23,7 +23,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rl.models.delta_rule import SequenceRows, apply_delta_rule, convolve
+from megatron_rl.models.delta_kernels import choose_delta_rule
+from megatron_rl.models.delta_rule import SequenceRows, convolve
 from megatron_rl.models.packed_sequences import PackedSequences
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.ulysses import exchange_heads, exchange_to_tokens
@@ -164,4 +165,5 @@ class GatedDeltaNet(MegatronModule):
         pieces = zip(mixed.split([x.shape[1] for x in parts], 1), dims, strict=True)
         query, key, value = (x.unflatten(1, (-1, d)) for x, d in pieces)
         decay = -a_log.float().exp() * F.softplus(speed.float() + dt_bias)
-        return apply_delta_rule(query, key, value, decay, strength.sigmoid(), rows).to(inputs.dtype)
+        rule = choose_delta_rule(inputs.device, inputs.dtype)
+        return rule(query, key, value, decay, strength.sigmoid(), rows).to(inputs.dtype)

@@ -39,6 +39,8 @@ class SequenceRows:
         tokens: [chunks * 64] int64, the rows that are in the chunks; t stands for zeros.
         counts: sequences that have a first, second, ... chunk.
         places: [t] int64, where each row is in the chunks.
+        whole: [n] int64, rows of the chunks, one whole sequence after another.
+        cu_seqlens: [sequences + 1] int64, boundaries of these.
     """
 
     convolved: torch.Tensor
@@ -46,6 +48,8 @@ class SequenceRows:
     tokens: torch.Tensor
     counts: tuple[int, ...]
     places: torch.Tensor
+    whole: torch.Tensor
+    cu_seqlens: torch.Tensor
 
 
 def build_sequence_rows(segments: Segments, width: int) -> SequenceRows:
@@ -59,14 +63,17 @@ def build_sequence_rows(segments: Segments, width: int) -> SequenceRows:
     convolved = np.concatenate([part for _, rows in sequences for part in (gap + num_tokens, rows)])
     results = np.full(sum(counts) * CHUNK, len(convolved) - width + 1)
     tokens, places, base = np.full_like(results, num_tokens), np.empty(num_tokens, np.int64), 0
+    whole = []
     for number, (own, rows) in enumerate(sequences):
         offsets = np.arange(len(rows))
         at = firsts[offsets // CHUNK] + number * CHUNK + offsets % CHUNK
         results[at], tokens[at], places[rows[-own:]] = base + offsets, rows, at[-own:]
+        whole.append(at)
         base += len(rows) + width - 1
-    device = segments.cu_seqlens_q.device
-    found = (torch.from_numpy(array).to(device) for array in (convolved, results, tokens, places))
-    return SequenceRows(next(found), next(found), next(found), counts, next(found))
+    ends = np.cumsum([0, *map(len, whole)])
+    arrays = convolved, results, tokens, places, np.concatenate(whole), ends
+    found = (torch.from_numpy(array).to(segments.cu_seqlens_q.device) for array in arrays)
+    return SequenceRows(next(found), next(found), next(found), counts, next(found), next(found), next(found))
 
 
 def _list_sequences(segments: Segments) -> Iterator[tuple[int, np.ndarray]]:

@@ -266,7 +266,8 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     if rank not in job.rollout_ranks:
         return RankMemory(rank, [Phase(ENGINE_PHASES[1], resident)])
     itemsize, tp, staged = DTYPE_BYTES[config.model.dtype], job.engine_tp, 0
-    per_token = 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
+    attending = shape.num_layers - len(shape.delta_layers)  # the others have states, which do not grow
+    per_token = 2 * attending * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
     if job.engine_is_actor:
         own, per_token = 0, per_token // job.layout.pp_size
     else:

@@ -163,7 +163,8 @@ def count_operations(shape: ModelShape, length: float) -> float:
     h, scored = shape.hidden_size, shape.num_heads * (shape.head_dim + shape.value_dim)
     layer = shape.attention_elements + 3 * h * shape.active_columns + h * shape.num_experts
     head = 0 if shape.has_score_head else h * shape.vocab_size
-    return 2 * (shape.num_layers * layer + head) + shape.num_layers * scored * length
+    attending = shape.num_layers - len(shape.delta_layers)
+    return 2 * (shape.num_layers * layer + head) + attending * scored * length
 
 
 def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed: Assumptions) -> float:

@@ -17,6 +17,9 @@ from megatron_rl.models.attention_backends import (
     find_kernel_failure,
     list_kernels,
 )
+from megatron_rl.models.delta_kernels import choose_delta_rule
+from megatron_rl.models.delta_kernels import find_kernel_failure as find_delta_failure
+from megatron_rl.models.delta_rule import apply_delta_rule
 from megatron_rl.models.gpt import choose_transformer_impl, find_transformer_engine_failure
 from megatron_rl.models.transformer_config import DTYPES
 
@@ -95,6 +98,15 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwis
         "fused norms and SwiGLU, and the way to FP8",
         "pip install 'transformer-engine[pytorch]'",
     )
+    if not is_cpu:
+        rule = choose_delta_rule(device, DTYPES[dtype])
+        yield FastPath(
+            "delta nets",
+            "plain torch" if rule is apply_delta_rule else "flash-linear-attention",
+            rule is not apply_delta_rule,
+            "one kernel over all sequences of a microbatch, for Qwen3-Next and Qwen3.5 in bfloat16",
+            "pip install flash-linear-attention",
+        )
     yield FastPath("optimizer", "torch's fused AdamW (one kernel per group, rate and soundness on the device)", True)
     yield FastPath("log-probs", "from hidden states in chunks, logits never held", True)
 
@@ -110,6 +122,8 @@ def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Ite
         broken[name] = find_kernel_failure(name, device, DTYPES[dtype])
     if transformer_impl != "local":
         broken["Transformer Engine"] = find_transformer_engine_failure(True)
+    if dtype == "bfloat16":
+        broken["flash-linear-attention"] = find_delta_failure(device)
     for name, failure in broken.items():
         if failure:
             yield FastPath(

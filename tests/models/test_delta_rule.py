@@ -2,19 +2,25 @@
 """The gated delta rule in chunks equals its definition, token by token in float64, in values and gradients.
 
 Sequences are packed, some are longer than a chunk, and some begin behind a prefix that is packed elsewhere. Not
-covered: the module around it (tests/models/test_gpt.py, tests/training/test_delta_nets.py), bfloat16, GPUs.
+covered: the module around it (tests/models/test_gpt.py, tests/training/test_delta_nets.py), bfloat16. What brings
+sequences to a kernel and back is tried with transformers' recurrence, the kernel itself on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from megatron_rl.models.attention_backends import Segments, build_segments
+from megatron_rl.models.delta_kernels import apply_kernel, choose_delta_rule, find_kernel_failure
 from megatron_rl.models.delta_rule import apply_delta_rule, build_sequence_rows, convolve
 from megatron_rl.packing.prefix import build_segment_keys
 
@@ -73,23 +79,36 @@ def pack(lengths: list[int], prefixes: list[list[int]]) -> tuple[list[np.ndarray
     return paths, build_segments(torch.from_numpy(ends.astype(np.int32)), max(lengths), keys, torch.float32)
 
 
-def compute(inputs: Sequence[torch.Tensor], segments: Segments) -> torch.Tensor:
+def run_sequences(*inputs: torch.Tensor, use_qk_l2norm_in_kernel: bool, cu_seqlens: torch.Tensor) -> Any:
+    """transformers' recurrence, which is called as the kernel is, for each of the packed sequences."""
+    outputs = []
+    for start, stop in pairwise(cu_seqlens.tolist()):
+        options = dict(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, initial_state=None, output_final_state=False)
+        outputs.append(torch_recurrent_gated_delta_rule(*(x[:, start:stop] for x in inputs), **options)[0])
+    return torch.cat(outputs, 1), None
+
+
+RULES = {"chunks": apply_delta_rule, "kernel": partial(apply_kernel, run_sequences)}
+
+
+def compute(inputs: Sequence[torch.Tensor], segments: Segments, rule: str = "chunks") -> torch.Tensor:
     """Ours: [t, heads, d_v]."""
     x, weight, decay, beta = inputs
     rows = build_sequence_rows(segments, WIDTH)
     query, key, value = convolve(x, weight, rows).split(PARTS, 1)
     query, key = (part.unflatten(1, (KEY_HEADS, KEY_DIM)) for part in (query, key))
-    return apply_delta_rule(query, key, value.unflatten(1, (HEADS, VALUE_DIM)), decay, beta, rows)
+    return RULES[rule](query, key, value.unflatten(1, (HEADS, VALUE_DIM)), decay, beta, rows)
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", PACKINGS)
-def test_chunks_equal_the_definition(name: str) -> None:
+def test_rules_equal_the_definition(name: str, rule: str) -> None:
     """float32 leaves 4e-6 on values of up to 2: logs of decays add up to hundreds, as in transformers."""
     lengths, prefixes = PACKINGS[name]
     inputs = draw(sum(lengths))
     paths, segments = pack(lengths, prefixes)
     parts = [define(inputs, rows.tolist())[-length:] for length, rows in zip(lengths, paths, strict=True)]
-    found, expected = compute(inputs, segments), torch.cat(parts)
+    found, expected = compute(inputs, segments, rule), torch.cat(parts)
     assert (found - expected).abs().max() < 1e-5 < 0.05 < expected.std()
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     gradients = [torch.autograd.grad((x * weights).sum(), inputs) for x in (found, expected)]
@@ -108,3 +127,16 @@ def test_a_sequence_does_not_depend_on_its_neighbors() -> None:
         alone = [x[mine] if len(x) == sum(lengths) else x for x in inputs]
         assert (compute(alone, pack([length], [[]])[1]) - whole[mine]).abs().max() < 1e-6
         start += length
+
+
+def test_a_cpu_takes_plain_torch() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert choose_delta_rule(torch.device("cpu"), dtype) is apply_delta_rule
+
+
+@pytest.mark.gpu
+def test_the_kernel_is_used_where_it_is_installed() -> None:
+    """It has been compared with plain torch then, with its gradients."""
+    pytest.importorskip("fla")
+    assert find_kernel_failure(torch.device("cuda")) is None
+    assert choose_delta_rule(torch.device("cuda"), torch.bfloat16) is not apply_delta_rule
