@@ -49,8 +49,9 @@ def make_shape(family: str = "llama", **changes: Any) -> ModelShape:
         sizes |= dict(dense_layers=1, dense_ffn_size=48, shared_ffn_size=32, router=SigmoidRouter())
     if family == "gpt_oss":
         sizes |= dict(sliding_layers=(0, 2), sliding_window=6)
-    if family == "qwen3_next":
-        sizes |= dict(shared_ffn_size=32, delta_net=DeltaNetSizes(4, 8, 6, 5, 3), delta_layers=(0, 1, 2))
+    if FAMILIES[family].has_delta_nets:
+        net = DeltaNetSizes(4, 8, 6, 5, 3, FAMILIES[family].splits_projections)
+        sizes |= dict(delta_net=net, delta_layers=(0, 1, 2), shared_ffn_size=32 if FAMILIES[family].experts else 0)
     if family == "gemma3_text":
         sizes |= dict(sliding_layers=(0, 2), sliding_window=6, sliding_rope_theta=1e4, attention_scale=0.5)
     return ModelShape(family=family, **(sizes | changes))

@@ -29,6 +29,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -49,11 +51,22 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "olmo2": Olmo2Config,
     "qwen3_moe": Qwen3MoeConfig,
     "qwen3_next": Qwen3NextConfig,
+    "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
     "mixtral": MixtralConfig,
     "glm4_moe": Glm4MoeConfig,
     "deepseek_v3": DeepseekV3Config,
     "gpt_oss": GptOssConfig,
 }
+_DELTA_NETS: dict[str, Any] = dict(
+    tie_word_embeddings=False,
+    head_dim=16,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=4,
+)
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "llama": dict(tie_word_embeddings=False),
     "qwen2": dict(tie_word_embeddings=True),
@@ -83,20 +96,17 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         moe_intermediate_size=64,
         norm_topk_prob=True,
     ),
-    "qwen3_next": dict(
-        tie_word_embeddings=False,
-        head_dim=16,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=8,
-        linear_value_head_dim=12,
-        linear_conv_kernel_dim=4,
+    "qwen3_next": _DELTA_NETS
+    | dict(
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=96,
         norm_topk_prob=True,
     ),
+    "qwen3_5_text": _DELTA_NETS,
+    "qwen3_5_moe_text": _DELTA_NETS
+    | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=96),
     "mixtral": dict(tie_word_embeddings=False, num_local_experts=4, num_experts_per_tok=2),
     "glm4_moe": dict(
         tie_word_embeddings=False,
@@ -176,7 +186,7 @@ LATENT_ENGINE_SIZES: dict[str, Any] = dict(
 def engine_sizes(family: str) -> dict[str, Any]:
     """Sizes of a model of a family that vLLM serves on a CPU."""
     # Each norm would multiply the gradient of an embedding of zeros, that of padding, by a thousand.
-    if family == "qwen3_next":
+    if family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
         return ENGINE_SIZES | dict(pad_token_id=None, linear_key_head_dim=16, linear_value_head_dim=16)
     return ENGINE_SIZES | (LATENT_ENGINE_SIZES if family == "deepseek_v3" else {})
 
@@ -190,7 +200,8 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
             embeddings), "gemma3_text" (windows of 6 in every other layer), "phi3" (fused matrices), "glm4" (half of
             a head is rotated, as neighbors), "smollm3" (every other layer without rotation), "olmo2" (norms after
             attention and MLP, and of all heads together), "qwen3_next" (three gated delta nets before a layer of
-            attention, four experts and a gated shared one), "qwen3_moe" (QK norm) or "mixtral" with four experts, two
+            attention, four experts and a gated shared one), "qwen3_5_text" (the same, dense) or "qwen3_5_moe_text",
+            "qwen3_moe" (QK norm) or "mixtral" with four experts, two
             per token, or "glm4_moe": the same after a dense layer, with a shared expert of twice their size and router
             biases, or "deepseek_v3": with eight experts in groups, four per token, and latent attention, whose heads of
             values are narrower than keys, or "gpt_oss": with sinks, windows of 6 in every other layer, and

@@ -17,11 +17,13 @@ from megatron_rl.checkpoint.safetensors_index import index_safetensors
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import MTP_KEYS
 
+_KEYS = (*MTP_KEYS, "mtp_num_hidden_layers")
+
 
 def find_drafts(directory: Path, shape: ModelShape) -> dict[str, Path]:
     """Tensor -> file of those in a model directory, which may have a config.json alone."""
     config = json.loads((directory / "config.json").read_bytes())
-    may_have = shape.delta_net is not None or any(config.get(key) for key in MTP_KEYS)  # Qwen3-Next's does not tell
+    may_have = shape.delta_net is not None or any(config.get(key) for key in _KEYS)  # Qwen3-Next's does not tell
     if not may_have or not any(directory.glob("*.safetensors")):
         return {}
     return {name: file for name, file in index_safetensors(directory).items() if shape.is_draft(name)}
@@ -29,4 +31,4 @@ def find_drafts(directory: Path, shape: ModelShape) -> dict[str, Path]:
 
 def forget_drafts(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json of a model without them."""
-    return {key: 0 if key in MTP_KEYS else value for key, value in config.items()}
+    return {key: 0 if key in _KEYS else value for key, value in config.items()}

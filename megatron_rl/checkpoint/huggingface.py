@@ -37,6 +37,7 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
 from megatron_rl.weights.packed_experts import FileTensor, join_turns, list_file_tensors
 from megatron_rl.weights.shard_box import ShardBox, box_slices, full_box
+from megatron_rl.weights.text_part import take_text_config
 
 T = TypeVar("T")
 
@@ -236,7 +237,7 @@ def finish_model(
         total = {"total_size": sum(unit.num_bytes for unit in units)}
         write_file(partial / INDEX_FILE, json.dumps({"metadata": total, "weight_map": weight_map}, indent=2).encode())
     files = list_side_files(config)
-    described = json.loads(files.pop("config.json").read_text(encoding="utf-8"))
+    described = take_text_config(json.loads(files.pop("config.json").read_text(encoding="utf-8")))
     if not any(shape.is_draft(name) for unit in units for name in unit.tensors):
         described = forget_drafts(described)
     keys = [key for key in ("dtype", "torch_dtype") if key in described] or ["torch_dtype"]

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The logical tensors of a model in HF format, also where its files keep the experts of a layer in one tensor.
 
-Those tensors may be in MXFP4: 4-bit numbers in blocks of 32 with one exponent (the OCP's microscaling formats, 1.0).
-They are decoded to bfloat16, which has room for all of them. Other models are read as they are.
+Of an image-text model they are those of its text part. Experts may be in MXFP4: 4-bit numbers in blocks of 32 with one
+exponent (the OCP's microscaling formats, 1.0). They are decoded to bfloat16, which has room for all of them. Other
+tensors are read as they are.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from megatron_rl.checkpoint.safetensors_index import index_safetensors, read_headers
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.family import Family
 from megatron_rl.weights.packed_experts import (
     BLOCKS,
     SCALES,
@@ -29,6 +31,7 @@ from megatron_rl.weights.packed_experts import (
     join_turns,
     list_file_tensors,
 )
+from megatron_rl.weights.text_part import name_text_tensor, take_text_config
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and their negatives, from code 8 on
 _BIAS = 127  # of the exponents
@@ -46,17 +49,28 @@ class ModelFiles(Mapping[str, Path]):
     """
 
     def __init__(self, directory: Path) -> None:
-        self._stored = index_safetensors(directory)
+        family, stored = _read_family(directory), index_safetensors(directory)
+        self._names = {name: name for name in stored}  # logical name -> that in files
+        if family is not None and family.image_text is not None:
+            self._names = {text: name for name in stored if (text := name_text_tensor(name)) is not None}
+        self._stored = {text: stored[name] for text, name in self._names.items()}
         self._files, self._parts = dict(self._stored), dict[str, PackedPart]()
-        for name in self._stored if _is_packed(directory) else ():
-            if not find_parts(name, 1):
+        experts = family and family.experts
+        may_be_packed = experts is not None and (experts.is_packed or experts.may_be_packed)
+        for name in self._stored if experts is not None and may_be_packed else ():
+            if not find_parts(name, 1) or not name.startswith("model."):  # others are of draft layers
                 continue
-            (num_experts, *_), _ = read_headers({name: self._stored[name]})[name]
-            parts = find_parts(name, num_experts)
+            (num_experts, *_), _ = self._read_stored([name])[name]
+            parts = find_parts(name, num_experts, in_halves=not experts.is_packed)
             self._files |= dict.fromkeys(parts, self._files.pop(name))
             self._parts |= parts
             if name.endswith(BLOCKS):
                 self._forget_scales(name, directory)
+
+    def _read_stored(self, names: Iterable[str]) -> _Headers:
+        """Headers of tensors of files, under the names that they have here."""
+        headers = read_headers({self._names[name]: self._stored[name] for name in names})
+        return {name: headers[self._names[name]] for name in names}
 
     def _forget_scales(self, name: str, directory: Path) -> None:
         """What belongs to blocks is no tensor of its own."""
@@ -80,11 +94,13 @@ class ModelFiles(Mapping[str, Path]):
 
     def read_headers(self) -> _Headers:
         """Shape and type of every logical tensor, as `read_headers` of the files."""
-        headers = read_headers(self._stored)
+        headers = self._read_stored(self._stored)
         found = {name: header for name, header in headers.items() if name in self._files}
         for name, part in self._parts.items():
             (_, *size), dtype = headers[part.packed]
-            if part.packed.endswith(BLOCKS):
+            if part.in_halves:
+                found[name] = (size[0] // part.turns, size[1]), dtype
+            elif part.packed.endswith(BLOCKS):
                 found[name] = (size[0] // part.turns, size[1] * size[2] * 2), "BF16"
             else:
                 found[name] = (size[-1] // part.turns, *size[:-1]), dtype
@@ -94,7 +110,7 @@ class ModelFiles(Mapping[str, Path]):
     def open(self, file: Path) -> Iterator[OpenFile]:
         """Read tensors of a file."""
         with ExitStack() as stack:
-            yield OpenFile(file, self._stored, self._parts, stack)
+            yield OpenFile(file, self._stored, self._parts, self._names, stack)
 
 
 def list_copies(shape: ModelShape) -> dict[str, str]:
@@ -144,9 +160,14 @@ class OpenFile:
     """Reads logical tensors, as `safe_open` reads those that are stored."""
 
     def __init__(
-        self, file: Path, stored: Mapping[str, Path], parts: Mapping[str, PackedPart], stack: ExitStack
+        self,
+        file: Path,
+        stored: Mapping[str, Path],
+        parts: Mapping[str, PackedPart],
+        names: Mapping[str, str],
+        stack: ExitStack,
     ) -> None:
-        self._file, self._stored, self._parts, self._stack = file, stored, parts, stack
+        self._file, self._stored, self._parts, self._names, self._stack = file, stored, parts, names, stack
         self._handles: dict[Path, Any] = {}
         self._last: tuple[str, int] | None = None  # expert whose matrix was read last: gate and up come in turns
         self._matrix = torch.empty(0)
@@ -154,13 +175,13 @@ class OpenFile:
     def get_slice(self, name: str) -> Any:
         """What gives a piece for an index."""
         part = self._parts.get(name)
-        return self._open(self._file).get_slice(name) if part is None else part.cut(self._read(part))
+        return self._get(self._file, name) if part is None else part.cut(self._read(part))
 
-    def _open(self, file: Path) -> Any:
+    def _get(self, file: Path, name: str) -> Any:
         """Scales may lie in another file than their blocks."""
         if file not in self._handles:
             self._handles[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-        return self._handles[file]
+        return self._handles[file].get_slice(self._names[name])
 
     def _read(self, part: PackedPart) -> torch.Tensor:
         """All of an expert: [k, turns n], or its bias."""
@@ -169,11 +190,11 @@ class OpenFile:
         return self._matrix
 
     def _read_expert(self, packed: str, expert: int) -> torch.Tensor:
-        blocks = self._open(self._stored[packed]).get_slice(packed)[expert]
+        blocks = self._get(self._stored[packed], packed)[expert]
         if not packed.endswith(BLOCKS):
             return blocks
         scales = packed.removesuffix(BLOCKS) + SCALES
-        return decode_mxfp4(blocks, self._open(self._stored[scales]).get_slice(scales)[expert]).t()
+        return decode_mxfp4(blocks, self._get(self._stored[scales], scales)[expert]).t()
 
 
 def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -191,8 +212,8 @@ def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(values, scales[..., None].int() - _BIAS).to(torch.bfloat16).flatten(-2)
 
 
-def _is_packed(directory: Path) -> bool:
-    """Whether a model is of a family with packed experts; names alone do not tell how they are packed."""
+def _read_family(directory: Path) -> Family | None:
+    """The family of a model, if it is known: names alone do not tell how experts are packed."""
     config = directory / "config.json"
-    family = FAMILIES.get(json.loads(config.read_bytes()).get("model_type", "")) if config.is_file() else None
-    return family is not None and family.experts is not None and family.experts.is_packed
+    described = take_text_config(json.loads(config.read_bytes())) if config.is_file() else {}
+    return FAMILIES.get(described.get("model_type", ""))

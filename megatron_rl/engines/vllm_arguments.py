@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron_rl.engines.modes import fit_to_device
@@ -11,7 +12,7 @@ from megatron_rl.engines.vllm_bitwise import ENGINE_ARGUMENTS
 from megatron_rl.engines.vllm_coding import METHOD
 from megatron_rl.engines.vllm_limits import CPU_BLOCK_SIZE, cpu_cache_bytes
 from megatron_rl.engines.vllm_lora import list_arguments
-from megatron_rl.weights.families import FAMILIES
+from megatron_rl.weights.families import FAMILIES, ModelShape
 
 LOAD_FORMAT = "megatron_rl"
 _CPU_STEP_TOKENS = 4096  # vLLM's own default
@@ -59,6 +60,8 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         arguments["hf_overrides"] = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_router_dtype="float32")
     if FAMILIES[spec.shape.family].has_sinks:  # weights arrive decoded
         arguments["hf_overrides"] = dict(quantization_config=None)
+    if FAMILIES[spec.shape.family].image_text is not None:
+        arguments["hf_overrides"] = partial(_take_text_part, spec.shape)
     if spec.adapters is not None:
         arguments |= list_arguments(spec.adapters)
     if spec.process.device.type == "cuda":
@@ -77,3 +80,11 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         if config.bitwise or spec.shape.latent is not None:  # the C++ kernel takes views of heads for whole rows
             arguments |= ENGINE_ARGUMENTS
     return arguments | config.engine_options
+
+
+def _take_text_part(shape: ModelShape, config: Any) -> Any:
+    """Of an image-text model's config that of its text part; see `take_text_config`."""
+    config = config.get_text_config()
+    config.architectures = [FAMILIES[shape.family].architecture]
+    config.tie_word_embeddings = shape.tied_embeddings
+    return config

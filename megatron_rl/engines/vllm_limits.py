@@ -46,11 +46,13 @@ def check_device_limits(spec: EngineSpec) -> None:
             expected=f"multiples of {CPU_EXPERT_MULTIPLE}",
             hint="use a smaller rollout.tensor_model_parallel_size, or rollout.engine=hf",
         )
-    if spec.config.quantization != "none" and spec.shape.num_experts:
+    if spec.config.quantization != "none" and (spec.shape.num_experts or spec.shape.delta_net is not None):
         raise UserError(
-            f"rollout.quantization={spec.config.quantization} with a mixture of experts",
+            f"rollout.quantization={spec.config.quantization} with "
+            + ("a mixture of experts" if spec.shape.num_experts else f"a {spec.shape.family} model"),
             source="rollout.quantization",
-            expected="a dense model: the experts' own kernels take no codes with a scale per row",
+            expected="a dense model whose layers attend: kernels of experts take no codes with a scale per row, and "
+            "linear attention is not tried",
             hint="set rollout.quantization=none",
         )
     if spec.adapters is not None and spec.adapters.rank > LARGEST_RANK:

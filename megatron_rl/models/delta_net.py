@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated delta nets (arXiv 2412.06464) as Qwen3-Next has them: linear attention in the place of self-attention.
+"""Gated delta nets (arXiv 2412.06464) of Qwen3-Next and Qwen3.5: linear attention in the place of self-attention.
 
 Of a token's hidden state one projection makes queries, keys, values, gates z, and the logits of the strength and the
 decay of what it writes. Queries, keys and values pass a short causal convolution; a gated norm of z and what the heads
@@ -117,16 +117,11 @@ class GatedDeltaNet(MegatronModule):
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[t, 1, h], or [t/tp, 1, h] under TP-SP -> the same, and no bias."""
-        rows, sizes = packed_seq_params.sequence_rows, self._sizes
+        rows = packed_seq_params.sequence_rows
         assert attention_mask is None and rows is not None, "packed sequences only"
         assert packed_seq_params.cache is None, "there is no cache of states"
         mixed = self.get_submodule("in_proj")(hidden_states)[0].squeeze(1)  # [t/cp, columns/tp]
-        num_logits = len(self.A_log) * 2
-        heads, logits = mixed.split([mixed.shape[1] - num_logits, num_logits], 1)
-        heads = heads.unflatten(1, (-1, sizes.width))  # [t/cp, key heads, ...]
-        logits = logits.unflatten(1, (-1, sizes.num_logits))
-        heads, gates = heads.split([sizes.width - sizes.values_of_key, sizes.values_of_key], -1)
-        inputs = torch.cat([heads, logits], -1)
+        inputs, gates = self._arrange(mixed)
         if self._cp_group is not None:
             inputs = exchange_heads(inputs, self._cp_group)
         weights = self.conv_weight, self.A_log, self.dt_bias
@@ -140,6 +135,20 @@ class GatedDeltaNet(MegatronModule):
             output = exchange_to_tokens(output, self._cp_group)
         output = self.norm(output, gates.reshape_as(output))
         return self.get_submodule("linear_proj")(output.flatten(1).unsqueeze(1))
+
+    def _arrange(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[t, columns] -> query, key, values and logits of the key heads [t, key heads, ...], and their gates."""
+        sizes, num_logits = self._sizes, len(self.A_log)
+        if sizes.is_split:
+            parts = mixed.split([*self._parts, self._parts[-1], num_logits, num_logits], 1)
+            num_heads = num_logits * sizes.key_heads // sizes.value_heads
+            query, key, value, gates, *logits = (x.unflatten(1, (num_heads, -1)) for x in parts)
+            return torch.cat([query, key, value, *logits], -1), gates
+        heads, logits = mixed.split([mixed.shape[1] - 2 * num_logits, 2 * num_logits], 1)
+        heads = heads.unflatten(1, (-1, sizes.width))
+        logits = logits.unflatten(1, (-1, sizes.num_logits))
+        heads, gates = heads.split([sizes.width - sizes.values_of_key, sizes.values_of_key], -1)
+        return torch.cat([heads, logits], -1), gates
 
     def _attend(
         self,

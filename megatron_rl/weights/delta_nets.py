@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated delta nets (Qwen3-Next): their sizes, their tensors, and what their recurrence excludes."""
+"""Gated delta nets (Qwen3-Next, Qwen3.5): their sizes, their tensors, and what their recurrence excludes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,26 @@ from typing import Any
 
 from megatron_rl.types import UserError
 
-# Tensors of a gated delta net -> their kinds, in the order of the checkpoint.
-DELTA_KINDS = {
-    "dt_bias": "delta_head",
-    "A_log": "delta_head",
-    "conv1d.weight": "delta_conv",
-    "in_proj_qkvz.weight": "delta_qkvz",
-    "in_proj_ba.weight": "delta_ba",
-    "norm.weight": "delta_norm",
-    "out_proj.weight": "delta_o",
-}
 CONV_PARTS = ("delta_conv.q", "delta_conv.k", "delta_conv.v")  # one below the other
+QKV_PARTS = ("delta_q", "delta_k", "delta_v")  # likewise
+# What engines keep in one parameter each, of heads that are projected together and apart.
+_TOGETHER = (("delta_qkvz",), ("delta_ba",))
+_APART = ((*QKV_PARTS, "delta_z"), ("delta_b", "delta_a"))
+PROJECTION_KINDS = tuple(kind for parts in (*_TOGETHER, *_APART) for kind in parts)
+_PROJECTIONS = {"in_proj_qkvz.weight": "delta_qkvz", "in_proj_ba.weight": "delta_ba"}
+_SEPARATE_PROJECTIONS = {
+    "in_proj_qkv.weight": "delta_qkv",
+    "in_proj_z.weight": "delta_z",
+    "in_proj_b.weight": "delta_b",
+    "in_proj_a.weight": "delta_a",
+}
+# Of Qwen3.5: values beside which transformers and vLLM compute different things.
+_SERVED: dict[str, tuple[Any, ...]] = {
+    "attn_output_gate": (None, True),
+    "output_gate_type": (None, "silu", "swish"),
+    "norm_topk_prob": (None, True),
+    "layer_scale": (None, False),
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,8 @@ class DeltaNetSizes:
         key_heads, value_heads: of the whole model.
         key_dim, value_dim: channels of a head.
         kernel: tokens that its convolution sees.
+        is_split: queries, keys and values of all heads are one projection, gates another, and each logit is (Qwen3.5);
+            else there are two, in which what belongs to a key head lies together (Qwen3-Next).
     """
 
     key_heads: int
@@ -36,6 +47,24 @@ class DeltaNetSizes:
     key_dim: int
     value_dim: int
     kernel: int
+    is_split: bool = False
+
+    @property
+    def tensor_kinds(self) -> dict[str, str]:
+        """Tensors of a gated delta net -> their kinds, in the order of the checkpoint."""
+        return {
+            "dt_bias": "delta_head",
+            "A_log": "delta_head",
+            "conv1d.weight": "delta_conv",
+            **(_SEPARATE_PROJECTIONS if self.is_split else _PROJECTIONS),
+            "norm.weight": "delta_norm",
+            "out_proj.weight": "delta_o",
+        }
+
+    @property
+    def projections(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Matrices of the projections, in the order of Megatron's parameter; engines have two of them."""
+        return _APART if self.is_split else _TOGETHER
 
     @property
     def values_of_key(self) -> int:
@@ -62,20 +91,42 @@ class DeltaNetSizes:
         """Kind of a tensor -> its shape."""
         return {
             "delta_head": (self.value_heads,),
-            "delta_qkvz": (self.key_heads * self.width, hidden_size),
-            "delta_ba": (self.key_heads * self.num_logits, hidden_size),
+            **{kind: (n, hidden_size) for kind, n in self._projected.items()},
             "delta_norm": (self.value_dim,),
             "delta_o": (hidden_size, self.value_heads * self.value_dim),
             **{kind: (n, 1, self.kernel) for kind, n in zip(CONV_PARTS, self.convolved, strict=True)},
         }
 
+    @property
+    def _projected(self) -> dict[str, int]:
+        """Channels of the matrices in `projections`."""
+        if not self.is_split:
+            return {"delta_qkvz": self.key_heads * self.width, "delta_ba": self.key_heads * self.num_logits}
+        q, k, v = self.convolved
+        heads = self.value_heads
+        return {"delta_q": q, "delta_k": k, "delta_v": v, "delta_z": v, "delta_b": heads, "delta_a": heads}
 
-def read_delta_nets(config: dict[str, Any], source: str) -> dict[str, Any]:
+
+def read_delta_nets(config: dict[str, Any], source: str, *, is_split: bool) -> dict[str, Any]:
     """The fields of a ModelShape that gated delta nets have.
 
+    Args:
+        config: config.json.
+        source: where it is, for errors.
+        is_split: see `DeltaNetSizes`.
+
     Raises:
-        UserError: layers of other types, or heads that cannot be shared out.
+        UserError: layers of other types, heads that cannot be shared out, or options that are not served.
     """
+    wrong = {name: config.get(name) for name, values in _SERVED.items() if config.get(name) not in values}
+    if is_split and wrong:
+        raise UserError(
+            f"option(s) {', '.join(f'{name}={value!r}' for name, value in wrong.items())} are not served",
+            source=source,
+            expected="Qwen3.5 as published: heads of attention with gates, SiLU gates in linear attention, shares of "
+            "experts that add up to 1, no scales of layers",
+            hint="use a checkpoint without these options",
+        )
     layers, interval = range(config["num_hidden_layers"]), config.get("full_attention_interval", 4)
     types = config.get("layer_types") or [
         "linear_attention" if (i + 1) % interval else "full_attention" for i in layers
@@ -86,9 +137,10 @@ def read_delta_nets(config: dict[str, Any], source: str) -> dict[str, Any]:
         config["linear_key_head_dim"],
         config["linear_value_head_dim"],
         config["linear_conv_kernel_dim"],
+        is_split,
     )
-    wrong = set(types) - {"linear_attention", "full_attention"}
-    if wrong or len(types) != len(layers) or net.value_heads % net.key_heads:
+    wrong_types = set(types) - {"linear_attention", "full_attention"}
+    if wrong_types or len(types) != len(layers) or net.value_heads % net.key_heads:
         raise UserError(
             f"layer_types = {types}, with {net.value_heads} value heads for {net.key_heads} key heads",
             source=source,

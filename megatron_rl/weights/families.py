@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_rl.types import RouteShape, UserError
-from megatron_rl.weights.delta_nets import CONV_PARTS, DELTA_KINDS, DeltaNetSizes
+from megatron_rl.weights.delta_nets import CONV_PARTS, PROJECTION_KINDS, QKV_PARTS, DeltaNetSizes
 from megatron_rl.weights.family import FAMILIES, LatentSizes, SigmoidRouter
 from megatron_rl.weights.rope import RopeScaling
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ATTENTION_KINDS = {
     *("qkv", "q.weight", "k.weight", "v.weight", "o", "q_down", "q_up", "kv_down", "kv_up"),
-    *("delta_qkvz", "delta_ba", "delta_o"),
+    *(*PROJECTION_KINDS, "delta_qkv", "delta_o"),
 }
 Head = Literal["lm", "score"]
 SCORE_HEAD = "score.weight"
@@ -49,6 +49,7 @@ FUSED_KINDS = {
     "qkv": ("q.weight", "k.weight", "v.weight"),
     "gate_up": ("gate", "up"),
     "delta_conv": CONV_PARTS,
+    "delta_qkv": QKV_PARTS,
 }
 
 
@@ -232,8 +233,8 @@ class ModelShape:
 
     def _attention_kinds(self, is_delta_net: bool) -> dict[str, str]:
         """`layer_kinds` of what stands between the norms."""
-        if is_delta_net:
-            return {f"linear_attn.{name}": kind for name, kind in DELTA_KINDS.items()}
+        if is_delta_net and self.delta_net is not None:
+            return {f"linear_attn.{name}": kind for name, kind in self.delta_net.tensor_kinds.items()}
         family, kinds = FAMILIES[self.family], dict[str, str]()
         if self.latent is not None:
             named = LATENT_KINDS if self.latent.query else {"q_proj": "q_up", **dict([*LATENT_KINDS.items()][3:])}

@@ -6,7 +6,7 @@ A new family of the building blocks that are here is one row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class ExpertNames:
         has_biases: the router and every matrix of an expert have a bias.
         is_packed: files hold the experts of a layer in one tensor; see `weights/packed_experts.py`.
         shared_gate: `<block>.<shared_gate>` weighs the shared expert by a sigmoid; None: it counts whole.
+        may_be_packed: files may hold the experts of a layer in one tensor; none is written.
     """
 
     block: str
@@ -36,6 +37,7 @@ class ExpertNames:
     has_biases: bool = False
     is_packed: bool = False
     shared_gate: str | None = None
+    may_be_packed: bool = False
 
     @property
     def has_sigmoid_router(self) -> bool:
@@ -102,9 +104,11 @@ class Family:
             projection of attention has a bias (gpt-oss).
         has_delta_nets: some layers are gated delta nets, and the others weigh what their heads give by sigmoids of
             gates that are projected with the queries (Qwen3-Next).
+        splits_projections: of gated delta nets, see `DeltaNetSizes.is_split` (Qwen3.5).
         experts: names of the mixture of experts; None for dense families.
         scoring: name of the transformers class with a score head, where it is not the other's with that ending.
         vllm_module: of vLLM's models that has the architecture, where it is not called as the family.
+        image_text: `model_type` of image-text models whose text part it is; see `weights/text_part.py`.
     """
 
     architecture: str
@@ -127,9 +131,11 @@ class Family:
     has_latent_attention: bool = False
     has_sinks: bool = False
     has_delta_nets: bool = False
+    splits_projections: bool = False
     experts: ExpertNames | None = None
     scoring: str | None = None
     vllm_module: str | None = None
+    image_text: str | None = None
 
     @property
     def scoring_architecture(self) -> str:
@@ -146,6 +152,17 @@ _SIGMOID_EXPERTS = ExpertNames(
     size_key="moe_intermediate_size",
     shared="shared_experts",
     bias="gate.e_score_correction_bias",
+)
+
+# Mixtures with a shared expert that a sigmoid weighs.
+_GATED_EXPERTS = ExpertNames(
+    "mlp",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    size_key="moe_intermediate_size",
+    shared="shared_expert",
+    shared_gate="shared_expert_gate",
 )
 
 FAMILIES: dict[str, Family] = {
@@ -214,15 +231,29 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=0.25,
         zero_centered_norms=True,
         has_delta_nets=True,
-        experts=ExpertNames(
-            "mlp",
-            "gate_proj",
-            "up_proj",
-            "down_proj",
-            size_key="moe_intermediate_size",
-            shared="shared_expert",
-            shared_gate="shared_expert_gate",
-        ),
+        experts=_GATED_EXPERTS,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        qk_norm=True,
+        partial_rotary=0.25,
+        zero_centered_norms=True,
+        has_delta_nets=True,
+        splits_projections=True,
+        scoring="Qwen3_5TextForSequenceClassification",
+        vllm_module="qwen3_5",
+        image_text="qwen3_5",
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        qk_norm=True,
+        partial_rotary=0.25,
+        zero_centered_norms=True,
+        has_delta_nets=True,
+        splits_projections=True,
+        experts=replace(_GATED_EXPERTS, may_be_packed=True),
+        vllm_module="qwen3_5",
+        image_text="qwen3_5_moe",
     ),
     "mixtral": Family(
         "MixtralForCausalLM",

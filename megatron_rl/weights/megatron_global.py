@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_rl.weights.adapters import AdapterShape
-from megatron_rl.weights.delta_nets import DELTA_KINDS
 from megatron_rl.weights.families import FUSED_KINDS, SCORE_HEAD, ModelShape
 from megatron_rl.weights.megatron_layout import layer_parameter
 from megatron_rl.weights.shard_box import Box, full_box, rows
@@ -85,7 +84,7 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
         if shape.dense_layers or shape.delta_layers:  # layers that are not alike are not stacked
             ours, stack, leading = f"decoder.layers.{layer}.", (), ()
         for name, kind in shape.layer_kinds(layer).items():
-            if kind in DELTA_KINDS.values():
+            if name.startswith("linear_attn."):
                 key = name.replace("linear_attn", "self_attention")
                 table[prefix + name] = _place(cuts[kind], f"{ours}{key}", stack, leading)
                 continue

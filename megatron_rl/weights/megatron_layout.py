@@ -8,7 +8,8 @@ then the name inside the GPTModel. Fused parameters:
   ours is the rollout engine's, see `models/attention.py`); a TP rank holds whole KV groups;
 * `linear_fc1`: `[gate; up]` of this rank's columns;
 * latent attention: down-projections are whole on every TP rank, up-projections are cut by heads;
-* gated delta nets: `in_proj` is `[qkvz; ba]` of this rank's key heads, `conv_weight` `[q; k; v]` of them;
+* gated delta nets: `in_proj` is `[qkvz; ba]` of this rank's key heads, or `[q; k; v; z; b; a]` where these are apart in
+  the checkpoint, `conv_weight` `[q; k; v]` of them;
 * experts: EP rank r owns `[r * E/ep, (r+1) * E/ep)`, each a small MLP that is split over TP like a dense one, or whole
   (expert tensor parallel size 1); of the parameter `mlp.experts.linear_fc1.weight` [E/ep, 2 f, h] tables see the
   matrices, as `mlp.experts.local_experts.<e>.linear_fc1.weight`;
@@ -23,7 +24,7 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from megatron_rl.weights.delta_nets import CONV_PARTS
+from megatron_rl.weights.delta_nets import CONV_PARTS, PROJECTION_KINDS
 from megatron_rl.weights.experts import name_expert
 from megatron_rl.weights.families import DENSE, MTP_KINDS, SCORE_HEAD, SHARED, ModelShape
 from megatron_rl.weights.tables import PlacementTable, Row, Rows, Share, list_parts, split_boxes
@@ -140,8 +141,7 @@ _MATRICES = {
     "sinks": "self_attention.core_attention.softmax_offset",
     "o.bias": "self_attention.linear_proj.bias",
     "shared_router": "mlp.shared_experts.gate_weight",
-    "delta_qkvz": "self_attention.in_proj.weight",
-    "delta_ba": "self_attention.in_proj.weight",
+    **dict.fromkeys(PROJECTION_KINDS, "self_attention.in_proj.weight"),
     "delta_norm": "self_attention.norm.weight",
     "delta_o": "self_attention.linear_proj.weight",
     **dict.fromkeys(CONV_PARTS, "self_attention.conv_weight"),

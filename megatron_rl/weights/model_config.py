@@ -14,6 +14,7 @@ from megatron_rl.weights.delta_nets import read_delta_nets
 from megatron_rl.weights.families import SCORE_HEAD, Head, ModelShape
 from megatron_rl.weights.family import ALIASES, FAMILIES, Family, LatentSizes, SigmoidRouter
 from megatron_rl.weights.rope import compute_yarn_mscale, is_served, read_rope_scaling, rope_type_of
+from megatron_rl.weights.text_part import TEXT_PARTS, take_text_config
 
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # layers for multi-token prediction
 _MUST_BE_OFF = (
@@ -87,6 +88,7 @@ def find_head(tensors: Container[str]) -> Head:
 
 def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "lm") -> ModelShape:
     """Make the shape from the content of a config.json; see `load_model_shape`."""
+    config = take_text_config(config)
     name: str = config.get("model_type") or ""
     name = ALIASES.get(name, name)
     family = FAMILIES.get(name)
@@ -94,7 +96,7 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
         raise UserError(
             f"unknown architecture {config.get('model_type')!r}",
             source=source,
-            expected=f"model_type one of {sorted({*FAMILIES, *ALIASES})}",
+            expected=f"model_type one of {sorted({*FAMILIES, *ALIASES, *TEXT_PARTS})}",
             hint="docs/add_a_family.md says how to add one: often a row in weights/family.py",
         )
     scoring = [name for name in config.get("architectures") or () if name.endswith(_SCORING_SUFFIXES)]
@@ -200,7 +202,7 @@ def _read_attention(config: dict[str, Any], family: Family, source: str) -> dict
         return _read_windows(config)
     if family.has_sinks:
         return _read_sink_windows(config)
-    return read_delta_nets(config, source) if family.has_delta_nets else {}
+    return read_delta_nets(config, source, is_split=family.splits_projections) if family.has_delta_nets else {}
 
 
 def _read_windows(config: dict[str, Any]) -> dict[str, Any]:

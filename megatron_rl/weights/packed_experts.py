@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a layer as gpt-oss keeps them: one tensor for all gates and ups, and one for all downs.
+"""The experts of a layer in one tensor for all gates and ups, and one for all downs. gpt-oss keeps them as
 
     <block>.experts.gate_up_proj       [E, h, 2 f]  columns of gate and up in turns; `..._bias` [E, 2 f]
     <block>.experts.down_proj          [E, f, h]    `..._bias` [E, h]
     <block>.experts.<one>_blocks, _scales           in place of the weight: in MXFP4, rows and columns exchanged
+
+and published Qwen3.5 as
+
+    <block>.experts.gate_up_proj       [E, 2 f, h]  rows of gate above those of up
+    <block>.experts.down_proj          [E, h, f]
+
+which is read and never written: transformers writes the matrices of each expert.
 
 Logical tensors are the matrices of each expert, `<block>.experts.<e>.gate_proj.weight` [f, h] and so on.
 """
@@ -33,15 +40,19 @@ class PackedPart:
         packed: the tensor of all experts.
         expert: which of them.
         turn, turns: its columns are each of so many, from this one on.
+        in_halves: its rows are this one of so many equal parts instead, and matrices are as they are.
     """
 
     packed: str
     expert: int
     turn: int
     turns: int
+    in_halves: bool = False
 
     def cut(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The view of an expert's [k, turns n] -> [n, k], or of its bias [turns n] -> [n]."""
+        """The view of an expert's [k, turns n] -> [n, k], or of its bias [turns n] -> [n]; of halves [turns n, k]."""
+        if self.in_halves:
+            return matrix.chunk(self.turns)[self.turn]
         mine = matrix[..., self.turn :: self.turns]
         return mine.t() if mine.ndim == 2 else mine
 
@@ -59,14 +70,14 @@ class FileTensor:
     experts: tuple[tuple[str, ...], ...] = ()
 
 
-def find_parts(packed: str, num_experts: int) -> dict[str, PackedPart]:
+def find_parts(packed: str, num_experts: int, *, in_halves: bool = False) -> dict[str, PackedPart]:
     """The logical tensors of a tensor of files; none, if it is no packed one."""
     match = _PACKED.fullmatch(packed)
     if match is None:
         return {}
     matrices, what = _MATRICES[match[2]], "bias" if match[3] == "_bias" else "weight"
     return {
-        f"{match[1]}.{expert}.{matrix}.{what}": PackedPart(packed, expert, turn, len(matrices))
+        f"{match[1]}.{expert}.{matrix}.{what}": PackedPart(packed, expert, turn, len(matrices), in_halves)
         for expert in range(num_experts)
         for turn, matrix in enumerate(matrices)
     }

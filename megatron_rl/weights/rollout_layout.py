@@ -6,6 +6,8 @@ vLLM, per TP rank: `qkv_proj = [q; k; v]` with the KV heads replicated when tp >
 on every rank, fused per layer as `w13_weight` [E, 2 * ffn/tp, h] = `[gate; up]` and `w2_weight` [E, h, ffn/tp].
 Of gpt-oss, gates and ups of an expert are rows in turns, each seen as a parameter of its own, and `w2_bias` is on the
 first rank alone, as results are summed.
+Of gated delta nets, `in_proj_qkvz` and `in_proj_ba` are as in the checkpoint, or `[q; k; v; z]` and `[b; a]` of the
+rank's heads where these are apart there.
 With latent attention every projection is a parameter of its own: vLLM computes full heads then (`VLLM_MLA_DISABLE`).
 Plain HF (transformers, checkpoints): every logical tensor is a parameter of its own.
 """
@@ -77,13 +79,17 @@ def _rename(hf_name: str, kind: str) -> str:
     return _find_param(hf_name, kind)
 
 
-_ALONE = {"delta_ba": "delta_ba.alone"}  # boxes where nothing is fused
+_ALONE = {kind: f"{kind}.alone" for kind in ("delta_ba", "delta_b", "delta_a")}  # boxes in a parameter of their own
 _FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
     "v_proj": "qkv_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
+    "in_proj_qkv": "in_proj_qkvz",
+    "in_proj_z": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba",
+    "in_proj_a": "in_proj_ba",
 }
 
 

@@ -117,7 +117,7 @@ def split_boxes(
         size, rank = sizes[kind][0] // parts, tp_rank % parts
         boxes[kind] = rows(0, size, sizes[kind]), rows(rank * size, (rank + 1) * size, sizes[kind])
     if shape.delta_net is not None:
-        boxes |= _split_delta_net(sizes, of_layer)
+        boxes |= _split_delta_net(sizes, shape.delta_net.projections, of_layer)
     for prefix, columns_of_all in shape.ffn_sizes().items():
         count, index = of_expert if of_expert and shape.num_experts and not prefix else of_layer
         boxes |= _split_mlp(sizes, prefix, columns_of_all // count, index)
@@ -144,19 +144,23 @@ def _split_mlp(sizes: dict[str, tuple[int, ...]], prefix: str, ffn: int, tp_rank
     }
 
 
-def _split_delta_net(sizes: dict[str, tuple[int, ...]], of_layer: Share) -> dict[str, BoxPair]:
-    """The boxes of a gated delta net; Megatron's `in_proj` is `[qkvz; ba]` of the rank's key heads, vLLM has two."""
+def _split_delta_net(
+    sizes: dict[str, tuple[int, ...]], projections: tuple[tuple[str, ...], tuple[str, ...]], of_layer: Share
+) -> dict[str, BoxPair]:
+    """The boxes of a gated delta net; Megatron's `in_proj` is all projections of the rank's key heads, vLLM has two."""
     norm = full_box(sizes["delta_norm"])
     boxes: dict[str, BoxPair] = {"delta_norm": (norm, norm)}
-    for kinds in (("delta_head",), CONV_PARTS, ("delta_qkvz", "delta_ba")):
+    for kinds in (("delta_head",), CONV_PARTS, (*projections[0], *projections[1])):
         base = 0
         for kind in kinds:
             size = sizes[kind][0] // of_layer.count
             mine = of_layer.index * size, (of_layer.index + 1) * size
             boxes[kind] = rows(base, base + size, sizes[kind]), rows(*mine, sizes[kind])
             base += size
-    (first, last), whole = boxes["delta_ba"][1][0], sizes["delta_ba"]
-    boxes["delta_ba.alone"] = rows(0, last - first, whole), rows(first, last, whole)
+    before = boxes[projections[1][0]][0][0][0]
+    for kind in projections[1]:
+        (start, stop), *rest = boxes[kind][0]
+        boxes[f"{kind}.alone"] = ((start - before, stop - before), *rest), boxes[kind][1]
     size = sizes["delta_o"][1] // of_layer.count
     mine = of_layer.index * size, (of_layer.index + 1) * size
     return boxes | {"delta_o": (columns(0, size, sizes["delta_o"]), columns(*mine, sizes["delta_o"]))}

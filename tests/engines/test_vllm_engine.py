@@ -114,10 +114,11 @@ def test_unsupported_head_dim_is_refused_on_cpu() -> None:
         check_device_limits(spec)
 
 
-def test_gated_delta_nets_are_refused_on_cpu() -> None:
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_gated_delta_nets_are_refused_on_cpu(family: str) -> None:
     """Its kernels there want bfloat16: in float32 they fail at the first token."""
-    nets = replace(SHAPE, family="qwen3_next", delta_net=DeltaNetSizes(2, 4, 16, 16, 4), delta_layers=(0,))
-    with pytest.raises(UserError, match="vllm on a CPU with a qwen3_next model"):
+    nets = replace(SHAPE, family=family, delta_net=DeltaNetSizes(2, 4, 16, 16, 4), delta_layers=(0,))
+    with pytest.raises(UserError, match=f"vllm on a CPU with a {family} model"):
         check_device_limits(replace(SPEC, shape=nets))
 
 

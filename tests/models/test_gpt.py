@@ -80,6 +80,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "smollm3": dict(family="smollm3"),
     "glm4": dict(family="glm4"),
     "olmo2": dict(family="olmo2"),
+    "qwen3_5": dict(family="qwen3_5_text", tie_word_embeddings=True),
 }
 # Their shares are normalized after the selection, before it, and always; the last has more experts per token.
 EXPERT_MODELS: dict[str, dict[str, Any]] = {
@@ -87,6 +88,16 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe-shares": dict(family="qwen3_moe", norm_topk_prob=False, num_experts=8),
     "mixtral": dict(family="mixtral", num_experts_per_tok=3),
     "qwen3_next": dict(family="qwen3_next"),
+    "qwen3_5_moe": dict(
+        family="qwen3_5_moe_text",
+        rope_parameters=dict(
+            rope_type="default",
+            rope_theta=1e4,
+            partial_rotary_factor=0.5,
+            mrope_interleaved=True,
+            mrope_section=[2, 1, 1],
+        ),
+    ),
     "glm4_moe": dict(
         family="glm4_moe", rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
     ),

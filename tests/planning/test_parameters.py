@@ -63,6 +63,7 @@ CASES = {
     "zero3-glm4-ep2-dp4-bf16": ("glm4_moe", Case(4, dict(ep_size=2), ZERO_3, dtype="bfloat16")),
     "zero3-latent-tp2-sp": ("deepseek_v3", Case(4, dict(tp_size=2), SP | ZERO_3)),
     "delta-nets-tp2-pp2-sp": ("qwen3_next", Case(4, dict(tp_size=2, pp_size=2), SP)),
+    "split-delta-nets-tp2-pp2-sp": ("qwen3_5_text", Case(4, dict(tp_size=2, pp_size=2), SP)),
     "moe-ep2-pp2": ("qwen3_moe", Case(4, dict(ep_size=2, pp_size=2))),
 }
 ALWAYS = (
@@ -82,7 +83,7 @@ ALWAYS = (
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    families = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
+    families = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text")
     found = {family: tmp_path_factory.mktemp(family) for family in families}
     for family, path in found.items():
         save_tiny_model(path, family)

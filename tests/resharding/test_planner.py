@@ -46,6 +46,8 @@ SHAPES = {
     "glm4_moe": make_shape("glm4_moe"),
     "deepseek_v3": make_shape("deepseek_v3"),
     "qwen3_next": make_shape("qwen3_next"),
+    "qwen3_5_text": make_shape("qwen3_5_text", tied_embeddings=True),
+    "qwen3_5_moe_text": make_shape("qwen3_5_moe_text"),
     "gemma": make_shape("gemma", tied_embeddings=True),
     "gemma3_text": make_shape("gemma3_text", tied_embeddings=True),
     "phi3": make_shape("phi3"),

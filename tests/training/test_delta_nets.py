@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of Qwen3-Next equal transformers', tensor by tensor, on every layout that it trains on.
+"""Gradients of Qwen3-Next and Qwen3.5 equal transformers', tensor by tensor, on every layout that they train on.
 
 They come from an update with clipping, KL and entropy bonus, before the weights move.
 Not covered: what follows from them (tests/training/test_actor.py), CUDA.
@@ -7,7 +7,7 @@ Not covered: what follows from them (tests/training/test_actor.py), CUDA.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +41,34 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("qwen3_next")
-    save_tiny_model(directory, "qwen3_next")
-    return directory
+FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+CASES = [(family, layout) for family in FAMILIES for layout in LAYOUTS if (family, layout) != ("qwen3_5_text", "ep2")]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model, and its gradients by transformers, clipped to a norm of 0.5."""
+
+    path: Path
+    gradients: dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def expected(path: Path) -> dict[str, torch.Tensor]:
-    """Gradients by transformers, clipped to a norm of 0.5."""
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
-    train_with_transformers(model, num_updates=1)
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return split_huggingface_experts(load_model_shape(path), gradients)
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    found = {}
+    for family in FAMILIES:
+        path = tmp_path_factory.mktemp(family)
+        save_tiny_model(path, family)
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+        train_with_transformers(model, num_updates=1)
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found[family] = Reference(path, split_huggingface_experts(load_model_shape(path), gradients))
+    return found
+
+
+@pytest.fixture
+def path(references: dict[str, Reference]) -> Path:
+    return references["qwen3_next"].path
 
 
 def _collect(rank: int, world_size: int, case: Case, path: Path) -> list[Any]:
@@ -70,10 +84,10 @@ def _collect(rank: int, world_size: int, case: Case, path: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_equal_transformers(layout: str, path: Path, expected: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_gradients_equal_transformers(family: str, layout: str, references: dict[str, Reference]) -> None:
     """Relative to the largest of each tensor. Decays are exponentials of sums in float32: 2e-5 was seen."""
-    case = LAYOUTS[layout]
+    case, path, expected = LAYOUTS[layout], references[family].path, references[family].gradients
     ranks = run_ranks(_collect, case.world_size, replace(case, actor=ALWAYS | case.actor), path, timeout=100)
     found = merge_weights(ranks, path)
     assert found.keys() == expected.keys()

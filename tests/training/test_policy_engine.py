@@ -33,7 +33,7 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import CONFIGS, save_tiny_model
 
-FAMILIES = sorted({*CONFIGS} - {"qwen3_next"})  # it has no cache for states
+FAMILIES = sorted({*CONFIGS} - {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  # it has no cache for states
 GREEDY = SamplingConfig(temperature=0.0, max_tokens=10, stop_token_ids=(2,))
 LENGTHS = (3, 40, 17, 1, 70, 18, 9)
 BLOCK_BYTES = 16 * 4 * 2 * 4 * 16 * 4  # slots, layers, keys and values, KV heads, head_dim, float32

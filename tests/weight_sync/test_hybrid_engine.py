@@ -185,7 +185,7 @@ def work(
     return result
 
 
-MOE_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
+MOE_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
 CASES = [
     ("vllm", "qwen2", 1, {}, 1),
     ("vllm", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1),
@@ -208,6 +208,8 @@ CASES = [
     ("megatron", "gpt_oss", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("hf", "olmo2", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("hf", "qwen3_next", 4, {"tp_size": 2, "pp_size": 2}, 1),
+    ("hf", "qwen3_5_text", 4, {"tp_size": 2, "pp_size": 2}, 1),
+    ("hf", "qwen3_5_moe_text", 2, {"ep_size": 2}, 1),
     ("vllm", "glm4", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("vllm", "glm4_moe", 4, {"tp_size": 2, "pp_size": 2}, 1),
     ("vllm", "deepseek_v3", 4, {"tp_size": 2, "ep_size": 2}, 2),

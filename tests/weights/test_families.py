@@ -36,12 +36,20 @@ SIZES: dict[str, Any] = dict(
     max_position_embeddings=48,
     rms_norm_eps=1e-5,
 )
+UNSCORED = {"glm4_moe", "qwen3_5_moe_text"}  # transformers has no class of them with a score head
 LONGROPE: dict[str, Any] = dict(
     rope_type="longrope",
     rope_theta=1e4,
     short_factor=[1.0, 2.0],
     long_factor=[2.0, 4.0],
     original_max_position_embeddings=24,
+)
+DELTA_NETS: dict[str, Any] = dict(
+    head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=4,
+    linear_value_head_dim=5,
 )
 EXPERT_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20),
@@ -50,11 +58,15 @@ EXPERT_SIZES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=20,
         shared_expert_intermediate_size=22,
-        head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=6,
-        linear_key_head_dim=4,
-        linear_value_head_dim=5,
+        **DELTA_NETS,
+    ),
+    "qwen3_5_text": DELTA_NETS,
+    "qwen3_5_moe_text": dict(
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=22,
+        **DELTA_NETS,
     ),
     "mixtral": dict(num_local_experts=3),
     "glm4_moe": dict(
@@ -121,6 +133,8 @@ def make_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
         ("gpt_oss", {}),
         ("qwen3_next", {}),
         ("qwen3_next", dict(layer_types=["full_attention", "linear_attention"])),
+        ("qwen3_5_text", {}),
+        ("qwen3_5_moe_text", dict(layer_types=["full_attention", "linear_attention"])),
         ("glm4_moe", {}),
         ("deepseek_v3", {}),
         ("deepseek_v3", dict(q_lora_rank=None, first_k_dense_replace=0)),
@@ -162,7 +176,7 @@ def test_logical_tensors_are_those_of_checkpoints(tmp_path: Path, family: str) -
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"glm4_moe"}))  # of which transformers has no such class
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - UNSCORED))
 def test_logical_tensors_with_a_score_head_are_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     """No output layer, whatever config.json says about tying; the class has the name that we write."""
     changes = SIZES | EXPERT_SIZES.get(family, {}) | (dict(sliding_window=None) if family == "mistral" else {})
@@ -198,10 +212,8 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
     if family == "gemma3_text":
         rope = {"full_attention": rope}
     shape = model_shape_from_config(make_config(family, rope_parameters=rope), source="here")
-    assert (
-        shape.rotary_dim == ({"glm4_moe": 2, "glm4": 64, "deepseek_v3": 2, "qwen3_next": 2}.get(family))
-        and shape.unrotated_layers == ()
-    )
+    rotary = {"glm4_moe": 2, "glm4": 64, "deepseek_v3": 2, "qwen3_next": 2, "qwen3_5_text": 2, "qwen3_5_moe_text": 2}
+    assert shape.rotary_dim == rotary.get(family) and shape.unrotated_layers == ()
     assert shape.rope_theta == 5e5
     assert (shape.qkv_bias, shape.qk_norm) == {
         "llama": (False, False),
@@ -209,6 +221,8 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
         "qwen3": (False, True),
         "qwen3_moe": (False, True),
         "qwen3_next": (False, True),
+        "qwen3_5_text": (False, True),
+        "qwen3_5_moe_text": (False, True),
         "mistral": (False, False),
         "mixtral": (False, False),
         "gemma": (False, False),
@@ -231,6 +245,7 @@ def test_numbers_that_are_not_sizes(family: str) -> None:
         ("qwen3_moe", dict(num_experts=8, num_local_experts=None), (8, 2, False)),  # as published
         ("qwen3_moe", dict(num_experts_per_tok=1), (3, 1, False)),
         ("qwen3_next", {}, (3, 2, True)),
+        ("qwen3_5_moe_text", {}, (3, 2, True)),
         ("mixtral", dict(num_experts_per_tok=3), (3, 3, True)),
         ("llama", {}, (0, 0, False)),
     ],
@@ -396,6 +411,7 @@ def test_what_is_rotated() -> None:
         ("gemma3_text", dict(rope_scaling=LinearScaling(8.0))),
         ("deepseek_v3", {}),
         ("qwen3_next", {}),
+        ("qwen3_5_text", {}),
         ("phi3", dict(rope_scaling=LongropeScaling((1.0, 2.0), 1.2), rotary_dim=4)),
         ("smollm3", dict(unrotated_layers=(1, 3))),
         ("llama", dict(rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),
@@ -461,6 +477,9 @@ def test_positions_that_a_scaling_allows() -> None:
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ("qwen3_next", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate=False"),
+        ("qwen3_5_text", {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob=False"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 8.0}}, "dynamic"),
         ("qwen2", {"rope_parameters": None, "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}, "mrope"),
         ("llama", {"rope_parameters": LONGROPE | {"attention_factor": 1.5}}, "longrope"),

@@ -51,6 +51,7 @@ FAMILY_CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {}),
     ("glm4_moe", {}),
     ("qwen3_next", {}),
+    ("qwen3_5_text", {}),
     ("phi3", {}),
     ("deepseek_v3", {}),
     ("deepseek_v3", dict(latent=LatentSizes(0, 14, 2, 3))),
@@ -95,7 +96,9 @@ def test_every_element_is_placed_once_per_replica(
         assert counts.min() == counts.max() == expected, name
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text"]
+)
 @pytest.mark.parametrize("ep_size", [2, 4, 8])
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize(("pp_size", "vpp_size"), [(1, 1), (2, 1), (2, 2)])
@@ -273,6 +276,7 @@ def check_real_model(rank: int, world_size: int, shape: ModelShape, sizes: dict[
         ("qwen3_moe", {}, dict(ep_size=2, tp_size=2), 4),
         ("mixtral", {}, dict(ep_size=2, pp_size=2), 4),
         ("qwen3_next", {}, dict(tp_size=2, pp_size=2), 4),
+        ("qwen3_5_text", {}, dict(tp_size=2, pp_size=2), 4),
     ],
 )
 def test_real_models_have_exactly_these_parameters(

@@ -25,9 +25,11 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("mixtral", dict(num_experts=3)),
     ("qwen3_next", dict(delta_net=DeltaNetSizes(8, 16, 3, 5, 4))),
+    ("qwen3_5_text", dict(delta_net=DeltaNetSizes(8, 16, 3, 5, 4, is_split=True))),
+    ("qwen3_5_moe_text", dict(delta_net=DeltaNetSizes(8, 16, 3, 5, 4, is_split=True))),
 ]
 EXPERT_MATRICES = {
-    **dict.fromkeys(("qwen3_moe", "qwen3_next"), ("gate_proj", "up_proj", "down_proj")),
+    **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"), ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("w1", "w3", "w2"),
 }
 
@@ -64,6 +66,8 @@ def make_vllm_shards(shape: ModelShape, full: dict[str, torch.Tensor], tp: int, 
         prefix, _, last = name.rpartition("self_attn.")
         if name in shards or ".experts." in name or last.startswith(("k_proj", "v_proj")) or "up_proj" in name:
             continue
+        if "in_proj_z" in name or "in_proj_a." in name:
+            continue
         if last.startswith("q_proj"):
             what = name.rpartition(".")[2]
             shards[f"{prefix}self_attn.qkv_proj.{what}"] = fuse_qkv(shape, full, prefix, what, tp, r)
@@ -74,6 +78,12 @@ def make_vllm_shards(shape: ModelShape, full: dict[str, torch.Tensor], tp: int, 
             shards[name] = tensor.chunk(tp)[r]
         elif "conv1d" in name:  # queries and keys of 8 heads of 3, values of 16 of 5
             shards[name] = torch.cat([part.chunk(tp)[r] for part in tensor.split([24, 24, 80])])
+        elif "in_proj_qkv." in name:
+            parts = [*tensor.split([24, 24, 80]), full[name.replace("qkv", "z")]]
+            shards[name.replace("qkv", "qkvz")] = torch.cat([part.chunk(tp)[r] for part in parts])
+        elif "in_proj_b." in name:
+            logits = tensor.chunk(tp)[r], full[name.replace("_b.", "_a.")].chunk(tp)[r]
+            shards[name.replace("_b.", "_ba.")] = torch.cat(logits)
         elif "shared_expert_gate" in name:
             shards[name] = tensor
         elif "o_proj" in name or "down_proj" in name or "out_proj" in name:

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text part of an image-text model, which is a model of its own: its config.json, and names of its tensors.
+
+Published Qwen3.5 models see images. Files name tensors of the text part `model.language_model.*`, those of the rest
+`model.visual.*`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.weights.family import FAMILIES
+
+# `model_type` of an image-text model -> the family of its text part.
+TEXT_PARTS = {family.image_text: name for name, family in FAMILIES.items() if family.image_text is not None}
+_OUTER = ("tie_word_embeddings", "quantization_config")  # said of the whole model
+
+
+def take_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of the text part; of a model without another one, all of it."""
+    name, text = TEXT_PARTS.get(config.get("model_type", "")), config.get("text_config")
+    if name is None or not isinstance(text, dict):
+        return dict(config)
+    classes = [
+        FAMILIES[name].architecture if architecture.endswith("ForConditionalGeneration") else architecture
+        for architecture in config.get("architectures") or ()
+    ]
+    outer = {key: config[key] for key in _OUTER if key in config}
+    return {"model_type": name} | text | outer | {"architectures": classes}
+
+
+def name_text_tensor(stored: str) -> str | None:
+    """The name of a tensor of a file in the text part alone; None: it belongs to the rest."""
+    if stored.startswith("model.visual."):
+        return None
+    inner = stored.removeprefix("model.language_model.")
+    return stored if inner == stored else f"model.{inner}"
