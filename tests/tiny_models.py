@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     DeepseekV3Config,
     Gemma3TextConfig,
@@ -29,6 +31,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -36,6 +40,8 @@ from transformers import (
     Qwen3NextConfig,
     SmolLM3Config,
 )
+
+from megatron_rl.weights.text_part import TEXT_PARTS
 
 VOCAB_SIZE = 517
 CONFIGS: dict[str, type[PretrainedConfig]] = {
@@ -58,6 +64,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "deepseek_v3": DeepseekV3Config,
     "gpt_oss": GptOssConfig,
 }
+IMAGE_TEXT_CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen3_5": Qwen3_5Config, "qwen3_5_moe": Qwen3_5MoeConfig}
 _DELTA_NETS: dict[str, Any] = dict(
     tie_word_embeddings=False,
     head_dim=16,
@@ -186,7 +193,7 @@ LATENT_ENGINE_SIZES: dict[str, Any] = dict(
 def engine_sizes(family: str) -> dict[str, Any]:
     """Sizes of a model of a family that vLLM serves on a CPU."""
     # Each norm would multiply the gradient of an embedding of zeros, that of padding, by a thousand.
-    if family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+    if family.startswith(("qwen3_next", "qwen3_5")):
         return ENGINE_SIZES | dict(pad_token_id=None, linear_key_head_dim=16, linear_value_head_dim=16)
     return ENGINE_SIZES | (LATENT_ENGINE_SIZES if family == "deepseek_v3" else {})
 
@@ -201,6 +208,7 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
             a head is rotated, as neighbors), "smollm3" (every other layer without rotation), "olmo2" (norms after
             attention and MLP, and of all heads together), "qwen3_next" (three gated delta nets before a layer of
             attention, four experts and a gated shared one), "qwen3_5_text" (the same, dense) or "qwen3_5_moe_text",
+            "qwen3_5" or "qwen3_5_moe" (the same in image-text models, with experts as published),
             "qwen3_moe" (QK norm) or "mixtral" with four experts, two
             per token, or "glm4_moe": the same after a dense layer, with a shared expert of twice their size and router
             biases, or "deepseek_v3": with eight experts in groups, four per token, and latent attention, whose heads of
@@ -219,9 +227,12 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
         max_position_embeddings=256,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
     )
-    config = CONFIGS[family](**(sizes | _FAMILY_SIZES[family] | changes))
+    text = TEXT_PARTS.get(family, family)
+    config = CONFIGS[text](**(sizes | _FAMILY_SIZES[text] | changes))
     torch.manual_seed(0)
     auto_class = AutoModelForSequenceClassification if "num_labels" in changes else AutoModelForCausalLM
+    if family != text:
+        auto_class, config = AutoModelForImageTextToText, _add_images(family, config)
     model = auto_class.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -236,7 +247,32 @@ def save_tiny_model(directory: str | Path, family: str, rope_theta: float = 1000
             if name.endswith("e_score_correction_bias"):
                 buffer += 0.1 * torch.randn_like(buffer)
     model.save_pretrained(directory)
+    if family != text:
+        _write_as_published(Path(directory))
     return model
+
+
+def _add_images(family: str, text: PretrainedConfig) -> PretrainedConfig:
+    """The config of an image-text model with this text part."""
+    seeing = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=text.hidden_size)
+    seeing |= dict(num_position_embeddings=16, patch_size=4)
+    tied = text.tie_word_embeddings
+    return IMAGE_TEXT_CONFIGS[family](text_config=text.to_dict(), vision_config=seeing, tie_word_embeddings=tied)
+
+
+def _write_as_published(directory: Path) -> None:
+    """Experts of a layer in one tensor, not apart as transformers writes them."""
+    tensors, packed = load_file(directory / "model.safetensors"), dict[str, list[torch.Tensor]]()
+    for name in sorted(name for name in tensors if ".experts." in name):  # with less than ten experts
+        block, _, matrix = name.partition(".experts.")
+        if not matrix.endswith("up_proj.weight"):
+            up = name.replace("gate_proj", "up_proj")
+            whole = tensors[name] if "down_proj" in name else torch.cat([tensors[name], tensors[up]])
+            kind = "down_proj" if "down_proj" in name else "gate_up_proj"
+            packed.setdefault(f"{block}.experts.{kind}", []).append(whole)
+    apart = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    stacked = {name: torch.stack(experts) for name, experts in packed.items()}
+    save_file(apart | stacked, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def draw_tokens(lengths: list[int], seed: int = 0) -> list[np.ndarray]:

@@ -81,6 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4": dict(family="glm4"),
     "olmo2": dict(family="olmo2"),
     "qwen3_5": dict(family="qwen3_5_text", tie_word_embeddings=True),
+    "qwen3_5-images": dict(family="qwen3_5", tie_word_embeddings=True),
 }
 # Their shares are normalized after the selection, before it, and always; the last has more experts per token.
 EXPERT_MODELS: dict[str, dict[str, Any]] = {
@@ -88,8 +89,8 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe-shares": dict(family="qwen3_moe", norm_topk_prob=False, num_experts=8),
     "mixtral": dict(family="mixtral", num_experts_per_tok=3),
     "qwen3_next": dict(family="qwen3_next"),
-    "qwen3_5_moe": dict(
-        family="qwen3_5_moe_text",
+    "qwen3_5_moe-images": dict(
+        family="qwen3_5_moe",
         rope_parameters=dict(
             rope_type="default",
             rope_theta=1e4,

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[int, str, list[str]]] = {  # ranks, engine, layout
     "qwen3_next": (2, "hf", [EP2]),  # vLLM computes delta nets in bfloat16 only on a CPU
     "qwen3_5_text": (4, "hf", layout_overrides(2, 2, 1)),
     "qwen3_5_moe_text": (2, "hf", [EP2]),
+    "qwen3_5_moe": (2, "hf", [EP2]),  # the text part of an image-text model
     "mixtral": (4, "vllm", [*layout_overrides(2, 1, 2), EP2]),
     "glm4_moe": (2, "vllm", [EP2]),
     "deepseek_v3": (2, "vllm", [EP2]),
