@@ -26,7 +26,7 @@ from megatron_rl.checkpoint.draft_layers import find_drafts, forget_drafts
 from megatron_rl.checkpoint.files import publish, write_file
 from megatron_rl.checkpoint.model_files import ModelFiles, list_copies
 from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, read_headers
-from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files
+from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files, read_config
 from megatron_rl.checkpoint.torch_dist import dtype_name
 from megatron_rl.checkpoint.units import Unit, split_units
 from megatron_rl.parallel.collectives import raise_together
@@ -37,7 +37,6 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
 from megatron_rl.weights.packed_experts import FileTensor, join_turns, list_file_tensors
 from megatron_rl.weights.shard_box import ShardBox, box_slices, full_box
-from megatron_rl.weights.text_part import take_text_config
 
 T = TypeVar("T")
 
@@ -237,7 +236,7 @@ def finish_model(
         total = {"total_size": sum(unit.num_bytes for unit in units)}
         write_file(partial / INDEX_FILE, json.dumps({"metadata": total, "weight_map": weight_map}, indent=2).encode())
     files = list_side_files(config)
-    described = take_text_config(json.loads(files.pop("config.json").read_text(encoding="utf-8")))
+    described = read_config(files.pop("config.json"))
     if not any(shape.is_draft(name) for unit in units for name in unit.tensors):
         described = forget_drafts(described)
     keys = [key for key in ("dtype", "torch_dtype") if key in described] or ["torch_dtype"]

@@ -8,7 +8,6 @@ tensors are read as they are.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.checkpoint.safetensors_index import index_safetensors, read_headers
+from megatron_rl.checkpoint.side_files import read_config
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.family import Family
@@ -31,7 +31,7 @@ from megatron_rl.weights.packed_experts import (
     join_turns,
     list_file_tensors,
 )
-from megatron_rl.weights.text_part import name_text_tensor, take_text_config
+from megatron_rl.weights.text_part import name_text_tensor
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and their negatives, from code 8 on
 _BIAS = 127  # of the exponents
@@ -55,13 +55,12 @@ class ModelFiles(Mapping[str, Path]):
             self._names = {text: name for name in stored if (text := name_text_tensor(name)) is not None}
         self._stored = {text: stored[name] for text, name in self._names.items()}
         self._files, self._parts = dict(self._stored), dict[str, PackedPart]()
-        experts = family and family.experts
-        may_be_packed = experts is not None and (experts.is_packed or experts.may_be_packed)
-        for name in self._stored if experts is not None and may_be_packed else ():
+        packing = family.experts.packing if family is not None and family.experts is not None else None
+        for name in self._stored if packing is not None else ():
             if not find_parts(name, 1) or not name.startswith("model."):  # others are of draft layers
                 continue
             (num_experts, *_), _ = self._read_stored([name])[name]
-            parts = find_parts(name, num_experts, in_halves=not experts.is_packed)
+            parts = find_parts(name, num_experts, in_halves=packing == "halves")
             self._files |= dict.fromkeys(parts, self._files.pop(name))
             self._parts |= parts
             if name.endswith(BLOCKS):
@@ -215,5 +214,5 @@ def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def _read_family(directory: Path) -> Family | None:
     """The family of a model, if it is known: names alone do not tell how experts are packed."""
     config = directory / "config.json"
-    described = take_text_config(json.loads(config.read_bytes())) if config.is_file() else {}
+    described = read_config(config) if config.is_file() else {}
     return FAMILIES.get(described.get("model_type", ""))

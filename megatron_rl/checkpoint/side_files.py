@@ -6,11 +6,14 @@ A checkpoint keeps them in `config/`, so that it can be turned into a model in H
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.checkpoint.files import FileRecord, copy_file
 from megatron_rl.types import UserError
+from megatron_rl.weights.text_part import take_text_config
 
 CONFIG_DIR, MTP_ROLE = "config", "mtp"
 TOKENIZER_FILES = (
@@ -55,6 +58,11 @@ def list_side_files(model: Path, tokenizer: Path | None = None) -> dict[str, Pat
     else:
         found |= {name: (tokenizer or model) / name for name in TOKENIZER_FILES}
     return {name: path for name, path in found.items() if path.is_file()}
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The content of a config.json; of an image-text model what it says of the text part."""
+    return take_text_config(json.loads(file.read_text(encoding="utf-8")))
 
 
 def copy_side_files(files: Mapping[str, Path], directory: Path) -> list[FileRecord]:

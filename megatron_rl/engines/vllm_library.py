@@ -141,7 +141,8 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
     """Register the class itself: by name, vLLM inspects it in a subprocess that takes 8 to 16 seconds.
 
     Raises:
-        UserError: vLLM has no implementation of its own, or one that keeps weights in another order.
+        UserError: vLLM has no implementation of its own, or one that keeps weights in another order or needs a package
+            that is not here.
     """
     check_engine(spec.shape, "vllm")
     family = FAMILIES[spec.shape.family]
@@ -150,7 +151,12 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
         module = import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
-            raise
+            raise UserError(
+                f"vLLM's {family.architecture} needs the package {error.name}, which is not installed",
+                source="rollout.engine and the model's config.json",
+                expected=f"{error.name}, in a build that fits torch",
+                hint="install it, or set rollout.engine=hf",
+            ) from None
         raise UserError(
             f"rollout.engine = 'vllm', and vLLM has no {family.architecture} of its own",
             source="rollout.engine and the model's config.json",

@@ -7,6 +7,7 @@ A new family of the building blocks that are here is one row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,9 @@ class ExpertNames:
         bias: what is added to a router's scores when experts are chosen, `<block>.<bias>`; None: nothing is.
         router: its name.
         has_biases: the router and every matrix of an expert have a bias.
-        is_packed: files hold the experts of a layer in one tensor; see `weights/packed_experts.py`.
+        packing: how files hold the experts of a layer in one tensor, see `weights/packed_experts.py`: always in
+            "turns", or in "halves" where they are not apart, as they are written; None: never.
         shared_gate: `<block>.<shared_gate>` weighs the shared expert by a sigmoid; None: it counts whole.
-        may_be_packed: files may hold the experts of a layer in one tensor; none is written.
     """
 
     block: str
@@ -35,9 +36,13 @@ class ExpertNames:
     bias: str | None = None
     router: str = "gate"
     has_biases: bool = False
-    is_packed: bool = False
+    packing: Literal["turns", "halves"] | None = None
     shared_gate: str | None = None
-    may_be_packed: bool = False
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether files, and vLLM, always have the experts of a layer in one tensor."""
+        return self.packing == "turns"
 
     @property
     def has_sigmoid_router(self) -> bool:
@@ -251,7 +256,7 @@ FAMILIES: dict[str, Family] = {
         zero_centered_norms=True,
         has_delta_nets=True,
         splits_projections=True,
-        experts=replace(_GATED_EXPERTS, may_be_packed=True),
+        experts=replace(_GATED_EXPERTS, packing="halves"),
         vllm_module="qwen3_5",
         image_text="qwen3_5_moe",
     ),
@@ -289,7 +294,7 @@ FAMILIES: dict[str, Family] = {
             size_key="intermediate_size",
             router="router",
             has_biases=True,
-            is_packed=True,
+            packing="turns",
         ),
     ),
 }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from dataclasses import fields, replace
 from pathlib import Path
@@ -75,6 +76,14 @@ def test_patched_names_exist(module: str, vllm_imported: None) -> None:
 def test_families_that_vllm_does_not_implement_are_refused(family: str, vllm_imported: None) -> None:
     spec = replace(SPEC, shape=replace(SHAPE, family=family))
     with pytest.raises(UserError, match="vLLM has no (SmolLM3|Olmo2)ForCausalLM of its own"):
+        register_model(importlib.import_module("vllm"), spec)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="the package is here")
+def test_a_package_that_vllm_needs_for_a_family_is_named(vllm_imported: None) -> None:
+    """Its file of Qwen3.5 has image-text models, too."""
+    spec = replace(SPEC, shape=replace(SHAPE, family="qwen3_5_text"))
+    with pytest.raises(UserError, match="vLLM's Qwen3_5ForCausalLM needs the package torchvision"):
         register_model(importlib.import_module("vllm"), spec)
 
 
