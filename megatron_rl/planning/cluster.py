@@ -13,7 +13,7 @@ from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape, make_adapter_shape
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.quantization import check_quantization
 from megatron_rl.weights.row_shards import check_shared_experts
 
@@ -195,11 +195,32 @@ def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLay
         sequence_parallel=role.layout.sequence_parallel,
         section=role.section,
     )
+    _check_served(role, shape, layout.tp_size)
+    make_adapter_shape(shape, role.lora, role.section)
     if role.is_quantized:
         check_quantization(shape, layout.tp_size, role.section)
     if shape.num_experts and role.layout.zero_stage == FULLY_SHARDED:
         check_shared_experts(layout, shape, role.section)
     return layout
+
+
+def _check_served(role: RoleSpec, shape: ModelShape, tp_size: int) -> None:
+    """Refuse settings of a role that its family is not served with."""
+    served: dict[str, list[object]] = {}
+    if shape.delta_net is not None:
+        heads = shape.delta_net.key_heads // tp_size
+        served["context_parallel_size"] = [n for n in range(1, heads + 1) if heads % n == 0]
+    if shape.delta_net is not None or FAMILIES[shape.family].has_sinks:
+        served |= {"zero_stage": [1], "step_mode": ["eager", "static"]}
+    for name, values in served.items():
+        setting = f"{role.section}.{name}"
+        if (value := getattr(role.layout, name, values[0])) not in values:
+            raise UserError(
+                f"{setting} = {value} with a {shape.family} model",
+                source=f"{setting} and the model's config.json",
+                expected=f"one of {values}",
+                hint=f"set {setting}={values[0]}",
+            )
 
 
 def build_job(

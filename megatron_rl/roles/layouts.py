@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.parallel.heads import check_context_parallel
 from megatron_rl.parallel.layout import ParallelLayout
@@ -13,7 +11,7 @@ from megatron_rl.planning.parameters import DTYPE_BYTES
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.experts import ROW_BYTES
-from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.families import ModelShape
 
 
 def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> ParallelLayout:
@@ -30,29 +28,9 @@ def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> 
     """
     layout = check_layout(spec, shape, ranks)
     check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=spec.section)
-    served: dict[str, list[object]] = {}
-    if shape.delta_net is not None:
-        heads = shape.delta_net.key_heads // layout.tp_size
-        served["context_parallel_size"] = [n for n in range(1, heads + 1) if heads % n == 0]
-    if shape.delta_net is not None or FAMILIES[shape.family].has_sinks:
-        served |= {"zero_stage": [1], "step_mode": ["eager", "static"]}
-    _check_served(spec, shape, served)
     if shape.num_experts and spec.trainable:
         _check_experts(spec, shape, layout, dtype)
     return layout
-
-
-def _check_served(spec: RoleSpec, shape: ModelShape, served: Mapping[str, Sequence[object]]) -> None:
-    """Refuse settings of a role that its family is not served with."""
-    for name, values in served.items():
-        setting = f"{spec.section}.{name}"
-        if (value := getattr(spec.layout, name, values[0])) not in values:
-            raise UserError(
-                f"{setting} = {value} with a {shape.family} model",
-                source=f"{setting} and the model's config.json",
-                expected=f"one of {values}",
-                hint=f"set {setting}={values[0]}",
-            )
 
 
 def _check_experts(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtype: str) -> None:

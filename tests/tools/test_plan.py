@@ -87,6 +87,35 @@ def test_ways_to_train_are_compared(tool: ModuleType, tmp_path: Path, capsys: py
     assert text.count("QLoRA") == 2 and text.rstrip().endswith("<- this recipe")
 
 
+def test_ways_that_a_family_is_not_served_with_are_refused(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text part of an image-text model of the size of Qwen3.5-9B, read from its config.json."""
+    text = dict(
+        vocab_size=248320,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+    )
+    config, out = tmp_path / "config.json", tmp_path / "plan.json"
+    config.write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    assert tool.main([SEVEN, "--hf-config", str(config), f"--json={out}"]) == 0, capsys.readouterr().err
+    found = {method["name"]: method for method in json.loads(out.read_text())["methods"]}
+    assert [name for name, method in found.items() if method["fits"]] == ["full, ZeRO-1"]
+    assert found["full, ZeRO-3"]["refusal"] == "actor.zero_stage = 3 with a qwen3_5_text model"
+    assert "lora.target_modules" in found["LoRA"]["refusal"]
+
+
 def test_json_table_and_picture_agree(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "plan.json", tmp_path / "memory.png"
     assert tool.main([SEVEN, f"--json={out}", f"--plot={picture}", "--top=2"]) == 0
