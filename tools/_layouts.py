@@ -11,6 +11,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
+from megatron_rl.weights.support import check_rollout_layout, check_training_layout
 
 TRAINING_SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 ENGINE_SIZES = ("tp", "dp")
@@ -86,9 +87,9 @@ def read_layouts(
         num_ranks: that were started, None: --source says how many there are.
     """
     layout = read_training_layout(source, "--source", num_ranks)
-    shape.check_training_layout(layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size)
+    check_training_layout(shape, layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size)
     rollout_tp = read_engine_tp(destination, "--destination", layout.world_size)
-    shape.check_rollout_layout(rollout_tp)
+    check_rollout_layout(shape, rollout_tp)
     return layout, rollout_tp
 
 

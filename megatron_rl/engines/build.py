@@ -24,6 +24,7 @@ from megatron_rl.engines.waiting import WaitingRequests
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import RouteShape
+from megatron_rl.weights.support import check_rollout_layout
 
 
 class BuiltEngine(NamedTuple):
@@ -99,7 +100,7 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
     """
     found = find_engine(spec.config.engine)
     tp_size = spec.config.tensor_model_parallel_size
-    spec.shape.check_rollout_layout(tp_size)
+    check_rollout_layout(spec.shape, tp_size)
     engine = found(spec)
     requests = engine if isinstance(engine, RolloutEngine) else OneTurn(engine)
     if spec.thoughts is not None:

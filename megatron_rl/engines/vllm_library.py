@@ -32,9 +32,9 @@ from megatron_rl.engines.vllm_arguments import LOAD_FORMAT
 from megatron_rl.engines.vllm_coding import register_method
 from megatron_rl.engines.vllm_lora import take_slot
 from megatron_rl.types import UserError
-from megatron_rl.weights.engine_support import check_engine
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.row_quantization import CodeFormat
+from megatron_rl.weights.support import check_engine
 
 # Read by vLLM at import: offline, quiet, no telemetry, no plugins, no engine process of its own.
 _ENVIRONMENT = {

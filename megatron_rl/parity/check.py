@@ -32,8 +32,8 @@ from megatron_rl.parity.trace import trace_huggingface, trace_megatron
 from megatron_rl.parity.weights import WrongTensor, compare_weights
 from megatron_rl.rollout.serving import generate
 from megatron_rl.training.scoring import build_policy, score_sequences
-from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.support import check_rollout_layout, check_training_layout
 
 TRACED_TOKENS = 32
 Scores = list[torch.Tensor]  # [tokens] per sequence
@@ -76,8 +76,13 @@ def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
     check_checkpoint(check.hf, reference)
     shape = reference if check.weights is None else load_model_shape(check.weights / CONFIG_DIR)
     layout = check.layout
-    shape.check_training_layout(
-        layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size, sequence_parallel=check.sequence_parallel
+    check_training_layout(
+        shape,
+        layout.tp_size,
+        layout.pp_size,
+        layout.vpp_size,
+        layout.ep_size,
+        sequence_parallel=check.sequence_parallel,
     )
     build = partial(
         build_policy,
@@ -91,7 +96,7 @@ def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
     sequences, engine_scores = [*check.prompts], None
     policy = build() if check.engine == "megatron" else None
     if check.engine is not None:
-        sequences, engine_scores, wrong[_engine_name(check)] = _ask_engine(check, reference, process, policy)
+        sequences, engine_scores, wrong[_engine_name(check)] = _ask_engine(check, process, policy)
     policy = policy or build()
     wrong["megatron"] = _join(compare_weights(check.hf, policy.placements(process.rank), policy.params))
     skip = [len(prompt) if engine_scores else 1 for prompt in check.prompts]
@@ -140,16 +145,16 @@ def _engine_name(check: ParityCheck) -> str:
 
 
 def _ask_engine(
-    check: ParityCheck, shape: ModelShape, process: Process, policy: Any | None
+    check: ParityCheck, process: Process, policy: Any | None
 ) -> tuple[list[np.ndarray], Scores, list[WrongTensor]]:
     """Whole sequences and the engine's own log-probs of the responses, the same on every rank; and wrong weights.
 
     `policy` is what the Megatron engine runs, with its weights; another engine gets the weights of the HF files.
     """
     assert check.engine is not None
-    wrong: list[WrongTensor] = []
+    shape, wrong = load_model_shape(check.hf), list[WrongTensor]()
     longest = max(map(len, check.prompts))
-    shape.check_rollout_layout(check.engine_tp_size)
+    check_rollout_layout(shape, check.engine_tp_size)
     engine = build_engine(
         EngineSpec(
             model_path=str(check.hf),

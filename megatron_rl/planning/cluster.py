@@ -16,6 +16,7 @@ from megatron_rl.weights.adapters import AdapterShape, make_adapter_shape
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.quantization import check_quantization
 from megatron_rl.weights.row_shards import check_shared_experts
+from megatron_rl.weights.support import check_training_layout
 
 GIB = 1 << 30
 RESERVE = 0.05  # share of the memory
@@ -187,7 +188,8 @@ def build_layout(config: LayoutConfig, world_size: int, first_rank: int = 0) -> 
 def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLayout:
     """The layout of a role on its ranks, which its model must allow (UserError)."""
     layout = build_layout(role.layout, len(ranks), ranks.start)
-    shape.check_training_layout(
+    check_training_layout(
+        shape,
         layout.tp_size,
         layout.pp_size,
         layout.vpp_size,

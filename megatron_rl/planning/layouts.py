@@ -20,6 +20,7 @@ from megatron_rl.planning.communication import ACROSS, Workload, link_of, list_t
 from megatron_rl.planning.memory import Phase, RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.steptime import Assumptions, predict_step
 from megatron_rl.types import UserError
+from megatron_rl.weights.support import check_rollout_layout
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def check_job(job: Job) -> BatchPlan:
     plan = BatchPlan.build(job.config, job.cluster.world_size, job.spec)
     for role in job.spec.laid_out:
         check_layout(role, job.shape_of(role), job.ranks_of(role.name))
-    job.shape.check_rollout_layout(job.config.rollout.tensor_model_parallel_size)
+    check_rollout_layout(job.shape, job.config.rollout.tensor_model_parallel_size)
     return plan
 
 

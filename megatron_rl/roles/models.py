@@ -19,9 +19,9 @@ from megatron_rl.roles.layouts import read_layout
 from megatron_rl.roles.teacher_inputs import check_vocabularies
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
-from megatron_rl.weights.engine_support import check_engine
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import check_mtp, load_model_shape
+from megatron_rl.weights.support import check_engine, check_rollout_layout, check_router_replay
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -78,8 +78,8 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
     roles, tokenizer = read_models(config, spec, world_size)
     policy = roles["actor"].shape
     check_engine(policy, config.rollout.engine)
-    policy.check_rollout_layout(config.rollout.tensor_model_parallel_size)
-    policy.check_router_replay(config.actor.router_replay)
+    check_rollout_layout(policy, config.rollout.tensor_model_parallel_size)
+    check_router_replay(policy, config.actor.router_replay)
     if config.actor.mtp_lr:
         roles[MTP_ROLE] = _read_mtp(roles["actor"])
     return roles, tokenizer

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_rl.types import RouteShape, UserError
+from megatron_rl.types import RouteShape
 from megatron_rl.weights.delta_nets import CONV_PARTS, PROJECTION_KINDS, QKV_PARTS, DeltaNetSizes
 from megatron_rl.weights.family import FAMILIES, LatentSizes, SigmoidRouter
 from megatron_rl.weights.rope import RopeScaling
@@ -284,115 +284,6 @@ class ModelShape:
         """Name and shape of every HF tensor, in checkpoint order."""
         sizes = self.kind_sizes()
         return {name: sizes[kind] for name, kind in self.tensor_kinds().items()}
-
-    def check_training_layout(
-        self,
-        tp_size: int,
-        pp_size: int,
-        vpp_size: int,
-        ep_size: int = 1,
-        *,
-        sequence_parallel: bool = True,
-        section: str = "actor",
-    ) -> None:
-        """Refuse a Megatron layout that cannot hold this model.
-
-        Args:
-            tp_size: tensor parallel size; likewise pp, vpp, ep.
-            sequence_parallel: megatron-core trains experts under TP only with it.
-            section: of the configuration, for the error.
-
-        Raises:
-            UserError: naming the sizes and the values that work.
-        """
-        self._check_expert_layout(tp_size, ep_size, sequence_parallel, section)
-        for what, size in (
-            ("attention heads", self.num_heads),
-            ("KV heads", self.num_kv_heads),
-            *((("key heads of linear attention", self.delta_net.key_heads),) if self.delta_net else ()),
-            *(("feed-forward columns", size) for size in self.ffn_sizes().values()),
-        ):
-            if size % tp_size:
-                raise UserError(
-                    f"tensor_model_parallel_size {tp_size} does not divide the {size} {what} of the model",
-                    source=f"{section}.tensor_model_parallel_size and the model's config.json",
-                    expected=f"one of {self._tp_sizes()}",
-                    hint="use a smaller TP and more pipeline or data parallelism",
-                )
-        if self.num_layers % (pp_size * vpp_size):
-            valid = [n for n in range(1, self.num_layers + 1) if self.num_layers % n == 0]
-            raise UserError(
-                f"pp * vpp = {pp_size} * {vpp_size} = {pp_size * vpp_size} does not divide "
-                f"the {self.num_layers} layers of the model",
-                source=f"{section}.pipeline_model_parallel_size, {section}.virtual_pipeline_model_parallel_size",
-                expected=f"pp * vpp one of {valid}",
-                hint="every chunk of every stage holds the same number of layers",
-            )
-
-    def _check_expert_layout(self, tp_size: int, ep_size: int, sequence_parallel: bool, section: str) -> None:
-        experts = self.num_experts
-        if ep_size > 1 and (experts == 0 or experts % ep_size):
-            valid = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
-            what = f"does not divide the {experts} experts of the model" if experts else "needs a mixture of experts"
-            raise UserError(
-                f"expert_model_parallel_size {ep_size} {what}",
-                source=f"{section}.expert_model_parallel_size and the model's config.json",
-                expected=f"one of {valid}",
-                hint="every rank holds as many experts" if experts else f"set {section}.expert_model_parallel_size=1",
-            )
-        if experts and tp_size > 1 and not sequence_parallel:
-            raise UserError(
-                f"tensor_model_parallel_size {tp_size} without sequence parallelism does not train experts",
-                source=f"{section}.sequence_parallel",
-                expected="true for a mixture of experts under tensor parallelism",
-                hint=f"set {section}.sequence_parallel=true",
-            )
-
-    def check_router_replay(self, source: str) -> None:
-        """Refuse to replay the choices of routers that are not there.
-
-        Args:
-            source: `actor.router_replay`.
-
-        Raises:
-            UserError: the model is dense.
-        """
-        if source != "off" and not self.num_experts:
-            raise UserError(
-                f"actor.router_replay = {source!r}, and the model has no routers",
-                source="actor.router_replay and the model's config.json",
-                expected="off for a dense model",
-                hint="leave actor.router_replay out",
-            )
-
-    def check_rollout_layout(self, tp_size: int) -> None:
-        """Refuse an engine layout that cannot hold this model; KV heads may be replicated.
-
-        Raises:
-            UserError: naming the sizes and the values that work.
-        """
-        if not self._fits_engine(tp_size):
-            valid = [n for n in range(1, self.num_heads + 1) if self._fits_engine(n)]
-            raise UserError(
-                f"rollout.tensor_model_parallel_size {tp_size} does not fit {self.num_heads} attention heads, "
-                f"{self.num_kv_heads} KV heads and {self.ffn_hidden_size} feed-forward columns",
-                source="rollout.tensor_model_parallel_size and the model's config.json",
-                expected=f"one of {valid} (divides, or is a multiple of, the KV heads; divides the rest)",
-                hint="start with rollout.tensor_model_parallel_size=1",
-            )
-
-    def _fits_engine(self, tp_size: int) -> bool:
-        kv = self.num_kv_heads
-        divides = all(size % tp_size == 0 for size in (self.num_heads, *self._shared_sizes()))
-        return divides and (kv % tp_size == 0 or tp_size % kv == 0)
-
-    def _shared_sizes(self) -> list[int]:
-        """What tensor parallel ranks share beside heads of attention."""
-        return [*self.ffn_sizes().values(), *((self.delta_net.key_heads,) if self.delta_net else ())]
-
-    def _tp_sizes(self) -> list[int]:
-        sizes = (self.num_heads, self.num_kv_heads, *self._shared_sizes())
-        return [n for n in range(1, self.num_kv_heads + 1) if all(size % n == 0 for size in sizes)]
 
 
 def is_layer_matrix(name: str, shape: tuple[int, ...]) -> bool:

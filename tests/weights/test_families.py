@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import read_shape
-from megatron_rl.weights.engine_support import check_engine
 from megatron_rl.weights.experts import list_huggingface_tensors, split_huggingface_experts
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.family import LatentSizes, SigmoidRouter
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
 from megatron_rl.weights.packed_experts import list_file_tensors
 from megatron_rl.weights.rope import LinearScaling, Llama3Scaling, LongropeScaling, YarnScaling
+from megatron_rl.weights.support import check_engine, check_rollout_layout, check_training_layout
 from shards import make_shape
 from tiny_models import CONFIGS, save_tiny_model
 
@@ -536,7 +536,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 def test_training_layouts_that_hold_the_model() -> None:
     shape = make_shape()  # 8 heads, 4 KV heads, 40 columns, 4 layers
     for sizes in ((1, 1, 1), (2, 2, 2), (4, 4, 1), (1, 1, 4)):
-        shape.check_training_layout(*sizes)
+        check_training_layout(shape, *sizes)
 
 
 @pytest.mark.parametrize(
@@ -552,33 +552,33 @@ def test_training_layouts_that_do_not_fit_name_those_that_do(
     sizes: tuple[int, int, int], found: str, expected: str
 ) -> None:
     with pytest.raises(UserError, match=f"(?s){found}.*{expected}"):
-        make_shape().check_training_layout(*sizes)
+        check_training_layout(make_shape(), *sizes)
 
 
 def test_feed_forward_columns_limit_the_layout_too() -> None:
     with pytest.raises(UserError, match=r"(?s)4 does not divide the 42 feed-forward columns.*one of \[1, 2\]"):
-        make_shape(ffn_hidden_size=42).check_training_layout(4, 1, 1)
+        check_training_layout(make_shape(ffn_hidden_size=42), 4, 1, 1)
 
 
 def test_expert_parallel_layouts() -> None:
     """Which ranks the experts may take is the layout's matter (tests/parallel/test_layout.py)."""
     shape = make_shape("qwen3_moe", num_experts=6)
     for ep_size in (1, 2, 3, 6):
-        shape.check_training_layout(1, 1, 1, ep_size, sequence_parallel=False)
+        check_training_layout(shape, 1, 1, 1, ep_size, sequence_parallel=False)
     with pytest.raises(UserError, match=r"(?s)size 4 does not divide the 6 experts.*one of \[1, 2, 3, 6\]"):
-        shape.check_training_layout(1, 1, 1, 4)
+        check_training_layout(shape, 1, 1, 1, 4)
     with pytest.raises(UserError, match=r"(?s)size 2 needs a mixture of experts.*one of \[1\]"):
-        make_shape("llama").check_training_layout(1, 1, 1, 2)
+        check_training_layout(make_shape("llama"), 1, 1, 1, 2)
     with pytest.raises(UserError, match="(?s)without sequence parallelism.*actor.sequence_parallel=true"):
-        shape.check_training_layout(2, 1, 1, sequence_parallel=False)
+        check_training_layout(shape, 2, 1, 1, sequence_parallel=False)
     with pytest.raises(UserError, match="critic.sequence_parallel=true"):
-        shape.check_training_layout(2, 1, 1, sequence_parallel=False, section="critic")
+        check_training_layout(shape, 2, 1, 1, sequence_parallel=False, section="critic")
 
 
 def test_rollout_layouts_may_replicate_kv_heads() -> None:
     for tp_size in (1, 2, 4, 8):
-        make_shape().check_rollout_layout(tp_size)
-        make_shape(num_kv_heads=1).check_rollout_layout(tp_size)
+        check_rollout_layout(make_shape(), tp_size)
+        check_rollout_layout(make_shape(num_kv_heads=1), tp_size)
 
 
 @pytest.mark.parametrize(
@@ -594,5 +594,5 @@ def test_rollout_layouts_that_do_not_fit_name_those_that_do(
     changes: dict[str, int], tp_size: int, valid: list[int]
 ) -> None:
     with pytest.raises(UserError, match=f"rollout.tensor_model_parallel_size {tp_size} does not fit") as caught:
-        make_shape(**changes).check_rollout_layout(tp_size)
+        check_rollout_layout(make_shape(**changes), tp_size)
     assert str(valid) in caught.value.expected

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layouts can hold a model, and which engines serve it."""
+
+from __future__ import annotations
+
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.family import FAMILIES
+from megatron_rl.weights.rope import YarnScaling
+
+
+def check_engine(shape: ModelShape, engine: str) -> None:
+    """Refuse an engine that is not known to compute what a model with sinks or gated delta nets computes.
+
+    Args:
+        shape: the model.
+        engine: `rollout.engine`; one that a plugin adds is not refused.
+
+    Raises:
+        UserError: naming engines that serve it.
+    """
+    if shape.delta_net is not None and engine == "megatron":
+        raise UserError(
+            f"rollout.engine = megatron with a {shape.family} model: its cache holds keys and values, no states",
+            source="rollout.engine and the model's config.json",
+            expected="vllm (on GPUs) or hf",
+            hint="set rollout.engine=hf",
+        )
+    if not FAMILIES[shape.family].has_sinks:
+        return
+    if engine in ("vllm_server", "sglang", "openai"):
+        raise UserError(
+            f"rollout.engine = {engine!r} with a {shape.family} model, whose experts are packed in files",
+            source="rollout.engine and the model's config.json",
+            expected="vllm, hf or megatron for this family",
+            hint="set rollout.engine=vllm",
+        )
+    is_published = shape.sliding_layers == tuple(range(0, shape.num_layers, 2)) and shape.rms_norm_eps == 1e-5
+    if engine == "vllm" and not (is_published and isinstance(shape.rope_scaling, YarnScaling)):
+        raise UserError(
+            f"rollout.engine = 'vllm' with a {shape.family} model of windows in the layers {shape.sliding_layers}, "
+            f"an epsilon of {shape.rms_norm_eps} and {shape.rope_scaling}",
+            source="rollout.engine and the model's config.json",
+            expected="windows in every other layer from the first on, an epsilon of 1e-5, and yarn, as published",
+            hint="set rollout.engine=hf or megatron",
+        )
+
+
+def check_training_layout(
+    shape: ModelShape,
+    tp_size: int,
+    pp_size: int,
+    vpp_size: int,
+    ep_size: int = 1,
+    *,
+    sequence_parallel: bool = True,
+    section: str = "actor",
+) -> None:
+    """Refuse a Megatron layout that cannot hold this model.
+
+    Args:
+        shape: the model.
+        tp_size: tensor parallel size; likewise pp, vpp, ep.
+        sequence_parallel: megatron-core trains experts under TP only with it.
+        section: of the configuration, for the error.
+
+    Raises:
+        UserError: naming the sizes and the values that work.
+    """
+    _check_expert_layout(shape, tp_size, ep_size, sequence_parallel, section)
+    for what, size in (
+        ("attention heads", shape.num_heads),
+        ("KV heads", shape.num_kv_heads),
+        *((("key heads of linear attention", shape.delta_net.key_heads),) if shape.delta_net else ()),
+        *(("feed-forward columns", size) for size in shape.ffn_sizes().values()),
+    ):
+        if size % tp_size:
+            raise UserError(
+                f"tensor_model_parallel_size {tp_size} does not divide the {size} {what} of the model",
+                source=f"{section}.tensor_model_parallel_size and the model's config.json",
+                expected=f"one of {_tp_sizes(shape)}",
+                hint="use a smaller TP and more pipeline or data parallelism",
+            )
+    if shape.num_layers % (pp_size * vpp_size):
+        valid = [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0]
+        raise UserError(
+            f"pp * vpp = {pp_size} * {vpp_size} = {pp_size * vpp_size} does not divide "
+            f"the {shape.num_layers} layers of the model",
+            source=f"{section}.pipeline_model_parallel_size, {section}.virtual_pipeline_model_parallel_size",
+            expected=f"pp * vpp one of {valid}",
+            hint="every chunk of every stage holds the same number of layers",
+        )
+
+
+def _check_expert_layout(shape: ModelShape, tp_size: int, ep_size: int, sequence_parallel: bool, section: str) -> None:
+    experts = shape.num_experts
+    if ep_size > 1 and (experts == 0 or experts % ep_size):
+        valid = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
+        what = f"does not divide the {experts} experts of the model" if experts else "needs a mixture of experts"
+        raise UserError(
+            f"expert_model_parallel_size {ep_size} {what}",
+            source=f"{section}.expert_model_parallel_size and the model's config.json",
+            expected=f"one of {valid}",
+            hint="every rank holds as many experts" if experts else f"set {section}.expert_model_parallel_size=1",
+        )
+    if experts and tp_size > 1 and not sequence_parallel:
+        raise UserError(
+            f"tensor_model_parallel_size {tp_size} without sequence parallelism does not train experts",
+            source=f"{section}.sequence_parallel",
+            expected="true for a mixture of experts under tensor parallelism",
+            hint=f"set {section}.sequence_parallel=true",
+        )
+
+
+def check_router_replay(shape: ModelShape, source: str) -> None:
+    """Refuse to replay the choices of routers that are not there.
+
+    Args:
+        shape: the model.
+        source: `actor.router_replay`.
+
+    Raises:
+        UserError: the model is dense.
+    """
+    if source != "off" and not shape.num_experts:
+        raise UserError(
+            f"actor.router_replay = {source!r}, and the model has no routers",
+            source="actor.router_replay and the model's config.json",
+            expected="off for a dense model",
+            hint="leave actor.router_replay out",
+        )
+
+
+def check_rollout_layout(shape: ModelShape, tp_size: int) -> None:
+    """Refuse an engine layout that cannot hold this model; KV heads may be replicated.
+
+    Raises:
+        UserError: naming the sizes and the values that work.
+    """
+    if not _fits_engine(shape, tp_size):
+        valid = [n for n in range(1, shape.num_heads + 1) if _fits_engine(shape, n)]
+        raise UserError(
+            f"rollout.tensor_model_parallel_size {tp_size} does not fit {shape.num_heads} attention heads, "
+            f"{shape.num_kv_heads} KV heads and {shape.ffn_hidden_size} feed-forward columns",
+            source="rollout.tensor_model_parallel_size and the model's config.json",
+            expected=f"one of {valid} (divides, or is a multiple of, the KV heads; divides the rest)",
+            hint="start with rollout.tensor_model_parallel_size=1",
+        )
+
+
+def _fits_engine(shape: ModelShape, tp_size: int) -> bool:
+    kv = shape.num_kv_heads
+    divides = all(size % tp_size == 0 for size in (shape.num_heads, *_shared_sizes(shape)))
+    return divides and (kv % tp_size == 0 or tp_size % kv == 0)
+
+
+def _shared_sizes(shape: ModelShape) -> list[int]:
+    """What tensor parallel ranks share beside heads of attention."""
+    return [*shape.ffn_sizes().values(), *((shape.delta_net.key_heads,) if shape.delta_net else ())]
+
+
+def _tp_sizes(shape: ModelShape) -> list[int]:
+    sizes = (shape.num_heads, shape.num_kv_heads, *_shared_sizes(shape))
+    return [n for n in range(1, shape.num_kv_heads + 1) if all(size % n == 0 for size in sizes)]
