@@ -21,7 +21,7 @@ from megatron_rl.data.prompts import PromptSet, SftSet, load_sft_examples
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.engines.protocol import StopStrings, Thoughts, find_engine
 from megatron_rl.rewards.plan import RewardPlan, build_reward_plan
-from megatron_rl.roles.models import HAS_TORCH, RoleInputs, read_models, read_rl_models
+from megatron_rl.roles.models import HAS_TORCH, RoleInputs, note_text_parts, read_models, read_rl_models
 from megatron_rl.roles.parts import NO_PARTS, Parts
 from megatron_rl.roles.prompt_inputs import check_mixture, read_prompts
 from megatron_rl.roles.resolve import resolve, resolve_sft
@@ -42,8 +42,8 @@ class RlInputs:
         stop: texts that do; None: there are none.
         thoughts: how its thoughts begin and end, where a budget bounds them.
         plan: batch arithmetic for these prompts.
-        notes: settings that have no effect in this run, prompts that pass rates leave out, and ground truths that a
-            rule cannot read, one line each.
+        notes: settings that have no effect in this run, prompts that pass rates leave out, ground truths that a rule
+            cannot read, and models of which a part is read, one line each.
     """
 
     spec: RunSpec
@@ -112,7 +112,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
         validation=prompts.validation,
         reward_plan=reward_plan,
         plan=plan,
-        notes=_find_idle_settings(config, spec, plan) + prompts.notes,
+        notes=_find_idle_settings(config, spec, plan) + prompts.notes + note_text_parts(spec),
         stop=StopStrings(rollout.stop, tokenizer.decode) if rollout.stop else None,
         thoughts=_read_thoughts(config, tokenizer),
     )
@@ -162,11 +162,12 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
     """
     SftPlan.build(config, world_size)
     find_loss_aggregation(config.algorithm.loss_agg_mode)
-    roles, tokenizer = read_models(config, resolve_sft(config), world_size)
+    spec = resolve_sft(config)
+    roles, tokenizer = read_models(config, spec, world_size)
     data = load_sft_examples(config.data.train_files, tokenizer, config.data)
     check_mixture(config.data, data.file_sizes)
     plan = SftPlan.build(config, world_size, len(data.examples))
-    return SftInputs(roles["actor"], data, plan, _NOT_READ)
+    return SftInputs(roles["actor"], data, plan, _NOT_READ + note_text_parts(spec))
 
 
 def _read_reward_plan(config: RunConfig, parts: Parts) -> RewardPlan:

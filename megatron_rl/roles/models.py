@@ -20,7 +20,7 @@ from megatron_rl.roles.teacher_inputs import check_vocabularies
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.model_config import check_mtp, load_model_shape
+from megatron_rl.weights.model_config import check_mtp, is_image_text, load_model_shape
 from megatron_rl.weights.support import check_engine, check_rollout_layout, check_router_replay
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -91,6 +91,13 @@ def _read_mtp(actor: RoleInputs) -> RoleInputs:
     spec = replace(actor.spec, name=MTP_ROLE, path=str(find_mtp_weights(Path(actor.spec.path))))
     _check_weights(spec, actor.shape.mtp)
     return RoleInputs(spec, actor.shape.mtp, actor.layout.last_stage)
+
+
+def note_text_parts(spec: RunSpec) -> list[str]:
+    """A line for each image-text model, of which a part alone is read."""
+    paths = dict.fromkeys(role.path for role in spec.roles.values())
+    seeing = [path for path in paths if is_image_text(find_model_files(path))]
+    return [f"{path} is an image-text model: its text part is used, and saved as a text model" for path in seeing]
 
 
 def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs:

@@ -86,6 +86,11 @@ def find_head(tensors: Container[str]) -> Head:
     return "score" if SCORE_HEAD in tensors else "lm"
 
 
+def is_image_text(directory: str | Path) -> bool:
+    """Whether a model directory is that of an image-text model whose text part alone is read."""
+    return json.loads((Path(directory) / "config.json").read_bytes()).get("model_type") in TEXT_PARTS
+
+
 def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "lm") -> ModelShape:
     """Make the shape from the content of a config.json; see `load_model_shape`."""
     config = take_text_config(config)

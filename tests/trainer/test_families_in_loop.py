@@ -15,6 +15,7 @@ import pytest
 
 from distributed import run_ranks
 from megatron_rl.weights.family import FAMILIES
+from megatron_rl.weights.text_part import TEXT_PARTS
 from rl_runs import layout_overrides, overrides_for, read_records, train
 from tiny_models import engine_sizes, save_tiny_model
 
@@ -53,6 +54,8 @@ def check_family(case: str, task: Path, directory: Path) -> None:
     extra = [f"model.path={directory}/model", f"rollout.engine={engine}", "data.validation_files=[]"]
     overrides = overrides_for(task, directory / "run", *layout, *extra)
     assert run_ranks(train, world_size, overrides, timeout=170) == [None] * world_size
+    if family in TEXT_PARTS:
+        assert "its text part is used" in (directory / "run/logs/rank0.log").read_text()
     records = read_records(directory / "run")
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
