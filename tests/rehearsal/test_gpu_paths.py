@@ -33,7 +33,16 @@ EXPECTED: dict[str, Any] = {
     "share": "recipe of all of it on cuda:0",
     "barrier": 1,
     "cache": 5120,
-    "kernels": ["efficient", "torch-varlen", "attention", "layers", "step", "gradient reduction", "weight gathering"],
+    "kernels": [
+        "efficient",
+        "torch-varlen",
+        "attention",
+        "layers",
+        "delta nets",
+        "step",
+        "gradient reduction",
+        "weight gathering",
+    ],
     "servers": {
         "refused": "servers on the GPUs of the actor",
         "devices": "2,3",
