@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The logical tensors of a model in HF format, also where its files keep the experts of a layer in one tensor.
 
-Of an image-text model they are those of its text part. Experts may be in MXFP4: 4-bit numbers in blocks of 32 with one
-exponent (the OCP's microscaling formats, 1.0). They are decoded to bfloat16, which has room for all of them. Other
-tensors are read as they are.
+Of an image-text model the text part alone has logical tensors. Experts may be in MXFP4: 4-bit numbers in blocks of 32
+with one exponent (the OCP's microscaling formats, 1.0). They are decoded to bfloat16, which has room for all of them.
+Other tensors are read as they are.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def list_inputs(model: PackedModel, hidden: Sequence[torch.Tensor], minibatch: T
 
 @torch.no_grad()
 def _embed_successors(model: PackedModel, microbatches: Iterable[TrainBatch]) -> list[torch.Tensor]:
-    """On the last stage the embeddings of the tokens behind those of each microbatch; the first has the weights."""
+    """On the last stage the embeddings of each row's next token; the first stage has the weights."""
     groups, found = model.groups, []
     for microbatch in microbatches:
         embedded = torch.empty(0)

@@ -64,8 +64,8 @@ _FUSED_NORMS = {
 def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
     """Logical tensor -> its placements, ascending in its rows; they cover it, each element once.
 
-    Adapters, for which megatron-core has no names, are global tensors of their own, and so are those of a layer that
-    predicts further tokens.
+    Adapters and a layer that predicts further tokens, for which megatron-core has no names, are global tensors of
+    their own.
     """
     if isinstance(shape, AdapterShape) or shape.mtp_layer:
         return {

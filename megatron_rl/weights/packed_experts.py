@@ -7,7 +7,7 @@
 
 and published Qwen3.5 as
 
-    <block>.experts.gate_up_proj       [E, 2 f, h]  rows of gate above those of up
+    <block>.experts.gate_up_proj       [E, 2 f, h]  rows of gate, then of up
     <block>.experts.down_proj          [E, h, f]
 
 which is read and never written: transformers writes the matrices of each expert.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text part of an image-text model, which is a model of its own: its config.json, and names of its tensors.
 
-Published Qwen3.5 models see images. Files name tensors of the text part `model.language_model.*`, those of the rest
+Published Qwen3.5 models see images. Files name tensors of the text part `model.language_model.*`, others
 `model.visual.*`.
 """
 

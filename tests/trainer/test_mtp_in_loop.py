@@ -111,7 +111,7 @@ def count_passes(path: Path, prompts: list[list[int]]) -> int:
         ids = torch.tensor([prompt])
         drafted = policy.generate(ids, do_sample=False, max_new_tokens=16, min_new_tokens=16, use_mtp=True)
         assert torch.equal(drafted, policy.generate(ids, do_sample=False, max_new_tokens=16, min_new_tokens=16))
-    return passes - 16 * len(prompts)  # those of the plain responses
+    return passes - 16 * len(prompts)  # that the plain responses took
 
 
 def test_drafts_are_accepted_more_often(task: Path, model: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer that predicts the token after the next, in training.
 
-Its log-probs and gradients equal those of transformers' layers in every layout, and the policy's steps are the same
+Its loss and gradients equal transformers' layers in every layout, and the policy's steps are the same
 with and without it, bit for bit. Not covered: the whole program (tests/trainer/test_mtp_in_loop.py), GPUs.
 """
 
