@@ -60,13 +60,33 @@ ROUNDING = {"mismatch/truncated_fraction"}
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 
 
+PROGRAM = """
+import openai
+from megatron_rl.agents.environment import Done, Observation
+
+class Echo:
+    def reset(self, task):
+        return Observation([])
+
+    def step(self, reply):
+        return Observation([{"role": "tool", "content": "12="}], reward=0.25 * ("1" in reply.text))
+
+def agent(task, base_url):
+    client = openai.OpenAI()
+    reply = client.completions.create(model="policy", prompt=task.prompt, max_tokens=6).choices[0].text
+    if "1" in reply:
+        client.completions.create(model="policy", prompt="1" + task.prompt, max_tokens=6)
+    return 0.25 * len(set(reply))
+"""
+
+
 @dataclass(frozen=True)
 class GoldenRun:
     """One run.
 
     Attributes:
         world_size: ranks.
-        settings: overrides of its command line; "{task}" is the directory of the task.
+        settings: overrides of its command line; "{task}" is the directory of the task, "{traces}" that of the traces.
         legs: further overrides of each start in the same run directory; the last one ends the run.
         recording: name of the recording that it must give; default: its own name.
         is_sft: whether it is supervised fine-tuning.
@@ -96,6 +116,9 @@ PPO = [
     "algorithm.dual_clip=3.0",
     "trainer.total_steps=3",
 ]
+STALE = ["algorithm.importance_sampling=token-truncate", "rollout.max_num_seqs=3", "trainer.total_steps=4"]
+APART = ["placement.actor=0", "placement.reference=0", "placement.rollout=1"]
+LORA = ["actor.lora.rank=4", "actor.lora.alpha=32", "checkpoint.save_huggingface=true"]
 RUNS: dict[str, GoldenRun] = {
     "grpo": GoldenRun(4, layout_overrides(2, 2, 1)),
     "grpo_vllm_tp2": GoldenRun(4, layout_overrides(2, 2, 2)),
@@ -170,6 +193,70 @@ RUNS: dict[str, GoldenRun] = {
             "algorithm.importance_normalize=true",
         ],
     ),
+    # Samples of older weights; where engines stop is a count of decode steps, or read from a trace of the clock.
+    "stale": GoldenRun(2, [*NO_VALIDATION, *STALE, "schedule.max_staleness=1", "schedule.steps_per_update=2"]),
+    "stale_replayed": GoldenRun(
+        2, [*NO_VALIDATION, *STALE, *APART, "schedule.max_staleness=2", "schedule.replay={traces}/stale_replayed"]
+    ),
+    "apart": GoldenRun(
+        2,
+        [
+            *NO_VALIDATION,
+            *STALE,
+            *APART,
+            "schedule.max_staleness=1",
+            "schedule.steps_per_update=2",
+            "reward.function={task}/dapo.py:score",
+            "algorithm.dynamic_sampling=true",
+        ],
+    ),
+    # Every second episode asks again with another history, which begins a branch.
+    "branches": GoldenRun(
+        2,
+        [
+            *NO_VALIDATION,
+            "agents.program={task}/program.py:agent",
+            "data.max_response_length=16",
+            "algorithm.policy_loss=gspo",
+            "actor.ppo_epochs=2",
+        ],
+    ),
+    "turns": GoldenRun(
+        2,
+        [
+            *NO_VALIDATION,
+            "agents.environment={task}/program.py:Echo",
+            "agents.max_turns=3",
+            "data.max_response_length=24",
+            "actor.max_tokens_per_microbatch=256",
+        ],
+    ),
+    "lora_merge": GoldenRun(2, [*NO_VALIDATION, *LORA, *layout_overrides(2, 1, 1), "hybrid.lora=merge"]),
+    "lora_adapter": GoldenRun(2, [*NO_VALIDATION, *LORA, "hybrid.lora=adapter"]),
+    "zero3": GoldenRun(2, [*NO_VALIDATION, "actor.zero_stage=3"]),
+    "teacher": GoldenRun(
+        2,
+        [
+            *NO_VALIDATION,
+            "algorithm.adv_estimator=distill",
+            "algorithm.kl_coef=0",
+            "algorithm.distillation.kind=top_k",
+            "algorithm.distillation.k=4",
+            "teachers.other.path={task}/other",
+            "teachers.other.tensor_model_parallel_size=2",
+            "teachers.other.sequence_parallel=true",
+        ],
+    ),
+    "moe_replayed": GoldenRun(
+        4,
+        [
+            *NO_VALIDATION,
+            *layout_overrides(2, 2, 1),
+            "model.path={task}/moe",
+            "rollout.engine=hf",
+            "actor.router_replay=engine",
+        ],
+    ),
 }
 
 
@@ -180,18 +267,21 @@ def make_golden_task(directory: Path) -> None:
     sizes = ENGINE_SIZES | dict(vocab_size=vocab, num_hidden_layers=2)
     save_tiny_model(directory / "reward_model", "qwen2", **sizes, num_labels=1)
     save_tiny_model(directory / "moe", "qwen3_moe", **sizes)
-    shutil.copy(directory / "tokenizer.model", directory / "moe")
+    save_tiny_model(directory / "other", "qwen2", **sizes | dict(num_hidden_layers=4))
+    for name in ("moe", "other"):
+        shutil.copy(directory / "tokenizer.model", directory / name)
     # The same for every response to half of the prompts.
     (directory / "dapo.py").write_text(
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return 1.0 if int(ground_truth) % 4 == 1 else sum(map(ord, solution_str)) / 1000\n"
     )
+    (directory / "program.py").write_text(PROGRAM)
 
 
 def carry_out(run: GoldenRun, task: Path, run_dir: Path, *extra: str) -> Recording:
     """Do the run, each leg in new forks, and read what it has left."""
     for leg in run.legs:
-        settings = [setting.format(task=task) for setting in (*run.settings, *leg, *extra)]
+        settings = [setting.format(task=task, traces=GOLDEN / "traces") for setting in (*run.settings, *leg, *extra)]
         # Recorded when an engine had whole groups: which samples run together decides the last bits of log-probs.
         settings += ["trainer.log_rollouts=-1", "observability.tensorboard=false", "rollout.dispatch=groups"]
         program: Callable[..., Any] = fine_tune if run.is_sft else train
@@ -262,7 +352,9 @@ def _read_weights(checkpoint: Path) -> dict[str, Any]:
         for name, (shape, dtype) in sorted(reader.tensors.items()):
             tensors[name] = torch.empty(shape, dtype=dtype)
             reader.read(name, tuple((0, size) for size in shape), tensors[name])
-    parts["huggingface"] = load_file(checkpoint / "huggingface/model.safetensors")
+    parts["huggingface"] = {}
+    for path in sorted(checkpoint.glob("huggingface/*.safetensors")):  # the model, or the merged model and the adapter
+        parts["huggingface"].update(load_file(path))
     return {part: _describe_tensors(tensors) for part, tensors in parts.items()}
 
 
@@ -293,7 +385,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 def _summarize(numbers: np.ndarray) -> list[float]:
     """Mean and root mean square, for the comparison within bounds."""
-    mean, square = (math.fsum(values) / len(values) for values in (numbers, numbers**2))
+    mean, square = (math.fsum(values) / max(len(values), 1) for values in (numbers, numbers**2))
     return [float(f"{value:.9g}") for value in (mean, math.sqrt(square))]
 
 

@@ -29,7 +29,11 @@ def read(name: str) -> Recording:
     return json.loads((GOLDEN / f"{RUNS[name].recording or name}.json").read_text())
 
 
-@pytest.mark.parametrize("name", RUNS)
+# Their modes have tests of their own in the default tier.
+SLOW = {"stale", "apart", "turns", "lora_merge", "lora_adapter", "teacher", "zero3"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in RUNS])
 def test_a_run_gives_its_recording(name: str, golden_task: Path, tmp_path: Path, vllm_imported: None) -> None:
     run = RUNS[name]
     assert compare(read(name), carry_out(run, golden_task, tmp_path / "run")).differences == []
@@ -54,8 +58,19 @@ def test_the_runs_do_what_they_are_for() -> None:
         ("shared_prompts", "packing/prompt_repeats", 1.5),
         ("gspo_tis", "mismatch/truncated_fraction", 0.1),
         ("ppo", "value/grad_norm", 1e-3),
+        ("stale", "schedule/carried_tokens", 1),
+        ("stale_replayed", "schedule/carried_tokens", 1),
+        ("apart", "sampling/informative_groups", 8),
+        ("branches", "agents/turns", 1.1),
+        ("turns", "agents/tokens_observed", 1),
+        ("lora_merge", "policy/grad_norm", 1e-3),
+        ("lora_adapter", "policy/grad_norm", 1e-3),
+        ("teacher", "distill/kl", 1e-3),
+        ("moe_replayed", "moe/agreement", 0.5),
     ):
         assert min(read(name)["metrics"][key].values()) >= least, name
+    for name, most in (("stale", 1), ("stale_replayed", 2), ("apart", 1)):
+        assert max(read(name)["metrics"]["schedule/staleness_max"].values()) == most, name
     assert len(set(read("ppo")["metrics"]["kl/coef"].values())) == 3
     assert read("ppo")["weights"].keys() == {"actor", "critic", "huggingface"}
 
