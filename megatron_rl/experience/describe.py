@@ -17,6 +17,7 @@ from megatron_rl.experience.experience import Experience, find_runs
 from megatron_rl.experience.table import FINISH_REASONS, Headers
 from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
 from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.rewards.answers import RESTATES
 from megatron_rl.types import Rollout
 
 
@@ -27,6 +28,7 @@ def describe_rollouts(headers: Headers) -> dict[str, float]:
     spreads = [np.ptp(part) for part in np.split(rewards, np.cumsum(headers.group_sizes)[:-1])]
     return {
         "reward/mean": float(np.mean(rewards)),
+        f"reward/{RESTATES}": 0.0,  # unless a rollout has the component
         **{f"reward/{name}": float(np.mean(np.nan_to_num(rollouts.component(name)))) for name in sorted(headers.names)},
         "reward/uninformative_groups": float(np.mean([spread == 0 for spread in spreads])),
         "response/truncated": float(np.mean(rollouts["finish_reason"] == FINISH_REASONS.index("length"))),
