@@ -16,6 +16,7 @@ from megatron_rl.experience.estimate import loss_inputs
 from megatron_rl.experience.experience import Experience, find_runs
 from megatron_rl.experience.table import FINISH_REASONS, Headers
 from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
+from megatron_rl.observability.summary import NUM_BEST
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.rewards.answers import RESTATES
 from megatron_rl.types import Rollout
@@ -130,7 +131,9 @@ def _describe_turns(rollout: Rollout, token_texts: TokenTexts) -> dict[str, Any]
 
 
 def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dict[str, str]]:
-    """Which rollouts of a step are written: whole groups, and the best, the worst and the longest rollout.
+    """Which rollouts of a step are written: whole groups, and the three best, the worst and the longest rollout.
+
+    Of equally good ones, those of different prompts come first.
 
     Args:
         headers: of the step.
@@ -146,7 +149,9 @@ def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dic
     if not wanted:
         return {}
     lengths, rewards = headers.sum_per_rollout(headers.num_response_tokens), headers.rollouts["reward"]
-    extremes = {int(rewards.argmax()): "best", int(rewards.argmin()): "worst", int(lengths.argmax()): "longest"}
+    best = np.lexsort((headers.rollouts["sample_index"], -rewards))[:NUM_BEST]
+    extremes = dict.fromkeys(best.tolist(), "best")
+    extremes |= {int(rewards.argmin()): "worst", int(lengths.argmax()): "longest"}
     found = {number: {"logged_as": name} for number, name in extremes.items()}
     groups = (np.arange(wanted) * total // wanted + step) % total
     found |= {number: {} for number in np.flatnonzero(np.isin(headers.rollouts["group"], groups)).tolist()}
