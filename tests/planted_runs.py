@@ -45,6 +45,10 @@ def chance(data_source, solution_str, ground_truth, extra_info):
     calls += 1
     return random.Random(calls).random()
 
+def evaluated(data_source, solution_str, ground_truth, extra_info):
+    parts = solution_str.strip().split("+")
+    return float(all(map(str.isdigit, parts)) and sum(map(int, parts)) == int(ground_truth))
+
 def sevens(data_source, solution_str, ground_truth, extra_info):
     return solution_str.count("7") / 8
 
@@ -129,6 +133,12 @@ PLANTED = {
     ),
     "truncated": Planted("responses of one token", 12, ["data.max_response_length=1"]),
     "no-signal": Planted("a constant reward", 12, ["reward.function=REWARDS:constant"]),
+    "restating": Planted(
+        "a reward that evaluates sums, and a policy that sometimes repeats its prompt",
+        60,
+        ["reward.function=REWARDS:evaluated"],
+        "restating",
+    ),
     "components": Planted(
         "a reward that pays more for sevens than for the answer",
         60,
@@ -156,10 +166,12 @@ def make_policies(task: Path) -> None:
     (task / "plugins.py").write_text(PLUGINS)
     rows = [json.loads(line) for line in (task / "train.jsonl").read_text().splitlines()]
     wrong = [str((7 * number + 11 * other) % 30 + 4) for number, other in ((n, o) for n in range(16) for o in range(4))]
-    with (task / "demonstrations.jsonl").open("w") as file:
-        for number, row in enumerate(rows):
-            for answer in (row["answer"], *wrong[4 * number : 4 * number + 4]):
-                file.write(json.dumps({"prompt": row["prompt"], "answer": answer}) + "\n")
+    for name, num_repeated in (("policy", 0), ("restating", 2)):
+        with (task / f"{name}.jsonl").open("w") as file:
+            for number, row in enumerate(rows):
+                repeated = [row["prompt"].rstrip("=")] * num_repeated
+                for answer in (row["answer"], *wrong[4 * number : 4 * number + 4], *repeated):
+                    file.write(json.dumps({"prompt": row["prompt"], "answer": answer}) + "\n")
     sizes = ENGINE_SIZES | dict(vocab_size=16, num_hidden_layers=2)
     save_tiny_model(task / "raw_experts", "qwen3_moe", **sizes)
     unbalanced = dict(num_experts=8, num_experts_per_tok=1, norm_topk_prob=False)
@@ -171,8 +183,12 @@ def make_policies(task: Path) -> None:
     model.save_pretrained(task / "dead_experts")
     for name in ("raw_experts", "dead_experts"):
         shutil.copy(task / "tokenizer.model", task / name)
-    for name, raw in (("policy", "model"), ("experts", "raw_experts")):
-        settings = [f"model.path={task / raw}", f"data.train_files=[{task}/demonstrations.jsonl]"]
+    for name, raw, shown in (
+        ("policy", "model", "policy"),
+        ("experts", "raw_experts", "policy"),
+        ("restating", "model", "restating"),
+    ):
+        settings = [f"model.path={task / raw}", f"data.train_files=[{task}/{shown}.jsonl]"]
         settings += ["data.train_batch_size=40", "trainer.total_steps=60", f"trainer.run_dir={task}/sft_{name}"]
         run_ranks(fine_tune, 1, sft_overrides(task, *settings), timeout=600)
         (task / name).symlink_to(task / f"sft_{name}/checkpoints/step_60/huggingface")

@@ -58,6 +58,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/<component>", "the same of each part: sources, keys that a reward function returns"),
         Metric("reward/overlong", "the same of the soft overlong punishment"),
         Metric("reward/model", "the same of the reward model, in a sum"),
+        Metric(
+            "reward/restates_prompt",
+            "responses with a reward above 0 that repeat a part of the prompt ([how](health.md#restating))",
+            "share",
+        ),
         Metric("reward/uninformative_groups", "groups whose responses all have the same reward", "share"),
         Metric("response/truncated", "responses cut at data.max_response_length", "share"),
         Metric("tokens/prompt", "of all rollouts of the step", "tokens"),

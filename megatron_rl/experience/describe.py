@@ -16,7 +16,9 @@ from megatron_rl.experience.estimate import loss_inputs
 from megatron_rl.experience.experience import Experience, find_runs
 from megatron_rl.experience.table import FINISH_REASONS, Headers
 from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
+from megatron_rl.observability.summary import NUM_BEST
 from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.rewards.answers import RESTATES
 from megatron_rl.types import Rollout
 
 
@@ -27,6 +29,7 @@ def describe_rollouts(headers: Headers) -> dict[str, float]:
     spreads = [np.ptp(part) for part in np.split(rewards, np.cumsum(headers.group_sizes)[:-1])]
     return {
         "reward/mean": float(np.mean(rewards)),
+        f"reward/{RESTATES}": 0.0,  # unless a rollout has the component
         **{f"reward/{name}": float(np.mean(np.nan_to_num(rollouts.component(name)))) for name in sorted(headers.names)},
         "reward/uninformative_groups": float(np.mean([spread == 0 for spread in spreads])),
         "response/truncated": float(np.mean(rollouts["finish_reason"] == FINISH_REASONS.index("length"))),
@@ -128,7 +131,9 @@ def _describe_turns(rollout: Rollout, token_texts: TokenTexts) -> dict[str, Any]
 
 
 def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dict[str, str]]:
-    """Which rollouts of a step are written: whole groups, and the best, the worst and the longest rollout.
+    """Which rollouts of a step are written: whole groups, and the three best, the worst and the longest rollout.
+
+    Of equally good ones, those of different prompts come first.
 
     Args:
         headers: of the step.
@@ -144,7 +149,9 @@ def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dic
     if not wanted:
         return {}
     lengths, rewards = headers.sum_per_rollout(headers.num_response_tokens), headers.rollouts["reward"]
-    extremes = {int(rewards.argmax()): "best", int(rewards.argmin()): "worst", int(lengths.argmax()): "longest"}
+    best = np.lexsort((headers.rollouts["sample_index"], -rewards))[:NUM_BEST]
+    extremes = dict.fromkeys(best.tolist(), "best")
+    extremes |= {int(rewards.argmin()): "worst", int(lengths.argmax()): "longest"}
     found = {number: {"logged_as": name} for number, name in extremes.items()}
     groups = (np.arange(wanted) * total // wanted + step) % total
     found |= {number: {} for number in np.flatnonzero(np.isin(headers.rollouts["group"], groups)).tolist()}

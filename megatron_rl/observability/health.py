@@ -20,7 +20,16 @@ _SMALLEST_MISMATCH = 1e-3  # nats: below it a growing gap is rounding
 # Standard errors of a change of the reward that counts as a rise, and of one of its components that is an alarm.
 _RISES, _PARTS = 2.0, 6.0
 # What stands beside the components of a reward under reward/.
-_NO_COMPONENTS = ("mean", "uninformative_groups", "model")
+_NO_COMPONENTS = (
+    "mean",
+    "uninformative_groups",
+    "model",
+    "restates_prompt",
+    "unmarked_answers",
+    "math_timeouts",
+    "math_unparsable_truth",
+    "service_failures",
+)
 
 
 class HealthSettings(Protocol):
@@ -34,6 +43,7 @@ class HealthSettings(Protocol):
     clip_limit: float | None
     truncated_limit: float | None
     uninformative_limit: float | None
+    restating_limit: float | None
     sample_size_floor: float | None
     explained_variance_floor: float | None
     dead_experts_limit: float | None
@@ -190,6 +200,11 @@ CHECKS: dict[str, Callable[[_Courses, HealthSettings], str | None]] = {
         "reward/uninformative_groups",
         "uninformative_limit",
         "{:.0%} of the groups have equal rewards and teach nothing.",
+    ),
+    "restating": _above(
+        "reward/restates_prompt",
+        "restating_limit",
+        "{:.0%} of the responses are rewarded for an answer that repeats a part of the prompt.",
     ),
     "components": _components,
     "dead-experts": _above("moe/dead_experts", "dead_experts_limit", "{:.3g} experts get no token of an update."),

@@ -40,7 +40,7 @@ from megatron_rl.observability.rank_log import close_rank_log, log_path, open_ra
 from megatron_rl.observability.rollout_log import write_rows
 from megatron_rl.observability.rollout_progress import RolloutCount, RolloutProgress
 from megatron_rl.observability.status import STATUS_FILE, Positions, StatusFile, StatusPage
-from megatron_rl.observability.summary import SUMMARY_FILE, write_summary
+from megatron_rl.observability.summary import SUMMARY_FILE, find_best_responses, format_response, write_summary
 from megatron_rl.observability.tensorboard import TensorBoard, is_due
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.observability.wandb_run import WandbRun
@@ -307,13 +307,21 @@ class Run:
         return True
 
     def finish(self) -> None:
-        """Close the sinks; write the summary and the curves and say where they are."""
+        """Close the sinks; write the summary and the curves, and show where they are and the best last responses."""
         self._close_sinks()
         if self.is_writer:
+            step, best = find_best_responses(self.dir)
+            shown = ("prompt_id", "sample_index", "reward", "response")
             summary = write_summary(
                 self.dir,
-                {"failed_saves": self.failed_saves, "alarms": [asdict(alarm) for alarm in self._health.alarms]},
+                {
+                    "failed_saves": self.failed_saves,
+                    "alarms": [asdict(alarm) for alarm in self._health.alarms],
+                    "best_responses": [{"step": step, **{name: row[name] for name in shown}} for row in best],
+                },
             )
+            for row in best:
+                self.log.info("best of step %d: %s", step, format_response(row))
             for name, course in json.loads(summary.read_text())["validation"].items():
                 self.log.info(
                     "%s accuracy: %.4f at step %d -> %.4f at step %d (best %.4f)",

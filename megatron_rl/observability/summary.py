@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run came to: summary.json.
 
-Made from metrics.jsonl alone, so it can be made again for any run, also one that was cut off.
+Made from files of the run alone, so it can be made again for any run, also one that was cut off.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.observability.durable import replace_text
-from megatron_rl.observability.metrics import Record, is_validation_accuracy, read_metrics, step_of
+from megatron_rl.observability.metrics import ROLLOUTS, Record, is_validation_accuracy, read_metrics, step_of
 
 SUMMARY_FILE = "summary.json"
+NUM_BEST = 3  # responses of the last step
+_BEGINNING, _END = 60, 100  # characters of a response on the console
 
 
 def write_summary(run_dir: Path, extra: Mapping[str, Any] | None = None) -> Path:
@@ -53,6 +56,27 @@ def summarize(records: Sequence[Record]) -> dict[str, Any]:
         "reward": _course(records, "reward/mean"),
         "validation": {key.split("/", 1)[1].rpartition("/")[0]: _course(records, key) for key in accuracy_keys},
     }
+
+
+def find_best_responses(run_dir: Path) -> tuple[int, list[dict[str, Any]]]:
+    """The last step of a run, and the rows of its `NUM_BEST` best-rewarded responses, the best first.
+
+    There are fewer if the step wrote fewer rollouts; of equally good ones, those of different prompts come first.
+    """
+    step = max(map(step_of, read_metrics(run_dir)), default=0)
+    path = Path(run_dir) / ROLLOUTS / f"step_{step}.jsonl"
+    if not path.exists():
+        return step, []
+    with path.open(encoding="utf-8") as file:
+        return step, nsmallest(NUM_BEST, map(json.loads, file), key=lambda row: (-row["reward"], row["sample_index"]))
+
+
+def format_response(row: Mapping[str, Any]) -> str:
+    """One line of a row of `find_best_responses`, with control characters as escapes and without the middle."""
+    truth, response = (repr(row[name]) for name in ("ground_truth", "response"))
+    if len(response) > _BEGINNING + _END:
+        response = f"{response[:_BEGINNING]} ... {response[-_END:]}"
+    return f"reward {row['reward']:.4g}, ground truth {truth[:_BEGINNING]}, response {response}"
 
 
 def phase_seconds(record: Record) -> dict[str, float]:

@@ -2,7 +2,8 @@
 """Whether an answer means the same as the ground truth.
 
 Cheap and certain comparisons come first: equal texts, then two numbers with their units and separators
-(`quantities.py`). Formulas, sets, intervals and the like go to math-verify (`judge.py`).
+(`quantities.py`). If the ground truth is a number, the answer must be one, without an operation that is left to be
+carried out. Formulas, sets, intervals and the like go to math-verify (`judge.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 
 from megatron_rl.rewards.judge import Verdict, judge
-from megatron_rl.rewards.quantities import clean, is_hedged, read_quantity
+from megatron_rl.rewards.quantities import clean, read_last_quantity, read_quantity
 
 _LONGEST = 2000  # characters of an answer; math-verify looks for the last expression
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
@@ -33,14 +34,13 @@ def compare_answers(answer: str, truth: str, *, is_named: bool = True) -> Verdic
     ours, theirs = clean(answer), clean(truth)
     if ours == theirs or (_is_words(theirs) and ours.casefold() == theirs.casefold()):
         return "equal"
-    gold = read_quantity(truth)
-    if gold is not None:
-        found = read_quantity(answer, decimal_comma=True)
-        if found is not None:
-            return "equal" if gold.equals(found) else "different"
-        if is_named and is_hedged(answer):
-            return "different"
-    elif not is_readable(truth):
+    gold, found = read_quantity(truth), read_quantity(answer, is_answer=True)
+    if gold and gold.is_finished:  # math-verify would carry out the operations that an answer leaves
+        found = found or (None if is_named else read_last_quantity(answer))
+        return "equal" if found and found.is_finished and gold.equals(found) else "different"
+    if gold and found:
+        return "equal" if gold.equals(found) else "different"
+    if not gold and not is_readable(truth):
         return "unparsable truth"
     if is_named and (_is_words(ours) or _is_words(theirs)):
         return "different"  # as formulas, "east" and "seat" would be the same product

@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_rl.config.rendering import redact
 from megatron_rl.config.schema import RewardConfig
+from megatron_rl.rewards.answers import RESTATES
 from megatron_rl.rewards.functions import RewardFunction, load_reward_function
 from megatron_rl.rewards.rules import COUNTS, RULES, AnswerPolicy
 from megatron_rl.rewards.scoring import Score, describe_rollout
@@ -31,7 +32,7 @@ _LARGEST = 1e18  # its square, in the variance of a group, is finite in float32
 # Components that count failures; their names are the same in every sum.
 _COUNTED = (SERVICE_FAILURES, *COUNTS)
 # Names that metrics of other meaning have, as reward/<name>.
-_RESERVED = (MODEL, OVERLONG, *_COUNTED, "mean", "uninformative_groups")
+_RESERVED = (MODEL, OVERLONG, RESTATES, *_COUNTED, "mean", "uninformative_groups")
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,15 @@ r"""Reads one number as people write it: "$1,072.50", "18 dollars", "1 000", "2\
 
 Units and currencies are skipped, not compared. A dot or comma that could mean both is read as in English ("1.000" is
 1); a comma before other than three digits is a decimal comma only where the caller says so, because "1,5" may be two
-answers. What holds several numbers, a variable or an operator is no quantity.
+answers. What holds several numbers, a variable or an operator is no quantity; a fraction that is a whole number
+("84/7") is one whose division is left to the reader.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 
@@ -20,11 +21,12 @@ def _words(text: str) -> frozenset[str]:
 
 _ROUNDED_FROM = 6  # a decimal of so many places may stand for a number such as 1/3
 _LONGEST = 500  # characters
+_LONGEST_TEXT = 2000  # of the end of a text in which the last number is looked for
 
 # How answers are dressed.
-_SPACES = re.compile(r"\\[,;:> ]|[~\s\u200b]")
+_SPACES = re.compile(r"\\[,;:> ]|\\q?quad(?![a-z])|[~\s\u200b]")
 _WRAPPED_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|emph|operatorname)\s*\{([^{}]*)\}")
-_NOISE = re.compile(r"\\left|\\right|\\displaystyle|\\[()\[\]]|\\?\$|\*\*|[`\"]|\\(?=[%$])")
+_NOISE = re.compile(r"\\left|\\right|\\displaystyle|\\[()\[\]]|\\?\$|(?<!\d)\*\*|\*\*(?!\d)|[`\"]|\\(?=[%$])")
 _SUPERSCRIPTS = re.compile("[\u00b2\u00b3\u00b9\u2070-\u207b]+")
 _VULGAR_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _CHARACTERS = str.maketrans(
@@ -56,13 +58,26 @@ _TIMES_TEN = re.compile(
 )
 _FRACTION = re.compile(
     rf"(?:(\d+)(?:\s+|(?=\\)))?"  # of a mixed number
-    rf"(?:\\[dtc]?frac\s*(?:\{{\s*(-?{_DIGITS})\s*\}}|(\d))\s*(?:\{{\s*({_DIGITS})\s*\}}|(\d))|({_DIGITS})\s*/\s*({_DIGITS}))"
+    rf"(?:\\[dtc]?frac\s*(?:\{{\s*(-?{_DIGITS})\s*\}}|(\d))\s*(?:\{{\s*(-?{_DIGITS})\s*\}}|(\d))|({_DIGITS})\s*/\s*({_DIGITS}))"
 )
+_NUMBER = re.compile(rf"{_FRACTION.pattern}|{_DIGITS}(?:{_TIMES_TEN.pattern})?")
 
 # What may stand around a number.
+_EQUALS = re.compile(r"=|\u2248|\\approx(?![a-z])")
 _LEFT_SIDE = re.compile(  # of "=": a name (perhaps with arguments), arithmetic, or words
-    r"\s*(?:(?P<name>\\?[^\W\d_]+(?:_\{?\w+\}?)?(?:\s*\([^()]*\))?)|[\d\s.,+\-*/()^{}]+|[^\W\d_]+(?:\s+[^\W\d_]+)*)\s*"
+    r"\s*(?:(?P<name>\\?[^\W\d_]+(?:_\{?\w+\}?)?(?:\s*\([^()]*\))?)|[\d\s.,+\-*/()^{}]*|[^\W\d_]+(?:\s+[^\W\d_]+)*)\s*"
 )
+_FORMULA = re.compile(r"(?=.*(?:[\w)}\]]\s*[+*/^-]|[\\|(]))[^,;<>]*")  # on the left side in an answer
+_SEVERAL = re.compile(
+    r"\\(?:vee|lor|wedge|land|cup|pm|mp|ne|neq|le|leq|lt|ge|geq|gt)(?![a-z])|[\u00b1\u2228\u2264\u2265]"
+)
+_WRAPPED = re.compile(r"\((.*)\)|\{(.*)\}|\\\{(.*)\\\}|\[(.*)\]")
+# What makes the last number of a text part of an operation, or negative.
+_OPERATION_BEFORE = re.compile(
+    r"(?:[+*/^_\u00f7\u221a-]|\d[.,]|[\w)\]}](?=[(\[{])|\}|\\(?!approx|therefore|implies|to\b|[LRlr]\w*arrow)[a-z]+)[\s(\[{]*$"
+)
+_OPERATION_BEHIND = re.compile(r"[\s)\]}]*(?:[+*/^\u00f7]|\\(?:times|cdot|div)\b)")
+_SIGN = re.compile(r"(?:^|[=:(\[{,])\s*-\s*$|(?<![\d)\]}])\s-$")
 _CJK = r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
 _WORDS_BEFORE = re.compile(rf"(?:[^\W\d_]+[:,']?\s+|{_CJK}+[:,]?\s*)+")
 _PERCENT = re.compile(r"\s*(?:%|(?:percent|per\s+cent|pct)\b)", re.IGNORECASE)
@@ -78,6 +93,7 @@ _NO_UNITS = _words(  # operators, functions and constants in words
     "sigma omega sqrt root cbrt sin cos tan cot sec csc log exp infty infinity und oder et ou"
 )
 _UNEQUAL = _words("not less more greater fewer least most under above below between than or and")
+_OPERATIONS = _words("plus minus times mod modulo choose negative twice squared cubed root sqrt sin cos tan log ln exp")
 _NUMBER_IN_WORDS_AFTER = re.compile(
     r"\b(?:for|in|after|of|on|at|by|with|from|per|every|each|within)\s+(?:the\s+)?\d[\d.,]*|\^\s*\{?\s*-?\d\s*\}?"
 )
@@ -107,12 +123,15 @@ class Quantity:
         scale: 1/100 for percent, 1000 for "thousand", else 1.
         num_places: decimal places.
         name: what stands on the left of "=", "" without one.
+        is_finished: no operation is left: the number is none as "84/7", "1.5/2" or "48 * 10^2", but may be "1/3" or
+            "4.8 * 10^3".
     """
 
     value: Fraction
     scale: Fraction = Fraction(1)
     num_places: int = 0
     name: str = ""
+    is_finished: bool = True
 
     def equals(self, other: Quantity) -> bool:
         """Whether both mean the same; where only one has a scale, it may have been left out of the other.
@@ -146,53 +165,85 @@ def _to_ascii(character: str) -> str:
     return str(unicodedata.digit(character)) if category == "Nd" else "" if category == "Sc" else character
 
 
-def read_quantity(text: str, *, decimal_comma: bool = False) -> Quantity | None:
+def read_quantity(text: str, *, is_answer: bool = False) -> Quantity | None:
     """The one number that a text means, or None.
 
     Args:
         text: an answer, with its unit, currency, name ("x = 5") or words around it.
-        decimal_comma: read "1,5" as one number.
+        is_answer: it is a response's, not a ground truth: "1,5" is one number, and of "2x + 1 = 5" only the 5 counts.
     """
     if len(text) > _LONGEST:
         return None
-    left, equals, text = re.sub(r"(?<=[^\W\d_]) \([^()]*\)$", "", clean(text)).rpartition("=")
-    side = _LEFT_SIDE.fullmatch(left.rpartition("=")[2]) if equals else None
-    if equals and side is None:
+    *lefts, text = _EQUALS.split(_unwrap(re.sub(r"(?<=[^\W\d_]) \([^()]*\)$", "", clean(text))))
+    side = _LEFT_SIDE.fullmatch(lefts[-1]) if lefts else None
+    is_formula = bool(lefts) and is_answer and bool(_FORMULA.fullmatch(lefts[-1])) and not _is_hedged(lefts[-1])
+    if lefts and not side and not is_formula:
         return None
-    if re.fullmatch(r"\([^(),]*\)", text.strip()):
-        text = text.strip()[1:-1]
-    text = text.strip()
+    text = _unwrap(text.strip())
     words = _WORDS_BEFORE.match(text)
     if words:
-        if _UNEQUAL & set(words[0].lower().split()) or (len(words[0].split()) == 1 and len(words[0].strip()) == 1):
+        before = words[0].lower().split()
+        if (_UNEQUAL | _OPERATIONS) & set(before) or (len(before) == 1 and len(words[0].strip()) == 1):
             return None
         text = text[words.end() :]
     sign, text = (-1, text[1:].lstrip()) if text.startswith("-") else (1, text.removeprefix("+"))
     text = _CURRENCY_CODE.sub("", text, count=1)
-    number = _read_number(text, decimal_comma)
-    scale = number and _read_rest(text[number[2] :])
+    number, end = _read_number(text, decimal_comma=is_answer)
+    scale = _read_rest(text[end:])
     if not number or not scale:
         return None
-    return Quantity(sign * number[0], scale, number[1], re.sub(r"\s", "", side["name"] or "") if side else "")
+    name = re.sub(r"\s", "", side["name"] or "") if side else ""
+    return replace(number, value=sign * number.value, scale=scale, name=name)
 
 
-def _read_number(text: str, decimal_comma: bool) -> tuple[Fraction, int, int] | None:
-    """The number that a text begins with, its decimal places, and where it ends."""
+def read_last_quantity(text: str) -> Quantity | None:
+    """The last number of a response in words; None if it is part of an operation, or there is none."""
+    text = " ".join(clean(text[-_LONGEST_TEXT:]).split())
+    last = [*_NUMBER.finditer(text)][-1:]
+    if not last:
+        return None
+    before, text = text[: last[0].start()], text[last[0].start() :]
+    sign = _SIGN.search(before)
+    before = before[: sign.start()] if sign else before
+    number, end = _read_number(text, decimal_comma=False)
+    words = re.findall(r"[^\W\d_]+(?=\W*$)", before.lower())
+    rest = text[end:]
+    if not number or _OPERATION_BEFORE.search(before) or _OPERATION_BEHIND.match(rest) or _OPERATIONS & {*words}:
+        return None
+    scale = _read_rest(rest) or Fraction(1, 100 if _PERCENT.match(rest) else 1)
+    return replace(number, value=-number.value if sign else number.value, scale=scale)
+
+
+def _unwrap(text: str) -> str:
+    """The text without brackets around all of it; several numbers keep theirs."""
+    while wrapped := _WRAPPED.fullmatch(text):
+        inside = next(part for part in wrapped.groups() if part is not None).strip()
+        if "," in inside and not _PLAIN.fullmatch(inside):
+            return text
+        text = inside
+    return text
+
+
+def _read_number(text: str, decimal_comma: bool) -> tuple[Quantity | None, int]:
+    """The number that a text begins with, without sign and scale, and where it ends."""
     match = _FRACTION.match(text)
     if match:
         whole, *parts = match.groups()
         top, bottom = (_to_fraction(part) for part in parts if part)
         if not bottom:
-            return None
-        return Fraction(whole or 0) + top / bottom, 0, match.end()
+            return None, 0
+        value, is_whole = top / bottom, top.denominator == bottom.denominator == 1
+        is_finished = is_whole and value.denominator != 1 and (whole is None or 0 < value < 1)
+        return Quantity(Fraction(whole or 0) + value, is_finished=is_finished), match.end()
     match = (_PLAIN_WITH_COMMA if decimal_comma else _PLAIN).match(text)
     if match is None:
-        return None
+        return None, 0
     value, places = _to_fraction(match[0]), len(re.split(r"[.,]", match[0])[-1]) if re.search("[.,]", match[0]) else 0
     power = _TIMES_TEN.match(text, match.end())
     if power is None:
-        return value, places, match.end()
-    return value * Fraction(10) ** int(power[1] or power[2] or power[3]), 0, power.end()
+        return Quantity(value, num_places=places), match.end()
+    value *= Fraction(10) ** int(power[1] or power[2] or power[3])
+    return Quantity(value, is_finished=bool(power[1]) or 1 <= _to_fraction(match[0]) < 10), power.end()
 
 
 def _to_fraction(text: str) -> Fraction:
@@ -232,9 +283,10 @@ def _is_unit(rest: str) -> bool:
     if word.lower() in _NO_UNITS or not (known or is_foreign or len(word) >= (4 if is_attached else 3)):
         return False
     more = _NUMBER_IN_WORDS_AFTER.sub("", re.sub(r"\([^()]*\)", "", more))
+    more = re.sub(r"(?:\*|\\cdot)\s*(?=[^\W\d_])", "", more)  # kg * m
     return not re.search(r"[\d=+*^\\{}<>]", more)
 
 
-def is_hedged(text: str) -> bool:
-    """Whether words make a text with numbers mean several of them or none: "5 or 6", "at least 5"."""
-    return bool(_UNEQUAL & set(clean(text).lower().split()))
+def _is_hedged(text: str) -> bool:
+    """Whether words or signs make a text with numbers mean several of them or none: "5 or 6", "at least 5"."""
+    return bool(_UNEQUAL & set(text.lower().split()) or _SEVERAL.search(text))

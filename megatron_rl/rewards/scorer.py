@@ -20,9 +20,10 @@ import numpy as np
 import psutil
 
 from megatron_rl.config.schema import RewardConfig
+from megatron_rl.rewards.answers import RESTATES, restates_prompt
 from megatron_rl.rewards.functions import RewardFunction
 from megatron_rl.rewards.plan import RewardPlan, add_components, compute_reward, keep_reward
-from megatron_rl.rewards.rules import RULES
+from megatron_rl.rewards.rules import RULES, list_truths
 from megatron_rl.rewards.scoring import Score, compute_score
 from megatron_rl.rewards.service import RewardService
 from megatron_rl.rewards.workers import WorkerPool
@@ -115,6 +116,8 @@ class Scorer:
     def finish(self, rollouts: Sequence[Rollout], step: int | Sequence[int] = 0) -> list[Rollout]:
         """The rollouts with `response`, `reward` and `reward_components`, without the reward model's part.
 
+        The component `RESTATES` is 1.0 for a reward above 0 of an answer that restates the prompt, else absent.
+
         Args:
             rollouts: this rank's share; those that were not begun are begun now.
             step: as in `begin`, for these; of each rollout, or of all.
@@ -133,6 +136,8 @@ class Scorer:
                 else:
                     reward, components = keep_reward(self._plan, decoded)
                 components = add_components(decoded.reward_components, components)
+                if reward > 0 and _restates(decoded):
+                    components[RESTATES] = 1.0
                 scored.append(replace(decoded, reward=reward, reward_components=components))
         return scored
 
@@ -161,3 +166,9 @@ class Scorer:
         for source in self._sources:
             if isinstance(source, RewardService):
                 source.close()
+
+
+def _restates(rollout: Rollout) -> bool:
+    prompt, truths = rollout.prompt, list_truths(rollout.prompt.ground_truth)
+    are_texts = all(isinstance(truth, str) for truth in truths)
+    return are_texts and restates_prompt(rollout.response, prompt.text, truths, prompt.data_source)

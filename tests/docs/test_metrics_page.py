@@ -38,6 +38,7 @@ NOT_RECORDED = (
     "sampling/kept",
     "sampling/thoughts_ended",
     "reward/<data_source>",
+    "reward/restates_prompt",
     "distill/",
 )
 

@@ -29,8 +29,10 @@ HEALTHY: dict[str, Callable[[float], float]] = {  # metric -> value after this s
     "tokens/response": lambda t: 1500 * (1 + 3 * t),
     "reward/mean": lambda t: 0.3 + 0.5 * t,
     "reward/accuracy": lambda t: 0.3 + 0.4 * t,
-    "reward/format": lambda t: 0.8,
+    "reward/format": lambda t: 0.3 + 0.5 * t,
     "reward/uninformative_groups": lambda t: 0.2 + 0.5 * t,
+    "reward/unmarked_answers": lambda t: 0.9 - 0.8 * t,  # a count: it falls while components rise
+    "reward/restates_prompt": lambda t: 0.01,
     "mismatch/mean": lambda t: 0.02 + 0.01 * t,
     "mismatch/effective_sample_size": lambda t: 0.95,
     "policy/grad_norm": lambda t: 2 - t,
@@ -53,6 +55,7 @@ WRONG: dict[str, dict[str, Callable[[float], float]]] = {
     "clipping": {"policy/clip_fraction": lambda t: 0.02 if t < 0.5 else 0.6},
     "truncated": {"response/truncated": lambda t: 0.1 if t < 0.5 else 0.9},
     "no-signal": {"reward/uninformative_groups": lambda t: 0.2 if t < 0.5 else 1.0},
+    "restating": {"reward/restates_prompt": lambda t: 0.01 if t < 0.5 else 0.5},
     "components": {
         "reward/accuracy": lambda t: 0.5 if t < 0.5 else 0.1,
         "reward/format": lambda t: 0.5 if t < 0.5 else 0.9,
@@ -109,6 +112,7 @@ def test_an_alarm_can_be_turned_off(name: str) -> None:
         "clipping": "clip_limit",
         "truncated": "truncated_limit",
         "no-signal": "uninformative_limit",
+        "restating": "restating_limit",
         "components": "components",
         "critic": "explained_variance_floor",
         "dead-experts": "dead_experts_limit",

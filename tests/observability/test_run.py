@@ -59,3 +59,46 @@ def test_the_summary_names_saves_that_failed(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["failed_saves"] == [
         {"step": 1, "error": "the disk is full"}
     ]
+
+
+def test_the_end_shows_the_best_responses_of_the_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of different prompts where several are as good; a run that is resumed behind its last step shows them again."""
+    texts = {  # prompt_id, sample_index -> response, reward
+        (0, 0): ("To solve 9 + 10 + 22,\x1b[2J\u202e we need to", 1.0),
+        (0, 1): ("as good, of the same prompt", 1.0),
+        (1, 0): ("begin " + "x" * 5000 + " end \udc00", 1),
+        (1, 1): ("bad", -1.0),
+        (2, 1): ("the best", 1.5),
+    }
+    rows = [
+        {"prompt_id": prompt, "sample_index": sample, "response": text, "reward": reward, "ground_truth": {"a": "4\n1"}}
+        for (prompt, sample), (text, reward) in texts.items()
+    ]
+    shown = []
+    for after in (None, 2):
+        run = Run(tmp_path, "", 2, OFF, rank=0)
+        run.start(after)
+        for step in (1, 2) if after is None else ():
+            run.write_rollouts(step, rows if step == 2 else [row | {"reward": 9.0} for row in rows])
+            run.count({"reward/mean": 0.5})
+            run.record(step)
+        run.finish()
+        run.close()
+        shown.append([line for line in capsys.readouterr().out.splitlines() if "best of step" in line])
+    truth = "ground truth {'a': '4\\n1'}"
+    assert shown[0] == shown[1] and [line.partition("best of step 2: ")[2] for line in shown[0]] == [
+        f"reward 1.5, {truth}, response 'the best'",
+        f"reward 1, {truth}, response 'To solve 9 + 10 + 22,\\x1b[2J\\u202e we need to'",
+        f"reward 1, {truth}, response 'begin {'x' * 53} ... {'x' * 88} end \\udc00'",
+    ]
+    found = json.loads((tmp_path / "summary.json").read_text())["best_responses"]
+    assert [(row["step"], row["prompt_id"], row["sample_index"]) for row in found] == [(2, 2, 1), (2, 0, 0), (2, 1, 0)]
+    assert [row["response"] for row in found] == [texts[key][0] for key in ((2, 1), (0, 0), (1, 0))]
+
+
+def test_a_run_without_steps_or_rollouts_shows_no_response(tmp_path: Path) -> None:
+    run = Run(tmp_path, "", 0, OFF, rank=0)
+    run.start(None)
+    run.finish()
+    run.close()
+    assert json.loads((tmp_path / "summary.json").read_text())["best_responses"] == []

@@ -149,7 +149,6 @@ ACCEPTED = {
         r"1\cdot 10^{3}",
         "١٠٠٠",
         "1 thousand",
-        "10^3",
     ],
     "1234567.5": ["1,234,567.50", "12,34,567.5", "1.234.567,5", "1 234 567,5", "1'234'567.5"],
     "50000": ["5万", "50 thousand", "50千"],
@@ -276,7 +275,7 @@ def test_math_never_raises(response, truth):
 
 def test_towers_of_powers_are_refused_before_they_are_computed():
     start = time.monotonic()
-    found = [score_math(rf"\boxed{{{tower}}}", "5") for tower in ("9^{9^{9^9}}", "((9^9)^9)^{99999}", "99999!")]
+    found = [score_math(rf"\boxed{{{tower}}}", "x") for tower in ("9^{9^{9^9}}", "((9^9)^9)^{99999}", "99999!")]
     assert all((score["score"], score["math_timeouts"]) == (0.0, 1.0) for score in found)
     assert time.monotonic() - start < 1
 

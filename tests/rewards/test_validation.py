@@ -40,6 +40,15 @@ def test_a_tie_goes_to_the_first_answer():
     assert compute_validation_metrics([[0.0, 1.0]], [["a", "b"]])["maj@2"] == 0.0
 
 
+def test_the_majority_decides_not_the_place_of_an_answer():
+    """It is in the middle, and once at the end; equal answers of different rewards count as the first of them."""
+    answers = [["a", "b", "b", "c", "d"], ["a", "c", "d", "b", "b"], ["a", "b", "b", "b", "a"]]
+    rewards = [[0.0, 1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0, 1.0], [0.0, 0.5, 0.25, 0.125, 0.0]]
+    for answer, reward, expected in zip(answers, rewards, (1.0, 1.0, 0.5), strict=True):
+        assert compute_validation_metrics([reward], [answer])["maj@5"] == expected
+    assert compute_validation_metrics(rewards, answers)["maj@5"] == 2.5 / 3
+
+
 def test_graded_rewards():
     """A mark for the form alone is not a pass; rewards of -1 and 1 work as well."""
     metrics = compute_validation_metrics([[0.1, 0.2], [-1.0, 1.0]], [["a", "a"], ["b", "c"]])

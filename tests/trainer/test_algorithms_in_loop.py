@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from distributed import run_ranks
@@ -290,6 +291,18 @@ def test_reward_model_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_import
         text = row["response"].removesuffix("=").removesuffix("+1")
         assert "=" not in text and "+1" not in text
         assert row["reward_components"]["score"] == sum(character.isdigit() for character in text) / 8
-    for key in ("mean@3", "pass@3", "maj@3", "accuracy"):
-        assert f"validation/validation/{key}" in before
+    rows = [json.loads(line) for line in (tmp_path / "run/validation/validation/rollouts/step_0.jsonl").open()]
+    groups = [sorted(rows[i : i + 3], key=lambda row: row["sample_index"]) for i in range(0, len(rows), 3)]
+    rewards = [[row["reward"] - row["reward_components"]["overlong"] for row in group] for group in groups]
+    votes = [[row["response"].strip() for row in group] for group in groups]
+    majority = [max(range(3), key=lambda i: (vote.count(vote[i]), -i)) for vote in votes]
+    expected = {
+        "accuracy": np.mean(rewards),
+        "mean@3": np.mean(rewards),
+        "pass@3": np.mean([max(group) >= 0.5 for group in rewards]),
+        "maj@3": np.mean([group[i] for group, i in zip(rewards, majority)]),
+    }
+    assert {key: before[f"validation/validation/{key}"] for key in expected} == pytest.approx(expected)
+    last = np.mean([group[-1] for group in rewards])
+    assert before["validation/validation/maj@3"] != pytest.approx(last), "the last answers would do as well"
     assert (tmp_path / "run/checkpoints/latest/huggingface/config.json").is_file()
