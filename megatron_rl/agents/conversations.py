@@ -89,11 +89,14 @@ class Conversations:
         )
         if task.messages is not None and names[-1] == _name_prefixes(task.messages, task.tools)[-1]:
             return Context(self._opening.tokens, names[-1], transcript)
-        text = self._tokenizer.apply_chat_template([*messages], **options)
-        return Context(self._tokenizer.encode(text), names[-1], transcript)
+        text = self._tokenizer.render([*messages], **options)
+        return Context(self._tokenizer.encode_rendered(text), names[-1], transcript)
 
     def show_text(self, text: str) -> Context:
-        """The tokens of plain text; an earlier prompt with its reply, if it begins with one, stays as it was."""
+        """The tokens of plain text, which a program has rendered by itself: it may have the text of special tokens.
+
+        An earlier prompt with its reply, if the text begins with one, stays as it was.
+        """
         known = max((key for key in self._texts if text.startswith(key)), key=len, default=None)
         if known is not None:
             return Context(self._texts[known].tokens + self._tokenizer.encode(text[len(known) :]), text)

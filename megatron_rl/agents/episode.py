@@ -35,6 +35,7 @@ class Setup:
         temperature: `rollout.temperature`.
         context_length: tokens of the longest prompt and of what may follow it.
         tool_format: `agents.tool_format`; "auto" is found by the process from which the episodes are forked.
+        reads_marks: `data.special_tokens_in_contents`.
     """
 
     environment: str | None
@@ -49,6 +50,7 @@ class Setup:
     temperature: float = 1.0
     context_length: int = 0
     tool_format: str | None = AUTO
+    reads_marks: bool = False
 
     @property
     def source(self) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,19 +32,17 @@ Schemas = Mapping[str, Mapping[str, Any]]
 _Found = tuple[int, int, ToolCall]
 
 _WRONG = ToolCall("", None)
-_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_QWEN_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
-_QWEN_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_GLM_CALL = re.compile(r"([^\s<]+)\s*((?:<arg_key>.*</arg_value>)?)", re.DOTALL)
-_GLM_ARGUMENT = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _MARKS = ("calls begin", "calls end", "call begin", "call end", "sep")
 _DEEPSEEK = {name: f"<|tool {name}|>".replace("|", "\uff5c").replace(" ", "\u2581") for name in _MARKS}
-_DEEPSEEK_CALL = re.compile(f"{_DEEPSEEK['call begin']}(.*?){_DEEPSEEK['call end']}", re.DOTALL)
-_DEEPSEEK_V3 = re.compile(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
 _MISTRAL = "[TOOL_CALLS]"
-_MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
+# No pattern gives back what it has taken: a reply of any kind is read in linear time.
+_MISTRAL_NAME = re.compile(r"\s*+([\w.-]++)\s*+(?:\[CALL_ID\]\s*+(\w++)\s*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
 _PYTHON_TAG = "<|python_tag|>"
-_LLAMA_BEGUN = re.compile(r'\s*(?:<\|python_tag\|>)?\s*\{\s*"name"')
+_LLAMA_BEGUN = re.compile(r'\s*+(?:<\|python_tag\|>)?+\s*+\{\s*+"name"')
+_OBJECT = re.compile(r'\{\s*+"')
+_DECODER = json.JSONDecoder()
+_SPACES = re.compile(r"\s*+")
+_MOST_FAILURES, _MOST_WORK = 200, 4  # of reading JSON in a reply; the latter in lengths of it
 _PROBE: dict[str, Any] = {
     "name": "probe",
     "description": "Probe.",
@@ -76,7 +74,18 @@ class ToolFormat:
 
 def _find_blocks(read: Callable[[str, Schemas], ToolCall]) -> Callable[[str, Schemas], list[_Found]]:
     """For formats that put each call between <tool_call> and </tool_call>."""
-    return lambda text, schemas: [(*match.span(), read(match[1], schemas)) for match in _BLOCK.finditer(text)]
+    return lambda text, schemas: [
+        (begin, end, read(inside.strip(), schemas))
+        for begin, end, inside in _find_between(text, "<tool_call>", "</tool_call>")
+    ]
+
+
+def _find_between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, str]]:
+    """Where each pair of marks begins and ends, and what is between them."""
+    begin = text.find(opening)
+    while begin >= 0 and (end := text.find(closing, begin + len(opening))) >= 0:
+        yield begin, end + len(closing), text[begin + len(opening) : end]
+        begin = text.find(opening, end + len(closing))
 
 
 def _read_hermes(text: str, _: Schemas) -> ToolCall:
@@ -84,23 +93,40 @@ def _read_hermes(text: str, _: Schemas) -> ToolCall:
 
 
 def _read_qwen(text: str, schemas: Schemas) -> ToolCall:
-    found = _QWEN_FUNCTION.fullmatch(text)
-    return _WRONG if found is None else _type_arguments(found[1], _QWEN_PARAMETER.findall(found[2]), schemas)
+    name, _, inside = text.removeprefix("<function=").partition(">")
+    is_call = text.startswith("<function=") and inside.endswith("</function>") and name and "\n" not in name
+    if not is_call:
+        return _WRONG
+    parts = [part.partition(">") for _, _, part in _find_between(inside, "<parameter=", "</parameter>")]
+    pairs = [
+        (key, value.removeprefix("\n").removesuffix("\n")) for key, mark, value in parts if mark and "\n" not in key
+    ]
+    return _type_arguments(name, pairs, schemas)
 
 
 def _read_glm(text: str, schemas: Schemas) -> ToolCall:
-    found = _GLM_CALL.fullmatch(text)
-    return _WRONG if found is None else _type_arguments(found[1], _GLM_ARGUMENT.findall(found[2]), schemas)
+    name, mark, arguments = text.partition("<arg_key>")
+    if len(name.split()) != 1 or "<" in name or (mark and not arguments.endswith("</arg_value>")):
+        return _WRONG
+    pairs = []
+    for _, _, part in _find_between(mark + arguments, "<arg_key>", "</arg_value>"):
+        key, _, value = part.partition("</arg_key>")
+        if not (value := value.lstrip()).startswith("<arg_value>"):
+            return _WRONG
+        pairs.append((key.strip(), value.removeprefix("<arg_value>")))
+    return _type_arguments(name, pairs, schemas)
 
 
 def _find_deepseek(text: str, _: Schemas) -> list[_Found]:
-    return [(*match.span(), _read_deepseek(match[1])) for match in _DEEPSEEK_CALL.finditer(text)]
+    calls = _find_between(text, _DEEPSEEK["call begin"], _DEEPSEEK["call end"])
+    return [(begin, end, _read_deepseek(inside)) for begin, end, inside in calls]
 
 
 def _read_deepseek(text: str) -> ToolCall:
     name, _, rest = text.partition(_DEEPSEEK["sep"])
-    if found := _DEEPSEEK_V3.fullmatch(rest):
-        name, rest = found.groups()
+    head, fence, block = rest.strip().partition("```json")
+    if fence and block.endswith("```") and len(head.split()) == 1:
+        name, rest = head, block.removesuffix("```")
     return _read_object({"name": name.strip(), "arguments": _load(rest)}, "arguments")
 
 
@@ -112,6 +138,7 @@ def _find_mistral(text: str, _: Schemas) -> list[_Found]:
             continue
         named = _MISTRAL_NAME.match(text, mark.end())
         value, stop = _load_at(text, named.end() if named else mark.end())
+        stop = len(text) if value is None else stop
         if named:
             value = {"name": named[1], "arguments": value, "id": named[2]}
         calls = [_read_object(call, "arguments") for call in (value if isinstance(value, list) else [value])]
@@ -120,16 +147,20 @@ def _find_mistral(text: str, _: Schemas) -> list[_Found]:
 
 
 def _find_llama(text: str, _: Schemas) -> list[_Found]:
-    """Objects with a name and parameters, wherever they are; `arguments` will do."""
+    """Objects with a name and parameters, wherever they are; `arguments` will do.
+
+    A reply in which reading JSON fails too often, or too late, has no further ones.
+    """
     found: list[_Found] = []
-    place = text.find("{")
-    while place >= 0:
-        value, stop = _load_at(text, place)
+    failures, work, stop = 0, 0, 0
+    while failures < _MOST_FAILURES and work <= _MOST_WORK * len(text) and (begun := _OBJECT.search(text, stop)):
+        value, stop = _load_at(text, begun.start())
         key = "arguments" if isinstance(value, dict) and "arguments" in value else "parameters"
         call = _read_object(value, key)
         if call.arguments is not None:
-            found.append((place, stop, call))
-        place = text.find("{", stop if isinstance(value, dict) else place + 1)
+            found.append((begun.start(), stop, call))
+        if value is None:
+            failures, work, stop = failures + 1, work + stop - begun.start(), begun.start() + 1
     return found or [(0, len(text), _WRONG)] * bool(_LLAMA_BEGUN.match(text))
 
 
@@ -173,10 +204,8 @@ class ToolReader:
 def read_tool_calls(text: str, tool_format: ToolFormat, tools: Sequence[Any] = ()) -> tuple[str, list[ToolCall]]:
     """What a text says beside its tool calls, and these, each with an id; see `ToolReader.read`."""
     found = tool_format.find(text, {spec["name"]: _list_properties(spec) for spec in map(_open_spec, tools)})
-    rest, stop = "", 0
-    for begin, end, _ in found:
-        rest, stop = rest + text[stop:begin], end
-    rest += text[stop:]
+    edges = [0, *(edge for begin, end, _ in found for edge in (begin, end)), len(text)]
+    rest = "".join(text[stop:begin] for stop, begin in zip(edges[::2], edges[1::2], strict=True))
     for mark in tool_format.marks:
         rest = rest.replace(mark, "")
     # Mistral's templates want ids of nine letters and digits.
@@ -227,11 +256,14 @@ def _load(text: str) -> Any:
 
 
 def _load_at(text: str, place: int) -> tuple[Any, int]:
-    """The JSON value at a place, and where it ends; None and the end of the text where there is none."""
-    place += len(text[place:]) - len(text[place:].lstrip())
+    """The JSON value at a place, and where it ends; None, and where reading it failed, if there is none."""
+    begun = _SPACES.match(text, place)
+    assert begun is not None  # of no space at least
     try:
-        return json.JSONDecoder().raw_decode(text, place)
-    except (ValueError, RecursionError):
+        return _DECODER.raw_decode(text, begun.end())
+    except json.JSONDecodeError as error:
+        return None, error.pos
+    except (ValueError, RecursionError):  # a number with too many digits, or too deep
         return None, len(text)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_rl.data.marks import remove_guards
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import UserError
 
@@ -55,7 +56,7 @@ class Transcript(Protocol):
 
 
 class TextTranscript:
-    """For a task whose prompt is plain text: contents of messages follow the replies as they are."""
+    """For a task whose prompt is plain text: contents of messages follow the replies; none becomes a special token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -66,7 +67,7 @@ class TextTranscript:
 
     def extend(self, reply: Sequence[int], messages: Sequence[Message]) -> Tail:
         """See `Transcript.extend`."""
-        return Tail(self._tokenizer.encode("".join(message["content"] for message in messages)))
+        return Tail(self._tokenizer.encode_content("".join(message["content"] for message in messages)))
 
 
 class ChatTranscript:
@@ -94,7 +95,8 @@ class ChatTranscript:
         self._tokenizer, self._options, self._stop_token_ids = tokenizer, options, stop_token_ids
         self._task, self._follows_template = list(messages), follows_template
         self._messages = list(messages)  # of the whole conversation
-        self._text = self._render(self._task) if follows_template else ""  # what the policy was shown last
+        # What the policy was shown last.
+        self._text = remove_guards(self._render(self._task)) if follows_template else ""
 
     def begin(self, messages: Sequence[Message]) -> Tail:
         """See `Transcript.begin`."""
@@ -102,8 +104,9 @@ class ChatTranscript:
             return Tail([])
         self._task += messages
         self._messages += messages
-        self._text = self._render(self._task)
-        return Tail(self._tokenizer.encode(self._text), is_fork=True)
+        whole = self._render(self._task)
+        self._text = remove_guards(whole)
+        return Tail(self._tokenizer.encode_rendered(whole), is_fork=True)
 
     def extend(self, reply: Sequence[int], messages: Sequence[Message]) -> Tail:
         """See `Transcript.extend`.
@@ -116,27 +119,27 @@ class ChatTranscript:
             said = self._tokenizer.decode(reply)
             self._messages = [*self._messages, {"role": "assistant", "content": said}, *messages]
             whole = self._render(self._messages)
-            shown, self._text = self._text + said, whole
-            if not whole.startswith(shown):
-                return Tail(self._tokenizer.encode(whole), is_fork=True)
-        tokens = self._tokenizer.encode(text)
+            shown, self._text = self._text + said, remove_guards(whole)
+            if not self._text.startswith(shown):
+                return Tail(self._tokenizer.encode_rendered(whole), is_fork=True)
+        tokens = self._tokenizer.encode_rendered(text)
         is_closed = bool(reply) and reply[-1] in self._stop_token_ids
         return Tail(tokens[1:] if is_closed and tokens[:1] and tokens[0] in self._stop_token_ids else tokens)
 
     def _render(self, messages: list[Message]) -> str:
-        return self._tokenizer.apply_chat_template(messages, **self._options)
+        return self._tokenizer.render(messages, **self._options)
 
 
 def render_tail(
     tokenizer: Tokenizer, task: Sequence[Message], messages: Sequence[Message], options: Mapping[str, Any]
 ) -> str:
-    """What the template writes behind a reply and its answers, up to where the next reply begins.
+    """What the template writes behind a reply and its answers, up to where the next reply begins, with guards.
 
     Raises:
         UserError: the template refuses the messages, or does not write contents as they are.
     """
     history = [*task, {"role": "assistant", "content": _PLACEHOLDER}, *messages]
-    text = tokenizer.apply_chat_template(history, **options)
+    text = tokenizer.render(history, **options)
     _, found, tail = text.partition(_PLACEHOLDER)
     if not found:
         raise UserError(

@@ -88,7 +88,7 @@ def _find_player(setup: Setup) -> Player:
 
 def read_tokenizer(setup: Setup) -> tuple[Setup, Tokenizer]:
     """The tokenizer, and the setup with the tool format that it has; raises UserError."""
-    tokenizer = load_tokenizer(Path(setup.tokenizer))
+    tokenizer = load_tokenizer(Path(setup.tokenizer), reads_marks=setup.reads_marks)
     if setup.tool_format == AUTO:
         setup = replace(setup, tool_format=find_tool_format(tokenizer, setup.options))
     return setup, tokenizer

@@ -48,6 +48,11 @@ class DataConfig:
         {},
         "Options of the chat template, such as enable_thinking; a row's column chat_template_kwargs overrides them.",
     )
+    special_tokens_in_contents: bool = option(
+        False,
+        "Read the text of special tokens in messages, tools and their results as these tokens; default: as text. Plain "
+        "text prompts may have them anyway.",
+    )
     prompt_key: str = option("prompt", "Column with the prompt: text, or a list of chat messages.")
     answer_key: str = option("answer", "Column with the ground truth in the plain schema.")
     response_key: str | None = option(None, "SFT: column with the response to learn; default: answer_key.")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from megatron_rl.data.marks import remove_guards
 from megatron_rl.data.rows import Row, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import UserError
@@ -84,13 +85,13 @@ def shorten_messages(
     Raises:
         UserError: the template alone is longer.
     """
-    contents = [tokenizer.encode(message["content"]) for message in messages]
+    contents = [tokenizer.encode_content(message["content"]) for message in messages]
     longest = max(map(len, contents))
     while True:
-        text = tokenizer.apply_chat_template(messages, **options)
-        tokens = tokenizer.encode(text)
+        rendered = tokenizer.render(messages, **options)
+        tokens = tokenizer.encode_rendered(rendered)
         if len(tokens) <= limit:
-            return text, tokens
+            return remove_guards(rendered), tokens
         if not longest:
             raise UserError(
                 f"the chat template alone has {len(tokens)} tokens",

@@ -3,7 +3,8 @@
 
 Two schemas are read, row by row: the plain one (`prompt`, `answer`; names from the config) and verl's
 (`prompt` as chat messages, `data_source`, `reward_model.ground_truth`, `extra_info`). A text prompt is
-used verbatim; chat messages go through the tokenizer's chat template, which stays whole when they are cut.
+used verbatim, special tokens included; chat messages go through the tokenizer's chat template, which stays whole when
+they are cut, and in their contents (an SFT response, too) the text of special tokens stays text.
 
 Invariants: `prompt_id` is the index of the row over all files, before anything is dropped; a prompt
 that is too long is refused, cut or dropped as the config says, and counted, never silently.
@@ -20,6 +21,7 @@ import numpy as np
 
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.chat import keep_tokens, read_messages, read_tools, shorten_messages
+from megatron_rl.data.marks import remove_guards
 from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.extension.reasoning_gym import PREFIX
@@ -157,7 +159,8 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
     for row in read_rows(files):
         if row.file == len(starts):
             starts.append(row.index)
-        response = tokenizer.encode(row.scalar_text(column)) + [tokenizer.eos_token_id]
+        encode = tokenizer.encode_content if isinstance(row.columns.get(cfg.prompt_key), list) else tokenizer.encode
+        response = encode(row.scalar_text(column)) + [tokenizer.eos_token_id]
         if len(response) > cfg.max_response_length:
             raise UserError(
                 f"the response has {len(response)} tokens with its EOS",
@@ -195,12 +198,12 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: lis
     if tools:
         options["tools"] = tools
     if messages is not None:
-        text = tokenizer.apply_chat_template(messages, **options)
+        rendered = tokenizer.render(messages, **options)
+        text, tokens = remove_guards(rendered), tokenizer.encode_rendered(rendered)
     elif isinstance(value, str):
-        text = value
+        text, tokens = value, tokenizer.encode(value)
     else:
         raise wrong_type(cfg.prompt_key, value, row.location, "a text, or a list of chat messages")
-    tokens = tokenizer.encode(text)
     if not tokens:
         raise UserError(
             f'the prompt in column "{cfg.prompt_key}" has no tokens',

@@ -3,7 +3,8 @@
 
 Both implementations read local files only. Invariants: `encode` adds neither BOS nor EOS; `decode` skips
 special tokens and ids beyond the vocabulary (a model's vocabulary may be padded, and padding has no
-text); there is always an EOS, because a rollout has to be able to end; a tokenizer without a padding
+text); the text of a special token becomes that token in `encode`, and in the content of a message stays
+text; there is always an EOS, because a rollout has to be able to end; a tokenizer without a padding
 token pads with EOS, which is safe because padding never enters a loss.
 """
 
@@ -12,11 +13,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 import sentencepiece
 
+from megatron_rl.data.marks import GUARD, Marks, is_mark
 from megatron_rl.types import UserError
 
 _ACCEPTED = "a directory with tokenizer.json or tokenizer.model, or a sentencepiece .model file"
@@ -30,7 +33,15 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without special tokens around it."""
+        """Token ids of `text`, without special tokens around it; it may have the text of some."""
+        ...
+
+    def encode_content(self, text: str) -> list[int]:
+        """Token ids of a text in which the text of special tokens is text."""
+        ...
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what `render` returned, or of a part of it."""
         ...
 
     def read_vocabulary(self) -> dict[str, int]:
@@ -45,18 +56,23 @@ class Tokenizer(Protocol):
         """Text of a conversation, up to where the assistant begins to speak; `options` are of its template."""
         ...
 
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The same for `encode_rendered`: special tokens of contents have guards, see `marks`."""
+        ...
+
 
 class SentencePieceTokenizer:
     """A sentencepiece model.
 
     Args:
         model_file: the .model file.
+        reads_marks: special tokens in contents are tokens.
 
     Raises:
         UserError: the file is missing or broken, or the model defines no EOS.
     """
 
-    def __init__(self, model_file: Path | str) -> None:
+    def __init__(self, model_file: Path | str, *, reads_marks: bool = False) -> None:
         self.source = str(model_file)
         try:
             # Bytes, not a path: the library's own error for a missing file does not name it.
@@ -72,10 +88,19 @@ class SentencePieceTokenizer:
         self.eos_token_id, self.pad_token_id = _require_eos(self._model.eos_id(), self._model.pad_id(), self.source)
         special = {i for i in range(self.vocab_size) if self._model.is_control(i)}
         self._special = special | {self.eos_token_id, self.pad_token_id}
+        self._for_contents = self._model if reads_marks else _without_marks(self._model)
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
         return self._model.encode(text)
+
+    def encode_content(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_content`."""
+        return self._for_contents.encode(text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_rendered`; the template has no special tokens."""
+        return self._for_contents.encode(text)
 
     def read_vocabulary(self) -> dict[str, int]:
         """See `Tokenizer.read_vocabulary`."""
@@ -89,28 +114,43 @@ class SentencePieceTokenizer:
         """One "role: content" line per message, then "assistant: "; sentencepiece carries no template with options."""
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """See `Tokenizer.render`."""
+        return self.apply_chat_template(messages, **options)
+
 
 class HuggingFaceTokenizer:
     """A tokenizer in Hugging Face format, read by transformers without any network access.
 
     Args:
         directory: holds tokenizer.json and usually tokenizer_config.json.
+        reads_marks: special tokens in contents are tokens.
 
     Raises:
         UserError: the files are missing or broken, or define no EOS token.
     """
 
-    def __init__(self, directory: Path | str) -> None:
+    def __init__(self, directory: Path | str, *, reads_marks: bool = False) -> None:
         self.source = str(directory)
         self._tokenizer = _read_hugging_face(Path(directory))
         self.vocab_size: int = len(self._tokenizer)
         self.eos_token_id, self.pad_token_id = _require_eos(
             self._tokenizer.eos_token_id, self._tokenizer.pad_token_id, self.source
         )
+        self._reads_marks, backend = reads_marks, getattr(self._tokenizer, "backend_tokenizer", None)
+        self._marks = None if backend is None or reads_marks else Marks(backend)
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_content(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_content`."""
+        return self.encode_rendered(self._guard(text))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_rendered`."""
+        return self._marks.encode(text) if self._marks is not None and GUARD in text else self.encode(text)
 
     def read_vocabulary(self) -> dict[str, int]:
         """See `Tokenizer.read_vocabulary`."""
@@ -134,6 +174,24 @@ class HuggingFaceTokenizer:
         Raises:
             UserError: there is no template, or it refuses these messages.
         """
+        return self._apply(messages, options)
+
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """See `Tokenizer.render`; raises as `apply_chat_template`."""
+        given = {name: self._guard(options[name]) for name in ("tools", "documents") if name in options}
+        return self._apply(self._guard(messages), {**options, **given})
+
+    def _guard(self, value: Any) -> Any:
+        if self._marks is None and not self._reads_marks:
+            raise UserError(
+                "the tokenizer is a slow one, which has no way to keep the text of special tokens in messages as text",
+                source=self.source,
+                expected="a tokenizer with tokenizer.json, which is a fast one",
+                hint="convert it with transformers, or trust all messages and set data.special_tokens_in_contents=true",
+            )
+        return value if self._marks is None else self._marks.guard(value)
+
+    def _apply(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         try:
             return self._tokenizer.apply_chat_template(
                 messages, **{"tokenize": False, "add_generation_prompt": True, **options}
@@ -147,23 +205,24 @@ class HuggingFaceTokenizer:
             ) from error
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path, *, reads_marks: bool = False) -> Tokenizer:
     """The tokenizer that lies at `path`.
 
     Args:
         path: a directory with tokenizer.json or tokenizer_config.json (Hugging Face), or with
             tokenizer.model only (sentencepiece), or a .model file (sentencepiece).
+        reads_marks: `data.special_tokens_in_contents`.
 
     Raises:
         UserError: nothing of the kind is there, or it cannot be read.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".model":
-        return SentencePieceTokenizer(path)
+        return SentencePieceTokenizer(path, reads_marks=reads_marks)
     if (path / "tokenizer.json").is_file() or (path / "tokenizer_config.json").is_file():
-        return HuggingFaceTokenizer(path)
+        return HuggingFaceTokenizer(path, reads_marks=reads_marks)
     if (path / "tokenizer.model").is_file():
-        return SentencePieceTokenizer(path / "tokenizer.model")
+        return SentencePieceTokenizer(path / "tokenizer.model", reads_marks=reads_marks)
     found = "no such file or directory" if not path.exists() else "no tokenizer there"
     raise UserError(
         f"{path}: {found}",
@@ -227,6 +286,18 @@ def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer) -> None:
                 expected="a text that the tokenizer writes and reads",
                 hint="special tokens have no text: name their ids in rollout.stop_token_ids",
             )
+
+
+def _without_marks(model: sentencepiece.SentencePieceProcessor) -> sentencepiece.SentencePieceProcessor:
+    """The same model without its user-defined symbols that are marks; control symbols never come of text."""
+    if not any(is_mark(model.id_to_piece(i), is_special=False) for i in range(model.vocab_size())):
+        return model
+    messages: Any = import_module("sentencepiece.sentencepiece_model_pb2")
+    proto = messages.ModelProto.FromString(model.serialized_model_proto())
+    for piece in proto.pieces:
+        if piece.type == piece.USER_DEFINED and is_mark(piece.piece, is_special=False):
+            piece.type = piece.UNUSED
+    return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
 
 
 def _read_hugging_face(directory: Path) -> Any:

@@ -55,7 +55,10 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
         from megatron_rl.roles import bitwise
 
         bitwise.check_bitwise(actor.shape, actor.layout.tp_size, config.rollout.engine)
-    tokenizer = load_tokenizer(Path(config.model.tokenizer or find_model_files(config.model.path)))
+    tokenizer = load_tokenizer(
+        Path(config.model.tokenizer or find_model_files(config.model.path)),
+        reads_marks=config.data.special_tokens_in_contents,
+    )
     _check_vocabulary(tokenizer, actor.shape, "model.tokenizer and model.path")
     found = {"actor": actor}
     for name, role in spec.roles.items():

@@ -41,6 +41,7 @@ def open_episodes(generator: RolloutGenerator, config: RunConfig, stop_token_ids
         temperature=config.rollout.temperature,
         context_length=config.data.max_prompt_length + config.data.max_response_length,
         tool_format=agents.tool_format,
+        reads_marks=config.data.special_tokens_in_contents,
     )
     processes = choose_episodes(setup, agents, is_debugged=config.trainer.debug_rank == world().rank())
     return EpisodeGenerator(generator, processes, config, world())

@@ -8,6 +8,7 @@ learned another format than its template shows.
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -98,6 +99,7 @@ def test_calls_have_the_arguments_that_were_written_and_the_types_of_the_tool(na
         ("hermes", f"<tool_call>{'[' * 10**5}</tool_call>"),
         ("qwen3_coder", "<tool_call>look</tool_call>"),
         ("glm", "<tool_call>look at it</tool_call>"),
+        ("glm", "<tool_call>look<arg_key>a</arg_key>1</arg_value></tool_call>"),
         ("deepseek", f"{BEGIN}look{SEP}{{broken{END}"),
         ("mistral", "[TOOL_CALLS] [{broken"),
         ("mistral", '[TOOL_CALLS] [{"name": "look"}]'),
@@ -106,6 +108,71 @@ def test_calls_have_the_arguments_that_were_written_and_the_types_of_the_tool(na
 )
 def test_a_call_that_is_wrong_is_one_without_arguments(name, text):
     assert read(name, text)[1] == [("", None)]
+
+
+# Format -> what a call in it begins and ends with.
+AROUND = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "qwen3_coder": ("<tool_call><function=f>", "</function></tool_call>"),
+    "glm": ("<tool_call>f<arg_key>", "</arg_value></tool_call>"),
+    "deepseek": (f"{BEGIN}f{SEP}", END),
+    "mistral": ("[TOOL_CALLS]", ""),
+    "llama3": ("", ""),
+}
+FILLERS = [
+    "\n",
+    " ",
+    "\u3000",
+    "{",
+    "[",
+    '{"',
+    '{"a":',
+    '[{"a":[',
+    '{":',
+    '{"name":"',
+    '{"name": "f", "parameters": {',
+    "{}",
+]
+FILLERS += [
+    '"',
+    "\\",
+    "1",
+    "a",
+    "<",
+    "```json\n",
+    "<parameter=",
+    "<parameter=a>",
+    "</parameter>",
+    "[ARGS]",
+    "a[CALL_ID]a",
+]
+
+
+def degenerate(name, length):
+    """Replies of about so many characters that loop, as those of a policy that has gone astray do."""
+    begin, end = AROUND[name]
+    for filler in [*FILLERS, *FORMATS[name].marks]:
+        body = filler * (length // len(filler))
+        yield from (body, begin + body, begin + body + end, begin + '{"a":' * 900 + body + end)
+        yield begin + body[: length // 2] + "x" + body[: length // 2] + end
+        for mark in [begin + filler, *(mark + filler for mark in FORMATS[name].marks)]:
+            yield mark * (length // len(mark)) + end
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_degenerate_reply_is_read_at_once(name):
+    """All replies together; with a pattern that gives back, one of 2,000 line breaks takes longer than the bound."""
+    started = time.process_time()
+    for reply in degenerate(name, 30_000):
+        for call in read_tool_calls(reply, FORMATS[name], [SPEC])[1]:
+            assert isinstance(call.name, str)
+    assert time.process_time() - started < 10
+
+
+def test_a_call_behind_text_with_many_brackets_is_found():
+    call = '{"name": "look", "parameters": {"depth": 3}}'
+    for text in (r"\frac{a}{b} " * 3000, '{"a": b} ' * 100, '{"a": 1} ' * 3000, '{"a": [' * 3):
+        assert read("llama3", text + call)[1] == [("look", {"depth": 3})]
 
 
 def test_what_is_said_around_calls_remains_and_ids_are_those_that_were_written():

@@ -33,6 +33,14 @@ class LetterTokenizer:
     def apply_chat_template(self, messages: list[dict[str, Any]], mark: str = "|") -> str:
         return mark.join(f"{m['role']}>{m['content']}" for m in messages) + mark
 
+    def encode_content(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    encode_rendered = encode_content
+
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return self.apply_chat_template(messages, **options)
+
 
 class PairTokenizer(LetterTokenizer):
     """Two letters to a token, counted from the start of a text: a cut changes all tokens behind it."""

@@ -44,6 +44,8 @@ class Tokens:
     def encode(self, text: str) -> list[int]:
         return [9, 40, 9] if "</think>" in text else [9]
 
+    encode_content = encode_rendered = encode
+
     def decode(self, ids: Sequence[int], keep: Collection[str] = ()) -> str:
         return "".join("<think>" if i == OPEN else "</think>" if i % 40 == 0 else "." for i in ids)
 
@@ -52,6 +54,8 @@ class Tokens:
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
         return ""
+
+    render = apply_chat_template
 
 
 THOUGHTS = Thoughts("\n</think>\n", Tokens())

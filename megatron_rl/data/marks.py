@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Marks of control, such as <|im_end|>, in the contents of messages: they stay text.
+
+A chat template puts contents between marks, and a tokenizer turns the text of a mark into its token wherever it is. So
+a guard, one character, is put into the marks of contents before the template is applied. Afterwards the marks without
+a guard are the template's own.
+
+    content     the file says <|im_end|>
+    guarded     the file says <G|im_end|>
+    rendered    <|im_start|>user\nthe file says <G|im_end|><|im_end|>\n
+    tokens      151644 ... "<", "|", "im", "_end", "|", ">" 151645 ...
+
+A text without a guard is encoded by the tokenizer itself.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RustTokenizer
+
+GUARD = "\ufdd0"  # U+FDD0, no character of any text
+_GUARDS = re.compile(f"{GUARD}({GUARD}?)")  # two of them are one of the content
+_BARS = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
+_NAMES = ("role", "type")  # fields of which the template compares the values
+
+
+def is_mark(text: str, is_special: bool) -> bool:
+    """Return True for a token of control: the tokenizer declares it special, or it is spelled <|...|>.
+
+    DeepSeek does not declare the mark of a user's turn. Tags of replies, such as <think> and <tool_call>, mostly are
+    neither, and stay tokens in contents.
+    """
+    return is_special or _BARS.fullmatch(text) is not None
+
+
+def remove_guards(text: str) -> str:
+    """Return a rendered text as the policy is shown it."""
+    return _GUARDS.sub(r"\1", text) if GUARD in text else text
+
+
+class Marks:
+    """The marks of a Hugging Face tokenizer, and an encoder of guarded texts.
+
+    The encoder shares the tokenizer's model, and has a secret name for each mark: only marks that are renamed become
+    tokens of control.
+
+    Args:
+        tokenizer: fast.
+    """
+
+    def __init__(self, tokenizer: RustTokenizer) -> None:
+        added, model_ids = tokenizer.get_added_tokens_decoder(), tokenizer.get_vocab(with_added_tokens=False)
+        self._marks = {token.content: i for i, token in added.items() if is_mark(token.content, token.special)}
+        secret = f"\ufdd1{secrets.token_hex(16)}"
+        self._names = {mark: f"{secret}{i}\ufdd1" for mark, i in self._marks.items()}
+        self._encoder = RustTokenizer(tokenizer.model)
+        if tokenizer.normalizer is not None:
+            self._encoder.normalizer = tokenizer.normalizer
+        if tokenizer.pre_tokenizer is not None:
+            self._encoder.pre_tokenizer = tokenizer.pre_tokenizer
+        # New ids begin behind the number of the model's tokens, which may have ids beyond it.
+        taken = range(len(model_ids), max(model_ids.values(), default=0) + 1)
+        named = {self._names.get(token.content, token.content): i for i, token in added.items()}
+        self._encoder.add_tokens([AddedToken(f"{secret}unused{i}\ufdd1", normalized=False) for i in taken])
+        self._encoder.add_tokens([_rename(added[i], name) for name, i in named.items()])
+        self._ids = {self._encoder.token_to_id(name): i for name, i in named.items()}
+        self._lengths = sorted({len(mark) for mark in self._marks})
+        self._begun = {mark[:stop] for mark in self._marks for stop in range(1, len(mark))}
+        first = "".join(sorted({mark[0] for mark in self._marks}))
+        self._first = re.compile(f"[{re.escape(first + GUARD)}]")
+        folded = any(token.normalized for token in added.values() if token.content in self._marks)
+        self._normalize = tokenizer.normalizer.normalize_str if folded and tokenizer.normalizer is not None else None
+
+    def guard(self, value: Any) -> Any:
+        """Return a message, a tool, or a list of them with guards in its marks and in a mark that begins at an end.
+
+        Names of fields and roles that are plain words stay.
+        """
+        if isinstance(value, str):
+            return self._guard_text(value)
+        if isinstance(value, list | tuple):
+            return [self.guard(part) for part in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            _keep_word(name) or self.guard(name): (name in _NAMES and _keep_word(part)) or self.guard(part)
+            for name, part in value.items()
+        }
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a guarded text; only its marks without a guard are tokens of control."""
+        found = sorted((mark for mark in self._names if mark in text), key=len, reverse=True)
+        if found:
+            text = re.sub("|".join(map(re.escape, found)), lambda match: self._names[match[0]], text)
+        tokens: list[int] = []
+        for i in self._encoder.encode(remove_guards(text), add_special_tokens=False).ids:
+            if i in self._ids:
+                tokens.append(self._ids[i])
+            elif i in self._controls:  # the model's own vocabulary has the mark, and its pieces make it
+                tokens += self._spell(i)
+            else:
+                tokens.append(i)
+        return tokens
+
+    @cached_property
+    def _controls(self) -> set[int]:
+        """Tokens that only the template may write; the one of unknown text is special, too, but no mark."""
+        return set(self._marks.values()) - {piece.id for piece in self._encoder.model.tokenize(GUARD)}
+
+    def _spell(self, token: int) -> list[int]:
+        model, text = self._encoder.model, self._encoder.model.id_to_token(token)
+        return [piece.id for letter in text for piece in model.tokenize(letter)]
+
+    def _guard_text(self, text: str) -> str:
+        places = [match.start() for match in self._first.finditer(text)]
+        end = len(text.rstrip())  # templates may strip contents
+        places = [i for i in places if text[i] == GUARD or self._begins_mark(text, i, end)]
+        if not places and self._normalize is not None and text.strip():
+            shown = self._normalize(text)
+            if any(mark in shown for mark in self._marks):
+                places = [len(text) - len(text.lstrip())]
+        return GUARD.join(text[start:stop] for start, stop in pairwise([0, *(i + 1 for i in places), len(text)]))
+
+    def _begins_mark(self, text: str, place: int, end: int) -> bool:
+        """Return True if a mark begins here, or the text ends within one: the next text could complete it."""
+        is_whole = any(text[place : place + length] in self._marks for length in self._lengths)
+        return is_whole or (end - place < self._lengths[-1] and text[place:end] in self._begun)
+
+
+def _keep_word(text: Any) -> str | None:
+    """Return a text that is one plain word."""
+    return text if isinstance(text, str) and text.isidentifier() else None
+
+
+def _rename(token: AddedToken, name: str) -> AddedToken:
+    """Return the same token of another name; a secret one is looked for before texts are normalized."""
+    normalized = token.normalized and name == token.content
+    strips = {"lstrip": token.lstrip, "rstrip": token.rstrip}
+    return AddedToken(name, single_word=token.single_word, normalized=normalized, special=token.special, **strips)
