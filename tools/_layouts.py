@@ -103,7 +103,7 @@ def read_shape(path: Path) -> ModelShape:
         return load_model_shape(path)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"cannot read {path}: {error}",
             source="--hf-config",

@@ -215,4 +215,4 @@ def _read_family(directory: Path) -> Family | None:
     """The family of a model, if it is known: names alone do not tell how experts are packed."""
     config = directory / "config.json"
     described = read_config(config) if config.is_file() else {}
-    return FAMILIES.get(described.get("model_type", ""))
+    return FAMILIES.get(str(described.get("model_type")))

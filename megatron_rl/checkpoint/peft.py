@@ -18,19 +18,34 @@ from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.files import publish, write_file
 from megatron_rl.checkpoint.huggingface import ShardedModel, do_on_first, gather_on_first, make_empty
-from megatron_rl.checkpoint.safetensors_index import read_headers
+from megatron_rl.checkpoint.safetensors_index import read_headers, read_names
 from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
+from megatron_rl.weights.config_values import COUNT, FLAG, POSITIVE, check_kinds, read_json, show
 from megatron_rl.weights.shard_box import ShardBox, box_slices
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_SCALE = {"r": COUNT, "lora_alpha": POSITIVE}
+# Settings of PEFT that are compared with the run's, say what the tensors say, or mean nothing once these are read.
+_FREE = (
+    *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("megatron_config", "megatron_core", "lora_dropout", "loftq_config", "eva_config", "corda_config"),
+    *("lora_ga_config", "velora_config", "qalora_group_size"),
+)
+# Others, and the values that are served; of those that are not here, the values that are off (null, false, empty).
+_SERVED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),  # others change the model, too
+}
 
 
 def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> None:
-    """Compare adapters on disk with what a run trains; reads headers only.
+    """Compare adapters on disk with what a run trains, and look for numbers that are not finite.
 
     Args:
         directory: as PEFT saves them.
@@ -38,7 +53,8 @@ def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> N
         source: the setting that names the directory.
 
     Raises:
-        UserError: files that are missing, another rank or scale, or other matrices.
+        UserError: files that are missing or damaged, settings of PEFT with which they would mean something else here,
+            another rank or scale, other matrices, or values that are no finite numbers.
     """
     directory = Path(directory)
     weights = directory / WEIGHTS_FILE
@@ -50,21 +66,18 @@ def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> N
             expected="a directory that PEFT has saved, with its weights in safetensors",
             hint="model.save_pretrained(directory) of a PeftModel writes one",
         )
-    config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
-    if config["r"] != shape.rank or not math.isclose(scale, shape.scale):
+    config = _read_config(directory / CONFIG_FILE, shape)
+    rank, alpha, is_rslora = config["r"], config["lora_alpha"], bool(config.get("use_rslora"))
+    scale = alpha / (math.sqrt(rank) if is_rslora else rank)
+    if rank != shape.rank or not math.isclose(scale, shape.scale):
         raise UserError(
-            f"the adapters have rank {config['r']} and scale {scale:g}, the run has {shape.rank} and {shape.scale:g}",
+            f"the adapters have rank {rank} and scale {scale:g}, the run has {shape.rank} and {shape.scale:g}",
             source=source,
             expected="the rank, alpha and rslora that the adapters were trained with",
-            hint=f"set lora.rank={config['r']}, lora.alpha={config['lora_alpha']:g} and "
-            f"lora.rslora={str(bool(config.get('use_rslora'))).lower()}",
+            hint=f"set lora.rank={rank}, lora.alpha={alpha} and lora.rslora={str(is_rslora).lower()}",
         )
-    with safe_open(weights, framework="pt") as handle:
-        names = list(handle.keys())
-    found = {
-        name.removeprefix(_PREFIX): size for name, (size, _) in read_headers(dict.fromkeys(names, weights)).items()
-    }
+    headers = read_headers(dict.fromkeys(read_names(weights), weights))
+    found = {name.removeprefix(_PREFIX): size for name, (size, _) in headers.items()}
     wanted = shape.logical_tensors()
     wrong = [f"{name} is missing" for name in wanted if name not in found]
     wrong += [f"{name} is in no adapter of the run" for name in found if name not in wanted]
@@ -74,7 +87,49 @@ def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> N
             f"{len(wrong)} tensor(s) of the adapters do not match: {'; '.join(wrong[:3])}",
             source=source,
             expected=f"adapters of {', '.join(shape.modules)} in every layer",
-            hint=f"set lora.target_modules={config.get('target_modules')}, or use adapters of this model",
+            hint=f"set lora.target_modules={show(config.get('target_modules'))}, or use adapters of this model",
+        )
+    _check_numbers(weights, headers)
+
+
+def _read_config(file: Path, shape: AdapterShape) -> dict[str, Any]:
+    """The settings of adapters; refuses (UserError) those with which the tensors would mean something else here."""
+    config = read_json(file, "save the adapters again with save_pretrained")
+    check_kinds({"r": None, "lora_alpha": None} | config, _SCALE, str(file), may_be_null=False)
+    check_kinds(config, {"use_rslora": FLAG}, str(file))
+    heads = ("score", "classifier") if shape.base.has_score_head else ()  # which PEFT names together
+    saved = config.get("modules_to_save")
+    is_head = isinstance(saved, list) and all(name in heads for name in saved)
+    wrong = {
+        name: value
+        for name, value in ({"peft_type": None} | config).items()
+        if name not in _FREE
+        and not (name == "modules_to_save" and is_head)
+        and (value not in _SERVED[name] if name in _SERVED else bool(value))
+    }
+    if wrong:
+        raise UserError(
+            f"adapters with {', '.join(f'{name} = {show(value)}' for name, value in wrong.items())}",
+            source=str(file),
+            expected="LoRA as PEFT makes it by default: one rank and one alpha for all, beside an unchanged model",
+            hint="merge such adapters into the model with PEFT's merge_and_unload, or, where they begin from a changed "
+            "model (PiSSA and its relatives), save them with path_initial_model_for_weight_conversion",
+        )
+    return config
+
+
+def _check_numbers(weights: Path, headers: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    """Refuse tensors of other types than weights have, and numbers that are not finite (UserError)."""
+    wrong = [f"{name} is {dtype}" for name, (_, dtype) in headers.items() if dtype not in ("F32", "F16", "BF16")]
+    if not wrong:
+        with safe_open(weights, framework="pt") as handle:
+            wrong = [f"{name} is not finite" for name in headers if not handle.get_tensor(name).isfinite().all()]
+    if wrong:
+        raise UserError(
+            f"{len(wrong)} tensor(s) of the adapters cannot be trained: {'; '.join(wrong[:3])}",
+            source=str(weights),
+            expected="finite numbers in float32, float16 or bfloat16",
+            hint="save the adapters again, from a training that has not diverged",
         )
 
 

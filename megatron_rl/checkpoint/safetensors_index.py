@@ -40,7 +40,7 @@ def index_safetensors(directory: Path) -> dict[str, Path]:
             expected=f"every file that {index.name} names" if named else "all numbered parts",
             hint=f"download {', '.join(missing[:3])} again",
         )
-    held = {file: _read_names(file) for file in files}
+    held = {file: read_names(file) for file in files}
     if named is not None:
         _check_index(index, named, held)
         return {name: directory / file for name, file in named.items()}
@@ -99,7 +99,12 @@ def _read_index(index: Path) -> dict[str, str]:
     return named
 
 
-def _read_names(file: Path) -> set[str]:
+def read_names(file: Path) -> set[str]:
+    """The tensors of a file; its header says how long the file must be.
+
+    Raises:
+        UserError: it is damaged, cut off or cannot be read.
+    """
     try:
         with safe_open(file, framework="pt") as handle:
             return set(handle.keys())

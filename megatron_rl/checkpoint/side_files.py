@@ -6,13 +6,13 @@ A checkpoint keeps them in `config/`, so that it can be turned into a model in H
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.files import FileRecord, copy_file
 from megatron_rl.types import UserError
+from megatron_rl.weights.config_values import read_json
 from megatron_rl.weights.text_part import take_text_config
 
 CONFIG_DIR, MTP_ROLE = "config", "mtp"
@@ -62,7 +62,7 @@ def list_side_files(model: Path, tokenizer: Path | None = None) -> dict[str, Pat
 
 def read_config(file: Path) -> dict[str, Any]:
     """The content of a config.json; of an image-text model what it says of the text part."""
-    return take_text_config(json.loads(file.read_text(encoding="utf-8")))
+    return take_text_config(read_json(file, "take the file from the model again"))
 
 
 def copy_side_files(files: Mapping[str, Path], directory: Path) -> list[FileRecord]:

@@ -6,7 +6,6 @@ The same planner serves `tools/plan.py`, a dry run that is told the memory of a 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron_rl.planning.layouts import Candidate, Problem, check_job, find_nea
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.planning.steptime import Assumptions, build_workload
 from megatron_rl.types import UserError
+from megatron_rl.weights.config_values import read_json
 from megatron_rl.weights.families import Head, ModelShape
 from megatron_rl.weights.model_config import model_shape_from_config
 
@@ -29,15 +29,7 @@ def read_shape(path: Path, head: Head = "lm") -> ModelShape:
         UserError: there is none, or it is not served.
     """
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot read {file}: {error}",
-            source="the model's config.json",
-            expected="a model directory in HF format, or its config.json",
-            hint="put it into shapes/ beside the recipe, or give tools/plan.py --hf-config DIR_OR_JSON",
-        ) from None
+    config = read_json(file, "put it into shapes/ beside the recipe, or give tools/plan.py --hf-config DIR_OR_JSON")
     return model_shape_from_config(config, source=str(file), head=head)
 
 

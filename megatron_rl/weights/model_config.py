@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.types import UserError
+from megatron_rl.weights.config_checks import check_config, check_shape
+from megatron_rl.weights.config_values import OBJECT, TEXT, TEXTS, check_kinds, read_json, show
 from megatron_rl.weights.delta_nets import read_delta_nets
 from megatron_rl.weights.families import SCORE_HEAD, Head, ModelShape
 from megatron_rl.weights.family import ALIASES, FAMILIES, Family, LatentSizes, SigmoidRouter
@@ -51,17 +53,7 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
             expected="a model directory in Hugging Face format",
             hint="tools/make_toy_task.py makes a small one; check for a typo or a missing download",
         )
-    try:
-        config = json.loads(file.read_bytes())
-        if not isinstance(config, dict):
-            raise ValueError(f"a {type(config).__name__}")
-    except ValueError as error:
-        raise UserError(
-            f"{file} holds no JSON object: {error}",
-            source=str(file),
-            expected="an HF config.json",
-            hint="the file may be half downloaded: download config.json again",
-        ) from None
+    config = read_json(file, "the file may be half downloaded: download config.json again")
     return model_shape_from_config(config, source=str(file), head=head)
 
 
@@ -93,29 +85,16 @@ def is_image_text(directory: str | Path) -> bool:
 
 def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "lm") -> ModelShape:
     """Make the shape from the content of a config.json; see `load_model_shape`."""
+    check_kinds(config, {"model_type": TEXT, "architectures": TEXTS, "text_config": OBJECT}, source)
     config = take_text_config(config)
-    name: str = config.get("model_type") or ""
-    name = ALIASES.get(name, name)
-    family = FAMILIES.get(name)
-    if family is None:
-        raise UserError(
-            f"unknown architecture {config.get('model_type')!r}",
-            source=source,
-            expected=f"model_type one of {sorted({*FAMILIES, *ALIASES, *TEXT_PARTS})}",
-            hint="docs/add_a_family.md says how to add one: often a row in weights/family.py",
-        )
-    scoring = [name for name in config.get("architectures") or () if name.endswith(_SCORING_SUFFIXES)]
-    if scoring and head == "lm":
-        raise UserError(
-            f"{scoring[0]} has no language-model head",
-            source=source,
-            expected=f"a {family.architecture}",
-            hint="a reward model or critic belongs to reward_model.path or critic.path",
-        )
+    check_kinds(config, {"model_type": TEXT}, source)
+    name, family = _find_family(config, head, source)
+    check_config(config, family, source)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = rope.get("full_attention", rope)  # where layers with windows have their own
-    _refuse_options(config, family, rope, source)
+    rope = rope.get("full_attention") or rope  # where layers with windows have their own
+    rope = {name: value for name, value in rope.items() if value is not None}
     try:
+        _refuse_options(config, family, rope, source)
         num_heads, hidden = config["num_attention_heads"], config["hidden_size"]
         head_dim = (config.get("head_dim") if family.honors_head_dim else None) or hidden // num_heads
         experts = _read_experts(config, family, source)
@@ -143,7 +122,8 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
             **experts,
             **_read_attention(config, family, source),
         )
-        return replace(shape, **_read_latent(config, rope)) if family.has_latent_attention else shape
+        if family.has_latent_attention:
+            shape = replace(shape, **_read_latent(config, rope))
     except KeyError as error:
         raise UserError(
             f"key {error} is missing",
@@ -151,6 +131,31 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
             expected="a complete HF config.json",
             hint="write it with transformers' save_pretrained",
         ) from None
+    check_shape(shape, config, source)
+    return shape
+
+
+def _find_family(config: dict[str, Any], head: Head, source: str) -> tuple[str, Family]:
+    """The family of a model, which must have the head that is asked for, and its name."""
+    name: str = config.get("model_type") or ""
+    name = ALIASES.get(name, name)
+    family = FAMILIES.get(name)
+    if family is None:
+        raise UserError(
+            f"unknown architecture {config.get('model_type')!r}",
+            source=source,
+            expected=f"model_type one of {sorted({*FAMILIES, *ALIASES, *TEXT_PARTS})}",
+            hint="docs/add_a_family.md says how to add one: often a row in weights/family.py",
+        )
+    scoring = [name for name in config.get("architectures") or () if name.endswith(_SCORING_SUFFIXES)]
+    if scoring and head == "lm":
+        raise UserError(
+            f"{scoring[0]} has no language-model head",
+            source=source,
+            expected=f"a {family.architecture}",
+            hint="a reward model or critic belongs to reward_model.path or critic.path",
+        )
+    return name, family
 
 
 def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any], source: str) -> None:
@@ -176,7 +181,7 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
     if any(refused.values()):
         names = [name for name, is_set in refused.items() if is_set]
         raise UserError(
-            f"option(s) {', '.join(f'{n}={config.get(n, rope)!r}' for n in names)} are not served",
+            f"option(s) {', '.join(f'{n}={show(config.get(n, rope))}' for n in names)} are not served",
             source=source,
             expected=f"hidden_act={family.activations[0]}, full causal attention, no bias beyond the family's, "
             "rotary positions unscaled, or with linear, llama3, yarn or longrope scaling (of longrope with the factors "
@@ -304,7 +309,9 @@ def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[s
     if family.experts.has_sigmoid_router:
         return _read_sigmoid_experts(config, source)
     # transformers 5 writes num_local_experts where published Qwen3-MoE configs have num_experts.
-    num_experts = config.get("num_experts") or config["num_local_experts"]
+    num_experts = config.get("num_experts") or config.get("num_local_experts")
+    if num_experts is None:
+        raise KeyError("num_local_experts")
     per_token = config["num_experts_per_tok"]
     # Mixtral and gpt-oss have no such option: their shares always add up to 1. Qwen3-Next's do by default.
     normalizes_shares = config["model_type"] in ("mixtral", "gpt_oss") or bool(

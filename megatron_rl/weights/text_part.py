@@ -19,7 +19,7 @@ _OUTER = ("tie_word_embeddings", "quantization_config")  # said of the whole mod
 
 def take_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json says of the text part; of a model without another one, all of it."""
-    name, text = TEXT_PARTS.get(config.get("model_type", "")), config.get("text_config")
+    name, text = TEXT_PARTS.get(str(config.get("model_type"))), config.get("text_config")
     if name is None or not isinstance(text, dict):
         return dict(config)
     classes = [

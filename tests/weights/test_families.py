@@ -260,7 +260,7 @@ def test_routing_numbers(family: str, change: dict[str, Any], expected: tuple[in
     [
         (dict(routed_scaling_factor=2.5), (1, 1, 2.5)),
         (dict(n_group=4, topk_group=4), (1, 1, 1.0)),
-        (dict(n_group=4, topk_group=2, num_experts_per_tok=4), (4, 2, 1.0)),
+        (dict(n_group=4, topk_group=2, num_experts_per_tok=4, n_routed_experts=8), (4, 2, 1.0)),
     ],
 )
 def test_sigmoid_routers(change: dict[str, Any], expected: tuple[int, int, float]) -> None:

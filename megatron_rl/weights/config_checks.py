@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values of a config.json: each of its kind, and those that belong together of one model.
+
+What is of the right kind can be turned into a `ModelShape`; what the shape then says is compared here as well, so that
+every model that passes can be laid out, built and run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.types import UserError
+from megatron_rl.weights.config_values import (
+    COUNT,
+    COUNT_OR_ZERO,
+    COUNTS,
+    FLAG,
+    NOT_NEGATIVE,
+    NUMBERS,
+    OBJECT,
+    POSITIVE,
+    SHARE,
+    TEXT,
+    TEXTS,
+    TWO,
+    check_kinds,
+    show,
+)
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.family import FAMILIES, Family
+from megatron_rl.weights.rope import Llama3Scaling, LongropeScaling
+
+MOST_MATRICES = 100_000  # layers times experts; the largest published models have 25,000
+_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"), COUNT),
+    "max_position_embeddings": TWO,
+    "rms_norm_eps": POSITIVE,
+}
+_OPTIONS = {
+    "architectures": TEXTS,
+    **dict.fromkeys(("num_key_value_heads", "head_dim"), COUNT),
+    **dict.fromkeys(("hidden_act", "hidden_activation"), TEXT),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "use_qk_norm", "norm_topk_prob"), FLAG),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config"), OBJECT),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), POSITIVE),
+    "partial_rotary_factor": SHARE,
+    "original_max_position_embeddings": TWO,
+    "layer_types": TEXTS,
+    "no_rope_layers": COUNTS,
+    **dict.fromkeys(("no_rope_layer_interval", "sliding_window_pattern", "full_attention_interval"), COUNT),
+    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers", "n_shared_experts", "q_lora_rank"), COUNT_OR_ZERO),
+    **dict.fromkeys(("n_group", "topk_group"), COUNT_OR_ZERO),
+}
+_ROPE = {
+    **dict.fromkeys(("rope_type", "type"), TEXT),
+    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor"), POSITIVE),
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), NOT_NEGATIVE),
+    **dict.fromkeys(("short_factor", "long_factor"), NUMBERS),
+    "partial_rotary_factor": SHARE,
+    "original_max_position_embeddings": TWO,
+}
+_LATENTS = dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), COUNT)
+_DELTA_NETS = dict.fromkeys(
+    (
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+        *("linear_value_head_dim", "linear_conv_kernel_dim"),
+    ),
+    COUNT,
+)
+
+
+def check_config(config: Mapping[str, Any], family: Family, source: str) -> None:
+    """Refuse values of a kind that the family cannot have, and models that are too deep to list.
+
+    Args:
+        config: config.json; a missing value is left to its reader.
+        family: of the model.
+        source: where it is.
+
+    Raises:
+        UserError: naming the first such value.
+    """
+    check_kinds(config, _SIZES | _list_family_sizes(family), source, may_be_null=False)
+    further = ("sliding_window",) if family.honors_sliding_window else ()
+    further += ("num_experts", "num_local_experts") if family.experts is not None else ()
+    check_kinds(config, _OPTIONS | dict.fromkeys(further, COUNT), source)
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name) or {}
+        check_kinds(rope, dict.fromkeys(("full_attention", "sliding_attention"), OBJECT), f"{source}, {name}")
+        for part in (rope, rope.get("full_attention") or {}, rope.get("sliding_attention") or {}):
+            check_kinds(part, _ROPE, f"{source}, {name}")
+            check_kinds(part, {"truncate": FLAG}, f"{source}, {name}", may_be_null=False)
+    if (layers := config.get("num_hidden_layers")) is None:
+        return
+    names = ("num_experts", "num_local_experts", "n_routed_experts") if family.experts is not None else ()
+    experts = max([config.get(name) or 1 for name in names], default=1)
+    per_layer = {name: config[name] for name in ("layer_types", "no_rope_layers") if config.get(name)}
+    kinds = set(config.get("layer_types") or ()) if family.alternates_windows or family.has_sinks else set[str]()
+    _require(
+        {
+            f"{layers:,} layers with {experts:,} experts": layers * experts <= MOST_MATRICES,
+            **{f"{len(x):,} {name} for {layers:,} layers": len(x) == layers for name, x in per_layer.items()},
+            f"layer_types {show(sorted(kinds))}": kinds <= {"sliding_attention", "full_attention"},
+        },
+        source,
+        f"at most {MOST_MATRICES:,} layers times experts, and a known type for each layer",
+    )
+
+
+def _list_family_sizes(family: Family) -> dict[str, str]:
+    """What a family needs beside what all do."""
+    experts, found = family.experts, dict[str, str]()
+    if experts is None:
+        found["intermediate_size"] = COUNT
+    else:
+        found |= {experts.size_key: COUNT, "num_experts_per_tok": COUNT}
+        if experts.has_sigmoid_router:
+            found |= {"n_routed_experts": COUNT, "intermediate_size": COUNT}
+            found |= {"first_k_dense_replace": COUNT_OR_ZERO, "routed_scaling_factor": POSITIVE}
+        elif experts.shared is not None:
+            found["shared_expert_intermediate_size"] = COUNT
+    if family.alternates_windows or family.has_sinks:
+        found["sliding_window"] = COUNT
+    if family.alternates_windows:
+        found["query_pre_attn_scalar"] = POSITIVE
+    return found | (_LATENTS if family.has_latent_attention else {}) | (_DELTA_NETS if family.has_delta_nets else {})
+
+
+def check_shape(shape: ModelShape, config: Mapping[str, Any], source: str) -> None:
+    """Refuse sizes that do not belong together.
+
+    Args:
+        shape: made of `config`.
+        config: config.json.
+        source: where it is.
+
+    Raises:
+        UserError: naming all of them.
+    """
+    family, heads, hidden, rotated = FAMILIES[shape.family], shape.num_heads, shape.hidden_size, shape.rotary_dim
+    rotated = shape.head_dim if rotated is None else rotated
+    rope, router, given = shape.rope_scaling, shape.router, config.get("head_dim")
+    right = {
+        f"{heads} attention heads for {shape.num_kv_heads} KV heads": heads % shape.num_kv_heads == 0,
+        f"head_dim = {show(given)} in a {shape.family} model of {heads} heads and a hidden size of {hidden}": (
+            family.has_latent_attention
+            or (given is not None and family.honors_head_dim)
+            or (hidden % heads == 0 and given in (None, hidden // heads))
+        ),
+        f"{rotated} of the {shape.head_dim} channels of a head to be rotated": rotated > 0 and rotated % 2 == 0,
+        f"rope_theta = {shape.rope_theta:g}": shape.rope_theta > 1,
+    }
+    if isinstance(rope, Llama3Scaling):
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        right[f"low_freq_factor = {low} and high_freq_factor = {high}"] = low < high
+    if isinstance(rope, LongropeScaling):
+        count = len(rope.short_factor)
+        right[f"{count} numbers in short_factor for {rotated} channels"] = 2 * count == rotated
+    if family.experts is not None:
+        experts, chosen = shape.num_experts, shape.experts_per_token
+        right[f"{chosen} experts per token of {experts}"] = chosen <= experts
+        right[f"{shape.dense_layers} dense layers of {shape.num_layers}"] = shape.dense_layers <= shape.num_layers
+    if router is not None:
+        groups, most = router.num_groups, router.groups_per_token
+        right[f"{most} of {groups} groups of {shape.num_experts} experts"] = (
+            shape.num_experts % groups == 0 and most <= groups
+        )
+    _require(
+        right,
+        source,
+        "attention heads that are a multiple of the KV heads; a hidden size that is a multiple of the heads where it "
+        "gives head_dim; an even number of rotated channels, with a base above 1 and scalings that fit them; no more "
+        "experts per token than experts, in groups of one size",
+    )
+
+
+def _require(right: Mapping[str, bool], source: str, expected: str) -> None:
+    """Refuse what is wrong, by its description."""
+    if wrong := [what for what, is_right in right.items() if not is_right]:
+        raise UserError(
+            "; ".join(wrong),
+            source=source,
+            expected=expected,
+            hint="no model has such a config.json: correct it, or take it from the model again",
+        )

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that describe a model or its adapters, read without trust: JSON objects whose values have the right kinds."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.types import UserError
+
+_LARGEST = 1 << 31  # no size of a model comes near
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    return type(value) is int and least <= value < _LARGEST
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def _is_list_of(value: Any, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(holds, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# Kind of a value -> whether a value is of that kind. The names stand in messages.
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "a whole number above 0": _is_count,
+    "a whole number above 1": lambda value: _is_count(value, 2),
+    "a whole number, 0 or more": lambda value: _is_count(value, 0),
+    "a finite number above 0": _is_positive,
+    "a finite number, 0 or more": lambda value: value == 0 or _is_positive(value),
+    "a share of 1, above 0": lambda value: _is_positive(value) and value <= 1,
+    "true or false": lambda value: isinstance(value, bool),
+    "a text": _is_text,
+    "a list of texts": lambda value: _is_list_of(value, _is_text),
+    "a list of whole numbers": lambda value: _is_list_of(value, lambda item: _is_count(item, 0)),
+    "a list of numbers above 0": lambda value: bool(value) and _is_list_of(value, _is_positive),
+    "an object": lambda value: isinstance(value, dict),
+}
+COUNT, TWO, COUNT_OR_ZERO, POSITIVE, NOT_NEGATIVE, SHARE, FLAG, TEXT, TEXTS, COUNTS, NUMBERS, OBJECT = KINDS
+
+
+def read_json(file: Path, hint: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        file: must be there.
+        hint: for the error.
+
+    Raises:
+        UserError: it does not read, or holds something else.
+    """
+    try:
+        content = json.loads(file.read_bytes())
+        found = "" if isinstance(content, dict) else f"{file} holds no JSON object: a {type(content).__name__}"
+    except OSError as error:
+        content, found = None, f"cannot read {file}: {error}"
+    except (ValueError, RecursionError) as error:
+        content, found = None, f"{file} holds no JSON object: {error}"
+    if found or content is None:
+        raise UserError(found, source=str(file), expected=f"the {file.name} of a model", hint=hint)
+    return content
+
+
+def check_kinds(values: Mapping[str, Any], kinds: Mapping[str, str], source: str, *, may_be_null: bool = True) -> None:
+    """Refuse the first value that is not of its kind; absent ones pass.
+
+    Args:
+        values: by key.
+        kinds: one of `KINDS` by key.
+        source: the file, for the error.
+        may_be_null: a null passes, too.
+
+    Raises:
+        UserError: naming key, value and kind.
+    """
+    for name, kind in kinds.items():
+        value = values.get(name)
+        if name in values and not (value is None and may_be_null) and not KINDS[kind](value):
+            raise UserError(
+                f"{name} = {show(value)}",
+                source=source,
+                expected=kind + (f", below {_LARGEST:,}" if type(value) is int and value >= _LARGEST else ""),
+                hint=f"correct {name}, or take the file from the model again",
+            )
+
+
+def show(value: Any) -> str:
+    """A value from a file in one short line, however long or deep it is."""
+    return reprlib.repr(value)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Broken config.json files: each is refused with four parts by what the dry run and the start share.
+
+The tables hold values that hand-written, cut-off and generated files have had. Not covered: keys that only a library
+reads (`initializer_range`, say), and sizes that are right and do not fit the weights (tests/checkpoint).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.loading import load_config
+from megatron_rl.roles.inputs import read_rl_inputs
+from megatron_rl.types import UserError
+from megatron_rl.weights.config_checks import MOST_MATRICES
+from megatron_rl.weights.model_config import load_model_shape
+from rl_runs import overrides_for
+from tiny_models import _FAMILY_SIZES, CONFIGS
+
+ROOT = Path(__file__).resolve().parents[2]
+NAN, INF, DEEP = float("nan"), float("inf"), "[" * 100_000 + "]" * 100_000
+# Of the policy, a qwen2 model: key -> values that are refused, each by the key's name.
+VALUES: dict[str, list[Any]] = {
+    "num_hidden_layers": ["2", 0, -2, 2.0, True, None, [2], {}, 10_000_000, 1 << 40],
+    "hidden_size": ["128", 0, -128, 128.5, None, 1 << 31, NAN],
+    "intermediate_size": ["192", 0, -1, None],
+    "num_attention_heads": [0, "4", -4, None, 5, 1e3],
+    "num_key_value_heads": [0, "2", -2, 3, 2.0],
+    "head_dim": [0, 33, "32", -32, 64],
+    "vocab_size": [0, "19", None, -19],
+    "max_position_embeddings": [None, 0, "256", 1, INF, -256],
+    "rms_norm_eps": ["abc", NAN, INF, 0, -1e-6, None, True],
+    "rope_theta": ["1e4", 0, -1.0, NAN, 1.0, [1e4]],
+    "rope_scaling": [5, "yarn", [], {"rope_type": 5}, {"rope_type": ["yarn"]}, {"rope_type": "dynamic", "factor": 2.0}],
+    "rope_parameters": [
+        5,
+        "default",
+        [1],
+        {"full_attention": 5},
+        {"rope_theta": "x"},
+        {"rope_type": "linear"},
+        {"rope_type": "linear", "factor": None},
+        {"rope_type": "linear", "factor": "2"},
+        {"rope_type": "linear", "factor": 0},
+        {"rope_type": "linear", "factor": NAN},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": "64"},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": -1},
+        {"rope_type": "yarn", "factor": 4.0, "truncate": "no"},
+        {"rope_type": "longrope", "short_factor": [], "long_factor": []},
+        {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0]},
+        {"rope_type": "longrope", "short_factor": 2.0},
+        {"rope_type": "longrope", "short_factor": ["a"] * 16, "original_max_position_embeddings": 64},
+        {"partial_rotary_factor": 2.0},
+    ],
+    "tie_word_embeddings": ["yes", 1, []],
+    "hidden_act": [5, "relu", ["silu"]],
+    "architectures": [5, "Qwen2ForCausalLM", [1], [None]],
+    "layer_types": [5, [1, 2], ["full_attention"]],
+    "model_type": [5, None, ["qwen2"], "mamba", ""],
+    "quantization_config": ["fp8", {"quant_method": "fp8"}],
+}
+# Whole files.
+FILES = {
+    "empty": b"",
+    "cut": b'{"model_type": "qwen2", "hidden',
+    "a list": b"[1, 2]",
+    "a text": b'"qwen2"',
+    "null": b"null",
+    "no text": b"\xff\xfe\x00{",
+    "deep": f'{{"a": {DEEP}}}'.encode(),
+    "deep objects": b'{"a":' * 100_000,
+    "long number": b'{"hidden_size": ' + b"9" * 5000 + b"}",
+}
+# Families -> keys that only they have -> values.
+OF_FAMILIES: dict[str, dict[str, list[Any]]] = {
+    "qwen3": {"head_dim": [0, 33, "16"], "hidden_size": ["64"]},
+    "qwen3_moe": {
+        "num_experts": [0, "4", 1, 10_000_000],
+        "num_experts_per_tok": [0, 5, "2", None],
+        "moe_intermediate_size": [0, None, "64"],
+        "norm_topk_prob": ["true", 3],
+    },
+    "mixtral": {"num_local_experts": [0, "4", None], "sliding_window": [0, "6", -6]},
+    "gemma3_text": {
+        "sliding_window": [None, 0, "6"],
+        "query_pre_attn_scalar": [0, "24", None, -1],
+        "layer_types": [["sliding_attention"], ["chunked_attention"] * 4, "sliding_attention"],
+        "rope_parameters": [{"sliding_attention": 5}, {"full_attention": {"rope_theta": "x"}}],
+    },
+    "phi3": {"partial_rotary_factor": [0, "1", 1.5, -0.5], "rope_parameters": [{"partial_rotary_factor": 0.1}]},
+    "smollm3": {"no_rope_layers": [5, [1], ["1"] * 4, [-1] * 4]},
+    "glm4_moe": {
+        "n_routed_experts": [0, "4", None],
+        "first_k_dense_replace": [-1, 9, "1"],
+        "n_group": ["1", 3],
+        "routed_scaling_factor": ["1", NAN, 0],
+        "n_shared_experts": [-1, "2"],
+    },
+    "deepseek_v3": {
+        "kv_lora_rank": [0, "40"],
+        "qk_rope_head_dim": [0, 7, "8"],
+        "v_head_dim": [0, None],
+        "q_lora_rank": ["24", -1],
+        "topk_group": [8, "2"],
+    },
+    "qwen3_next": {
+        "linear_num_key_heads": [0, 3, "4"],
+        "linear_conv_kernel_dim": [0, None],
+        "layer_types": [["linear_attention"], [1, 2, 3, 4]],
+        "shared_expert_intermediate_size": [0, "96"],
+    },
+    "gpt_oss": {"sliding_window": [0, None, "6"], "quantization_config": [5, "mxfp4"]},
+}
+
+
+def check_parts(error: UserError) -> None:
+    for part in (error.found, error.source, error.expected, error.hint):
+        assert part and len(part) < 800
+    assert "config.json" in error.source
+
+
+@pytest.fixture(scope="module")
+def broken(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the task whose model's config.json is rewritten by each test."""
+    directory = tmp_path_factory.mktemp("broken") / "task"
+    shutil.copytree(task, directory)
+    return directory
+
+
+def write(task: Path, broken: Path, **changes: Any) -> None:
+    config = json.loads((task / "model/config.json").read_text())
+    if "rope_theta" in changes or "rope_scaling" in changes:
+        config.pop("rope_parameters", None)  # which comes first
+    (broken / "model/config.json").write_text(json.dumps(config | changes))
+
+
+def test_there_are_at_least_a_hundred() -> None:
+    number = sum(map(len, VALUES.values())) + len(FILES)
+    assert number + sum(len(values) for keys in OF_FAMILIES.values() for values in keys.values()) >= 150
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_values_are_refused_by_name(key: str, task: Path, broken: Path, tmp_path: Path) -> None:
+    """By the function that the dry run and the start call, in a fraction of a second each."""
+    config = load_config(None, overrides_for(broken, tmp_path / "run")).config
+    for value in VALUES[key]:
+        write(task, broken, **{key: value})
+        started = time.monotonic()
+        with pytest.raises(UserError) as caught:
+            read_rl_inputs(config, 1)
+        assert time.monotonic() - started < 5, value
+        check_parts(caught.value)
+        spoken = {"num_attention_heads": "heads", "num_key_value_heads": "KV heads", "num_hidden_layers": "layers"}
+        words = (key, spoken.get(key, key), "rope", "factor", "architecture", "truncate", "beta_fast", "channels")
+        assert any(word in str(caught.value) for word in words), (value, caught.value)
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_are_refused(case: str, broken: Path, tmp_path: Path) -> None:
+    (broken / "model/config.json").write_bytes(FILES[case])
+    with pytest.raises(UserError, match="holds no JSON object") as caught:
+        read_rl_inputs(load_config(None, overrides_for(broken, tmp_path / "run")).config, 1)
+    check_parts(caught.value)
+
+
+@pytest.mark.parametrize("family", OF_FAMILIES)
+def test_values_of_families_are_refused(family: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = dict(
+        vocab_size=517,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+    )
+    CONFIGS[family](**(sizes | _FAMILY_SIZES[family])).save_pretrained(tmp_path)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    load_model_shape(tmp_path)
+    for key, values in OF_FAMILIES[family].items():
+        for value in values:
+            (tmp_path / "config.json").write_text(json.dumps(whole | {key: value}))
+            with pytest.raises(UserError) as caught:
+                load_model_shape(tmp_path)
+            check_parts(caught.value)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "max_position_embeddings", "rms_norm_eps", "vocab_size"])
+def test_absent_keys_are_named(key: str, task: Path, broken: Path) -> None:
+    write(task, broken)
+    config = json.loads((broken / "model/config.json").read_text())
+    del config[key]
+    (broken / "model/config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"key '{key}' is missing") as caught:
+        load_model_shape(broken / "model")
+    check_parts(caught.value)
+
+
+def test_the_deepest_model_is_listed_in_time(task: Path, broken: Path) -> None:
+    write(task, broken, num_hidden_layers=MOST_MATRICES, layer_types=None)
+    started = time.monotonic()
+    assert len(load_model_shape(broken / "model").logical_tensors()) > MOST_MATRICES
+    assert time.monotonic() - started < 30
