@@ -158,7 +158,8 @@ class Trainer(Session):
             samples.mismatch = {}
             weighs = has_importance_weights(self.config.algorithm)
             return self.policy.as_column(samples, torch.empty_like(batch.loss_weights)) if weighs else None
-        weights, samples.mismatch = correct_mismatch(batch, self.config.algorithm, self.policy.model.groups.dp)
+        group = self.policy.model.groups.dp
+        weights, samples.mismatch = correct_mismatch(samples.headers, batch, self.config.algorithm, group)
         self.run.count(samples.mismatch)
         return self.policy.as_column(samples, weights)
 

@@ -57,7 +57,7 @@ def test_ppo_trains_a_critic(ppo_on_one_rank: list[dict[str, Any]]) -> None:
 
 
 def test_the_decay_of_the_actor_is_laid_over_the_steps_in_which_it_learns(task: Path, tmp_path: Path) -> None:
-    """Two of four steps; that of the critic over all four. A resumed run goes on exactly."""
+    """Two of four steps; that of the critic over all four. A resumed run continues exactly."""
     decay = [f"{role}.{name}" for role in ("actor", "critic") for name in ("lr_decay_style=linear", "min_lr=2e-4")]
     settings = [*PPO, *decay, "rollout.engine=hf", "trainer.critic_warmup=2", "data.validation_files=[]"]
     settings += ["trainer.total_steps=4", "trainer.save_freq=3", "actor.ppo_mini_batch_size=8"]
