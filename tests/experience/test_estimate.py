@@ -99,6 +99,38 @@ def test_branches_change_no_baseline_and_no_metric() -> None:
         np.testing.assert_allclose(np.concatenate(cut[name]), np.concatenate(whole[name]), rtol=1e-6)
 
 
+def _measure_kl(rank: int, world_size: int) -> list[float]:
+    samples = replicate(WHOLE, PROMPTS, dist.group.WORLD)
+    batch, _ = _pack(samples, rank, world_size)
+    old_logprobs = -0.25 * (batch.tokens + 1) * batch.loss_mask
+    return measure_kl(samples.headers, replace(batch, old_logprobs=old_logprobs), "k1", dist.group.WORLD).tolist()
+
+
+def test_kl_is_summed_over_ranks() -> None:
+    """Of tokens 0, 1, 2 (and 3), every rank has that of all rollouts."""
+    expected = [-0.25 * n * (n + 1) / 2 for n in (4, 4, 4, 4, 3, 4)]
+    for found in (*run_ranks(_measure_kl, 1), *run_ranks(_measure_kl, 2)):
+        assert found == pytest.approx(expected)
+
+
+def _penalize(rank: int, world_size: int, name: str) -> list[float]:
+    """One advantage per rollout, with a KL of 0 to 5 nats in the rewards, of coefficient 0.5."""
+    samples = replicate(WHOLE, PROMPTS, dist.group.WORLD, baselines=np.zeros(2))
+    batch, packing = _pack(samples)
+    samples.kl_per_rollout = np.arange(6.0)
+    algorithm = AlgorithmConfig(adv_estimator=name, kl_coef=0.5, kl_in="reward")
+    advantages = compute_advantages(samples, batch, algorithm, dist.group.WORLD).advantages
+    of_token = find_rollouts(samples.headers, batch)
+    return [advantages[batch.loss_mask & (of_token == i)].unique().item() for i in range(6)]
+
+
+def test_kl_in_the_reward_lowers_it() -> None:
+    """Rewards 1, 1, 1, 0 and 0, 2 less half of the KL are 1, 0.5, 0, -1.5 and -2, -0.5."""
+    scores = [1.0, 0.5, 0.0, -1.5, -2.0, -0.5]
+    assert run_ranks(_penalize, 1, "remax") == [scores]
+    assert run_ranks(_penalize, 1, "dr_grpo") == [[1.0, 0.5, 0.0, -1.5, -0.75, 0.75]]
+
+
 def test_episodes_of_one_to_five_branches_with_equal_rewards_have_equal_advantages() -> None:
     """As one branch each has; a baseline over sequences would say that the rollouts of more branches are worse."""
     rewards = [1.0, 1.0, 1.0, 0.0, 1.0, 0.0]
