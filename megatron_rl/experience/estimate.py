@@ -174,6 +174,23 @@ def measure_lags(batch: TrainBatch, lags: torch.Tensor, most: int, group: dist.P
     return {f"mismatch/lag{lag}": sums[f"gap{lag}"] / sums[f"count{lag}"] for lag in counted}
 
 
+def measure_stale_routes(headers: Headers, batch: TrainBatch, version: int, group: dist.ProcessGroup) -> float:
+    """Share of the tokens in the loss with routes to replay whose routes other weights have chosen; collective.
+
+    Args:
+        headers: of the step; the routes of a sequence are those of its last version.
+        batch: with the routes.
+        version: of the weights that learn.
+        group: the DP group of the batch's role.
+    """
+    routes, is_stale = batch.column("replayed_routes"), np.append(headers["last_version"] < version, False)
+    replayed = batch.loss_mask & (routes[:, 0, 0] != torch.iinfo(routes.dtype).max)
+    stale = replayed & torch.from_numpy(is_stale).to(routes.device)[batch.sequence_ids]
+    counts = {"stale": float(stale.sum()), "replayed": float(replayed.sum())}
+    counts = reduce_scalars(counts, dist.ReduceOp.SUM, group, routes.device)
+    return counts["stale"] / max(counts["replayed"], 1.0)
+
+
 def check_bits(batch: TrainBatch, is_current: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Compare `old_logprobs` with the engine's log-probs, bit for bit (rollout.bitwise); collective over DP.
 
