@@ -160,17 +160,21 @@ class RouteShape:
         return np.full((length, self.layers, self.choices), np.iinfo(self.dtype).max, self.dtype)
 
 
-def complete_routes(first: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+def complete_routes(
+    first: np.ndarray | None, later: np.ndarray | None, *, has_moved: bool = False
+) -> np.ndarray | None:
     """Routes of a sequence from two forwards, [s, layers, choices]: of each token those that were known first.
 
     Args:
         first: of its beginning; None: nothing is known.
         later: of all of it; None: nothing is known.
+        has_moved: the later forward had other weights, and its routes count where they are known: what it sampled
+            follows from them.
     """
     if first is None or later is None:
         return first if later is None else later
-    begin = later[: len(first)]
-    known = np.where(first == np.iinfo(first.dtype).max, begin, first)
+    begin, unknown = later[: len(first)], np.iinfo(first.dtype).max
+    known = np.where(begin == unknown, first, begin) if has_moved else np.where(first == unknown, begin, first)
     return np.concatenate([known, later[len(first) :]])
 
 

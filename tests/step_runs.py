@@ -14,6 +14,7 @@ from role_setups import make_setup, take_step
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.ledger import build_ledger
 from megatron_rl.algorithms.mismatch import compute_importance_weights
+from megatron_rl.algorithms.segments import Responses
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig
 from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.packing.buckets import Buckets
@@ -152,9 +153,8 @@ def take_steps(role: Trained, batch: TrainBatch, step: int) -> tuple[torch.Tenso
         reject_sequence_above=50.0,
     )
     if step % 2 == 0:
-        weights, _ = compute_importance_weights(
-            scores, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids, algorithm
-        )
+        responses = Responses.of_sequences(batch.sequence_ids)
+        weights, _ = compute_importance_weights(scores, batch.rollout_logprobs, batch.loss_mask, responses, algorithm)
         batch = replace(batch, old_logprobs=scores, importance_weights=weights)
     metrics = [take_step(role, minibatch, algorithm) for minibatch in batch.minibatches()]
     return scores, metrics, batch

@@ -37,9 +37,10 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("moe/agreement", "choices in a layer that the router alone would have made as it replays them", "share"),
         Metric("moe/bias_norm", "of all biases of routers that have them, after the update"),
         Metric("moe/flipped_tokens", "tokens whose experts would have been others in some layer", "share"),
+        Metric("moe/replayed_stale", "replayed tokens whose experts weights of an earlier step chose", "share"),
         Metric(
             "moe/<metric>/<third>",
-            "all but the last one, of the first, middle or last third of the layers with experts",
+            "all but the last two, of the first, middle or last third of the layers with experts",
         ),
     ),
     "Multi-token prediction": (

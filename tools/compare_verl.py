@@ -31,6 +31,7 @@ from megatron_rl.algorithms.covariance import choose_tokens
 from megatron_rl.algorithms.kl import AdaptiveKL, compute_kl, measure_for_target
 from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
 from megatron_rl.algorithms.mismatch import compute_importance_weights, normalize_weights
+from megatron_rl.algorithms.segments import Responses
 from megatron_rl.algorithms.value_loss import compute_value_loss
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import AlgorithmConfig
@@ -320,8 +321,9 @@ def compare_the_rest(verl: SimpleNamespace) -> Iterator[Row]:
                 expected, _ = verl.correction.compute_rollout_correction_weights(
                     batch.old - batch.rollout, batch.mask.double(), level, 1.5, is_normalized
                 )
+                responses = Responses.of_sequences(batch.sequence_ids)
                 found, sums = compute_importance_weights(
-                    batch.pack(batch.old), batch.pack(batch.rollout), batch.packed_mask, batch.sequence_ids, config
+                    batch.pack(batch.old), batch.pack(batch.rollout), batch.packed_mask, responses, config
                 )
                 sums = {name: float(value) for name, value in sums.items()}
                 found = normalize_weights(found, sums) if config.importance_normalize else found

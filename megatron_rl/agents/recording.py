@@ -90,7 +90,7 @@ class Recording:
         if is_whole or self.interrupted:
             self._turns.append(Turn(self._current, start, context.length + len(tokens)))
             context.append(tokens, logprobs, version, kept)
-            context.add_routes(routes)
+            context.add_routes(routes, version)
 
     def last_reply(self) -> tuple[list[int], list[float]]:
         """The tokens of the last reply, and their log-probs."""
@@ -121,6 +121,7 @@ class _Context:
         self._kept: list[KeptSets | None] = []
         self.rewards: dict[int, float] = {}  # by the place of a token
         self._routes: np.ndarray | None = None
+        self._routed_by: int | None = None  # version of the weights that read it last
         self.length = 0
         self.append(tokens)
 
@@ -149,9 +150,10 @@ class _Context:
         self._kept.append(kept)
         self.length += count
 
-    def add_routes(self, routes: np.ndarray | None) -> None:
-        """What the engine says of the tokens so far."""
-        self._routes = complete_routes(self._routes, routes)
+    def add_routes(self, routes: np.ndarray | None, version: int) -> None:
+        """What the engine says of the tokens so far, with the weights of a version."""
+        self._routes = complete_routes(self._routes, routes, has_moved=version != self._routed_by)
+        self._routed_by = version
 
     def as_branch(self, prompt: np.ndarray) -> Branch:
         """The branch, up to its last sampled token; of one without, the prompt's last token is taken for a response."""

@@ -46,8 +46,8 @@ def choose_tokens(inputs: PolicyLossInputs, config: AlgorithmConfig, group: dist
     """The tokens that `clip_cov` or `kl_cov` hold back: max(1, cov_ratio * tokens of the step) of them; collective.
 
         kl_cov      the greatest cov_t
-        clip_cov    of those with clip_cov_low < cov_t < clip_cov_high, by a hash of rollout and position: a choice that
-                    is random with regard to the tokens and repeatable
+        clip_cov    of those with clip_cov_low < cov_t < clip_cov_high, by a hash of sequence and position: a choice
+                    that is random with regard to the tokens and repeatable
 
     Args:
         inputs: this rank's tokens; `logprobs` is not used.
@@ -66,7 +66,7 @@ def choose_tokens(inputs: PolicyLossInputs, config: AlgorithmConfig, group: dist
     count, means = int(sums[0]), sums[1:] / sums[0].clamp(min=1)
     scores = ((advantages - means[0]) * (logprobs - means[1])).cpu().numpy()
     ids = inputs.sequence_ids[mask].cpu().numpy()
-    starts = np.flatnonzero(np.diff(ids, prepend=-1))  # a rollout's tokens stand together
+    starts = np.flatnonzero(np.diff(ids, prepend=-1))  # a sequence's tokens stand together
     positions = np.arange(len(ids)) - np.repeat(starts, np.diff(starts, append=len(ids)))
     candidates = np.arange(len(ids))
     if config.policy_loss == "clip_cov":

@@ -83,14 +83,16 @@ class Advantages:
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """What a policy loss may use, [t] each; sequences are contiguous and whole.
+    """What a policy loss may use, [t] each, of one microbatch; sequences are contiguous and whole.
+
+    A sequence is one branch of a rollout; further branches may be in other microbatches and on other ranks.
 
     Attributes:
         logprobs: of the current policy, differentiable.
         old_logprobs: of the policy before the update.
         advantages: per token.
         loss_mask: bool, response tokens in the loss.
-        sequence_ids: int64, index of the rollout; -1 on padding.
+        sequence_ids: int64, index of the sequence; -1 on padding.
         chosen: bool, tokens that `choose_tokens` picked out of the whole step; None: the loss needs none.
         options: of the loss, see `register_policy_loss`.
     """

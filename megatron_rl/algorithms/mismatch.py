@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.algorithms.kl import MAX_LOG_RATIO
-from megatron_rl.algorithms.segments import number_segments, sum_per_segment
+from megatron_rl.algorithms.segments import Responses
 from megatron_rl.config.schema import AlgorithmConfig
 
 
@@ -49,7 +49,7 @@ def compute_importance_weights(
     old_logprobs: torch.Tensor,
     rollout_logprobs: torch.Tensor,
     loss_mask: torch.Tensor,
-    sequence_ids: torch.Tensor,
+    responses: Responses,
     config: AlgorithmConfig,
 ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
     """Weights of the policy-gradient term that correct for sampling with the engine's log-probs.
@@ -72,7 +72,7 @@ def compute_importance_weights(
     Args:
         old_logprobs, rollout_logprobs: [t]; what stands at masked positions does not matter.
         loss_mask: [t] bool, response tokens in the loss.
-        sequence_ids: [t] int64; sequences are contiguous and whole.
+        responses: rollouts with all of their branches: each has one weight, or is rejected as a whole.
         config: `importance_sampling`, `importance_low`, `importance_high`, `reject_sequence_above`.
 
     Returns:
@@ -83,36 +83,35 @@ def compute_importance_weights(
     if not has_importance_weights(config):
         return None, {}
     gap = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
-    segments = number_segments(sequence_ids)
-    counts = sum_per_segment(loss_mask, segments)
+    counts = responses.add_up(loss_mask)
     level, _, action = mode.partition("-")
-    weights = _log_weights(level, gap, segments, counts).float().exp()
+    weights = _log_weights(level, gap, responses, counts).float().exp()
     nowhere = torch.zeros_like(loss_mask)
     is_truncated = weights > config.importance_high if action == "truncate" else nowhere
     is_masked = (weights < config.importance_low) | (weights > config.importance_high) if action == "mask" else nowhere
-    is_rejected = nowhere if threshold is None else sum_per_segment(gap.abs() > threshold, segments) > 0
+    is_rejected = nowhere if threshold is None else responses.add_up(gap.abs() > threshold) > 0
     weights = torch.where(is_truncated, config.importance_high, weights)
-    is_first = segments.diff(prepend=segments[:1] - 1) > 0
-    counted = ~is_masked & (loss_mask if level == "token" else is_first & (counts > 0))
+    is_first = responses.is_first & (counts > 0)
+    counted = ~is_masked & (loss_mask if level == "token" else is_first)
     kept = torch.where(loss_mask & ~is_masked & ~is_rejected, weights, 0.0).float()
     return kept, {
         "tokens": loss_mask.sum(),
         "weight": kept.double().sum(),
         "truncated": (loss_mask & is_truncated).sum(),
         "masked": (loss_mask & is_masked).sum(),
-        "sequences": (is_first & (counts > 0)).sum(),
+        "sequences": is_first.sum(),
         "rejected": (is_first & is_rejected).sum(),
         "normal": torch.where(counted, weights, 0.0).double().sum(),
         "normal_count": counted.sum(),
     }
 
 
-def _log_weights(level: str, gap: torch.Tensor, segments: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _log_weights(level: str, gap: torch.Tensor, responses: Responses, counts: torch.Tensor) -> torch.Tensor:
     """Logarithms of the weights before they are truncated or masked, [t]."""
     if level == "sequence":
-        return sum_per_segment(gap, segments) / counts.clamp(min=1)
+        return responses.add_up(gap) / counts.clamp(min=1)
     if level == "product":
-        return sum_per_segment(gap, segments).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return responses.add_up(gap).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return gap if level == "token" else torch.zeros_like(gap)
 
 

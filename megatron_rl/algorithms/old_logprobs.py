@@ -48,15 +48,16 @@ def _find_early_reader(config: RunConfig, estimator: RegisteredEstimator) -> str
         return "algorithm.kl_in = 'reward' makes rewards of them"
     if config.teachers and algorithm.distillation.kind == SAMPLED:
         return "algorithm.distillation makes advantages of them"
-    return find_early_reader_of_loss(algorithm, minibatches)
+    return find_early_reader_of_loss(algorithm, minibatches, has_branches=config.agents.has_episodes)
 
 
-def find_early_reader_of_loss(algorithm: AlgorithmConfig, minibatches: int) -> str:
+def find_early_reader_of_loss(algorithm: AlgorithmConfig, minibatches: int, *, has_branches: bool) -> str:
     """What of a policy loss needs `old_logprobs` before its first pass, in words; empty: nothing does.
 
     Args:
         algorithm: the loss with its settings.
         minibatches: optimizer steps of a pass.
+        has_branches: a rollout may be several sequences, which are in any microbatches.
     """
     if minibatches > 1:
         return f"an epoch has {minibatches} optimizer steps, and all but the first have changed weights"
@@ -64,4 +65,10 @@ def find_early_reader_of_loss(algorithm: AlgorithmConfig, minibatches: int) -> s
         return f"algorithm.policy_loss = {algorithm.policy_loss!r} chooses tokens of the whole step by them"
     if algorithm.importance_normalize and algorithm.importance_sampling not in ("none", "bypass"):
         return "algorithm.importance_normalize divides by a mean over the whole step"
+    if has_branches and algorithm.importance_sampling.startswith(("sequence", "product")):
+        return (
+            f"algorithm.importance_sampling = {algorithm.importance_sampling!r} weighs episodes with all their branches"
+        )
+    if has_branches and algorithm.reject_sequence_above is not None:
+        return "algorithm.reject_sequence_above rejects episodes with all their branches"
     return ""

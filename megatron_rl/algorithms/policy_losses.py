@@ -38,6 +38,8 @@ def compute_gspo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tupl
 
     Averaged over the tokens of a sequence (seq-mean-token-mean) value and gradient are as of
     -min(s_i A_i, clip(s_i) A_i): every token carries its own share of the gradient of s_i. `dual_clip` works on s_i.
+    A sequence is a branch: an episode that forked has a ratio per branch, as its branches may be in several
+    microbatches, and the policy's log-probs are known for one at a time.
     """
     mean = _sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs)
     log_ratio = mean + (inputs.logprobs - inputs.logprobs.detach())
@@ -51,7 +53,8 @@ def compute_geo_mean_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
         s_i = exp(mean_t c_t)
         loss_t = -mean_t(A_t) sg[s_i] exp(c_t - sg[c_t])
 
-    Averaged over the tokens of a sequence (seq-mean-token-mean) value and gradient are as of -A_i s_i.
+    Averaged over the tokens of a sequence (seq-mean-token-mean) value and gradient are as of -A_i s_i. A sequence is a
+    branch, as in `compute_gspo_loss`.
     """
     log_ratio, advantages = inputs.logprobs - inputs.old_logprobs, inputs.advantages
     bounded = log_ratio.clamp(-config.clip_eps_low, config.clip_eps_high)

@@ -7,6 +7,9 @@ is never known, and buffers over sequences have the length t.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
 
@@ -26,3 +29,27 @@ def sum_per_segment(values: torch.Tensor, segments: torch.Tensor) -> torch.Tenso
     """
     sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)
     return sums.index_add(0, segments, values.double())[segments]
+
+
+@dataclass(frozen=True)
+class Responses:
+    """The responses that the tokens of a packed [t] tensor belong to.
+
+    Attributes:
+        is_first: [t] bool, one token of each response, on one rank.
+        add_up: gives every token the sum over its response, [t] -> [t] float64.
+    """
+
+    is_first: torch.Tensor
+    add_up: Callable[[torch.Tensor], torch.Tensor]
+
+    @classmethod
+    def of_sequences(cls, sequence_ids: torch.Tensor) -> Responses:
+        """Every sequence is one, [t] int64; sequences are contiguous and whole."""
+        segments = number_segments(sequence_ids)
+        return cls(mark_first(sequence_ids), lambda values: sum_per_segment(values, segments))
+
+
+def mark_first(sequence_ids: torch.Tensor) -> torch.Tensor:
+    """The first token of each run of equal ids, [t] bool."""
+    return sequence_ids.diff(prepend=sequence_ids[:1] - 1).ne(0)

@@ -29,8 +29,8 @@ class AlgorithmConfig:
     gae_lambda: float = option(1.0, "Lambda of generalized advantage estimation.")
     policy_loss: str = option(
         "ppo",
-        "ppo (ratio per token), gspo (per sequence), geo_mean (GMPO), cispo, sapo, dppo_tv, dppo_kl, clip_cov, "
-        "kl_cov, policy_gradient, or a plugin's.",
+        "ppo (ratio per token), gspo (per branch), geo_mean (GMPO, likewise), cispo, sapo, dppo_tv, dppo_kl, "
+        "clip_cov, kl_cov, policy_gradient, or a plugin's.",
     )
     clip_eps_low: float = option(
         0.2, "The ratio is clipped below at 1 - this (geo_mean: its logarithm at -this; dppo: largest divergence)."
@@ -103,9 +103,9 @@ class AlgorithmConfig:
     ] = option(
         "none",
         "Correction of the gap between engine and trainer: weight exp(old_logprobs - rollout_logprobs) per token, "
-        "or per response (sequence: geometric mean, product: product of its tokens), truncated at importance_high,"
-        " or masked unless within [importance_low, importance_high]. bypass: no weights; the policy loss takes "
-        "rollout_logprobs as old_logprobs.",
+        "or per rollout, with all branches (sequence: geometric mean, product: product of its tokens), truncated at "
+        "importance_high, or masked unless within [importance_low, importance_high]. bypass: no weights; the policy "
+        "loss takes rollout_logprobs as old_logprobs.",
     )
     importance_normalize: bool = option(
         False, "Divide the weights by their mean over the step's tokens (sequence, product: responses)."
@@ -115,6 +115,6 @@ class AlgorithmConfig:
     distillation: DistillationConfig = DistillationConfig()
     reject_sequence_above: float | None = option(
         None,
-        "Responses with a larger |old_logprobs - rollout_logprobs| at any token have no policy-gradient term; "
+        "Rollouts with a larger |old_logprobs - rollout_logprobs| at any token have no policy-gradient term; "
         "null: off.",
     )

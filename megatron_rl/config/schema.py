@@ -289,7 +289,9 @@ class TrainerConfig:
     test_freq: int = option(0, "Validate every N steps (0: only before and after training).", "steps")
     val_before_train: bool = option(True, "Validate before the first step.")
     val_only: bool = option(False, "Validate once and train nothing.")
-    critic_warmup: int = option(0, "Steps in which only the critic is trained.", "steps")
+    critic_warmup: int = option(
+        0, "Steps in which only the critic is trained; the actor's decay is laid over the others.", "steps"
+    )
     best_metric: str | None = option(
         None,
         "Metric whose best checkpoint is kept as checkpoints/best, e.g. validation/<set>/accuracy; higher is better.",

@@ -22,6 +22,7 @@ from megatron_rl.algorithms.mismatch import (
     normalize_weights,
     sum_mismatch,
 )
+from megatron_rl.algorithms.segments import Responses, mark_first
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.experience.experience import Experience
 from megatron_rl.experience.table import Headers
@@ -108,18 +109,40 @@ def compute_advantages(
     return replace(found, advantages=found.advantages + lesson)
 
 
+def _find_responses(headers: Headers, batch: TrainBatch, group: dist.ProcessGroup) -> Responses:
+    """The rollouts, whose branches may be on several ranks of the group; their sums are collective."""
+    rollouts, device = find_rollouts(headers, batch), batch.sequence_ids.device
+    begins_rollout = np.isin(np.arange(len(headers) + 1), headers.first_of_rollout)  # False for padding, the last one
+    is_first = mark_first(batch.sequence_ids) & torch.from_numpy(begins_rollout).to(device)[batch.sequence_ids]
+
+    def add_up(values: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(len(headers.rollouts) + 1, dtype=torch.float64, device=device)
+        sums.index_add_(0, rollouts, values.double())
+        dist.all_reduce(sums, group=group)
+        return sums[rollouts]
+
+    return Responses(is_first, add_up)
+
+
 def correct_mismatch(
-    batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.ProcessGroup
+    headers: Headers, batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor | None, dict[str, float]]:
     """Gap between `old_logprobs` and the engine's log-probs, and the weights that correct for it; collective.
+
+    Args:
+        headers: of the step.
+        batch: old log-probs.
+        algorithm: the correction.
+        group: the DP group of the batch's role.
 
     Returns:
         Importance weights [t] or None, and the metrics `mismatch/...`.
     """
     device, old_logprobs = batch.tokens.device, batch.column("old_logprobs")
     sums, maximum = sum_mismatch(old_logprobs, batch.rollout_logprobs, batch.loss_mask)
+    responses = _find_responses(headers, batch, group)
     weights, counts = compute_importance_weights(
-        old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids, algorithm
+        old_logprobs, batch.rollout_logprobs, batch.loss_mask, responses, algorithm
     )
     counts = {name: float(value) for name, value in counts.items()}
     sums, counts = (reduce_scalars(part, dist.ReduceOp.SUM, group, device) for part in (sums, counts))
@@ -149,6 +172,23 @@ def measure_lags(batch: TrainBatch, lags: torch.Tensor, most: int, group: dist.P
     sums = reduce_scalars(sums, dist.ReduceOp.SUM, group, batch.tokens.device)
     counted = [lag for lag in range(most + 1) if sums[f"count{lag}"]]
     return {f"mismatch/lag{lag}": sums[f"gap{lag}"] / sums[f"count{lag}"] for lag in counted}
+
+
+def measure_stale_routes(headers: Headers, batch: TrainBatch, version: int, group: dist.ProcessGroup) -> float:
+    """Share of the tokens in the loss with routes to replay whose routes other weights have chosen; collective.
+
+    Args:
+        headers: of the step; the routes of a sequence are those of its last version.
+        batch: with the routes.
+        version: of the weights that learn.
+        group: the DP group of the batch's role.
+    """
+    routes, is_stale = batch.column("replayed_routes"), np.append(headers["last_version"] < version, False)
+    replayed = batch.loss_mask & (routes[:, 0, 0] != torch.iinfo(routes.dtype).max)
+    stale = replayed & torch.from_numpy(is_stale).to(routes.device)[batch.sequence_ids]
+    counts = {"stale": float(stale.sum()), "replayed": float(replayed.sum())}
+    counts = reduce_scalars(counts, dist.ReduceOp.SUM, group, routes.device)
+    return counts["stale"] / max(counts["replayed"], 1.0)
 
 
 def check_bits(batch: TrainBatch, is_current: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -73,7 +73,7 @@ class TrainBatch:
         loss_mask: bool, True on response tokens.
         loss_weights: float32, what each token's loss counts for: `sum(loss_weights * loss)` over all
             microbatches and DP ranks of a minibatch is the loss of that optimizer step.
-        sequence_ids: int64, index of the rollout in the step's list; -1 on padding.
+        sequence_ids: int64, index of the sequence, a branch of a rollout, in the step's list; -1 on padding.
         rollout_logprobs: float32, from the engine.
         old_logprobs, sum_pi_squared, ref_logprobs, advantages, values, returns, importance_weights: float32, where
             they are known.

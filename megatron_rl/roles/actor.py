@@ -11,6 +11,7 @@ import torch
 
 from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
 from megatron_rl.algorithms.mismatch import compute_importance_weights, has_importance_weights
+from megatron_rl.algorithms.segments import Responses
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import share_object
@@ -161,8 +162,9 @@ class Actor:
         old_logprobs = torch.where(self._is_first_pass, logprobs.detach(), microbatch.column("old_logprobs"))
         weights = microbatch.importance_weights
         if weights is not None:
+            responses = Responses.of_sequences(microbatch.sequence_ids)  # of one branch each where these weights count
             own, _ = compute_importance_weights(
-                old_logprobs, microbatch.rollout_logprobs, microbatch.loss_mask, microbatch.sequence_ids, settings
+                old_logprobs, microbatch.rollout_logprobs, microbatch.loss_mask, responses, settings
             )
             weights = weights if own is None else torch.where(self._is_first_pass, own, weights)
         inputs = PolicyLossInputs(

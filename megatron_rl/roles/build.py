@@ -47,7 +47,7 @@ def group_timeout(config: RunConfig) -> timedelta:
 def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, Any]:
     """The roles of an RL run by name; roles of equal layout share their process groups. Collective."""
     groups: dict[ParallelLayout, ParallelGroups | None] = {}
-    roles, steps = {}, inputs.plan.total_optimizer_steps or 0
+    roles: dict[str, Any] = {}
     for name, role in inputs.roles.items():
         if role.layout not in groups:
             groups[role.layout] = join_groups(role.layout, group_timeout(config))
@@ -59,12 +59,17 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
         elif role.spec.shares and make is None:
             roles[name] = BaseOfActor(roles[role.spec.shares])
         else:
-            roles[name] = build_role(
-                config, role, mine, steps, make=make, teacher=_find_teacher(config, inputs) if name == "actor" else None
-            )
+            steps, teacher = _count_updates(name, config, inputs), _find_teacher(config, inputs)
+            roles[name] = build_role(config, role, mine, steps, make=make, teacher=teacher if name == "actor" else None)
     if "mtp" in roles:
         roles["actor"].attach_mtp(roles["mtp"])
     return roles
+
+
+def _count_updates(name: str, config: RunConfig, inputs: RlInputs) -> int:
+    """Optimizer steps of a role in the whole run: the policy has none while only the critic learns."""
+    warmup = config.trainer.critic_warmup if "critic" in inputs.roles and name != "critic" else 0
+    return max((inputs.plan.total_steps or 0) - warmup, 0) * inputs.plan.optimizer_steps_per_step
 
 
 def _find_teacher(config: RunConfig, inputs: RlInputs) -> LearnedTeacher | None:

@@ -159,7 +159,8 @@ class ActorOnSamples(PolicyOnSamples):
     def _make_room(self, samples: Experience, loss: AlgorithmConfig) -> None:
         """For what the last stage will see of the policy in an update."""
         batch = self.read(samples)
-        reader = find_early_reader_of_loss(loss, len(batch.minibatch_sizes))
+        has_branches = len(samples.headers) > len(samples.headers.rollouts)
+        reader = find_early_reader_of_loss(loss, len(batch.minibatch_sizes), has_branches=has_branches)
         if samples.old_logprobs is None and reader:
             raise UserError(
                 f"an update of samples without old_logprobs, and {reader}",

@@ -29,8 +29,8 @@ class Response:
         versions: [s] int32, optimizer steps behind the weights that sampled each.
         finish_reason: "stop", "length", or "interrupted" before either.
         kept: [s] what the tokens were drawn from; None: all of them from the whole vocabulary.
-        routes: of the prompt's tokens and these, of each those that were known first: with them its successor was
-            sampled. None: the engine tells none.
+        routes: of the prompt's tokens and these, of each those of the last weights that read it, see
+            `complete_routes`. None: the engine tells none.
         inserted: [s] bool, these tokens were put in; None: none were.
     """
 
@@ -55,7 +55,7 @@ class Response:
             np.concatenate([self.versions, np.full(len(sampled.tokens), version, np.int32)]),
             sampled.finish_reason,
             KeptSets.join_known([(self.kept, len(self.tokens)), (sampled.kept, len(sampled.tokens))]),
-            complete_routes(self.routes, sampled.routes),
+            complete_routes(self.routes, sampled.routes, has_moved=bool((self.versions[-1:] != version).any())),
             join_inserted(self, sampled),
         )
 

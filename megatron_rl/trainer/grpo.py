@@ -32,6 +32,7 @@ from megatron_rl.experience.estimate import (
     correct_mismatch,
     measure_kl,
     measure_lags,
+    measure_stale_routes,
 )
 from megatron_rl.experience.experience import Column, Experience
 from megatron_rl.observability.rollout_log import TokenTexts
@@ -123,6 +124,8 @@ class Trainer(Session):
         lags = (version - samples.pack(self.policy.packer).versions) // steps
         if self.config.rollout.bitwise:
             check_bits(batch, lags == 0, group)
+        if self.config.actor.router_replay == "engine":
+            self.run.count({"moe/replayed_stale": measure_stale_routes(samples.headers, batch, version, group)})
         if most := self.config.schedule.max_staleness:
             self.run.count(measure_lags(batch, lags, most, group))
             self.run.count(describe_staleness(samples.headers, version, steps))
@@ -158,7 +161,8 @@ class Trainer(Session):
             samples.mismatch = {}
             weighs = has_importance_weights(self.config.algorithm)
             return self.policy.as_column(samples, torch.empty_like(batch.loss_weights)) if weighs else None
-        weights, samples.mismatch = correct_mismatch(batch, self.config.algorithm, self.policy.model.groups.dp)
+        group = self.policy.model.groups.dp
+        weights, samples.mismatch = correct_mismatch(samples.headers, batch, self.config.algorithm, group)
         self.run.count(samples.mismatch)
         return self.policy.as_column(samples, weights)
 

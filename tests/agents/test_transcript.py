@@ -225,3 +225,18 @@ def test_random_conversations_keep_every_sampled_token_in_its_place(chat):
             assert tokens[turn.start : turn.stop].tolist() == reply
         assert rollout.response_tokens.tolist() == sum(replies, [])
         assert rollout.rollout_logprobs.tolist() == [-float(i + 1) for reply in replies for i in range(len(reply))]
+
+
+@pytest.mark.parametrize(("version", "expected"), [(3, [10, 10, 10, 20]), (4, [20, 20, 20, 20])])
+def test_routes_of_weights_that_read_all_again_replace_those_of_others(version, expected):
+    """What the new weights sample follows from their own choices; under the same ones, the first choices stay."""
+    recording = Recording(Prompt(0, np.array([1, 2], np.int32), "", ""), 0)
+    recording.ask(np.array([1, 2], np.int32))
+    routes = np.full((4, 1, 1), 255, np.uint8)
+    routes[:3] = 10
+    recording.reply(np.array([3, 4], np.int32), np.zeros(2, np.float32), 3, routes=routes, is_whole=False)
+    routes = np.full((5, 1, 1), 20, np.uint8)
+    routes[4] = 255
+    recording.reply(np.array([5], np.int32), np.zeros(1, np.float32), version, routes=routes)
+    (branch,) = recording.finish("stop").branches
+    assert branch.routes is not None and branch.routes.ravel().tolist() == [*expected, 255]

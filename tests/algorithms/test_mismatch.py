@@ -16,6 +16,7 @@ from megatron_rl.algorithms.mismatch import (
     normalize_weights,
     sum_mismatch,
 )
+from megatron_rl.algorithms.segments import Responses
 from megatron_rl.config.schema import AlgorithmConfig
 
 IDS = torch.tensor([5, 5, 5, 5, 2, 2, 2, 7, 7, -1, -1, 9, 9, 9])
@@ -27,7 +28,7 @@ LOG2 = math.log(2)
 def compute(ratios: list[float] = RATIOS, **settings: Any) -> tuple[torch.Tensor | None, dict[str, float]]:
     rollout = torch.full((len(ratios),), -3.0)
     return compute_importance_weights(
-        rollout + torch.tensor(ratios).log(), rollout, MASK, IDS, AlgorithmConfig(**settings)
+        rollout + torch.tensor(ratios).log(), rollout, MASK, Responses.of_sequences(IDS), AlgorithmConfig(**settings)
     )
 
 
@@ -128,9 +129,8 @@ def test_equal_logprobs_have_weight_one(mode: str) -> None:
 def test_a_weight_that_overflows_is_truncated(mode: str) -> None:
     """exp(100) is inf in float32."""
     logprobs, mask = torch.tensor([0.0, 0.0]), torch.tensor([False, True])
-    weights, _ = compute_importance_weights(
-        logprobs, torch.tensor([0.0, -100.0]), mask, torch.zeros(2).long(), AlgorithmConfig(importance_sampling=mode)
-    )
+    one, config = Responses.of_sequences(torch.zeros(2).long()), AlgorithmConfig(importance_sampling=mode)
+    weights, _ = compute_importance_weights(logprobs, torch.tensor([0.0, -100.0]), mask, one, config)
     assert weights.tolist() == [0.0, 2.0]
 
 
@@ -144,9 +144,8 @@ def test_masked_tokens_enter_nothing() -> None:
 
 def test_a_rank_of_padding() -> None:
     nothing = torch.zeros(3)
-    weights, sums = compute_importance_weights(
-        nothing, nothing, nothing.bool(), torch.full((3,), -1), AlgorithmConfig(importance_sampling="sequence-mask")
-    )
+    none, config = Responses.of_sequences(torch.full((3,), -1)), AlgorithmConfig(importance_sampling="sequence-mask")
+    weights, sums = compute_importance_weights(nothing, nothing, nothing.bool(), none, config)
     sums = {name: float(value) for name, value in sums.items()}
     assert not weights.any() and set(sums.values()) == {0.0}
     assert set(finish_importance_weights(sums).values()) == {0.0}

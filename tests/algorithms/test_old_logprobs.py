@@ -12,6 +12,8 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.roles.resolve import resolve
 from megatron_rl.types import UserError
 
+EPISODES = ["agents.environment=calculator"]
+
 
 def make_config(*overrides: str) -> RunConfig:
     common = ["model.path=policy", "data.train_files=[x.jsonl]", "data.train_batch_size=8"]
@@ -29,6 +31,7 @@ def make_config(*overrides: str) -> RunConfig:
         ["algorithm.importance_sampling=bypass", "algorithm.importance_normalize=true"],
         ["algorithm.policy_loss=gspo", "algorithm.loss_agg_mode=seq-mean-token-mean"],
         ["algorithm.dynamic_sampling=true", "algorithm.mask_truncated=true"],
+        [*EPISODES, "algorithm.importance_sampling=token-mask"],
         ["actor.step_mode=static", "rollout.bitwise=true", "model.dtype=float32"],
     ],
 )
@@ -52,13 +55,16 @@ def test_the_first_pass_gives_them(overrides: list[str]) -> None:
             ["algorithm.importance_sampling=token-truncate", "algorithm.importance_normalize=true"],
             "a mean over the whole step",
         ),
+        ([*EPISODES, "algorithm.importance_sampling=sequence-mask"], "'sequence-mask' weighs episodes"),
+        ([*EPISODES, "algorithm.importance_sampling=product-truncate"], "'product-truncate' weighs episodes"),
+        ([*EPISODES, "algorithm.reject_sequence_above=1.0"], "rejects episodes"),
     ],
 )
 def test_they_are_needed_before(overrides: list[str], reason: str) -> None:
     """The same refuses `bypass`, which leaves no `old_logprobs` to be read."""
     spec = resolve(make_config(*overrides))
     assert reason in spec.why_recompute and spec.num_scoring_passes == 1 + ("reference" in spec.roles)
-    if "importance_sampling" not in overrides[0]:
+    if "importance_sampling" not in str(overrides):
         with pytest.raises(UserError) as error:
             resolve(make_config(*overrides, "algorithm.importance_sampling=bypass"))
         assert reason in str(error.value)

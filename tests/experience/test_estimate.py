@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Baselines, KL and metrics count rollouts: cutting some of them into branches changes none of them.
+"""Baselines, KL, weights per response and metrics count rollouts: cutting some into branches changes none of them.
+
+The ratios of `gspo` and `geo_mean` are per branch.
 
 The formulas are tested in tests/algorithms; sequence weights in test_pack.py.
 """
@@ -16,9 +18,16 @@ import torch.distributed as dist
 from sample_rollouts import make_prompt, make_rollout, split
 
 from distributed import run_ranks
+from megatron_rl.algorithms.catalog import find_policy_loss
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.experience.describe import describe_rollouts, describe_sources
-from megatron_rl.experience.estimate import compute_advantages, measure_kl
+from megatron_rl.experience.estimate import (
+    compute_advantages,
+    correct_mismatch,
+    find_rollouts,
+    loss_inputs,
+    measure_kl,
+)
 from megatron_rl.experience.experience import Column, Experience, replicate
 from megatron_rl.experience.pack import Packer, Packing
 from megatron_rl.packing.batch import TrainBatch
@@ -40,18 +49,20 @@ ESTIMATORS = ["grpo", "rloo", "dr_grpo", "opo", "gpg", "grpo_passk", "remax", "r
 ESTIMATORS += ["reinforce_plus_plus", "gae"]  # of which the latter's values are 0 here, and its lambda is 1
 
 
-def _pack(samples: Experience) -> tuple[TrainBatch, Packing]:
-    """On one rank, with log-probs and values of 0."""
+def _pack(samples: Experience, rank: int = 0, world_size: int = 1) -> tuple[TrainBatch, Packing]:
+    """With log-probs and values of 0."""
     model = SimpleNamespace(
-        layout=ParallelLayout(1),
-        dp_rank=0,
+        layout=ParallelLayout(world_size),
+        dp_rank=rank,
         pad_multiple=4,
         microbatch_count_multiple=1,
         attention_ratio=0.0,
         buckets=None,
     )
     plan = SimpleNamespace(rollouts_per_minibatch=6, max_response_length=8, longest_sequence=20)
-    packing = samples.pack(Packer(model, ActorConfig(), plan, AlgorithmConfig(), torch.device("cpu")))
+    packing = samples.pack(
+        Packer(model, ActorConfig(share_prompts=world_size == 1), plan, AlgorithmConfig(), torch.device("cpu"))
+    )
     zeros = torch.zeros_like(packing.batch.rollout_logprobs)
     return replace(packing.batch, old_logprobs=zeros, ref_logprobs=zeros, values=zeros), packing
 
@@ -86,6 +97,38 @@ def test_branches_change_no_baseline_and_no_metric() -> None:
     assert cut["kl"] == pytest.approx(whole["kl"])
     for name in whitened:
         np.testing.assert_allclose(np.concatenate(cut[name]), np.concatenate(whole[name]), rtol=1e-6)
+
+
+def _measure_kl(rank: int, world_size: int) -> list[float]:
+    samples = replicate(WHOLE, PROMPTS, dist.group.WORLD)
+    batch, _ = _pack(samples, rank, world_size)
+    old_logprobs = -0.25 * (batch.tokens + 1) * batch.loss_mask
+    return measure_kl(samples.headers, replace(batch, old_logprobs=old_logprobs), "k1", dist.group.WORLD).tolist()
+
+
+def test_kl_is_summed_over_ranks() -> None:
+    """Of tokens 0, 1, 2 (and 3), every rank has that of all rollouts."""
+    expected = [-0.25 * n * (n + 1) / 2 for n in (4, 4, 4, 4, 3, 4)]
+    for found in (*run_ranks(_measure_kl, 1), *run_ranks(_measure_kl, 2)):
+        assert found == pytest.approx(expected)
+
+
+def _penalize(rank: int, world_size: int, name: str) -> list[float]:
+    """One advantage per rollout, with a KL of 0 to 5 nats in the rewards, of coefficient 0.5."""
+    samples = replicate(WHOLE, PROMPTS, dist.group.WORLD, baselines=np.zeros(2))
+    batch, packing = _pack(samples)
+    samples.kl_per_rollout = np.arange(6.0)
+    algorithm = AlgorithmConfig(adv_estimator=name, kl_coef=0.5, kl_in="reward")
+    advantages = compute_advantages(samples, batch, algorithm, dist.group.WORLD).advantages
+    of_token = find_rollouts(samples.headers, batch)
+    return [advantages[batch.loss_mask & (of_token == i)].unique().item() for i in range(6)]
+
+
+def test_kl_in_the_reward_lowers_it() -> None:
+    """Rewards 1, 1, 1, 0 and 0, 2 less half of the KL are 1, 0.5, 0, -1.5 and -2, -0.5."""
+    scores = [1.0, 0.5, 0.0, -1.5, -2.0, -0.5]
+    assert run_ranks(_penalize, 1, "remax") == [scores]
+    assert run_ranks(_penalize, 1, "dr_grpo") == [[1.0, 0.5, 0.0, -1.5, -0.75, 0.75]]
 
 
 def test_episodes_of_one_to_five_branches_with_equal_rewards_have_equal_advantages() -> None:
@@ -141,3 +184,76 @@ def test_a_branch_learns_of_the_turns_in_later_branches() -> None:
     forked = make_episode([1.0, 0.5, 2.0, -1.0], 2.25, branches=2)
     assert run_ranks(_returns, 1, [forked], 1.0) == [[2.25, 2.25, 1.25, 1.25, 0.75, 0.75, -1.25, -1.25]]
     assert run_ranks(_returns, 1, [make_episode([None] * 4, 2.0, branches=4)], 1.0) == [[2.0] * 8]
+
+
+GAPS = [[0.4, -0.1, 0.3, 0.9], [0.1] * 4, [-0.6, 0.2, -0.1, 0.0], [0.0] * 4, [0.3, -0.2, 0.1], [-0.4, 0.1, -0.3, -0.7]]
+WEIGHINGS = [
+    dict(importance_sampling=f"{level}-{action}", importance_normalize=normalizes, reject_sequence_above=threshold)
+    for level in ("sequence", "product")
+    for action in ("truncate", "mask")
+    for normalizes, threshold in ((False, None), (True, 0.8))
+]
+WEIGHINGS.append(dict(importance_sampling="none", reject_sequence_above=0.5))
+
+
+def _weigh(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]]) -> list[tuple[dict[int, set[float]], dict]]:
+    """Weights of the tokens here, by rollout, and metrics, for each weighing."""
+    samples = replicate(rollouts, PROMPTS, dist.group.WORLD)
+    batch, _ = _pack(samples, rank, world_size)
+    of_token = find_rollouts(samples.headers, batch).tolist()
+    gaps = [
+        GAPS[rollout][token] if in_loss else 0.0  # the tokens of each response are 0, 1, 2, ...
+        for rollout, token, in_loss in zip(of_token, batch.tokens.tolist(), batch.loss_mask.tolist(), strict=True)
+    ]
+    batch = replace(batch, old_logprobs=batch.rollout_logprobs + torch.tensor(gaps))
+    found = []
+    for settings in WEIGHINGS:
+        algorithm = AlgorithmConfig(importance_low=0.9, importance_high=1.2, **settings)
+        weights, metrics = correct_mismatch(samples.headers, batch, algorithm, dist.group.WORLD)
+        assert weights is not None
+        by_rollout: dict[int, set[float]] = {}
+        for rollout, weight, in_loss in zip(of_token, weights.tolist(), batch.loss_mask.tolist(), strict=True):
+            if in_loss:
+                by_rollout.setdefault(rollout, set()).add(weight)
+        found.append((by_rollout, metrics))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rollout_has_one_weight_and_is_rejected_whole(world_size: int) -> None:
+    """Its branches have the weight of all of its tokens, also where they lie on different ranks."""
+    (whole,) = run_ranks(_weigh, 1, WHOLE)
+    ranks = run_ranks(_weigh, world_size, CUT)
+    here = [{*found[0][0]} for found in ranks]
+    assert world_size == 1 or here[0] & here[1], "a rollout lies on both"
+    for (weights, metrics), *cut in zip(whole, *ranks, strict=True):
+        assert all(len(weight) == 1 for weight in weights.values()) and len({*map(str, weights.values())}) > 1
+        for mine, mine_metrics in cut:
+            assert mine == {rollout: weights[rollout] for rollout in mine}
+            assert mine_metrics == pytest.approx(metrics, rel=1e-12)
+    assert whole[0][0][1] == {np.float32(np.exp(np.float32(0.1)))} and whole[4][0][3] == {1.0}
+    assert whole[-1][0] == {0: {0.0}, 1: {1.0}, 2: {0.0}, 3: {1.0}, 4: {1.0}, 5: {0.0}}
+
+
+def _ratios(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]], name: str) -> list[list[float]]:
+    """Of each rollout, the losses of its tokens with an advantage of -1: the ratios."""
+    samples = replicate(rollouts, PROMPTS, dist.group.WORLD)
+    batch, _ = _pack(samples)
+    of_token = find_rollouts(samples.headers, batch)
+    gaps = torch.tensor([[*row, 0.0][:4] for row in GAPS] + [[0.0] * 4])[of_token, batch.tokens.clamp(max=3)]
+    advantages = torch.where(batch.loss_mask, -1.0, 0.0)
+    inputs = replace(loss_inputs(replace(batch, advantages=advantages)), logprobs=torch.where(batch.loss_mask, gaps, 0))
+    config = AlgorithmConfig(policy_loss=name, clip_eps_low=5.0, clip_eps_high=5.0)
+    losses, _ = find_policy_loss(name)(inputs, config)
+    return [losses[batch.loss_mask & (of_token == i)].tolist() for i in range(len(rollouts))]
+
+
+@pytest.mark.parametrize("name", ["gspo", "geo_mean"])
+def test_ratios_per_sequence_are_of_a_branch(name: str) -> None:
+    """The policy's log-probs are those of a microbatch, and branches of a rollout may lie in different ones."""
+    (whole,), (cut,) = run_ranks(_ratios, 1, WHOLE, name), run_ranks(_ratios, 1, CUT, name)
+    for i in (1, 3, 5):
+        assert cut[i] == whole[i]
+    means = [0.4, -0.1, 0.6, 0.6], [0.4 / 4 + 1.1 / 4] * 4
+    np.testing.assert_allclose(cut[0], np.exp(means[0]), rtol=1e-6)
+    np.testing.assert_allclose(whole[0], np.exp(means[1]), rtol=1e-6)

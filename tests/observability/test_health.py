@@ -134,6 +134,25 @@ def test_what_comes_back_is_told_again() -> None:
     assert len(watch(flicker)) == 1
 
 
+def test_windows_are_as_long_as_the_setting_says() -> None:
+    """Means of exactly 4 steps: the last ones, the first ones, and those that ended four windows before."""
+    settings = replace(SETTINGS, window=4, truncated_limit=0.5, entropy_floor=0.5, gradient_growth=10.0)
+
+    def fires(key: str, values: list[float]) -> int | None:
+        records = [{key: value} for value in values]
+        return next((alarm.step for alarm in watch(records, settings)), None)
+
+    assert fires("response/truncated", [0.0] * 6 + [1.0] * 6) == 9, "3 of 4 are more than half"
+    assert fires("response/truncated", [1.0] * 6) == 4, "no window before"
+    # Of the first four 1.0; the last four have 0.1 for the fourth time.
+    assert fires("policy/entropy", [1.0] * 4 + [0.1] * 8) == 8
+    assert fires("policy/entropy", [1.0] * 4 + [0.6] * 4 + [0.1] * 8) == 9, "0.475"
+    # 30 times a median of 1 in the last four; 4 windows later these are what is compared with.
+    assert fires("policy/grad_norm", [1.0] * 20 + [50.0] * 4) == 21
+    assert fires("policy/grad_norm", [1.0] * 4 + [5.0] * 12 + [21.0] * 4) == 18, "13 is more than 10 times the first 1"
+    assert fires("policy/grad_norm", [0.1] * 4 + [1.0] * 12 + [1.2] * 3) == 17, "0.1 before is 1.05 now"
+
+
 def test_numbers_that_are_missing_are_passed_over() -> None:
     """Of a run without KL, critic or components; null stands for a number that is not finite."""
     assert watch([{"reward/mean": None, "policy/entropy": float("nan")}] * STEPS) == []

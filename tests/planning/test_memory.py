@@ -13,6 +13,7 @@ import pytest
 
 import megatron_rl.planning.memory as memory_module
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.activations import count_passes_in_flight
 from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.engine_weights import compute_engine_bytes, count_aliased_elements
 from megatron_rl.planning.layouts import find_problem
@@ -130,6 +131,22 @@ def test_float32_on_a_gpu_keeps_repeated_heads() -> None:
 
     assert activations("bfloat16", 4, 4096) == without_repeats("bfloat16", 4096)
     assert activations("float32", 4, 4096) == without_repeats("float32", 4096) + 8 * 4096 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_microbatches", "passes"),
+    [
+        (dict(pp_size=4), 8, [4, 3, 2, 1]),
+        (dict(pp_size=4), 2, [2, 2, 2, 1]),
+        (dict(pp_size=4, vpp_size=2), 8, [11, 9, 7, 5]),
+        (dict(pp_size=4, vpp_size=3), 8, [15, 13, 11, 9]),
+        (dict(pp_size=2, vpp_size=2), 2, [4, 3]),
+    ],
+)
+def test_passes_in_flight(sizes: dict[str, int], num_microbatches: int, passes: list[int]) -> None:
+    """Counted in megatron-core's schedules: warm-up passes and one more; no more than there are."""
+    layout = ParallelLayout(4, **sizes)
+    assert [count_passes_in_flight(layout, stage, num_microbatches) for stage in range(layout.pp_size)] == passes
 
 
 def test_kv_cache_is_what_the_engine_is_given() -> None:

@@ -57,6 +57,19 @@ def test_ppo_trains_a_critic(ppo_on_one_rank: list[dict[str, Any]]) -> None:
         assert first[f"ledger/{term}/denominator"] == pytest.approx(first["tokens/response"] / 2), "two minibatches"
 
 
+def test_the_decay_of_the_actor_is_laid_over_the_steps_in_which_it_learns(task: Path, tmp_path: Path) -> None:
+    """Two of four steps; that of the critic over all four. A resumed run continues exactly."""
+    decay = [f"{role}.{name}" for role in ("actor", "critic") for name in ("lr_decay_style=linear", "min_lr=2e-4")]
+    settings = [*PPO, *decay, "rollout.engine=hf", "trainer.critic_warmup=2", "data.validation_files=[]"]
+    settings += ["trainer.total_steps=4", "trainer.save_freq=3", "actor.ppo_mini_batch_size=8"]
+    records = run(1, overrides_for(task, tmp_path / "whole", *settings), tmp_path / "whole")[-4:]
+    assert [record.get("policy/lr") for record in records] == [None, None, pytest.approx(6e-4), pytest.approx(2e-4)]
+    assert [record["value/lr"] for record in records] == pytest.approx([8e-4, 6e-4, 4e-4, 2e-4])
+    settings += [f"checkpoint.resume={tmp_path}/whole/checkpoints/step_3"]
+    resumed = run(1, overrides_for(task, tmp_path / "resumed", *settings), tmp_path / "resumed")[-1]
+    assert resumed["policy/grad_norm"] > 0 and {**resumed, **records[-1]} == resumed
+
+
 @pytest.mark.parametrize(
     ("world", "actor", "critic"),
     [

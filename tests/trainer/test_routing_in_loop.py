@@ -113,13 +113,17 @@ def test_replay_closes_the_gap_of_a_noisy_engine(moe_task: Path, tmp_path: Path)
 def test_carried_responses_keep_their_routes(moe_task: Path, tmp_path: Path) -> None:
     """Parts of responses sampled by several versions, interrupted, saved and resumed; the engine is the policy.
 
-    What the trainer chooses by itself for tokens of the current version is what the engine chose: the gap is the same
-    as without a flip.
+    What continues a response reads all of it again: its tokens have the log-probs of the trainer, which replays the
+    choices that the engine made then, also for what older weights have sampled.
     """
     extra = [*ENGINES["carried"], "actor.router_replay=engine", "trainer.total_steps=3", "trainer.save_freq=1"]
     records = run(moe_task, tmp_path / "run", 1, *extra)
     assert len(records) == 3 and max(record["schedule/carried"] for record in records) > 0
     assert all(0 < record["moe/agreement"] <= 1 for record in records)
+    fresh = [record["mismatch/lag0"] for record in records if "mismatch/lag0" in record]
+    assert len(fresh) > 1 and max(fresh) < 1e-6 < max(record["mismatch/max"] for record in records)
+    stale = [record["moe/replayed_stale"] for record in records]
+    assert stale[0] == 0 < max(stale) < 1, "responses that were finished under older weights, and others"
     more = run(moe_task, tmp_path / "run", 1, *extra, "trainer.total_steps=4")
     assert len(more) == 4 and more[:3] == records
 

@@ -90,6 +90,37 @@ def test_gradient_norm_is_reported_before_clipping_and_without_it(
     assert found[0] > 0.5 and found == pytest.approx([found[0]] * 3, rel=1e-5)
 
 
+def _scale_gradients(rank: int, world_size: int, path: Path, clip_grad: float) -> tuple[float, torch.Tensor]:
+    """The norm before clipping, and the gradients that the optimizer used."""
+    actor = build_actor(Case(actor=dict(clip_grad=clip_grad)), path)
+    batch = build_batch(actor.model, Case())
+    norm = take_step(actor, replace(batch, old_logprobs=actor.compute_logprobs(batch)), ALGORITHM)["policy/grad_norm"]
+    (adam,) = actor.optimizer.adams
+    return norm, torch.cat([p.grad.flatten() for group in adam.param_groups for p in group["params"]])
+
+
+def test_clipping_makes_gradients_smaller_and_never_larger(path: Path) -> None:
+    (norm, whole), *clipped = (run_ranks(_scale_gradients, 1, path, limit, timeout=60)[0] for limit in (0, 0.1, 1e6))
+    assert norm > 0.5 and whole.norm() == pytest.approx(norm, rel=1e-5)
+    torch.testing.assert_close(clipped[0][1], whole * 0.1 / norm, rtol=1e-4, atol=0)
+    assert torch.equal(clipped[1][1], whole), "a limit that is not reached changes no bit"
+
+
+def _follow_coefficients(rank: int, world_size: int, path: Path, coefficients: list[float]) -> list[float]:
+    """Losses of weights that stay."""
+    actor = build_actor(Case(actor=dict(lr=0.0)), path)
+    batch = build_batch(actor.model, Case())
+    batch = replace(batch, old_logprobs=actor.compute_logprobs(batch))
+    return [take_step(actor, batch, replace(ALGORITHM, kl_coef=kl_coef))["policy/loss"] for kl_coef in coefficients]
+
+
+def test_every_step_has_its_own_kl_coefficient(path: Path) -> None:
+    """As a controller moves it: the loss is linear in it."""
+    (losses,) = run_ranks(_follow_coefficients, 1, path, [0.1, 0.2, 0.4, 0.1], timeout=60)
+    first, second, third, again = losses
+    assert second - first > 1e-3 and third - first == pytest.approx(3 * (second - first), rel=1e-4) and again == first
+
+
 def _update_thrice(rank: int, world_size: int, path: Path, case: Case) -> Any:
     actor = build_actor(case, path)
     batch = build_batch(actor.model, case)
