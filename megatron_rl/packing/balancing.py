@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 
+_NO_UNIT = np.iinfo(np.int64).max  # cost of the lightest unit of a rank without units
+_TRIED_AT_ONCE = 256  # pairs of units, at first
 _GOOD_ENOUGH = 1.001  # cost of the heaviest rank over the mean at which the search ends
 
 
@@ -17,55 +21,76 @@ def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
         costs: [num_units] int64.
         max_tokens: budget of a bin.
     """
-    loads = np.array([sum(int(costs[members].sum()) for members in rank) for rank in ranks])
+    num_units, total = len(costs), int(costs.sum())
+    rank_of, units = _list_units([[*chain.from_iterable(rank)] for rank in ranks])
+    loads, lightest = np.zeros(len(ranks), np.int64), np.full(len(ranks), _NO_UNIT)
+    np.add.at(loads, rank_of, costs[units])
+    np.minimum.at(lightest, rank_of, costs[units])  # unit of each rank
     for _ in range(8 * len(ranks)):
-        high, *others = np.argsort(-loads, kind="stable").tolist()
-        if loads[high] * len(ranks) <= _GOOD_ENOUGH * loads.sum():
+        high, *_ = order = np.argsort(-loads, kind="stable")
+        give = [int(costs[unit]) for members in ranks[high] for unit in members]
+        if loads[high] * len(ranks) <= _GOOD_ENOUGH * total or len(give) < 2:
+            return  # a single unit is not less anywhere else
+        gaps = loads[high] - loads
+        gaps[order[np.count_nonzero(loads) : -1]] = 0  # ranks without units are alike: one of them is tried
+        is_possible = (gaps > min(give)) | ((gaps > 0) & (lightest < max(give)))
+        lows = order[is_possible[order]][::-1]
+        found, some, width = None, lows, 1 + _TRIED_AT_ONCE * len(ranks) // (num_units * len(give))
+        while len(lows) and found is None:  # most exchange with one of the first
+            some, lows, width = lows[:width], lows[width:], 2 * width
+            found = _exchange_best(ranks[high], [ranks[low] for low in some], gaps[some], tokens, costs, max_tokens)
+        if found is None:
             return
-        is_empty_tried = False  # ranks without units are alike
-        for low in reversed(others):
-            if loads[low] == 0 and is_empty_tried:
-                continue
-            is_empty_tried = is_empty_tried or loads[low] == 0
-            gap = int(loads[high] - loads[low])
-            if moved := _exchange_best(ranks[high], ranks[low], gap, tokens, costs, max_tokens):
-                loads[high] -= moved
-                loads[low] += moved
-                break
-        else:
-            return
+        low, moved = some[found[0]], found[1]
+        loads[high] -= moved
+        loads[low] += moved
+        for rank in (high, low):
+            lightest[rank] = min((int(costs[unit]) for members in ranks[rank] for unit in members), default=_NO_UNIT)
 
 
 def _exchange_best(
-    high: list[list[int]], low: list[list[int]], gap: int, tokens: np.ndarray, costs: np.ndarray, max_tokens: int
-) -> int:
-    """Exchange the pair that comes closest to moving half of the gap, or move one unit; returns the cost moved."""
+    high: list[list[int]],
+    lows: list[list[list[int]]],
+    gaps: np.ndarray,
+    tokens: np.ndarray,
+    costs: np.ndarray,
+    max_tokens: int,
+) -> tuple[int, int] | None:
+    """Exchange the pair that comes closest to moving half of the gap, or move one unit, with the first that can.
+
+    Returns:
+        Index of the cheaper rank in `lows`, and the cost moved to it; None: there is none that can.
+    """
+    bins = [members for rank in lows for members in rank]
     give_bin, give = _list_units(high)
-    take_bin, take = _list_units(low)
-    if len(give) == 0:
-        return 0
+    take_bin, take = _list_units(bins)
     # "Nothing" can be taken in exchange, in every bin: unit -1 without tokens and cost.
-    take_bin = np.concatenate([take_bin, np.arange(len(low))])
-    take = np.concatenate([take, np.full(len(low), -1)])
+    take_bin = np.concatenate([take_bin, np.arange(len(bins))])
+    take = np.concatenate([take, np.full(len(bins), -1)])
+    take_rank = take_bin // (len(bins) // len(lows))
+    gap = gaps[take_rank]
     take_tokens, take_costs = np.where(take < 0, 0, tokens[take]), np.where(take < 0, 0, costs[take])
     more = tokens[give][:, None] - take_tokens[None]  # tokens that the low bin gains
-    room_low = (max_tokens - np.array([tokens[m].sum() for m in low], np.int64))[take_bin]
+    room_low = max_tokens - np.bincount(take_bin, take_tokens, len(bins)).astype(np.int64)[take_bin]
     room_high = (max_tokens - np.array([tokens[m].sum() for m in high], np.int64))[give_bin]
     moved = costs[give][:, None] - take_costs[None]
-    is_possible = (moved > 0) & (moved < gap) & (more <= room_low[None]) & (-more <= room_high[:, None])
+    is_possible = (moved > 0) & (moved < gap) & (more <= room_low) & (-more <= room_high[:, None])
+    can_take = take_rank[is_possible.any(axis=0)]
+    if len(can_take) == 0:
+        return None
+    low = int(can_take.min())
+    is_possible &= take_rank == low
     distance = np.where(is_possible, np.abs(2 * moved - gap), np.iinfo(np.int64).max)
     i, j = np.unravel_index(int(np.argmin(distance)), distance.shape)
-    if not is_possible[i, j]:
-        return 0
     high[give_bin[i]].remove(give[i])
-    low[take_bin[j]].append(int(give[i]))
+    bins[take_bin[j]].append(int(give[i]))
     if take[j] >= 0:
-        low[take_bin[j]].remove(take[j])
+        bins[take_bin[j]].remove(take[j])
         high[give_bin[i]].append(int(take[j]))
-    return int(moved[i, j])
+    return low, int(moved[i, j])
 
 
-def _list_units(rank: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """The units of a rank and the bin of each."""
-    bins = [b for b, members in enumerate(rank) for _ in members]
-    return np.array(bins, np.int64), np.array([unit for members in rank for unit in members], np.int64)
+def _list_units(bins: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The bin of each unit, and the unit."""
+    bin_of = np.repeat(np.arange(len(bins)), [len(members) for members in bins])
+    return bin_of, np.fromiter(chain.from_iterable(bins), np.int64, len(bin_of))

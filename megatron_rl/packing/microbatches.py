@@ -11,6 +11,8 @@ Invariants (asserted in tests/packing/test_microbatches.py):
   computed can be put back by `TrainBatch.sequence_ids`;
 * sequences that share a prefix are taken apart only if they exceed the budget, or if that lowers the cost of the
   heaviest rank, and where they share least;
+* the heaviest rank costs at most `_CLOSE` times that of the plain plan, in which nothing is shared: where groups leave
+  ranks idle, the plain plan is kept;
 * the result depends on the lengths only (costs are whole numbers): every rank computes the same plan.
 
 The cost of a sequence of s tokens is s + attention_ratio * s^2: everything that is linear in the tokens, plus
@@ -21,8 +23,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice, pairwise
 
 import numpy as np
 
@@ -35,7 +39,9 @@ MicrobatchPlan = list[list[list[int]]]  # [dp_size][num_microbatches] -> indices
 
 _COST_SCALE = 1024  # costs are whole numbers of this fraction of a token's linear cost
 _TRIED_ONE_BY_ONE = 64  # numbers of bins, before the smallest that fits is bisected
-_GOOD_IMBALANCE = 1.05  # groups are taken apart to get below it
+_CLOSE = 1.05  # costs with a smaller ratio are as good as each other
+_MOST_ROUNDS = 16  # in which groups of overloaded ranks are taken apart
+_FEW_RANKS = 8  # overloaded: one group at a time is taken apart
 
 
 def find_pad_multiple(cp_size: int, sp_size: int, batch_invariant: bool) -> int:
@@ -71,13 +77,16 @@ class _Workload:
         tokens = np.asarray(lengths, np.int64)
         return cls(tokens, _compute_costs(tokens, attention_ratio), attention_ratio, shared)
 
-    def sum(self, members: Sequence[int]) -> tuple[int, int]:
-        """Tokens and cost of one microbatch or a part of it, members in their order."""
-        tokens, cost = int(self.tokens[members].sum()), int(self.costs[members].sum())
-        if self.shared is None or len(members) < 2:
-            return tokens, cost
-        saved = self.shared.measure(members)
-        return tokens - int(saved.sum()), cost - int(_compute_costs(saved, self.attention_ratio).sum())
+    def sum_each(self, parts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and cost of each microbatch or part of one, members in their order."""
+        members, bounds = _join(parts)
+        sums = np.zeros((2, len(members) + 1), np.int64)
+        np.cumsum([self.tokens[members], self.costs[members]], axis=1, out=sums[:, 1:])
+        if self.shared is not None:
+            saved = self.shared.measure(members, bounds[:-1])
+            sums[:, 1:] -= np.cumsum([saved, _compute_costs(saved, self.attention_ratio)], axis=1)
+        tokens, costs = np.diff(sums[:, bounds])
+        return tokens, costs
 
     def list_groups(self) -> list[list[int]]:
         """Sequences that share something with each other, in their order."""
@@ -86,20 +95,28 @@ class _Workload:
         starts = np.flatnonzero(self.shared.num_shared == 0)
         return [part.tolist() for part in np.split(order, starts[1:])] if len(order) else []
 
-    def cut(self, members: Sequence[int]) -> tuple[list[list[int]], list[int], int]:
-        """Cut sequences into parts that have more in common than all of them.
+    def sum_fully_shared(self) -> int:
+        """Cost of all sequences in one microbatch without a budget: nothing costs less."""
+        saved = np.zeros(0, np.int64) if self.shared is None else self.shared.num_shared
+        return int(self.costs.sum() - _compute_costs(saved, self.attention_ratio).sum())
 
-        Returns:
-            The parts, the tokens of each beyond what all have in common, and how many that are.
-        """
-        if self.shared is None or len(members) < 2:
-            return [[i] for i in members], self.tokens[members].tolist(), 0
-        saved = self.shared.measure(members)
-        least = int(saved[1:].min())
-        saved[0] = least
-        starts = np.flatnonzero(saved == least)
-        parts = [part.tolist() for part in np.split(np.asarray(members), starts[1:])]
-        return parts, np.add.reduceat(self.tokens[members] - saved, starts).tolist(), least
+
+def _join(parts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The members of all parts, one after another, and where each part begins, and the end."""
+    bounds = np.cumsum([0, *map(len, parts)])
+    return np.fromiter(chain.from_iterable(parts), np.int64, int(bounds[-1])), bounds
+
+
+def _cut(members: list[int], saved: list[int]) -> list[list[int]]:
+    """Cut two sequences or more into parts that have more in common than all of them.
+
+    Args:
+        members: in their order.
+        saved: tokens that each has in common with the one before it; of the first, anything.
+    """
+    least = min(saved[1:])
+    starts = [0, *(i for i in range(1, len(members)) if saved[i] == least)]
+    return [members[i:j] for i, j in pairwise([*starts, len(members)])]
 
 
 def _compute_costs(tokens: np.ndarray, attention_ratio: float) -> np.ndarray:
@@ -136,27 +153,59 @@ def plan_microbatches(
     if longest > max_tokens:
         raise ValueError(f"a sequence of {longest} tokens does not fit into a microbatch of {max_tokens}")
     work = _Workload.measure(lengths, attention_ratio, shared)
+    arrange = partial(_plan_units, work=work, dp_size=dp_size, max_tokens=max_tokens, count_multiple=count_multiple)
+    singles = [[i] for i in range(len(lengths))]
     if shared is None:
-        units = [[i] for i in range(len(lengths))]
-    else:
-        units = [part for group in work.list_groups() for part in _split_group(group, work, max_tokens)]
-    plan = _plan_units(units, work, dp_size, max_tokens, count_multiple)
+        return arrange(singles)
+    units = _split_groups(work, max_tokens)
+    plan = arrange(units)
+    longest = int(work.costs.max(initial=0))
+    least = max(longest, work.sum_fully_shared() / dp_size)  # no plan's heaviest rank costs less
+    fewest = _round_up(-(-sum(lengths) // (dp_size * max_tokens)), count_multiple)  # the plain plan's microbatches
+    if max(_rank_costs(plan, work)) <= _CLOSE * least and len(plan[0]) <= fewest:
+        return plan
+    plain = arrange(singles)
+    plain_cost = max(_rank_costs(plain, work))
+    if plain_cost > _CLOSE * longest:
+        plan = _divide_groups(units, plan, work, arrange)
+    cost, has_fewer = max(_rank_costs(plan, work)), len(plain[0]) < len(plan[0])
+    return plain if plain_cost <= (cost * _CLOSE if has_fewer else cost / _CLOSE) else plan
+
+
+def _divide_groups(
+    units: list[list[int]], plan: MicrobatchPlan, work: _Workload, arrange: Callable[[list[list[int]]], MicrobatchPlan]
+) -> MicrobatchPlan:
+    """Take groups of overloaded ranks apart, as long as that makes the heaviest rank cheaper."""
     loads = _rank_costs(plan, work)
-    for _ in range(2 * dp_size):
-        halved = _halve_heaviest(units, plan[int(np.argmax(loads))], work)
-        if halved is None or max(loads) * dp_size <= _GOOD_IMBALANCE * sum(loads):
+    for _ in range(min(2 * len(plan), _MOST_ROUNDS)):
+        if max(loads) <= max(_CLOSE * sum(loads) / len(loads), int(work.costs.max(initial=0))):
             break
-        better = _plan_units(halved, work, dp_size, max_tokens, count_multiple)
+        divided = _divide_overloaded(units, plan, loads, work)
+        better = plan if divided is None else arrange(divided)
         better_loads = _rank_costs(better, work)
-        if max(better_loads) >= max(loads):
+        if divided is None or max(better_loads) >= max(loads):
             break
-        units, plan, loads = halved, better, better_loads
+        units, plan, loads = divided, better, better_loads
     return plan
 
 
-def _split_group(members: list[int], work: _Workload, max_tokens: int) -> list[list[int]]:
+def _split_groups(work: _Workload, max_tokens: int) -> list[list[int]]:
     """Sequences that share a prefix, in as few parts as the budget allows."""
-    parts, sizes, common = work.cut(members)
+    groups = work.list_groups()
+    sizes = work.sum_each(groups)[0].tolist()
+    return [
+        unit
+        for group, size in zip(groups, sizes, strict=True)
+        for unit in ([group] if size <= max_tokens else _split_group(group, work, max_tokens))
+    ]
+
+
+def _split_group(members: list[int], work: _Workload, max_tokens: int) -> list[list[int]]:
+    """Sequences that share a prefix and exceed the budget together, in as few parts as it allows."""
+    assert work.shared is not None
+    saved = work.shared.measure(members).tolist()
+    parts, common = _cut(members, saved), min(saved[1:])
+    sizes = (work.sum_each(parts)[0] - common).tolist()
     small = [i for i, size in enumerate(sizes) if size <= max_tokens - common]
     bins = _fill_fewest_bins([sizes[i] for i in small], max_tokens - common)
     units = [[index for i in found for index in parts[small[i]]] for found in bins if found]
@@ -164,44 +213,68 @@ def _split_group(members: list[int], work: _Workload, max_tokens: int) -> list[l
     return [*units, *(unit for part in large for unit in _split_group(part, work, max_tokens))]
 
 
-def _halve_heaviest(units: list[list[int]], rank_plan: list[list[int]], work: _Workload) -> list[list[int]] | None:
-    """The units with the costliest one of a rank in two; None if none can be divided."""
-    on_rank = {index for members in rank_plan for index in members}
-    divisible = [u for u in units if len(u) > 1 and u[0] in on_rank]
-    if not divisible:
+def _divide_overloaded(
+    units: list[list[int]], plan: MicrobatchPlan, loads: list[int], work: _Workload, few_ranks: int = _FEW_RANKS
+) -> list[list[int]] | None:
+    """The units, the costliest divisible one of each overloaded rank in as many parts as a rank's share needs.
+
+    Where no more than `few_ranks` are overloaded, that of the heaviest one in two.
+
+    Returns:
+        None: there is none to divide.
+    """
+    assert work.shared is not None
+    share, costs = sum(loads) / len(loads), work.sum_each(units)[1].tolist()
+    rank_of = {i: rank for rank, microbatches in enumerate(plan) for members in microbatches for i in members}
+    heaviest: dict[int, int] = {}  # unit by rank
+    for u, unit in enumerate(units):
+        rank = rank_of[unit[0]]
+        if len(unit) > 1 and loads[rank] > _CLOSE * share:
+            heaviest[rank] = max(heaviest.get(rank, u), u, key=lambda v: (costs[v], -units[v][0]))
+    if sum(load > _CLOSE * share for load in loads) <= few_ranks:
+        heaviest = {rank: u for rank, u in heaviest.items() if rank == loads.index(max(loads))}
+        share = math.inf
+    if not heaviest:
         return None
-    heaviest = max(divisible, key=lambda u: (work.sum(u)[1], -u[0]))
-    parts, _, _ = work.cut(heaviest)
-    halves = _fill_bins([work.sum(part)[1] for part in parts], 2)
-    assert halves is not None, "bins without a limit hold anything"
-    return [u for u in units if u is not heaviest] + [[i for part in half for i in parts[part]] for half in halves]
+    chosen = sorted(heaviest.values())
+    members, bounds = _join([units[u] for u in chosen])
+    saved = work.shared.measure(members, bounds[:-1]).tolist()
+    parts = [_cut(units[u], saved[i:j]) for u, (i, j) in zip(chosen, pairwise(bounds.tolist()), strict=True)]
+    part_costs = iter(work.sum_each([*chain.from_iterable(parts)])[1].tolist())
+    whole = set(range(len(units))) - set(chosen)
+    divided = [units[u] for u in sorted(whole)]
+    for u, pieces in zip(chosen, parts, strict=True):
+        bins = _fill_bins([*islice(part_costs, len(pieces))], max(2, math.ceil(costs[u] / share)))
+        assert bins is not None, "bins without a limit hold anything"
+        divided += [[i for piece in found for i in pieces[piece]] for found in bins if found]
+    return divided
 
 
 def _plan_units(
     units: list[list[int]], work: _Workload, dp_size: int, max_tokens: int, count_multiple: int
 ) -> MicrobatchPlan:
     """Bins of units, dealt to ranks, balanced, and spelled out in sequences."""
-    sums = np.array([work.sum(unit) for unit in units], np.int64).reshape(-1, 2)
-    tokens, costs = sums[:, 0], sums[:, 1]
+    tokens, costs = work.sum_each(units)
     bins = _fill_fewest_bins(tokens.tolist(), max_tokens, dp_size, count_multiple)
-    ranks = _deal(bins, costs, dp_size)
+    ranks = _deal(bins, costs.tolist(), dp_size)
     balance_ranks(ranks, tokens, costs, max_tokens)
     place = range(len(work.tokens)) if work.shared is None else work.shared.places.tolist()
     return [
-        [sorted((i for unit in members for i in units[unit]), key=lambda i: place[i]) for members in rank]
+        [sorted(chain.from_iterable([units[unit] for unit in members]), key=place.__getitem__) for members in rank]
         for rank in ranks
     ]
 
 
 def _fill_fewest_bins(
-    lengths: Sequence[int], max_tokens: int, multiple: int = 1, count_multiple: int = 1
+    lengths: list[int], max_tokens: int, multiple: int = 1, count_multiple: int = 1
 ) -> list[list[int]]:
     """Fill the smallest number of bins, `multiple` times a multiple of `count_multiple`, that the heuristic fits.
 
-    Where that is far above what the tokens need, as with sequences of little more than half of a bin, it is bisected.
+    Where that is far above what the tokens need, it is bisected.
     """
-    lower_bound = -(-sum(lengths) // (multiple * max_tokens)) if max_tokens else 1
-    k = first = -(-max(1, lower_bound) // count_multiple) * count_multiple
+    enough = -(-sum(lengths) // max_tokens) if max_tokens else 1
+    alone = sum(2 * length > max_tokens for length in lengths)  # no two of them fit into one bin
+    k = first = _round_up(-(-max(enough, alone) // multiple), count_multiple)
     for k in range(first, first + _TRIED_ONE_BY_ONE * count_multiple, count_multiple):
         if (bins := _fill_bins(lengths, multiple * k, max_tokens)) is not None:
             return bins
@@ -215,39 +288,47 @@ def _fill_fewest_bins(
     return bins
 
 
-def _fill_bins(lengths: Sequence[int], num_bins: int, max_tokens: int | None = None) -> list[list[int]] | None:
+def _round_up(count: int, multiple: int) -> int:
+    return -(-max(1, count) // multiple) * multiple
+
+
+def _fill_bins(lengths: list[int], num_bins: int, max_tokens: int | None = None) -> list[list[int]] | None:
     """Longest first into the emptiest bin; None if a bin overflows."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    heap = [(0, b) for b in range(num_bins)]
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, b = heapq.heappop(heap)
-        if max_tokens is not None and load + lengths[index] > max_tokens:
+    heap = [*range(num_bins)]  # load * num_bins + bin
+    limit = math.inf if max_tokens is None else (max_tokens + 1) * num_bins
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        key = heap[0] + lengths[index] * num_bins
+        if key >= limit:
             return None
-        bins[b].append(index)
-        heapq.heappush(heap, (load + lengths[index], b))
+        heapq.heapreplace(heap, key)
+        bins[key % num_bins].append(index)
     return [sorted(members) for members in bins]
 
 
-def _deal(bins: list[list[int]], costs: np.ndarray, dp_size: int) -> list[list[list[int]]]:
+def _deal(bins: list[list[int]], unit_costs: list[int], dp_size: int) -> list[list[list[int]]]:
     """Give each rank as many bins: the heaviest remaining bin to the lightest rank that still has room."""
     ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
-    heap = [(0, rank) for rank in range(dp_size)]
-    for members in sorted(bins, key=lambda m: (-int(costs[m].sum()), m)):
-        load, rank = heapq.heappop(heap)
-        ranks[rank].append(members)
+    costs = [sum(unit_costs[unit] for unit in members) for members in bins]
+    heap = [*range(dp_size)]  # load * dp_size + rank
+    for b in sorted(range(len(bins)), key=lambda b: (-costs[b], bins[b])):
+        key = heapq.heappop(heap)
+        rank = key % dp_size
+        ranks[rank].append(bins[b])
         if len(ranks[rank]) < len(bins) // dp_size:
-            heapq.heappush(heap, (load + int(costs[members].sum()), rank))
+            heapq.heappush(heap, key + costs[b] * dp_size)
     return ranks
 
 
 def _rank_costs(plan: MicrobatchPlan, work: _Workload) -> list[int]:
-    return [sum(work.sum(members)[1] for members in rank if members) for rank in plan]
+    costs = work.sum_each([members for rank in plan for members in rank])[1]
+    return costs.reshape(len(plan), -1).sum(1).tolist()
 
 
 def microbatch_sizes(plan: MicrobatchPlan, lengths: Sequence[int], shared: SharedPrefixes | None = None) -> list[int]:
     """Tokens of all microbatches of a plan, without padding."""
     work = _Workload.measure(lengths, 0.0, shared)
-    return [work.sum(members)[0] for rank in plan for members in rank]
+    return work.sum_each([members for rank in plan for members in rank])[0].tolist()
 
 
 def packing_metrics(
@@ -272,7 +353,7 @@ def packing_metrics(
     """
     work = _Workload.measure(lengths, attention_ratio, shared)
     microbatches = [members for rank in plan for members in rank]
-    sizes = [work.sum(members)[0] for members in microbatches]
+    sizes = work.sum_each(microbatches)[0].tolist()
     computed = sum(
         buckets.find_size(size) if buckets else max(-(-size // pad_multiple), 1) * pad_multiple for size in sizes
     )
@@ -285,7 +366,8 @@ def packing_metrics(
     }
     if shared is not None:
         total = int(shared.shareable.sum())
-        executed = total - sum(int(shared.measure(members).sum()) for members in microbatches)
+        members, bounds = _join(microbatches)
+        executed = total - int(shared.measure(members, bounds[:-1]).sum())
         unique = total - int(shared.num_shared.sum())
         metrics[f"packing/{shared.name}_repeats"] = executed / unique if unique else 1.0
     return metrics

@@ -41,13 +41,21 @@ class SharedPrefixes:
     shareable: np.ndarray
     name: str = "prompt"
 
-    def measure(self, members: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Tokens that each of some sequences, in their order, has in common with the one before it; 0 for the first."""
+    def measure(self, members: Sequence[int] | np.ndarray, firsts: Sequence[int] | np.ndarray = (0,)) -> np.ndarray:
+        """Tokens that each of some sequences, in their order, has in common with the one before it; 0 for the first.
+
+        Args:
+            members: [k] sequences; several lists of them, each in its order, one after another.
+            firsts: where each list begins in `members`.
+        """
         places = self.places[np.asarray(members, np.int64)]
-        shared = np.zeros(len(places), np.int64)
-        if len(places) > 1:
-            shared[1:] = np.minimum.reduceat(self.num_shared[: places[-1] + 1], places[:-1] + 1)
-        return shared
+        spans = np.stack([np.roll(places, 1), places], axis=1) + 1  # places from the one before until its own
+        is_first = np.zeros(len(places), bool)
+        firsts = np.asarray(firsts)
+        is_first[firsts[firsts < len(places)]] = True  # behind the end there are empty lists
+        spans[is_first, 0] = places[is_first]
+        shared = np.minimum.reduceat(np.append(self.num_shared, 0), spans.ravel())[::2] if len(places) else places
+        return np.where(is_first, 0, shared)
 
     def part(self, start: int, stop: int) -> SharedPrefixes:
         """The same of the sequences [start, stop), counted from `start`."""

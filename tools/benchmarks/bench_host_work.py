@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Python and numpy do for one step on one rank of a data parallel job, without a model and without messages.
 
-    OMP_NUM_THREADS=1 python tools/benchmarks/bench_host_work.py --ranks 1 8 64 --sequences 512 4096 65536 --json FILE
+    OMP_NUM_THREADS=1 python tools/benchmarks/bench_host_work.py --ranks 8 128 1024 --sequences 512 8192 --json FILE
 
 Headers of all sequences, the plan of every minibatch, the exchange of tokens, this replica's batch, dispatch, group
 baselines and metrics: what `trainer/grpo.py` asks for in a step. What costs time per token (packing rows) is here for
@@ -40,11 +40,12 @@ PROMPT, LONGEST = 64, 256  # tokens: short sequences, so that there is little el
 
 @dataclass(frozen=True)
 class HostStep:
-    """A step of `num_sequences` on `dp_size` replicas, four minibatches, as one rank sees it."""
+    """A step of `num_sequences` on `dp_size` replicas as one rank sees it."""
 
     num_sequences: int
     dp_size: int
     share_prompts: bool = False
+    num_minibatches: int = 4
     max_tokens: int = 16384
 
     def measure(self) -> dict[str, float]:
@@ -101,7 +102,7 @@ class HostStep:
             microbatch_count_multiple=1,
         )
         plan: Any = SimpleNamespace(
-            rollouts_per_minibatch=self.num_sequences // 4,
+            rollouts_per_minibatch=self.num_sequences // self.num_minibatches,
             longest_sequence=LONGEST,
             max_response_length=LONGEST - PROMPT,
         )
@@ -127,6 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--sequences", type=int, nargs="+", default=[512, 4096, 65536], help="per step (512 4096 65536)"
     )
+    parser.add_argument("--minibatches", type=int, default=4, help="of a step (4)")
     parser.add_argument("--json", type=Path, help="write the result here as well", metavar="FILE")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -134,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     for ranks in options.ranks:
         for sequences in options.sequences:
             for share in (False, True):
-                parts = HostStep(sequences, ranks, share).measure()
+                parts = HostStep(sequences, ranks, share, options.minibatches).measure()
                 rows.append({"ranks": ranks, "sequences": sequences, "share_prompts": share, **parts})
                 rows[-1]["cpu_seconds"] = sum(parts.values())
     print(json.dumps(rows, indent=2))
