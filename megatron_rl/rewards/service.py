@@ -23,9 +23,8 @@ from typing import Any
 from megatron_rl.config.rendering import redact
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.deadline import DeadlineExceeded, TooLarge, post_within
-from megatron_rl.rewards.plan import SERVICE_FAILURES
 from megatron_rl.rewards.scoring import Score, parse_score, shorten
-from megatron_rl.types import Rollout, UserError
+from megatron_rl.types import SERVICE_FAILURES, Rollout, UserError
 
 _MOST_NAMED_PROMPTS = 8
 _LONGEST_TEXT = 10_000  # bytes of an answer that an error looks at

@@ -307,13 +307,15 @@ def find_informative(headers: Headers, metric: str | None) -> list[bool]:
             would differ; "reward": with it; else a number that the reward reports. A reward that reports no "acc" is
             its own accuracy, as in verl.
 
+    Rollouts without a reward, whose episode or reward service has failed, are not looked at.
+
     Raises:
         UserError: the reward reports no such number; on every rank alike.
     """
     rollouts = headers.rollouts
     values = rollouts["reward"] if metric == "reward" else correctness_of(rollouts)
     reported = np.full(len(rollouts), np.nan) if metric is None else rollouts.component(metric)
-    is_missing = np.isnan(reported)
+    is_missing = np.isnan(reported) & rollouts.has_reward
     if metric not in (None, "reward", "acc") and is_missing.any():
         known = sorted({"reward", *rollouts.reported(int(is_missing.argmax()))} - {OVERLONG})
         raise UserError(
@@ -323,7 +325,7 @@ def find_informative(headers: Headers, metric: str | None) -> list[bool]:
             hint="a reward function that returns a dict reports all numbers of it",
         )
     judged = np.where(is_missing, values, reported)
-    return [bool(np.ptp(part) > 0) for part in np.split(judged, np.cumsum(headers.group_sizes)[:-1])]
+    return [len(group) > 0 and bool(np.ptp(group) > 0) for group in headers.split_rewarded(judged)]
 
 
 def correctness_of(headers: Headers) -> np.ndarray:
