@@ -270,6 +270,7 @@ class Rollout:
         response: the last turn as text.
         reward: filled in by scoring.
         reward_components: name -> value, logged one by one.
+        failure: of its environment, or of the service that scores it: what it said; "": there is none.
     """
 
     prompt: Prompt
@@ -280,6 +281,7 @@ class Rollout:
     response: str = ""
     reward: float = float("nan")
     reward_components: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
 
     @classmethod
     def from_response(

@@ -83,6 +83,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("validation/<set>/mean@<k>", "with rollout.validation_n = k responses to each prompt: their mean"),
         Metric("validation/<set>/pass@<k>", "prompts with a correct response among k", "share"),
         Metric("validation/<set>/best@<k>", "mean of the best of k"),
+        Metric("validation/<set>/failed", "episodes that failed, each of which is worth 0", "share"),
         Metric("validation/<set>/maj@<k>", "mean of the answer that most of k responses name"),
     ),
     "Policy": (
@@ -149,6 +150,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("agents/tokens_sampled", "tokens that the policy has sampled", "tokens"),
         Metric("agents/tokens_observed", "other tokens behind the prompts", "tokens"),
         Metric("agents/max_turns", "episodes that were cut at `agents.max_turns`", "share"),
+        Metric("agents/failed", "of all that the step generated, the two below together", "share"),
         Metric("agents/timeouts", "episodes whose environment did not answer in time", "episodes"),
         Metric("agents/errors", "episodes whose environment raised or ended", "episodes"),
         Metric("agents/environment_seconds", "of an episode in `reset` and `step`", "s"),

@@ -27,6 +27,9 @@ class HealthConfig:
     clip_limit: float | None = option(0.2, "Alarm when a larger share of the tokens is clipped.")
     truncated_limit: float | None = option(0.5, "Alarm when a larger share of the responses is truncated.")
     uninformative_limit: float | None = option(0.9, "Alarm when a larger share of the groups has equal rewards.")
+    failed_limit: float | None = option(
+        0.1, "Alarm when this share of the episodes has failed, or a reward service on this share of the responses."
+    )
     sample_size_floor: float | None = option(
         0.5, "Alarm when importance weights leave a smaller effective sample size, as a share."
     )

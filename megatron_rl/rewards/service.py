@@ -18,6 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.rendering import redact
@@ -138,13 +139,13 @@ class RewardService:
                 "reward.service_on_failure=fallback",
             ) from failure
         logging.getLogger(__name__).warning("%s; the fallback reward is used", found)
-        return [self._count(Score(self._config.service_fallback_reward), 1.0) for _ in rollouts]
+        return [self._count(Score(self._config.service_fallback_reward, failure=found), 1.0) for _ in rollouts]
 
     def _count(self, score: Score, failures: float) -> Score:
         """With a fallback, how often it was taken is a component of every response."""
         if self._config.service_on_failure == "stop":
             return score
-        return Score(score.value, {**score.components, SERVICE_FAILURES: failures})
+        return replace(score, components={**score.components, SERVICE_FAILURES: failures})
 
 
 def _parse_answer(answer: Any, num_samples: int) -> list[Score]:

@@ -250,7 +250,8 @@ class Episodes:
         if has_failed:
             self._warn(rollout, answer.failure)
         reward = 0.0 if has_failed else float("nan") if recording.reward is None else recording.reward
-        rollout = replace(rollout, reward=reward, reward_components=answer.components)
+        failure = answer.failure if has_failed else ""
+        rollout = replace(rollout, reward=reward, reward_components=answer.components, failure=failure)
         self._episodes[key] = replace(episode, rollout=rollout)
 
     def _count(self, rollout: Rollout, recording: Recording) -> None:
