@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from sample_rollouts import make_prompt, make_rollout
 
-from megatron_rl.experience.describe import choose_logged, describe_rollouts, describe_sources
+from megatron_rl.experience.describe import choose_logged, describe_rollouts, describe_sources, describe_staleness
 from megatron_rl.experience.table import Headers, build_headers
 
 GROUPS, GROUP_SIZE = 6, 4
@@ -42,6 +42,17 @@ def test_whole_groups_and_what_stands_out(headers: Headers, num_groups: int, ste
     extremes = {BEST: "best", WORST: "worst", LONGEST: "longest"} if num_groups else {}
     marked = {number: {"logged_as": name} for number, name in extremes.items() if number not in members}
     assert {number: why for number, why in found.items() if why} == marked
+
+
+def test_staleness_is_that_of_the_weights_that_began_a_rollout() -> None:
+    """Two optimizer steps are a step; the second rollout was interrupted after its first token, the third twice."""
+    rollouts = []
+    for sample, versions in enumerate([[8, 8, 8], [4, 8, 8], [2, 6, 8]]):
+        whole = make_rollout(make_prompt(0), sample, 3, 0.0)
+        branch = replace(whole.branches[0], versions=np.array([9, 9, *versions], np.int32))  # a prompt has none
+        rollouts.append((0, replace(whole, branches=[branch])))
+    found = describe_staleness(build_headers(rollouts, holder=0), version=8, optimizer_steps=2)
+    assert found == {"schedule/staleness_mean": 5 / 3, "schedule/staleness_max": 3.0}
 
 
 def test_a_failed_episode_is_neither_the_best_nor_the_worst() -> None:
