@@ -12,7 +12,7 @@ Alignment, stated once: ``logprobs[i]`` scores ``tokens[i]``; position 0 of each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,6 +63,15 @@ def reported_code(error: BaseException) -> int | None:
 
 def _rebuild_user_error(found: str, parts: dict[str, str]) -> UserError:
     return UserError(found, **parts)
+
+
+FAILED = ("timeout", "error")  # how episodes end that their environment has failed
+SERVICE_FAILURES = "service_failures"  # the reward component that counts services without an answer
+
+
+def has_reward(finish_reason: str, components: Mapping[str, Any]) -> bool:
+    """Return False if the episode of a rollout has failed, or a service that scores it: its reward means nothing."""
+    return finish_reason not in FAILED and not components.get(SERVICE_FAILURES)
 
 
 @dataclass(frozen=True)
@@ -265,6 +274,7 @@ class Rollout:
         response: the last turn as text.
         reward: filled in by scoring.
         reward_components: name -> value, logged one by one.
+        failure: of its environment, or of the service that scores it: what it said; "": there is none.
     """
 
     prompt: Prompt
@@ -275,6 +285,7 @@ class Rollout:
     response: str = ""
     reward: float = float("nan")
     reward_components: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
 
     @classmethod
     def from_response(

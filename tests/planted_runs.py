@@ -28,6 +28,8 @@ HEALTHY_STEPS = 60
 REWARDS = """
 import random
 
+from megatron_rl.agents.environment import Done, Observation
+
 calls = 0
 
 def exact(data_source, solution_str, ground_truth, extra_info):
@@ -56,6 +58,15 @@ def rescaled(data_source, solution_str, ground_truth, extra_info):
     global calls
     calls += 1
     return close(data_source, solution_str, ground_truth, extra_info) * (100 if calls > 20 * 32 else 1)
+
+class Flaky:
+    def reset(self, task):
+        if int(task.ground_truth) % 8 == 3:
+            raise RuntimeError("not this one")
+        return Observation([])
+
+    def step(self, reply):
+        return Done()
 """
 PLUGINS = """
 import torch
@@ -146,6 +157,9 @@ PLANTED = {
     ),
     "dead-experts": Planted("routers that prefer two of eight experts", 12, [], "dead_experts"),
     "critic": Planted("`critic.lr` 1,000 times too high", 40, ["algorithm.adv_estimator=gae", "critic.lr=0.1"]),
+    "failures": Planted(
+        "an environment that raises for a quarter of the prompts", 12, ["agents.environment=REWARDS:Flaky"]
+    ),
 }
 HEALTHY = {
     **{f"grpo, seed {seed}": [f"trainer.seed={seed}"] for seed in (1, 2, 3)},

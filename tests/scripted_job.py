@@ -21,7 +21,7 @@ from megatron_rl.agents.episode import Answer
 from megatron_rl.agents.transcript import Tail
 from megatron_rl.config.agents import AgentsConfig
 from megatron_rl.config.schedule import ScheduleConfig
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.schema import RewardConfig, RolloutConfig
 from megatron_rl.data.stream import PromptBatches, PromptStream
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled
@@ -179,6 +179,7 @@ class Job:
         config: Any = SimpleNamespace(
             schedule=self.schedule,
             rollout=RolloutConfig(n=GROUP, dispatch="samples"),
+            reward=RewardConfig(),
             agents=AgentsConfig(environment=None if self.turns is None else "scripted"),
             trainer=SimpleNamespace(seed=1),
             data=SimpleNamespace(train_batch_size=BATCH, max_response_length=SAMPLING.max_tokens),

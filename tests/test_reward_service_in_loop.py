@@ -77,9 +77,10 @@ def test_a_dead_service_stops_the_run_with_its_last_checkpoint_in_place(
     assert (run_dir / "checkpoints" / "latest").resolve().name == f"step_{steps[-1]}"
 
 
-def test_a_dead_service_with_fallback_is_counted(
+def test_a_dead_service_with_fallback_is_counted_and_ends_the_run_where_it_is_asked_too_often(
     task: Path, tmp_path: Path, vllm_imported: None, service: tuple[subprocess.Popen[bytes], str]
 ) -> None:
+    """Nothing is learned from a reward that stands for a missing one."""
     process, url = service
     process.kill()
     process.wait()
@@ -92,9 +93,15 @@ def test_a_dead_service_with_fallback_is_counted(
         "reward.service_fallback_reward=0.25",
         "trainer.total_steps=1",
     )
+    errors = run_ranks(train, 2, overrides, timeout=170)
+    assert errors[0] is not None and errors[0] == errors[1] and url in errors[0]
+    assert "the reward service failed on 16 of 16 responses of step 1; the last time:\n" in errors[0], errors[0]
+    assert read_records(tmp_path / "run") == []
+    overrides = [*overrides, f"trainer.run_dir={tmp_path}/counted", "reward.max_failed_share=1"]
     assert run_ranks(train, 1, overrides, timeout=170) == [None]
-    (record,) = read_records(tmp_path / "run")
-    assert record["reward/service_failures"] == 1.0 and record["reward/mean"] == 0.25
+    (record,) = read_records(tmp_path / "counted")
+    assert record["reward/service_failures"] == 1.0 and record["reward/mean"] is None
+    assert record["policy/grad_norm"] == 0.0
 
 
 def test_a_function_that_hangs_is_reported_with_its_prompt(task: Path, tmp_path: Path, vllm_imported: None) -> None:

@@ -54,7 +54,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("mtp/grad_norm", "of the layer, before clipping"),
     ),
     "Reward and responses": (
-        Metric("reward/mean", "mean over all rollouts of the step"),
+        Metric("reward/mean", "mean over the rollouts of the step, but those whose episode or reward service failed"),
         Metric("reward/<data_source>/mean", "the same of the rollouts of each data source, where a step has several"),
         Metric("reward/<component>", "the same of each part: sources, keys that a reward function returns"),
         Metric("reward/overlong", "the same of the soft overlong punishment"),
@@ -64,7 +64,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "responses with a reward above 0 that repeat a part of the prompt ([how](health.md#restating))",
             "share",
         ),
-        Metric("reward/uninformative_groups", "groups whose responses all have the same reward", "share"),
+        Metric("reward/uninformative_groups", "groups whose rewards are all the same", "share"),
         Metric("response/truncated", "responses cut at data.max_response_length", "share"),
         Metric("tokens/prompt", "of all rollouts of the step", "tokens"),
         Metric("tokens/response", "of all rollouts of the step", "tokens"),
@@ -89,6 +89,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("validation/<set>/mean@<k>", "with rollout.validation_n = k responses to each prompt: their mean"),
         Metric("validation/<set>/pass@<k>", "prompts with a correct response among k", "share"),
         Metric("validation/<set>/best@<k>", "mean of the best of k"),
+        Metric("validation/<set>/failed", "episodes that failed, each of which is worth 0", "share"),
         Metric("validation/<set>/maj@<k>", "mean of the answer that most of k responses name"),
     ),
     "Policy": (
@@ -155,6 +156,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("agents/tokens_sampled", "tokens that the policy has sampled", "tokens"),
         Metric("agents/tokens_observed", "other tokens behind the prompts", "tokens"),
         Metric("agents/max_turns", "episodes that were cut at `agents.max_turns`", "share"),
+        Metric("agents/failed", "of all that the step generated, the two below together", "share"),
         Metric("agents/timeouts", "episodes whose environment did not answer in time", "episodes"),
         Metric("agents/errors", "episodes whose environment raised or ended", "episodes"),
         Metric("agents/environment_seconds", "of an episode in `reset` and `step`", "s"),

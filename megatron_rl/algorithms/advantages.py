@@ -28,7 +28,7 @@ _SETTING = "algorithm.adv_estimator"
 
 
 def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """Estimate advantages as the config says.
+    """Estimate advantages as the config says, from the rollouts that have a reward.
 
     Collective over `inputs.group` for estimators that whiten, and for metrics that are tensors.
 
@@ -49,7 +49,11 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
             hint="set critic.enable=true, or choose an estimator that works on rewards only",
         )
     assert inputs.baselines is not None or not estimator.needs_greedy_baseline, f"{name} needs greedy baselines"
-    result = estimator.estimate(replace(inputs, options=find_options(config, name)), config)
+    inputs = _leave_out_failed(replace(inputs, options=find_options(config, name)), estimator.needs_group)
+    if not len(inputs.scores):
+        nothing = torch.zeros_like(inputs.token_rewards)
+        return Advantages(nothing, nothing if estimator.needs_values else None)
+    result = estimator.estimate(inputs, config)
     if not isinstance(result, Advantages):
         result = Advantages(result)
     returns = result.returns
@@ -60,6 +64,31 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
             f"estimator/{name}/{metric}": _average(value, inputs, f"{name}: metric {metric}")
             for metric, value in result.metrics.items()
         },
+    )
+
+
+def _leave_out_failed(inputs: AdvantageInputs, needs_group: bool) -> AdvantageInputs:
+    """The inputs without rollouts that have no reward, no baseline, or nothing left in their group to compare with."""
+    groups = np.repeat(np.arange(len(inputs.group_sizes)), inputs.group_sizes)
+    kept = np.ones(len(groups), bool) if inputs.has_reward is None else inputs.has_reward
+    if inputs.baselines is not None:
+        kept = kept & ~np.isnan(inputs.baselines)[groups]
+    if kept.all():
+        return replace(inputs, has_reward=None)
+    if needs_group:
+        kept = kept & (np.bincount(groups, kept, len(inputs.group_sizes)) > 1)[groups]
+    sizes = np.bincount(groups[kept], minlength=len(inputs.group_sizes))
+    count = int(kept.sum())
+    numbers = torch.from_numpy(np.append(np.where(kept, np.cumsum(kept) - 1, count), count)).to(inputs.loss_mask.device)
+    rollout_ids = numbers[inputs.find_rollouts()]
+    return replace(
+        inputs,
+        scores=inputs.scores[kept],
+        group_sizes=sizes[sizes > 0],
+        baselines=None if inputs.baselines is None else inputs.baselines[sizes > 0],
+        loss_mask=inputs.loss_mask & (rollout_ids < count),
+        rollout_ids=rollout_ids,
+        has_reward=None,
     )
 
 

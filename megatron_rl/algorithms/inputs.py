@@ -17,7 +17,8 @@ class AdvantageInputs:
     """What an advantage estimator may use; sequences are contiguous and whole in the flat [t] tensors.
 
     A response whose tokens are all masked (truncated, say) counts in the baseline of its group and gets no
-    advantages. Otherwise its last token is in the loss.
+    advantages. Otherwise its last token is in the loss. A rollout that has no reward, because its episode or the reward
+    service failed, is left out before an estimator is called: no score, no size and no index counts it.
 
     Attributes:
         scores: [num_rollouts] float64, reward of each rollout (minus its KL when `kl_in` is "reward"); the same
@@ -35,6 +36,7 @@ class AdvantageInputs:
         sum_pi_squared: [t] sum over the vocabulary of its squared probabilities, for estimators that need it.
         importance_weights: [t] from `compute_importance_weights`, or None.
         options: of the estimator, see `register_advantage_estimator`.
+        has_reward: [num_rollouts] bool, as `compute_advantages` is given them; None, as estimators are: all have one.
     """
 
     scores: np.ndarray
@@ -50,6 +52,7 @@ class AdvantageInputs:
     sum_pi_squared: torch.Tensor | None = None
     importance_weights: torch.Tensor | None = None
     options: Any = None
+    has_reward: np.ndarray | None = None
 
     def grouped_scores(self) -> list[np.ndarray]:
         """Scores of each group: [num_groups][group size] float64."""

@@ -111,6 +111,8 @@ _NOT_NEGATIVE = (
     "algorithm.entropy_coef",
     "algorithm.kl_cov_coef",
     "algorithm.importance_low",
+    "agents.max_failed_share",
+    "reward.max_failed_share",
     "reward.workers",
     "reward.service_retries",
     "reward.service_backoff_seconds",
@@ -133,7 +135,13 @@ _MAY_CHANGE = (
     "reward",
     "plugins",
 )  # see lifecycle/changes.py
-_AT_MOST_ONE = ("algorithm.gamma", "algorithm.gae_lambda", "algorithm.cov_ratio")
+_AT_MOST_ONE = (
+    "algorithm.gamma",
+    "algorithm.gae_lambda",
+    "algorithm.cov_ratio",
+    "agents.max_failed_share",
+    "reward.max_failed_share",
+)
 _BELOW_ONE = ("algorithm.clip_eps_low", *(f"{section}.adam_beta{n}" for section in _TRAINED for n in (1, 2)))
 _HINTS = {
     "rollout.temperature": "greedy sampling gives every response of a group the same reward; use 1.0",

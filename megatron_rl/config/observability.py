@@ -30,6 +30,9 @@ class HealthConfig:
     restating_limit: float | None = option(
         0.1, "Alarm when a larger share of the responses is rewarded for repeating a part of the prompt."
     )
+    failed_limit: float | None = option(
+        0.1, "Alarm when this share of the episodes has failed, or a reward service on this share of the responses."
+    )
     sample_size_floor: float | None = option(
         0.5, "Alarm when importance weights leave a smaller effective sample size, as a share."
     )

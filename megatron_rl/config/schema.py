@@ -261,9 +261,14 @@ class RewardConfig:
     service_retries: int = option(4, "Further attempts after a failed request, with exponential backoff.", "attempts")
     service_backoff_seconds: float = option(0.5, "Pause before the second attempt; doubles each time.", "seconds")
     service_on_failure: Literal["stop", "fallback"] = option(
-        "stop", "When all attempts failed: end the run, or give service_fallback_reward and count it."
+        "stop", "When all attempts failed: end the run, or continue without learning from the response, and count it."
     )
-    service_fallback_reward: float = option(0.0, "Reward of a response that the service failed on (fallback only).")
+    service_fallback_reward: float = option(0.0, "Its reward in logs and validation (fallback only).")
+    max_failed_share: float = option(
+        0.5,
+        "End the run when a service failed on a larger share of a step's responses, or of a validation set's (fallback "
+        "only); 1: never.",
+    )
     overlong_buffer_length: int = option(
         0,
         "DAPO's soft penalty: responses in the last N tokens before max_response_length lose reward linearly; 0: off.",

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_rl.config.data import DataConfig
 from megatron_rl.data.prompts import PromptSet, name_files
 from megatron_rl.data.rows import Row, read_rows
-from megatron_rl.types import Prompt, UserError
+from megatron_rl.types import Prompt, UserError, has_reward
 
 _CORRECT_FROM = 0.5  # least reward of a correct response, as in pass@k
 _HINT = (
@@ -74,16 +74,19 @@ def _read(path: Path, shaping: str) -> Measured:
     found: Measured = {}
     for row in read_rows([str(path)]):
         number, text, is_correct = _parse(row, shaping)
-        found.setdefault(number, (text, []))[1].append(is_correct)
+        if is_correct is not None:
+            found.setdefault(number, (text, []))[1].append(is_correct)
     return found
 
 
-def _parse(row: Row, shaping: str) -> tuple[int, str, bool]:
-    """Row of the prompt, its text, and whether the response is correct."""
+def _parse(row: Row, shaping: str) -> tuple[int, str, bool | None]:
+    """Row of the prompt, its text, and whether the response is correct; None: it has no reward."""
     columns = row.columns
     try:
-        reward = columns["reward"] - columns["reward_components"].get(shaping, 0.0)
-        return int(columns["prompt_id"]), str(columns["prompt"]), reward >= _CORRECT_FROM
+        components = columns["reward_components"]
+        is_correct = columns["reward"] - components.get(shaping, 0.0) >= _CORRECT_FROM
+        is_known = has_reward(columns.get("finish_reason", ""), components)
+        return int(columns["prompt_id"]), str(columns["prompt"]), is_correct if is_known else None
     except (KeyError, TypeError, AttributeError, ValueError):
         raise _refuse(f"{row.location} is no scored rollout", "rollouts that tools/evaluate.py wrote") from None
 

@@ -19,23 +19,36 @@ from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_
 from megatron_rl.observability.summary import NUM_BEST
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.rewards.answers import RESTATES
-from megatron_rl.types import Rollout
+from megatron_rl.types import SERVICE_FAILURES, Rollout
 
 
 def describe_rollouts(headers: Headers) -> dict[str, float]:
-    """Reward and length metrics of one step; all but the tokens count rollouts."""
+    """Reward and length metrics of one step; all but the tokens count rollouts.
+
+    Rewards are those of the rollouts that have one; NaN: none has.
+    """
     rollouts = headers.rollouts
-    rewards = rollouts["reward"]
-    spreads = [np.ptp(part) for part in np.split(rewards, np.cumsum(headers.group_sizes)[:-1])]
+    groups = headers.split_rewarded(rollouts["reward"])
     return {
-        "reward/mean": float(np.mean(rewards)),
+        "reward/mean": _mean(np.concatenate(groups)),
         f"reward/{RESTATES}": 0.0,  # unless a rollout has the component
-        **{f"reward/{name}": float(np.mean(np.nan_to_num(rollouts.component(name)))) for name in sorted(headers.names)},
-        "reward/uninformative_groups": float(np.mean([spread == 0 for spread in spreads])),
+        **{f"reward/{name}": _mean(_find_component(headers, name)) for name in sorted(headers.names)},
+        "reward/uninformative_groups": float(np.mean([not len(rewards) or np.ptp(rewards) == 0 for rewards in groups])),
         "response/truncated": float(np.mean(rollouts["finish_reason"] == FINISH_REASONS.index("length"))),
         "tokens/prompt": float(rollouts["num_prompt_tokens"].sum()),
         "tokens/response": float(headers.num_response_tokens.sum()),
     }
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")
+
+
+def _find_component(headers: Headers, name: str) -> np.ndarray:
+    """A component of the rollouts that have a reward; failures of the service are counted over all."""
+    rollouts = headers.rollouts
+    values = np.nan_to_num(rollouts.component(name))
+    return values if name == SERVICE_FAILURES else values[rollouts.has_reward]
 
 
 def describe_staleness(headers: Headers, version: int, optimizer_steps: int) -> dict[str, float]:
@@ -60,22 +73,24 @@ def describe_sources(headers: Headers, sources: Sequence[str]) -> dict[str, floa
         headers: of the step.
         sources: [num_groups] of the groups' prompts.
     """
-    names, rewards = np.repeat(np.array(sources), headers.group_sizes), headers.rollouts["reward"]
+    names, groups = np.array(sources), headers.split_rewarded(headers.rollouts["reward"])
+    names, rewards = np.repeat(names, [len(group) for group in groups]), np.concatenate(groups)
     known = sorted(set(sources))
-    return {f"reward/{name}/mean": float(rewards[names == name].mean()) for name in known} if len(known) > 1 else {}
+    return {f"reward/{name}/mean": _mean(rewards[names == name]) for name in known} if len(known) > 1 else {}
 
 
 def describe_distributions(headers: Headers, batch: TrainBatch) -> dict[str, np.ndarray]:
     """Distributions of one step, for histograms.
 
     Returns:
-        Of all rollouts [num_rollouts]: length and reward. Of the tokens in the loss in this rank's batch, its DP
-        replica's share of them: the advantage, and the trainer's log-prob before the update minus the engine's.
+        Of all rollouts [num_rollouts]: length, and reward where there is one. Of the tokens in the loss in this rank's
+        batch, its DP replica's share of them: the advantage, and the trainer's log-prob before the update minus the
+        engine's.
     """
     gap = batch.column("old_logprobs") - batch.rollout_logprobs
     return {
         "distribution/response_length": headers.sum_per_rollout(headers.num_response_tokens),
-        "distribution/reward": headers.rollouts["reward"],
+        "distribution/reward": headers.rollouts["reward"][headers.rollouts.has_reward],
         "distribution/advantage": batch.column("advantages")[batch.loss_mask].float().cpu().numpy(),
         "distribution/logprob_gap": gap[batch.loss_mask].float().cpu().numpy(),
     }
@@ -149,9 +164,12 @@ def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dic
     if not wanted:
         return {}
     lengths, rewards = headers.sum_per_rollout(headers.num_response_tokens), headers.rollouts["reward"]
-    best = np.lexsort((headers.rollouts["sample_index"], -rewards))[:NUM_BEST]
+    scored = np.flatnonzero(headers.rollouts.has_reward)
+    best = scored[np.lexsort((headers.rollouts["sample_index"][scored], -rewards[scored]))][:NUM_BEST]
     extremes = dict.fromkeys(best.tolist(), "best")
-    extremes |= {int(rewards.argmin()): "worst", int(lengths.argmax()): "longest"}
+    if len(scored):
+        extremes[int(scored[rewards[scored].argmin()])] = "worst"
+    extremes[int(lengths.argmax())] = "longest"
     found = {number: {"logged_as": name} for number, name in extremes.items()}
     groups = (np.arange(wanted) * total // wanted + step) % total
     found |= {number: {} for number in np.flatnonzero(np.isin(headers.rollouts["group"], groups)).tolist()}

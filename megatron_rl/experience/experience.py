@@ -67,7 +67,7 @@ class Experience:
         prompts: of each group.
         payload: the tokens that are here.
         group: all ranks.
-        baselines: [num_groups] reward of the greedy response to each prompt (ReMax), or None.
+        baselines: [num_groups] reward of the greedy response to each prompt (ReMax), NaN if it failed; or None.
         metrics: about sampling.
 
     Attributes:
@@ -249,8 +249,8 @@ class Experience:
         self.metrics |= metrics
 
     def add_baselines(self, greedy: Experience) -> None:
-        """Note the rewards of the greedy responses to the prompts."""
-        self.baselines = greedy.rewards
+        """Note the rewards of the greedy responses to the prompts; NaN where there is none."""
+        self.baselines = np.where(greedy.headers.rollouts.has_reward, greedy.rewards, np.nan)
         self._num_bytes += greedy.count_bytes()
 
     def _fetch_branches(self, destination: Holders) -> dict[int, Branch]:

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from megatron_rl.packing.prefix import arrange_branches
 from megatron_rl.parallel.collectives import gather_flat
 from megatron_rl.rewards.validation import name_answer
-from megatron_rl.types import Branch, Rollout
+from megatron_rl.types import FAILED, SERVICE_FAILURES, Branch, Rollout, has_reward
 
 FINISH_REASONS = ("stop", "length", "turns", "timeout", "error")
-_CUT, _FAILED = ("length", "turns"), ("timeout", "error")
+_CUT = ("length", "turns")
 
 HEADER = np.dtype(
     [
@@ -78,6 +78,16 @@ class Headers:
         return np.where(self.rows["in_loss"], self.rows["num_sampled"], 0)
 
     @cached_property
+    def has_failed(self) -> np.ndarray:
+        """Whether the episode of each sequence timed out or raised, [n] bool."""
+        return np.isin(self.rows["finish_reason"], [FINISH_REASONS.index(reason) for reason in FAILED])
+
+    @cached_property
+    def has_reward(self) -> np.ndarray:
+        """False where the episode of a sequence, or the reward service, has failed, [n]: such rewards mean nothing."""
+        return ~self.has_failed & ~(self.component(SERVICE_FAILURES) > 0)
+
+    @cached_property
     def num_response_tokens(self) -> np.ndarray:
         """Tokens behind the prompt, [n]."""
         return self["num_tokens"] - self["num_prompt_tokens"]
@@ -100,6 +110,12 @@ class Headers:
     def sum_per_rollout(self, values: np.ndarray) -> np.ndarray:
         """Add up what belongs to the sequences of a rollout: [n] -> [num_rollouts]."""
         return np.add.reduceat(values, self.first_of_rollout)
+
+    def split_rewarded(self, values: np.ndarray) -> list[np.ndarray]:
+        """Numbers of the rollouts that have a reward, by group: [num_rollouts] -> [num_groups][k]."""
+        has_reward = self.rollouts.has_reward
+        sizes = np.bincount(self.rollouts["group"][has_reward], minlength=len(self.group_sizes))
+        return np.split(values[has_reward], np.cumsum(sizes)[:-1])
 
     def component(self, name: str) -> np.ndarray:
         """A reward component of all sequences, [n]; NaN where it is not reported."""
@@ -143,13 +159,14 @@ def build_headers(
     Args:
         rollouts: with the index of their prompt in the step.
         holder: index of the replica that holds their tokens.
-        mask_truncated: keep responses that were cut at a limit out of the loss; those that failed always are.
+        mask_truncated: keep responses that were cut at a limit out of the loss; those without a reward always are.
         with_answers: note what they answer (see `hash_answer`).
     """
     found, rows = list(rollouts), []
     for group, rollout in found:
         answer = hash_answer(name_answer(rollout.response)) if with_answers else 0
-        in_loss = rollout.finish_reason not in (*_FAILED, *(_CUT if mask_truncated else ()))
+        is_cut = mask_truncated and rollout.finish_reason in _CUT
+        in_loss = has_reward(rollout.finish_reason, rollout.reward_components) and not is_cut
         reason = FINISH_REASONS.index(rollout.finish_reason)
         earlier = 0.0
         for branch, place, num_shared in zip(rollout.branches, *arrange_branches(rollout.branches), strict=True):

@@ -44,6 +44,7 @@ class HealthSettings(Protocol):
     truncated_limit: float | None
     uninformative_limit: float | None
     restating_limit: float | None
+    failed_limit: float | None
     sample_size_floor: float | None
     explained_variance_floor: float | None
     dead_experts_limit: float | None
@@ -173,6 +174,17 @@ def _critic(courses: _Courses, settings: HealthSettings) -> str | None:
     return f"the critic explains {value:.2g} of the returns' variance: less than their mean would."
 
 
+def _failures(courses: _Courses, settings: HealthSettings) -> str | None:
+    for key, sentence in (
+        ("agents/failed", "{:.0%} of the episodes fail: their environment raises, ends or does not answer in time."),
+        ("reward/service_failures", "the reward service fails on {:.0%} of the responses."),
+    ):
+        value, limit = courses.mean(key), settings.failed_limit
+        if value is not None and limit is not None and value >= limit:
+            return sentence.format(value)
+    return None
+
+
 def _above(key: str, setting: str, sentence: str) -> Callable[[_Courses, HealthSettings], str | None]:
     def check(courses: _Courses, settings: HealthSettings) -> str | None:
         value, limit = courses.mean(key), getattr(settings, setting)
@@ -209,6 +221,7 @@ CHECKS: dict[str, Callable[[_Courses, HealthSettings], str | None]] = {
     "components": _components,
     "dead-experts": _above("moe/dead_experts", "dead_experts_limit", "{:.3g} experts get no token of an update."),
     "critic": _critic,
+    "failures": _failures,
 }
 
 

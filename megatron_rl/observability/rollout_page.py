@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron_rl.observability.page_template import read_template
 from megatron_rl.observability.rollout_log import as_numbers
-from megatron_rl.types import UserError
+from megatron_rl.types import UserError, has_reward
 
 _PARTS = Path(__file__).parent / "viewer"
 _CHUNK = 64  # rollouts whose tokens are parsed together
@@ -194,23 +194,23 @@ class _Index:
         group = self._groups.setdefault((step, prompt_id, prompt), len(self._groups))
         if group == len(self._prompts):
             self._prompts.append({"id": prompt_id, "text": prompt, "truth": _text(row.get("ground_truth"))})
-        stated = row.get("num_tokens")
+        stated, finish, found = row.get("num_tokens"), _text(row.get("finish_reason")), row.get("reward_components")
+        components = {k: _number(x) for k, x in found.items()} if isinstance(found, dict) else {}
         length = next((len(x) for x in (tokens, texts) if isinstance(x, list)), stated if type(stated) is int else None)
         entry = {
             "run": run,
             "step": step,
             "group": group,
             "sample": _number(row.get("sample_index")),
-            "reward": _number(row.get("reward")),
+            "reward": _number(row.get("reward")) if has_reward(finish, components) else None,
             "length": length,
-            "finish": _text(row.get("finish_reason")),
+            "finish": finish,
             "version": _number(row.get("policy_version")),
             "response": _text(row.get("response")),
         }
         for name, value in entry.items():
             self.columns[name].append(value)
-        ids, found = _read_numbers(row, "tokens", length, where), row.get("reward_components")
-        components = {k: _number(x) for k, x in found.items()} if isinstance(found, dict) else {}
+        ids = _read_numbers(row, "tokens", length, where)
         for name, value in components.items():
             self._components.setdefault(name, {})[number] = value
         details: dict[str, Any] = {

@@ -23,11 +23,10 @@ from megatron_rl.rewards.answers import RESTATES
 from megatron_rl.rewards.functions import RewardFunction, load_reward_function
 from megatron_rl.rewards.rules import COUNTS, RULES, AnswerPolicy
 from megatron_rl.rewards.scoring import Score, describe_rollout
-from megatron_rl.types import Rollout, UserError
+from megatron_rl.types import SERVICE_FAILURES, Rollout, UserError
 
 MODEL = "model"
 OVERLONG = "overlong"
-SERVICE_FAILURES = "service_failures"
 _LARGEST = 1e18  # its square, in the variance of a group, is finite in float32
 # Components that count failures; their names are the same in every sum.
 _COUNTED = (SERVICE_FAILURES, *COUNTS)

@@ -131,14 +131,16 @@ class Scorer:
         scored = []
         with self._notice_children():
             for _, decoded, waits in (self._begun.pop(id(rollout)) for rollout in rollouts):
+                scores = [wait() for wait in waits]
+                failure = next((score.failure for score in scores if score.failure), decoded.failure)
                 if math.isnan(decoded.reward):
-                    reward, components = compute_reward(self._plan, [wait() for wait in waits], decoded)
+                    reward, components = compute_reward(self._plan, scores, decoded)
                 else:
                     reward, components = keep_reward(self._plan, decoded)
                 components = add_components(decoded.reward_components, components)
                 if reward > 0 and _restates(decoded):
                     components[RESTATES] = 1.0
-                scored.append(replace(decoded, reward=reward, reward_components=components))
+                scored.append(replace(decoded, reward=reward, reward_components=components, failure=failure))
         return scored
 
     @contextmanager

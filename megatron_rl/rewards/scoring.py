@@ -35,10 +35,11 @@ def describe_rollout(rollout: Rollout) -> str:
 
 @dataclass(frozen=True)
 class Score:
-    """What one source says about one response: the score, and its components by name."""
+    """What one source says about one response: the score, its components by name, and why it is none of its own."""
 
     value: float
     components: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
 
 
 def compute_score(function: RewardFunction, rollout: Rollout, step: int = 0) -> Score:

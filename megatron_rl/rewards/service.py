@@ -18,14 +18,14 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.rendering import redact
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.deadline import DeadlineExceeded, TooLarge, post_within
-from megatron_rl.rewards.plan import SERVICE_FAILURES
 from megatron_rl.rewards.scoring import Score, parse_score, shorten
-from megatron_rl.types import Rollout, UserError
+from megatron_rl.types import SERVICE_FAILURES, Rollout, UserError
 
 _MOST_NAMED_PROMPTS = 8
 _LONGEST_TEXT = 10_000  # bytes of an answer that an error looks at
@@ -139,13 +139,13 @@ class RewardService:
                 "reward.service_on_failure=fallback",
             ) from failure
         logging.getLogger(__name__).warning("%s; the fallback reward is used", found)
-        return [self._count(Score(self._config.service_fallback_reward), 1.0) for _ in rollouts]
+        return [self._count(Score(self._config.service_fallback_reward, failure=found), 1.0) for _ in rollouts]
 
     def _count(self, score: Score, failures: float) -> Score:
         """With a fallback, how often it was taken is a component of every response."""
         if self._config.service_on_failure == "stop":
             return score
-        return Score(score.value, {**score.components, SERVICE_FAILURES: failures})
+        return replace(score, components={**score.components, SERVICE_FAILURES: failures})
 
 
 def _parse_answer(answer: Any, num_samples: int) -> list[Score]:

@@ -22,14 +22,14 @@ from megatron_rl.experience.experience import Experience
 from megatron_rl.experience.payload import hold
 from megatron_rl.experience.table import FINISH_REASONS, Headers, build_headers, gather_headers, join_headers
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import raise_together
+from megatron_rl.parallel.collectives import gather_objects, raise_together
 from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scores
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rewards.validation import compute_validation_metrics, estimate_pass_at_k
 from megatron_rl.rollout.generation import Generator, SampleGroups
 from megatron_rl.rollout.kept import describe_kept, describe_thoughts
 from megatron_rl.rollout.stream import RolloutStream
-from megatron_rl.types import Prompt, Rollout, UserError
+from megatron_rl.types import FAILED, Prompt, Rollout, UserError
 
 # A reward model: one score per rollout; collective, the same on every rank.
 ResponseModel = Callable[[Experience], Sequence[float] | np.ndarray]
@@ -78,6 +78,7 @@ class Collector:
     ) -> None:
         self._generator, self._stream, self._rewards, self._config = generator, stream, rewards, config
         self._stop_token_ids, self._timers, self._group = stop_token_ids, timers, group
+        self._failures: dict[bool, str] = {}  # the last one of an episode (True), and of a service, scored here
 
     def collect(self, step: int) -> Experience:
         """`train_batch_size` scored groups; collective.
@@ -102,8 +103,11 @@ class Collector:
                 else [True] * len(part.prompts)
             )
             parts.append(part)
+            failed = self._check_failures(parts, f"step {step}")
         found = sum(informative)
         metrics = {name: value for part in parts for name, value in part.metrics.items()}
+        if self._config.agents.has_episodes:
+            metrics["agents/failed"] = failed
         if resamples:
             metrics |= {
                 "sampling/rounds": len(parts),
@@ -179,6 +183,9 @@ class Collector:
             found = compute_validation_metrics(
                 correctness_of(headers).reshape(shape).tolist(), headers["answer"].reshape(shape).tolist()
             )
+            failed = self._check_failures(parts, f'the validation set "{name}"')
+            if self._config.agents.has_episodes:
+                found["failed"] = failed
             metrics |= {f"validation/{name}/{metric}": value for metric, value in found.items()}
             if on_set is not None:
                 on_set(name, parts)
@@ -200,6 +207,35 @@ class Collector:
         samples = self._score(groups.prompts, held, [groups.step] * len(groups.prompts), with_answers)
         samples.add_metrics(self._generator.metrics)
         return samples
+
+    def _check_failures(self, parts: Sequence[Experience], what: str) -> float:
+        """The share of episodes that have failed so far; collective if too many have.
+
+        Args:
+            parts: of what was generated.
+            what: they are of, for the error.
+
+        Raises:
+            UserError: of episodes, or of rewards, a larger share has failed than may; on every rank.
+        """
+        config, headers = self._config, [part.headers.rollouts for part in parts]
+        episodes = np.concatenate([part.has_failed for part in headers])
+        services = ~episodes & ~np.concatenate([part.has_reward for part in headers])
+        for is_episode, has_failed, section in ((True, episodes, "agents"), (False, services, "reward")):
+            most = config.agents.max_failed_share if is_episode else config.reward.max_failed_share
+            if has_failed.mean() > most:
+                said = [text for text in gather_objects(self._failures.get(is_episode, ""), self._group) if text]
+                count = f"{has_failed.sum()} of {len(has_failed)}"
+                found = f"{count} episodes of {what} failed; the last one"
+                if not is_episode:
+                    found = f"the reward service failed on {count} responses of {what}; the last time"
+                raise UserError(
+                    f"{found}:\n{said[0].rstrip() if said else 'before the run was resumed'}",
+                    source=f"{section}.max_failed_share = {most:g}",
+                    expected="a smaller share, as nothing is learned from what failed",
+                    hint=f"correct what failed; {section}.max_failed_share=1 continues without it",
+                )
+        return float(episodes.mean())
 
     def sampling(self, temperature: float | None = None) -> SamplingConfig:
         """How responses are drawn: for training, or at another temperature, without `min_tokens` then."""
@@ -264,6 +300,7 @@ class Collector:
         except Exception as caught:  # the other ranks must learn of it before they wait for this one
             error = caught
         raise_together(error, self._group)
+        self._failures |= {rollout.finish_reason in FAILED: rollout.failure for rollout in scored if rollout.failure}
         headers = build_headers(
             zip((index for index, _ in mine), scored, strict=True),
             holder=engine,
@@ -307,13 +344,15 @@ def find_informative(headers: Headers, metric: str | None) -> list[bool]:
             would differ; "reward": with it; else a number that the reward reports. A reward that reports no "acc" is
             its own accuracy, as in verl.
 
+    Rollouts without a reward, whose episode or reward service has failed, are not looked at.
+
     Raises:
         UserError: the reward reports no such number; on every rank alike.
     """
     rollouts = headers.rollouts
     values = rollouts["reward"] if metric == "reward" else correctness_of(rollouts)
     reported = np.full(len(rollouts), np.nan) if metric is None else rollouts.component(metric)
-    is_missing = np.isnan(reported)
+    is_missing = np.isnan(reported) & rollouts.has_reward
     if metric not in (None, "reward", "acc") and is_missing.any():
         known = sorted({"reward", *rollouts.reported(int(is_missing.argmax()))} - {OVERLONG})
         raise UserError(
@@ -323,7 +362,7 @@ def find_informative(headers: Headers, metric: str | None) -> list[bool]:
             hint="a reward function that returns a dict reports all numbers of it",
         )
     judged = np.where(is_missing, values, reported)
-    return [bool(np.ptp(part) > 0) for part in np.split(judged, np.cumsum(headers.group_sizes)[:-1])]
+    return [len(group) > 0 and bool(np.ptp(group) > 0) for group in headers.split_rewarded(judged)]
 
 
 def correctness_of(headers: Headers) -> np.ndarray:

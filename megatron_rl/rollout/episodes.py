@@ -26,9 +26,8 @@ from megatron_rl.engines.sampling import SamplingConfig, derive_seed
 from megatron_rl.rollout.carried import Following
 from megatron_rl.rollout.order import STRIDE, Samples
 from megatron_rl.rollout.packed_episodes import pack_rollouts, unpack_rollouts
-from megatron_rl.types import Rollout
+from megatron_rl.types import FAILED, Rollout
 
-_FAILED = ("timeout", "error")
 _COUNTED = (
     "episodes",
     "turns",
@@ -244,14 +243,15 @@ class Episodes:
 
     def _end(self, key: int, answer: Answer, finish_reason: str) -> None:
         self._close(key)
-        episode, has_failed = self._episodes[key], finish_reason in _FAILED
+        episode, has_failed = self._episodes[key], finish_reason in FAILED
         recording = episode.recording
         rollout = recording.finish(finish_reason)
         self._count(rollout, recording)
         if has_failed:
             self._warn(rollout, answer.failure)
         reward = 0.0 if has_failed else float("nan") if recording.reward is None else recording.reward
-        rollout = replace(rollout, reward=reward, reward_components=answer.components)
+        failure = answer.failure if has_failed else ""
+        rollout = replace(rollout, reward=reward, reward_components=answer.components, failure=failure)
         self._episodes[key] = replace(episode, rollout=rollout)
 
     def _count(self, rollout: Rollout, recording: Recording) -> None:

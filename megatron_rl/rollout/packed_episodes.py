@@ -37,6 +37,7 @@ def _describe(rollout: Rollout) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "reward": rollout.reward,
         "components": rollout.reward_components,
+        "failure": rollout.failure,
     }
 
 
@@ -69,5 +70,6 @@ def unpack_rollouts(tensors: Mapping[str, torch.Tensor], samples: Samples) -> di
                 row["finish_reason"],
                 reward=row["reward"],
                 reward_components=row["components"],
+                failure=row.get("failure", ""),
             )
     return found

@@ -136,17 +136,19 @@ class Trainer(Session):
         if not self.policy.is_here:
             return None
         kl = measure_kl(samples.headers, batch, algorithm.kl_type, self.policy.model.groups.dp)
-        self.run.count({"kl/per_response": float(kl.mean()), "kl/coef": algorithm.kl_coef})
+        count = max(int(samples.headers.rollouts.has_reward.sum()), 1)  # the others have no token in the loss
+        self.run.count({"kl/per_response": float(kl.sum() / count), "kl/coef": algorithm.kl_coef})
         return kl
 
     def adapt_kl(self, samples: Experience) -> None:
         """Let the KL controller react to this step's KL: the next step has another coefficient."""
-        if not self.policy.is_here:
-            return
         headers = samples.headers
+        counted = headers.rollouts.has_reward
+        if not self.policy.is_here or not counted.any():
+            return
         tokens = headers.sum_per_rollout(headers.num_loss_tokens)
-        measured = measure_for_target(samples.kl_per_rollout, tokens, self.config.algorithm)
-        self.kl.update(measured, len(headers.rollouts))
+        measured = measure_for_target(samples.kl_per_rollout[counted], tokens[counted], self.config.algorithm)
+        self.kl.update(measured, int(counted.sum()))
 
     def reset_reference(self, step: int) -> None:
         """Let the policy become the reference where it is time to."""

@@ -78,7 +78,9 @@ def without_trace(answers: list[dict[int, Answer]]) -> list[dict[int, Answer]]:
 
 
 def test_answers_are_those_of_processes_and_the_rank_draws_what_it_would_have_drawn(setup: Setup) -> None:
+    random.gauss(0, 1), np.random.randn()  # each keeps a second number, which belongs to the rank
     before = random.getstate(), str(np.random.get_state())
+    assert before[0][2] is not None
     here = play(EpisodesInRank(setup))
     assert (random.getstate(), str(np.random.get_state())) == before
     assert without_trace(here) == without_trace(play(EpisodeProcesses(setup, 1, 30.0, 20.0)))

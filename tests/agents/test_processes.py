@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +20,17 @@ import pytest
 
 from megatron_rl.agents.calculator import Calculator, calculate
 from megatron_rl.agents.environment import Done, Observation, Reply, ToolCall, find_environment
-from megatron_rl.agents.episode import Setup
+from megatron_rl.agents.episode import Opening, Setup
 from megatron_rl.agents.processes import EpisodeProcesses
 from megatron_rl.types import Prompt, UserError
 from tools.make_toy_task import train_tokenizer
 
 ENVIRONMENT = """
 import os, random, subprocess, sys, time
+import numpy
 from megatron_rl.agents.environment import Done, Observation
+
+random.gauss(0, 1), numpy.random.randn()  # both keep a second number for the next call
 
 class Odd:
     def reset(self, task):
@@ -56,6 +61,8 @@ class Odd:
             return Done(float("nan"))
         if self.kind == "never ends":
             return Observation([{"role": "tool", "content": "12"}], reward=0.5)
+        if self.kind == "draws":
+            return Done(random.gauss(0, 1), {"numpy": numpy.random.randn()})
         return Done(self.lucky, {"length": len(reply.text)})
 """
 
@@ -115,6 +122,26 @@ def test_episodes_on_a_prompt_draw_the_same_random_numbers(processes):
         processes.tell(key, [4], [0.0], "stop")
     rewards = [answer.reward for _, answer in sorted(processes.wait().items())]
     assert rewards[0] == rewards[1] != rewards[2]
+
+
+def test_an_episode_draws_what_its_seed_says_whatever_was_drawn_before_it(setup, processes):
+    """Generators of normal numbers make two at a time: the import of the environment has left one of each."""
+    (answer,) = run(processes, "draws")
+    seed = Opening.of(prompt_of("draws"), setup.run_seed).task.seed
+    python, legacy = random.Random(seed), np.random.RandomState(seed)
+    python.random()
+    assert (answer.reward, answer.components) == (python.gauss(0, 1), {"numpy": legacy.randn()})
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_an_episode_ends_with_the_answer_to_its_last_reply(setup, most):
+    processes, replies = EpisodeProcesses(replace(setup, max_turns=most), 1, 30.0, 5.0), 0
+    processes.open(0, prompt_of("never ends"))
+    while (answer := processes.wait()[0]).tail is not None:
+        replies += 1
+        processes.tell(0, [4, 5, 6], [0.0] * 3, "stop")
+    processes.close_all()
+    assert replies == most and (answer.reward, answer.finish_reason) == (0.5, "turns")
 
 
 def test_every_failure_is_an_answer_and_concerns_no_other_episode(setup):

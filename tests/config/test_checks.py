@@ -40,6 +40,8 @@ def test_defaults_pass() -> None:
         (["algorithm.clip_eps_low=1.0"], "algorithm.clip_eps_low", "is too large"),
         (["algorithm.clip_eps_high=-0.1"], "algorithm.clip_eps_high", "is not positive"),
         (["algorithm.kl_coef=-0.1"], "algorithm.kl_coef", "is negative"),
+        (["agents.max_failed_share=-0.1"], "agents.max_failed_share", "is negative"),
+        (["reward.max_failed_share=1.5"], "reward.max_failed_share", "is too large"),
         (["actor.adam_beta2=1.0"], "actor.adam_beta2", "is too large"),
         (["actor.min_lr=1e-3", "actor.lr_decay_style=linear"], "actor.min_lr", "is above the peak actor.lr"),
         (["rollout.gpu_memory_utilization=1.5"], "rollout.gpu_memory_utilization", "more than all of it"),

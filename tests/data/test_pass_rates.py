@@ -67,6 +67,21 @@ def test_the_latest_evaluation_counts(tmp_path: Path) -> None:
     assert select(tmp_path, 0.1, 0.9)[0] == IDS
 
 
+def test_an_episode_that_failed_says_nothing_about_its_prompt(tmp_path: Path) -> None:
+    """Of four, two are right, one is wrong, and one timed out or has the reward that stands for a missing one."""
+    for changes in ({"finish_reason": "timeout"}, {"reward_components": {"service_failures": 1.0}}):
+        write(tmp_path, {name: dict.fromkeys(rates, 0.5) for name, rates in RATES.items()})
+        for file in tmp_path.glob("*/rollouts/step_0.jsonl"):
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+            rows = [row | changes if i % 4 == 3 else row for i, row in enumerate(rows)]
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert select(tmp_path, 0.6, 0.7)[0] == IDS
+        rows = [row | {"finish_reason": "error"} for row in rows]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(UserError, match="has not been measured"):
+            select(tmp_path, 0.6, 0.7)
+
+
 def test_without_pass_rates_everything_stays() -> None:
     train = make_set()
     found, notes = select_by_pass_rate(train, DataConfig(train_files=FILES, train_batch_size=1), shaping="overlong")

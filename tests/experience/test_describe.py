@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rollouts of a step are written. What stands in their rows: `tests/trainer/test_trainer.py`."""
+"""Which rollouts of a step are written, and which of them its metrics count.
+
+What stands in their rows: `tests/trainer/test_trainer.py`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from sample_rollouts import make_prompt, make_rollout
 
-from megatron_rl.experience.describe import choose_logged
+from megatron_rl.experience.describe import choose_logged, describe_rollouts, describe_sources, describe_staleness
 from megatron_rl.experience.table import Headers, build_headers
 
 GROUPS, GROUP_SIZE = 6, 4
@@ -37,3 +43,42 @@ def test_whole_groups_and_what_stands_out(headers: Headers, num_groups: int, ste
     extremes = {**dict.fromkeys((BEST, *NEXT), "best"), WORST: "worst", LONGEST: "longest"} if num_groups else {}
     marked = {number: {"logged_as": name} for number, name in extremes.items() if number not in members}
     assert {number: why for number, why in found.items() if why} == marked
+
+
+def test_staleness_is_that_of_the_weights_that_began_a_rollout() -> None:
+    """Two optimizer steps are a step; the second rollout was interrupted after its first token, the third twice."""
+    rollouts = []
+    for sample, versions in enumerate([[8, 8, 8], [4, 8, 8], [2, 6, 8]]):
+        whole = make_rollout(make_prompt(0), sample, 3, 0.0)
+        branch = replace(whole.branches[0], versions=np.array([9, 9, *versions], np.int32))  # a prompt has none
+        rollouts.append((0, replace(whole, branches=[branch])))
+    found = describe_staleness(build_headers(rollouts, holder=0), version=8, optimizer_steps=2)
+    assert found == {"schedule/staleness_mean": 5 / 3, "schedule/staleness_max": 3.0}
+
+
+def test_a_failed_episode_is_neither_the_best_nor_the_worst() -> None:
+    """Its reward of 0 stands for none; the longest one may have failed."""
+    rewards, prompt = [0.0, -1.0, -2.0, 0.0], make_prompt(0)
+    rollouts = [make_rollout(prompt, i, 9 if i == 3 else 5, reward) for i, reward in enumerate(rewards)]
+    rollouts[0] = replace(rollouts[0], finish_reason="timeout")
+    rollouts[3] = replace(rollouts[3], finish_reason="error")
+    groups = [(0, rollout) for rollout in rollouts] + [(1, make_rollout(make_prompt(1), 0, 5, -1.5))]
+    found = choose_logged(build_headers(groups, holder=0), 1, 1)
+    assert found == {1: {"logged_as": "best"}, 2: {"logged_as": "worst"}, 3: {"logged_as": "longest"}, 4: {}}
+    failed = build_headers([(0, replace(rollout, finish_reason="error")) for rollout in rollouts], holder=0)
+    assert choose_logged(failed, 1, 1) == dict.fromkeys(range(4), {})
+
+
+def test_sources_and_components_are_means_of_what_has_a_reward() -> None:
+    rollouts = [(0, make_rollout(make_prompt(0), i, 4, reward, digits=3.0)) for i, reward in enumerate([1.0, 0.5])]
+    rollouts += [(1, make_rollout(make_prompt(1), 0, 4, 0.25, service_failures=0.0))]
+    rollouts += [(1, make_rollout(make_prompt(1), 1, 4, 7.0, digits=8.0, service_failures=1.0))]
+    rollouts[1] = 0, replace(rollouts[1][1], finish_reason="timeout", reward=0.0)
+    headers = build_headers(rollouts, holder=0)
+    assert describe_sources(headers, ["a", "b"]) == {"reward/a/mean": 1.0, "reward/b/mean": 0.25}
+    found = describe_rollouts(headers)
+    assert found["reward/mean"] == 0.625 and found["reward/digits"] == 1.5
+    assert found["reward/service_failures"] == 0.25, "a share of all responses"
+    assert found["reward/uninformative_groups"] == 1.0
+    none = build_headers([(0, replace(rollout, finish_reason="error")) for _, rollout in rollouts[:2]], holder=0)
+    assert np.isnan(describe_rollouts(none)["reward/mean"])

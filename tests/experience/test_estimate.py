@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from sample_rollouts import make_prompt, make_rollout, split
 
 from distributed import run_ranks
-from megatron_rl.algorithms.catalog import find_policy_loss
+from megatron_rl.algorithms.advantages import AdvantageInputs, register_advantage_estimator
+from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, find_policy_loss
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.experience.describe import describe_rollouts, describe_sources
 from megatron_rl.experience.estimate import (
@@ -257,3 +259,84 @@ def test_ratios_per_sequence_are_of_a_branch(name: str) -> None:
     means = [0.4, -0.1, 0.6, 0.6], [0.4 / 4 + 1.1 / 4] * 4
     np.testing.assert_allclose(cut[0], np.exp(means[0]), rtol=1e-6)
     np.testing.assert_allclose(whole[0], np.exp(means[1]), rtol=1e-6)
+GROUPED = ("grpo", "rloo", "dr_grpo", "opo", "gpg", "grpo_passk", "optimal_token_baseline")
+GROUPED += ("reinforce_plus_plus_baseline", "plugin")
+
+
+def make_failed(group: int, sample: int, reason: str) -> tuple[int, Rollout]:
+    """An episode that has sampled four tokens; "service": its episode is over, and the reward service failed on it."""
+    whole = make_rollout(make_prompt(group), sample, 4, 0.0)
+    if reason == "service":
+        return group, replace(whole, reward=0.5, reward_components={"service_failures": 1.0})
+    return group, replace(whole, finish_reason=reason)
+
+
+def _estimate_all(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]], baselines: list[float]) -> Any:
+    """Advantages of each rollout by every estimator, also of a plug-in; its tokens all have the same log-prob."""
+
+    @register_advantage_estimator("plugin", needs_group=True)
+    def compare_with_best(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
+        return inputs.expand([score - scores.max() for scores in inputs.grouped_scores() for score in scores])
+
+    prompts = [make_prompt(group) for group in range(len(baselines))]
+    samples = replicate(rollouts, prompts, dist.group.WORLD, baselines=np.array(baselines))
+    batch, _ = _pack(samples)
+    squares = torch.where(batch.loss_mask, 0.5, 0.0)
+    batch = replace(batch, sum_pi_squared=squares, old_logprobs=torch.where(batch.loss_mask, -0.5, 0.0))
+    rollout_of = torch.from_numpy(samples.headers["rollout"])[batch.sequence_ids]
+    found = {}
+    for name in ADVANTAGE_ESTIMATORS:
+        config = AlgorithmConfig(adv_estimator=name, gae_lambda=1.0)
+        result = compute_advantages(samples, batch, config, dist.group.WORLD)
+        assert not result.advantages[~batch.loss_mask].any() and result.advantages.isfinite().all()
+        assert (result.returns is None) == (name != "gae")
+        found[name] = [result.advantages[batch.loss_mask & (rollout_of == i)].tolist() for i in range(len(rollouts))]
+    return found, describe_rollouts(samples.headers)
+
+
+@pytest.mark.parametrize("reason", ["timeout", "error", "service"])
+def test_a_failed_episode_does_not_bias_the_others_of_its_group(reason: str) -> None:
+    """Rewards 1, 1, 1 and one failure teach nothing; counted as a reward of 0 it gave 0.5, 0.5, 0.5 and 0."""
+    rollouts = [(0, make_rollout(make_prompt(0), i, 4, 1.0)) for i in range(3)]
+    ((found, metrics),) = run_ranks(_estimate_all, 1, [*rollouts, make_failed(0, 3, reason)], [1.0])
+    for name in (*GROUPED, "remax", "reinforce_plus_plus", "gae"):
+        assert found[name][3] == [], name
+        if name not in ("reinforce_plus_plus", "gae"):  # which compare tokens, of which the last one has the reward
+            assert found[name][:3] == [[0.0] * 4] * 3, name
+    assert metrics["reward/mean"] == 1.0 and metrics["reward/uninformative_groups"] == 1.0
+
+
+def test_every_estimator_estimates_as_if_failed_episodes_were_not_there() -> None:
+    """Some of a group, all of a group, all but one; one that is alone has nothing to be compared with."""
+    kept = [(0, make_rollout(make_prompt(0), i, 3 + i, reward)) for i, reward in ((0, 1.0), (1, 0.5), (3, 0.0))]
+    kept += [(1, make_rollout(make_prompt(1), i, 5 - i, reward)) for i, reward in ((0, 2.0), (2, 0.25))]
+    lone = (3, make_rollout(make_prompt(3), 0, 4, 1.0))
+    failed = [make_failed(0, 2, "timeout"), make_failed(1, 1, "error"), make_failed(3, 1, "error")]
+    failed += [make_failed(2, i, "timeout") for i in range(2)]
+    mixed = sorted([*kept, lone, *failed], key=lambda found: (found[0], found[1].sample_index))
+    ((found, metrics),) = run_ranks(_estimate_all, 1, mixed, [0.25, 0.5, 7.0, 0.125])
+    ((grouped, _),) = run_ranks(_estimate_all, 1, kept, [0.25, 0.5])
+    ((single, described),) = run_ranks(_estimate_all, 1, [*kept, (2, lone[1])], [0.25, 0.5, 0.125])
+    places = [(group, rollout.sample_index) for group, rollout in mixed]
+    where = [places.index((group, rollout.sample_index)) for group, rollout in [*kept, lone]]
+    for name in ADVANTAGE_ESTIMATORS:
+        expected = [*grouped[name], [0.0] * 4] if name in GROUPED else single[name]
+        assert [found[name][i] for i in where] == expected, name
+        assert all(found[name][i] == [] for i in range(len(mixed)) if i not in where), name
+    assert any(any(value) for value in grouped["grpo"]) and any(single["gae"][5])
+    assert metrics["reward/mean"] == described["reward/mean"] == 4.75 / 6
+    assert metrics["reward/uninformative_groups"] == 0.5
+
+
+def test_a_step_in_which_every_episode_failed_teaches_nothing() -> None:
+    rollouts = [make_failed(0, i, reason) for i, reason in enumerate(("timeout", "error", "service", "error"))]
+    ((found, metrics),) = run_ranks(_estimate_all, 1, rollouts, [1.0])
+    assert all(found[name] == [[]] * 4 for name in found)
+    assert np.isnan(metrics["reward/mean"]) and metrics["reward/uninformative_groups"] == 1.0
+
+
+def test_a_greedy_episode_that_failed_is_no_baseline() -> None:
+    """Its group learns nothing; the other one does."""
+    rollouts = [(group, make_rollout(make_prompt(group), i, 4, 1.0)) for group in range(2) for i in range(2)]
+    ((found, _),) = run_ranks(_estimate_all, 1, rollouts, [float("nan"), 0.25])
+    assert found["remax"] == [[0.0] * 4] * 2 + [[0.75] * 4] * 2

@@ -38,6 +38,8 @@ HEALTHY: dict[str, Callable[[float], float]] = {  # metric -> value after this s
     "policy/grad_norm": lambda t: 2 - t,
     "policy/clip_fraction": lambda t: 0.02,
     "response/truncated": lambda t: 0.3 * t,
+    "agents/failed": lambda t: 0.05,
+    "reward/service_failures": lambda t: 0.05,
     "moe/dead_experts": lambda t: 0.2,
     "value/explained_variance": lambda t: min(0.9, 10 * t - 0.5),
 }
@@ -62,6 +64,7 @@ WRONG: dict[str, dict[str, Callable[[float], float]]] = {
     },
     "dead-experts": {"moe/dead_experts": lambda t: 0.0 if t < 0.5 else 12.0},
     "critic": {"value/explained_variance": lambda t: 0.8 if t < 0.5 else -0.5},
+    "failures": {"agents/failed": lambda t: 0.05 if t < 0.5 else 0.2},
 }
 
 
@@ -116,9 +119,21 @@ def test_an_alarm_can_be_turned_off(name: str) -> None:
         "components": "components",
         "critic": "explained_variance_floor",
         "dead-experts": "dead_experts_limit",
+        "failures": "failed_limit",
     }[name]
     off = replace(SETTINGS, **{setting: False if name == "components" else None})
     assert name not in {alarm.name for alarm in watch(make_records(WRONG[name]), off)}
+
+
+@pytest.mark.parametrize(("share", "told"), [(0.0999, 0), (0.1, 1)])
+@pytest.mark.parametrize(
+    ("key", "evidence"),
+    [("agents/failed", "10% of the episodes fail"), ("reward/service_failures", "fails on 10% of the responses")],
+)
+def test_failures_are_an_alarm_from_a_tenth_on(key: str, evidence: str, share: float, told: int) -> None:
+    alarms = watch([{key: share}] * STEPS)
+    assert [alarm.name for alarm in alarms] == ["failures"] * told
+    assert all(evidence in alarm.evidence for alarm in alarms)
 
 
 def test_what_comes_back_is_told_again() -> None:

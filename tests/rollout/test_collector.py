@@ -13,14 +13,14 @@ from megatron_rl.rollout.collector import find_informative
 from megatron_rl.types import Prompt, Rollout, UserError
 
 
-def make_group(rewards: list[float], **components: list[float]) -> Headers:
-    """Responses with these rewards and components."""
+def make_group(rewards: list[float], failed: tuple[int, ...] = (), **components: list[float]) -> Headers:
+    """Responses with these rewards and components; episodes that failed report none."""
     prompt = Prompt(0, np.zeros(1, np.int32), "", "")
     rollouts = [
         replace(
-            Rollout.from_response(prompt, i, np.zeros(1, np.int32), None, "stop"),
+            Rollout.from_response(prompt, i, np.zeros(1, np.int32), None, "timeout" if i in failed else "stop"),
             reward=reward,
-            reward_components={name: values[i] for name, values in components.items()},
+            reward_components={} if i in failed else {name: values[i] for name, values in components.items()},
         )
         for i, reward in enumerate(rewards)
     ]
@@ -39,6 +39,14 @@ def make_group(rewards: list[float], **components: list[float]) -> Headers:
         (make_group([0.5, 0.5], acc=[1.0, 0.0]), "acc", True),
         (make_group([0.0, 1.0]), "acc", True),  # a reward without one is its own accuracy
         (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), "acc", False),
+        (make_group([1.0, 1.0, 1.0, 0.0], failed=(3,)), None, False),  # 0 is not what the last one is worth
+        (make_group([1.0, 1.0, 1.0, 0.0], failed=(3,)), "reward", False),
+        (make_group([1.0, 0.5, 1.0, 0.0], failed=(3,)), None, True),
+        (make_group([1.0, 0.0], failed=(1,)), None, False),
+        (make_group([0.0, 0.0], failed=(0, 1)), None, False),
+        (make_group([0.5, 0.5, 0.0], failed=(2,), accuracy=[1.0, 0.0, 0.0]), "accuracy", True),
+        (make_group([0.5, 0.2, 0.0], failed=(2,), accuracy=[1.0, 1.0, 0.0]), "accuracy", False),
+        (make_group([0.0, 0.25], service_failures=[1.0, 0.0]), None, False),
     ],
 )
 def test_groups_that_teach_something(group: Headers, metric: str | None, expected: bool) -> None:

@@ -174,7 +174,7 @@ def test_what_is_packed_is_unpacked_bit_by_bit(kept: bool) -> None:
             PROMPT, 0, forked, [Turn(0, 3, 5), Turn(1, 2, 4)], "turns", reward=0.1, reward_components={"a": 0.3}
         ),
         6: None,
-        7: Rollout(PROMPT, 3, [make_branch(7, False, kept)], [], "error", reward=float("nan")),
+        7: Rollout(PROMPT, 3, [make_branch(7, False, kept)], [], "error", reward=float("nan"), failure="a traceback"),
     }
     found = unpack_rollouts(pack_rollouts(rollouts), _Samples())
     assert repr(found) == repr(rollouts)

@@ -7,6 +7,7 @@ The engines are scripted (scripted_job.py). Real engines are in tests/trainer/te
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,36 @@ def test_whole_groups_of_drained_phases_come_in_order() -> None:
     assert {find_age(step, row) for step, _, *row in rows if step} == {1}
 
 
+def judge(order: Iterator[int], rounds: int, size: Callable[[int], int]) -> tuple[list[int], dict[str, int]]:
+    """The prompts that a step draws, of sizes that follow from what is missing, and its counts."""
+    judged, drawn = list[int](), 0
+    while (missing := BATCH - sum(i in INFORMATIVE for i in judged)) > 0 and len(judged) < rounds * BATCH:
+        judged += [next(order) for _ in range(min(size(missing), rounds * BATCH - len(judged)))]
+        drawn += 1
+    found = sum(i in INFORMATIVE for i in judged)
+    return judged, {
+        "sampling/rounds": drawn,
+        "sampling/generated_groups": len(judged),
+        "sampling/informative_groups": found,
+        "sampling/filled_groups": max(0, BATCH - found),
+        "sampling/dropped_groups": max(0, found - BATCH),
+    }
+
+
+@pytest.mark.parametrize("rounds", [1, 9])
+def test_dynamic_sampling_in_rounds_counts_what_it_fills_and_drops(rounds: int) -> None:
+    """Without staleness: rounds of a whole batch, whose first informative groups are taken."""
+    (found, _), *_ = run_ranks(run_dynamic, 2, ScheduleConfig(), rounds, 14, 0)
+    order, seen = (prompt.prompt_id for batch in make_prompts() for prompt in batch), set[str]()
+    for metrics, rows in found:
+        judged, counts = judge(order, rounds, lambda _: BATCH)
+        assert {name: value for name, value in metrics.items() if name.startswith("sampling/")} == counts
+        expected = sorted(judged, key=lambda i: i not in INFORMATIVE)[:BATCH]
+        assert [row[1] for row in rows] == [i for i in expected for _ in range(GROUP)]
+        seen |= {name for name, value in counts.items() if value}
+    assert seen >= {"sampling/filled_groups" if rounds == 1 else "sampling/dropped_groups"}
+
+
 @pytest.mark.parametrize("max_staleness, every, first, rounds", [(1, None, 0, 9), (2, 3, 0, 1), (2, None, 2, 9)])
 def test_dynamic_sampling_takes_the_next_groups_that_teach(
     max_staleness: int, every: int | None, first: int, rounds: int
@@ -264,13 +295,12 @@ def test_dynamic_sampling_takes_the_next_groups_that_teach(
     order = (prompt.prompt_id for batch in make_prompts() for prompt in batch)
     ages = []
     for step, (metrics, rows) in enumerate(results[0][0]):
-        judged: list[int] = []
-        while sum(i in INFORMATIVE for i in judged) < BATCH and len(judged) < rounds * BATCH:
-            judged.append(next(order))
+        judged, counts = judge(order, rounds, lambda missing: missing)
         expected = sorted(judged, key=lambda i: i not in INFORMATIVE)[:BATCH]
         assert [row[:3] for row in rows] == [(i, expected[i], s) for i in range(BATCH) for s in range(GROUP)]
         ages += [find_age(step, row[1:]) for row in rows]
-        assert metrics["sampling/generated_groups"] == len(judged) and metrics["sampling/dropped_groups"] == 0
+        assert {name: value for name, value in metrics.items() if name.startswith("sampling/")} == counts
+        assert counts["sampling/dropped_groups"] == 0
         assert metrics["schedule/carried"] == max_staleness * BATCH * GROUP
     assert min(ages) >= 0 and max(ages) == max_staleness
 

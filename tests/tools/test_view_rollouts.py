@@ -105,6 +105,15 @@ def test_page_holds_every_rollout_in_order(
     assert set(read_data(out)["index"]["columns"]["step"]) == {2}
 
 
+def test_a_rollout_that_failed_shows_no_reward(tool: ModuleType, tmp_path: Path) -> None:
+    """Its 0 would lower the means of the charts."""
+    failures = [{}, {"finish_reason": "timeout"}, {"reward_components": {"service_failures": 1.0}}]
+    rows = [make_row(5, s, reward=0.5) | fields for s, fields in enumerate(failures)]
+    run_dir, out = write_run(tmp_path / "run", {1: rows}), tmp_path / "page.html"
+    assert tool.main([str(run_dir), "--out", str(out)]) == 0
+    assert read_data(out)["index"]["columns"]["reward"] == [0.5, None, None]
+
+
 TURNS = [
     {"branch": 0, "start": 0, "observed": "", "reward": 0.25},
     {"branch": 0, "start": 3, "observed": " [408] ", "reward": None},

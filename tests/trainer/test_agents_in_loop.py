@@ -7,6 +7,7 @@ Not covered: GPUs, and templates of chats beyond one (tests/agents/test_transcri
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,13 @@ class Faulty(Echo):
             time.sleep(1000)
         if self.number % 8 == 7:
             os._exit(1)
+        return super().step(reply)
+
+class Broken(Echo):
+    def step(self, reply):
+        ranks, _, since = os.environ["BROKEN"].partition(":")
+        if os.environ["RANK"] in ranks and os.path.exists(since):
+            raise RuntimeError("no game on rank " + os.environ["RANK"])
         return super().step(reply)
 """
 
@@ -252,6 +260,7 @@ def test_environments_that_fail_leave_their_groups_whole_and_the_other_episodes_
         SHORT,
         "agents.turn_timeout_seconds=2",  # a healthy environment needs milliseconds, and more on a busy machine
         "agents.episodes_in_flight=16",
+        "agents.max_failed_share=1",
     )
     rows = read_rollouts(tmp_path / "run")
     assert len(rows) == 64  # two steps of eight groups of four
@@ -265,6 +274,56 @@ def test_environments_that_fail_leave_their_groups_whole_and_the_other_episodes_
         row["finish_reason"] == "timeout" for row in rows
     )
     assert all(np.isfinite(record["policy/grad_norm"]) for record in records)
+    for record in records:
+        mine = rows[32 * (record["step"] - 1) : 32 * record["step"]]
+        rewards = [row["reward"] for row in mine if int(row["ground_truth"]) % 8 not in ends]
+        assert record["agents/failed"] == 1 - len(rewards) / 32 and 0 < len(rewards) < 32
+        assert record["reward/mean"] == pytest.approx(np.mean(rewards))
+
+
+KEEPS_EVERY_STEP = ["trainer.save_freq=1", "checkpoint.async_save=false", "trainer.total_steps=3"]
+
+
+@pytest.mark.parametrize("ranks", ["01", "1"], ids=["every rank", "one rank"])
+def test_a_run_ends_with_the_traceback_of_an_environment_that_keeps_failing(
+    task: Path,
+    tmp_path: Path,
+    environments: Path,
+    vllm_imported: None,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: str,
+) -> None:
+    """From the second step on, for all episodes or for those of one engine: what was logged and saved before is whole.
+
+    With one message on every rank. Half of the episodes is not too many by default.
+    """
+    monkeypatch.setenv("BROKEN", f"{ranks}:{tmp_path}/run/checkpoints/latest")
+    settings = [*MULTI, *KEEPS_EVERY_STEP, SHORT, f"agents.environment={environments}:Broken"]
+    if ranks == "1":
+        settings += [*AHEAD, *KEEPS_EVERY_STEP, "agents.max_failed_share=0.25"]
+    errors = run_ranks(train, 2, overrides_for(task, tmp_path / "run", *settings))
+    assert errors[0] is not None and errors[0] == errors[1]
+    found = re.match(r"(\d+) of 32 episodes of step (\d) failed; the last one:\nTraceback", errors[0])
+    assert found, errors[0]
+    assert f"RuntimeError: no game on rank {ranks[0]}\n" in errors[0] and "agents.max_failed_share" in errors[0]
+    count, step = map(int, found.groups())
+    assert (count, step) == (32, 2) if ranks == "01" else count > 8 and step in (2, 3)
+    records = read_records(tmp_path / "run")
+    assert [record["step"] for record in records] == [*range(1, step)] and records[0]["agents/failed"] == 0.0
+    assert max(number for number, _ in list_steps(tmp_path / "run/checkpoints")) == step - 1
+
+
+def test_a_validation_whose_environment_keeps_failing_ends_the_run(
+    task: Path, tmp_path: Path, environments: Path, vllm_imported: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An accuracy of 0 would say something else; within the limit, failures are counted and worth 0."""
+    monkeypatch.setenv("BROKEN", "0:/")
+    settings = [*MULTI[:2], SHORT, "data.validation_limit=4", "trainer.val_only=true"]
+    settings += [f"agents.environment={environments}:Broken"]
+    (error,) = run_ranks(train, 1, overrides_for(task, tmp_path / "broken", *settings))
+    assert error is not None and '4 of 4 episodes of the validation set "validation" failed' in error
+    (record,) = play(task, tmp_path / "run", *settings, "agents.max_failed_share=1", world_size=1)
+    assert record["validation/validation/failed"] == 1.0 and record["validation/validation/accuracy"] == 0.0
 
 
 AHEAD = [

@@ -106,14 +106,14 @@
       ends.set(question[group[i]], [Math.min(found[0], step[i]), Math.max(found[1], step[i])]);
     }
     const sums = new Map();
-    for (const i of order) {
+    for (const i of order.filter((i) => reward[i] !== null)) {
       const key = question[group[i]], [first, last] = ends.get(key), sum = sums.get(key) ?? [0, 0, 0, 0];
       if (step[i] === first) { sum[0] += reward[i]; sum[1]++; }
       if (step[i] === last) { sum[2] += reward[i]; sum[3]++; }
       sums.set(key, sum);
     }
     return order.filter((i) => {
-      const key = question[group[i]], [a, m, b, n] = sums.get(key);
+      const key = question[group[i]], [a, m, b, n] = sums.get(key) ?? [0, 0, 0, 0];
       return ends.get(key).includes(step[i]) && direction * (b / n - a / m) > 1e-9;
     });
   }
