@@ -111,7 +111,7 @@ class Endpoint:
         }
 
     def _ask(self, path: str, body: dict[str, Any]) -> _Answered:
-        temperature, limit = self._setup.temperature, read_limit(body)
+        temperature = self._setup.temperature
         tools: list[Any] = []
         try:
             if path == _CHAT:
@@ -126,7 +126,7 @@ class Endpoint:
             raise BadRequest(error.found) from error
         if unknown := [token for token in context.tokens if token >= self._tokenizer.vocab_size]:
             raise BadRequest(f"{unknown[0]} is no token of the policy's vocabulary of {self._tokenizer.vocab_size}")
-        sample = self._sample(context.tokens, limit)
+        sample = self._sample(context.tokens, read_limit(body))
         message = self._read(sample, len(self._answered), tools)
         if context.name:
             self._conversations.note(context, sample.tokens, message)

@@ -35,6 +35,9 @@ _CHAT = {"messages", "tools", "tool_choice", "max_tokens", "max_completion_token
 _TEXT = {"prompt", "max_tokens", "echo", "suffix"}
 _GENERATE = {"token_ids", "sampling_params"}
 _SAMPLING_PARAMS = {"max_tokens", "stop_token_ids", "logprobs"}
+_KINDS = {"model": str, "return_token_ids": bool, "logprobs": int, "tools": list, "sampling_params": dict}
+_KINDS |= {"stop_token_ids": list, "stream": bool, "stream_options": dict, "include_usage": bool, "tool_calls": list}
+_KINDS |= {"parameters": dict, "arguments": dict, "function": dict, "name": str}
 
 
 class BadRequest(ValueError):
@@ -50,6 +53,38 @@ class BadRequest(ValueError):
         self.field = field
 
 
+def read_json(text: str | bytes) -> Any:
+    """A value from JSON.
+
+    Raises:
+        BadRequest: it is none, or is nested too deeply, or has numbers or characters that are none.
+    """
+    try:
+        found = json.loads(text, parse_constant=_refuse_constant)
+        json.dumps(found, ensure_ascii=False).encode()  # refuses lone surrogates, which no tokenizer takes
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"this is no JSON: {error}") from error
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether the answer is to be streamed, and whether its usage is; raises BadRequest."""
+    options = _get(body, "stream_options") or {}
+    return bool(_get(body, "stream")), bool(_get(options, "include_usage"))
+
+
+def _get(body: Mapping[str, Any], field: str) -> Any:
+    """A field of the kind that it must have, or None; raises BadRequest."""
+    value, kind = body.get(field), _KINDS[field]
+    if value is not None and not isinstance(value, kind):
+        raise BadRequest(f"{field} = {value!r} is no {kind.__name__}", field)
+    return value
+
+
 def check_fields(body: Mapping[str, Any], known: Collection[str], temperature: float) -> None:
     """Refuse what the endpoint does not do (BadRequest).
 
@@ -60,6 +95,8 @@ def check_fields(body: Mapping[str, Any], known: Collection[str], temperature: f
     """
     fixed = {**_FIXED, "temperature": (temperature, "rollout.temperature")}
     for field, value in body.items():
+        if field in _KINDS:
+            _get(body, field)
         if value is None or field in known or field in _WITHOUT_EFFECT:
             continue
         if field not in fixed:
@@ -85,6 +122,8 @@ def read_chat(body: Mapping[str, Any], temperature: float) -> tuple[list[Message
             "top_logprobs: only the log-prob of the sampled token is known here; leave it out", "top_logprobs"
         )
     choice, tools = body.get("tool_choice") or "auto", body.get("tools") or []
+    for tool in tools:
+        _get(_read_function(tool), "parameters")
     if choice not in ("auto", "none"):
         raise BadRequest(f"tool_choice = {choice!r}: the policy is free to call tools or not; say auto", "tool_choice")
     return [_read_message(message) for message in given], tools if choice == "auto" else []
@@ -112,8 +151,8 @@ def read_generate(body: Mapping[str, Any], temperature: float, stop_token_ids: t
     check_fields(params, _SAMPLING_PARAMS, temperature)
     if body.get("stream"):
         raise BadRequest("stream: tokens come in one answer here; leave it out", "stream")
-    if further := set(params.get("stop_token_ids") or []) - set(stop_token_ids):
-        raise BadRequest(f"stop_token_ids {sorted(further)}: rollout.stop_token_ids decides this", "stop_token_ids")
+    if further := [token for token in params.get("stop_token_ids") or [] if token not in stop_token_ids]:
+        raise BadRequest(f"stop_token_ids {further}: rollout.stop_token_ids decides this", "stop_token_ids")
     return _read_tokens(body.get("token_ids"), "token_ids")
 
 
@@ -143,7 +182,7 @@ def _read_message(message: Any) -> Message:
     if not isinstance(role, str):
         raise BadRequest("a message is an object with a role and a content", "messages")
     found: Message = {"role": "system" if role == "developer" else role, "content": _read_content(message)}
-    if calls := message.get("tool_calls"):
+    if calls := _get(message, "tool_calls"):
         found["tool_calls"] = [_read_call(call) for call in calls]
     return found | {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
 
@@ -162,13 +201,17 @@ def _read_content(message: dict[str, Any]) -> str:
 
 def _read_call(call: Any) -> dict[str, Any]:
     """With the arguments as an object, as chat templates take them; the API has them as JSON text."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRequest("a tool call is an object with a function that has a name and arguments", "messages")
+    function = _read_function(call)
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise BadRequest(f"the arguments of a tool call are not JSON: {error}", "messages") from error
-    return {"type": "function", "id": call.get("id"), "function": {"name": function["name"], "arguments": arguments}}
+        arguments = read_json(arguments)
+    function = {"name": function["name"], "arguments": _get({"arguments": arguments}, "arguments")}
+    return {"type": "function", "id": call.get("id"), "function": function}
+
+
+def _read_function(owner: Any) -> dict[str, Any]:
+    """Of a tool, or of a call of it."""
+    function = _get(owner, "function") if isinstance(owner, dict) else None
+    if function is None or _get(function, "name") is None:
+        raise BadRequest("a tool, or a call of it, is an object with a function that has a name", "function")
+    return function

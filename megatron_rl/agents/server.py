@@ -12,7 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 
 from megatron_rl.agents.endpoint import PATHS, Endpoint, split_into_chunks
-from megatron_rl.agents.requests import BadRequest
+from megatron_rl.agents.requests import BadRequest, read_json, read_stream
+
+_LARGEST_BODY = 32 << 20  # bytes
+_LONGEST_MESSAGE = 1000  # characters
 
 
 class EndpointServer(ThreadingHTTPServer):
@@ -42,7 +45,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The model, or the list of models."""
         path = self.path.partition("?")[0]
-        if not self._is_allowed():
+        if self._read_body() is None:
             return
         models = self._served.endpoint.list_models()
         if path == "/v1/models":
@@ -54,25 +57,28 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """A request for a reply."""
-        body, path = self.rfile.read(int(self.headers.get("Content-Length") or 0)), self.path.partition("?")[0]
-        if not self._is_allowed():
+        body, path = self._read_body(), self.path.partition("?")[0]
+        if body is None:
             return
         if path not in PATHS:
             self._refuse(404, f"there is no {path} here")
             return
         try:
-            request = json.loads(body)
+            request = read_json(body)
             if not isinstance(request, dict):
                 raise BadRequest("the body is no object")
+            is_streamed, with_usage = read_stream(request)
             answer = self._served.endpoint.answer(path, request)
         except BadRequest as error:
             self._refuse(400, str(error), error.field)
             return
-        except ValueError as error:
-            self._refuse(400, f"the body is no JSON: {error}")
+        except RecursionError:
+            self._refuse(400, "the body is nested too deeply")
             return
-        if request.get("stream"):
-            with_usage = bool((request.get("stream_options") or {}).get("include_usage"))
+        except Exception as error:  # whatever it is, the program sees it
+            self._refuse(500, f"{type(error).__name__}: {error}")
+            return
+        if is_streamed:
             lines = [json.dumps(chunk) for chunk in split_into_chunks(answer, with_usage)]
             self._write("".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]), "text/event-stream")
         else:
@@ -82,16 +88,37 @@ class _Handler(BaseHTTPRequestHandler):
     def _served(self) -> EndpointServer:
         return cast(EndpointServer, self.server)
 
-    def _is_allowed(self) -> bool:
+    def handle_expect_100(self) -> bool:
+        """A client that asks first sends a body only if it is welcome."""
+        return self._is_welcome() and super().handle_expect_100()
+
+    def _read_body(self) -> bytes | None:
+        """None: the request has been refused."""
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0)) if self._is_welcome() else None
+
+    def _is_welcome(self) -> bool:
+        """Refuse a request by its headers; a body that it has is not read, and the connection ends."""
+        length, is_chunked = self.headers.get("Content-Length") or "0", "Transfer-Encoding" in self.headers
         given, expected = self.headers.get("Authorization") or "", f"Bearer {self._served.token}"
-        if hmac.compare_digest(given.encode(), expected.encode()):
-            return True
-        self._refuse(401, "this is the endpoint of another episode: the key is in the variable OPENAI_API_KEY")
-        return False
+        refusal = None
+        if not hmac.compare_digest(given.encode(), expected.encode()):
+            refusal = 401, "this is the endpoint of another episode: the key is in the variable OPENAI_API_KEY"
+        elif is_chunked:
+            refusal = 411, "a body needs a Content-Length here"
+        elif not length.isdecimal():
+            refusal = 400, f"Content-Length = {length} is no number"
+        elif len(length) > 12 or int(length) > _LARGEST_BODY:
+            refusal = 413, f"a body has at most {_LARGEST_BODY} bytes here"
+        if refusal is not None:
+            self.close_connection |= is_chunked or length != "0"
+            self._refuse(*refusal)
+        return refusal is None
 
     def _refuse(self, status: int, message: str, field: str | None = None) -> None:
-        kind = "invalid_request_error"
-        self._send(status, {"error": {"message": message, "type": kind, "param": field, "code": None}})
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self._send(
+            status, {"error": {"message": message[:_LONGEST_MESSAGE], "type": kind, "param": field, "code": None}}
+        )
 
     def _send(self, status: int, body: Mapping[str, Any]) -> None:
         self._write(json.dumps(body), "application/json", status)
@@ -101,6 +128,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(content)
 

@@ -2,7 +2,8 @@
 """The process from which the episodes' processes are forked: `python -m megatron_rl.agents.worker FILE_DESCRIPTOR`.
 
 It has imported the environment and read the tokenizer, has one thread and runs nothing of the user's beyond imports.
-Each episode is a fork: a hanging or crashing one concerns no other, and it is killed with all that it has started.
+Each episode is a fork: a hanging or crashing one concerns no other, and it is killed with all that it has started. The
+process that was started waits beside the worker, which is a fork of it, for the case that the worker itself is killed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ Player = Callable[[Connection, Setup, Tokenizer, Opening], None]
 def serve(connection: Connection) -> None:
     """Fork a process per episode until the rank is gone or says None, and end them when it says so."""
     os.set_inheritable(connection.fileno(), False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _control_process(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         setup: Setup = connection.recv()
@@ -68,6 +68,22 @@ def serve(connection: Connection) -> None:
             running.add(pid)
     for pid in [*running]:
         _end(pid, running)
+
+
+def fork_worker(descriptor: int) -> None:
+    """Continue in a fork; this process waits for its end, and kills what it leaves.
+
+    Args:
+        descriptor: of the connection to the rank, which is the fork's alone.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _control_process(_PR_SET_CHILD_SUBREAPER, 1)
+    worker = os.fork()
+    if worker:
+        os.close(descriptor)
+        os.waitpid(worker, 0)
+        _end(worker, set())
+        os._exit(0)
 
 
 def _find_player(setup: Setup) -> Player:
@@ -153,6 +169,7 @@ def _control_process(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
+    fork_worker(int(sys.argv[1]))
     serve(Connection(int(sys.argv[1])))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.agents.environment import find_environment
 from megatron_rl.agents.program import find_program
 from megatron_rl.agents.tool_formats import AUTO, FORMATS, find_tool_format
-from megatron_rl.agents.tools.finding import describe_tools
+from megatron_rl.agents.tools.finding import describe_gaps, describe_tools
 from megatron_rl.agents.transcript import render_tail, rewrites_history
 from megatron_rl.config.agents import AgentsConfig
 from megatron_rl.config.data import DataConfig
@@ -67,7 +67,7 @@ def check_mixture(config: DataConfig, sizes: Sequence[int]) -> None:
 
 
 def check_agents(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) -> list[str]:
-    """How replies call tools, and a note where the chat template renders them later in another way than sampled.
+    """Notes: how replies call tools, what the tool `python` lacks, and if the chat template rewrites replies later.
 
     Raises:
         UserError: what makes the episodes is not there, or the template does not show tools, or contents as they are.
@@ -83,6 +83,7 @@ def check_agents(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) ->
     render_tail(tokenizer, chats[0], [{"role": "user", "content": "further"}], options)
     has_tools = any(prompt.tools for prompt in prompts.prompts)
     notes = _describe_calls(agents, tokenizer, options, has_tools) if has_tools or agents.program else []
+    notes += describe_gaps(agents.tools)
     if rewrites_history(tokenizer, options):
         keeps = agents.history == "keep"
         does = "are kept as they were sampled" if keeps else "are rendered again: an episode forks there"

@@ -6,6 +6,7 @@ Not covered: a process that the kernel cannot kill.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -16,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_rl.agents.calculator import Calculator, calculate
@@ -55,6 +57,9 @@ class Odd:
         if self.kind == "starts others":
             subprocess.Popen(["sleep", "4321"], start_new_session=True)
             subprocess.run("setsid sleep 4321 &", shell=True)
+        if self.kind == "starts one and hangs":
+            subprocess.Popen(["sleep", "1000.25"], start_new_session=True)
+            time.sleep(1000)
         if self.kind == "returns nothing":
             return None
         if self.kind == "has no number":
@@ -214,6 +219,45 @@ def test_no_process_outlives_a_rank_that_is_killed(setup, tmp_path):
     assert not left
 
 
+HANGING = """
+import pickle, sys
+from megatron_rl.agents.processes import EpisodeProcesses
+setup, prompt = pickle.loads(open(sys.argv[1], "rb").read())
+processes = EpisodeProcesses(setup, 1, 300.0, 200.0)
+processes.open(0, prompt)
+processes.wait()
+processes.tell(0, [4], [0.0], "stop")
+print(processes._running[0].pid, flush=True)
+processes.wait()
+"""
+
+
+@pytest.mark.parametrize("killed", ["rank", "worker", "both", "watcher and rank"])
+def test_what_an_episode_has_started_ends_whoever_is_killed(setup, tmp_path, killed):
+    """In a session of its own: neither a process group nor the death of its parent reaches it."""
+    (tmp_path / "args").write_bytes(pickle.dumps((setup, prompt_of("starts one and hangs"))))
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", HANGING, str(tmp_path / "args")]
+    rank = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=root)
+    episode = psutil.Process(int(rank.stdout.readline()))
+    deadline = time.monotonic() + 20
+    while not (started := [one for one in episode.children() if one.cmdline()[:2] == ["sleep", "1000.25"]]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    worker = episode.parent()
+    victims = {"rank": [rank], "worker": [worker], "both": [rank, worker], "watcher and rank": [worker.parent(), rank]}
+    try:
+        for victim in victims[killed]:
+            victim.kill()
+        assert not psutil.wait_procs([episode, worker, *started], timeout=10)[1]
+    finally:
+        for one in (rank, *started):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        rank.communicate()
+
+
 def is_alive(pid):
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
@@ -224,7 +268,7 @@ def is_alive(pid):
 def test_a_worker_that_is_killed_takes_its_episodes_along_and_is_started_again(processes):
     processes.open(0, prompt_of("ends"))
     processes.wait()
-    os.kill(processes._workers[0]._process.pid, 9)
+    psutil.Process(processes._running[0].pid).parent().kill()
     time.sleep(0.5)
     processes.tell(0, [4], [0.0], "stop")
     assert processes.wait()[0].finish_reason == "error"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools: how they are described, called and bounded; search by BM25; an MCP server of the package `mcp`.
 
-Not covered: what a program does that wants to get around the guard of `run_python`, which is no security boundary.
+Programs that try to get out of `run_python` are in test_confinement.py.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ def test_results_are_one_message_for_each_call_and_errors_are_told_to_the_policy
         ("import os; os.fork()", "PermissionError"),
         ("open('../a.txt', 'w')", "PermissionError"),
         ("import os; os.remove('/tmp/none')", "PermissionError"),
+        ("1/0", 'Traceback (most recent call last):\n  File "program.py", line 1, in <module>\nZeroDivisionError'),
+        ("a b", '  File "program.py", line 1\n    a b\n'),
         ("a = bytearray(8 << 30)", "MemoryError"),
         (
             "import os; print({*os.environ} - {'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'LC_CTYPE'})",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.agents.calculator import TOOL, calculate
+from megatron_rl.agents.tools.confinement import find_missing_layers
 from megatron_rl.agents.tools.mcp import list_mcp_tools
 from megatron_rl.agents.tools.python import run_python
 from megatron_rl.agents.tools.search import find_search
@@ -37,6 +38,12 @@ def find_tools(names: Sequence[str]) -> list[Tool]:
 def describe_tools(names: Sequence[str]) -> list[dict[str, Any]]:
     """For the chat template; raises as `find_tools`."""
     return [tool.spec for tool in find_tools(names)]
+
+
+def describe_gaps(names: Sequence[str]) -> list[str]:
+    """Layers around the tool `python` that the kernel does not allow, one line each."""
+    missing = find_missing_layers() if "python" in names else {}
+    return [f"the tool python runs without its layer {layer}: {reason}" for layer, reason in missing.items()]
 
 
 def _find(name: str) -> list[Tool]:
