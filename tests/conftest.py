@@ -32,18 +32,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--claims", type=Path, metavar="DIRECTORY", help="run the tests that no other process has claimed")
     parser.addoption("--backwards", action="store_true", help="run the last file first")
     parser.addoption("--sign", type=Path, metavar="FILE", help="make this file after the last test")
-    parser.addoption("--part", metavar="I/N", help="run the files of one of N parts that take equally long")
+    parser.addoption("--part", metavar="I/N", help="run one of N parts that take equally long")
     parser.addoption("--deadline", type=float, metavar="TIME", help="begin no test that would end later (Unix time)")
 
 
 @pytest.hookimpl(trylast=True)  # behind -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose a part of the files, and turn their order, not the order of the tests in them."""
+    """Choose a part, and turn the order of the files, not of the tests in them."""
     if config.getoption("--part"):
         part, _, parts = config.getoption("--part").partition("/")
         config.stash[UNRECORDED] = [item.nodeid for item in items if find_seconds(item.nodeid) is None]
         chosen = divide(_count_seconds(items), int(parts))[int(part) - 1]
-        is_chosen = [_name_file(item) in chosen and find_seconds(item.nodeid) is not None for item in items]
+        is_chosen = [_name_unit(item) in chosen and find_seconds(item.nodeid) is not None for item in items]
         config.hook.pytest_deselected(items=[item for item, mine in zip(items, is_chosen) if not mine])
         items[:] = [item for item, mine in zip(items, is_chosen) if mine]
     if config.getoption("--backwards"):
@@ -103,10 +103,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def divide(seconds: dict[str, float], num_parts: int) -> list[set[str]]:
-    """Divide files into parts that take about as long: the longest first, each to the part that has least."""
-    parts: list[set[str]] = [set() for _ in range(num_parts)]
-    for file in sorted(seconds, key=lambda file: (-seconds[file], file)):
-        min(parts, key=lambda part: sum(seconds[known] for known in part)).add(file)
+    """Divide units into parts that take equally long: the longest first, each to the part that has least."""
+    parts, totals = [set[str]() for _ in range(num_parts)], [0.0] * num_parts
+    for unit in sorted(seconds, key=lambda unit: (-seconds[unit], unit)):
+        smallest = totals.index(min(totals))
+        parts[smallest].add(unit)
+        totals[smallest] += seconds[unit]
     return parts
 
 
@@ -121,11 +123,11 @@ def _load_seconds() -> dict[str, float]:
 
 
 def _count_seconds(items: list[pytest.Item]) -> dict[str, float]:
-    """Seconds of each file whose tests have a record."""
+    """Seconds of each unit whose tests have a record."""
     seconds = Counter[str]()
     for item in items:
-        seconds[_name_file(item)] += find_seconds(item.nodeid) or 0.0
-    return {file: found for file, found in seconds.items() if found}
+        seconds[_name_unit(item)] += find_seconds(item.nodeid) or 0.0
+    return {unit: found for unit, found in seconds.items() if found}
 
 
 def _name_file(item: pytest.Item) -> str:
@@ -133,7 +135,7 @@ def _name_file(item: pytest.Item) -> str:
 
 
 def _name_unit(item: pytest.Item) -> str:
-    """Return the name that a process claims: a test, or its file if the tests of the file share a fixture."""
+    """Return the unit that a process claims or a part has: a test, or its file if the tests of it share a fixture."""
     definitions = [found for known in item._fixtureinfo.name2fixturedefs.values() for found in known]
     is_shared = any(found.scope == "module" for found in definitions)
     return _name_file(item) if is_shared else item.nodeid
