@@ -115,19 +115,24 @@ def draw(seed: int) -> Draw:
     rng = random.Random(seed)
     found = Draw(seed, rng.choices((1, 2, 3, 4), (3, 5, 1, 3))[0], is_sft=rng.random() < 0.08)
     settings, world = found.settings, found.world_size
-    has_experts = rng.random() < 0.25
-    model = "moe" if has_experts else "model"
-    settings |= {"model.path": f"{{task}}/{model}", "model.dtype": _pick(rng, float32=14, bfloat16=1)}
-    settings |= {"trainer.seed": seed, "data.train_batch_size": rng.choice((4, 6, 8, 12))}
-    settings |= _draw_training(rng, "actor", world, has_experts)
+    has_experts, batch = rng.random() < 0.25, rng.choice((4, 6, 8, 12))
+    apart = "" if found.is_sft or world < 2 else _pick(rng, none=6, engines=1, critic=1).replace("none", "")
+    trained = world // 2 if apart else world
+    settings |= {"model.path": "{task}/moe" if has_experts else "{task}/model"}
+    settings |= {
+        "model.dtype": _pick(rng, float32=14, bfloat16=1),
+        "trainer.seed": seed,
+        "data.train_batch_size": batch,
+    }
+    settings |= _draw_training(rng, "actor", trained, has_experts)
     if found.is_sft:
         return found
-    settings |= {"actor.ppo_mini_batch_size": rng.choice((None, 2, 4, settings["data.train_batch_size"]))}
-    settings |= {"actor.ppo_epochs": _pick(rng, **{"1": 3, "2": 1}), "rollout.n": rng.choice((1, 2, 4, 4))}
-    for part in (_draw_engine, _draw_algorithm, _draw_rewards, _draw_episodes, _draw_schedule, _draw_placement):
-        settings |= part(rng, world, settings)
-    settings |= _draw_others(seed)
-    return found
+    settings |= {"actor.ppo_mini_batch_size": rng.choice((None, batch // 2, batch)), "rollout.n": rng.choice((2, 4))}
+    settings |= {"actor.ppo_epochs": rng.choice((1, 1, 1, 2))}
+    settings |= _draw_algorithm(rng, world, settings, apart)
+    settings |= _draw_engine(rng, world - trained if apart == "engines" else world, settings, apart)
+    settings |= {**_draw_rewards(rng, world), **_draw_episodes(rng, settings), **_draw_schedule(rng)}
+    return found if rng.random() < 0.3 else Draw(seed, world, settings | _draw_others(seed))
 
 
 def _pick(rng: random.Random, **weights: float) -> Any:
@@ -147,10 +152,11 @@ def _draw_layout(rng: random.Random, section: str, world: int, has_experts: bool
     found: dict[str, Any] = {f"{section}.{name}": size for name, size in sizes.items() if size > 1}
     if sizes["tensor_model_parallel_size"] > 1:
         found[f"{section}.sequence_parallel"] = rng.random() < 0.8 or has_experts
-    if sizes["pipeline_model_parallel_size"] > 1 and rng.random() < 0.2:
+    if sizes["pipeline_model_parallel_size"] == 2 and rng.random() < 0.2:
         found[f"{section}.virtual_pipeline_model_parallel_size"] = 2
     if has_experts:
-        found[f"{section}.expert_model_parallel_size"] = rng.choice((1, 1, 2))
+        shared = left * sizes["context_parallel_size"]
+        found[f"{section}.expert_model_parallel_size"] = rng.choice((1, 2)) if shared % 2 == 0 else 1
     return found | {f"{section}.max_tokens_per_microbatch": rng.choice((64, 128, 256))}
 
 
@@ -165,9 +171,9 @@ def _draw_training(rng: random.Random, section: str, world: int, has_experts: bo
             found["hybrid.lora"] = "adapter"
     if rng.random() < 0.15:
         found[f"{section}.zero_stage"] = 3
-    if rng.random() < 0.2:
-        found[f"{section}.step_mode"] = _pick(rng, static=5, graph=1)
-    if rng.random() < 0.1:
+    elif rng.random() < 0.2:
+        found[f"{section}.step_mode"] = _pick(rng, static=9, graph=1)
+    if rng.random() < 0.1 and f"{section}.zero_stage" not in found:
         found[f"{section}.optimizer"] = "muon"
     if rng.random() < 0.2:
         found[f"{section}.recompute_granularity"] = rng.choice(("selective", "full"))
@@ -176,8 +182,10 @@ def _draw_training(rng: random.Random, section: str, world: int, has_experts: bo
     return found
 
 
-def _draw_engine(rng: random.Random, world: int, settings: dict[str, Any]) -> dict[str, Any]:
-    engine = _pick(rng, vllm=45, hf=20, megatron=28, vllm_server=4, openai=1, sglang=1)
+def _draw_engine(rng: random.Random, world: int, settings: dict[str, Any], apart: str) -> dict[str, Any]:
+    weights = dict(vllm=45, hf=20, vllm_server=4, openai=1, sglang=1)
+    is_whole = not apart and settings.get("actor.zero_stage") != 3
+    engine = _pick(rng, **weights, megatron=28 if is_whole else 1)
     found: dict[str, Any] = {"rollout.engine": engine}
     if engine.startswith("vllm") and world % 2 == 0 and rng.random() < 0.4:
         found["rollout.tensor_model_parallel_size"] = 2
@@ -192,9 +200,9 @@ def _draw_engine(rng: random.Random, world: int, settings: dict[str, Any]) -> di
     return found
 
 
-def _draw_algorithm(rng: random.Random, world: int, settings: dict[str, Any]) -> dict[str, Any]:
+def _draw_algorithm(rng: random.Random, world: int, settings: dict[str, Any], apart: str) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "algorithm.adv_estimator": rng.choice(ESTIMATORS),
+        "algorithm.adv_estimator": "gae" if apart == "critic" else rng.choice(ESTIMATORS),
         "algorithm.policy_loss": rng.choice(LOSSES),
     }
     modes = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
@@ -206,8 +214,14 @@ def _draw_algorithm(rng: random.Random, world: int, settings: dict[str, Any]) ->
     if rng.random() < 0.1:
         found |= {"algorithm.dynamic_sampling": True, "algorithm.max_sampling_rounds": 2}
     if found["algorithm.adv_estimator"] == "gae":
-        found |= _draw_training(rng, "critic", world, "moe" in settings["model.path"])
+        found |= _draw_training(rng, "critic", world // 2 if apart else world, "moe" in settings["model.path"])
         found.pop("hybrid.lora", None)
+    first, second = f"0-{world // 2 - 1}", f"{world // 2}-{world - 1}"
+    if apart:
+        found |= {"placement.actor": first, f"placement.{apart.replace('engines', 'rollout')}": second}
+    if apart == "engines":  # what else is trained is where the actor is
+        found |= {"placement.critic": first} if found["algorithm.adv_estimator"] == "gae" else {}
+        found |= {"placement.reference": first} if found["algorithm.kl_coef"] else {}
     if found["algorithm.adv_estimator"] == "distill" or rng.random() < 0.06:
         found |= {"teachers.wise.path": "{task}/model", "algorithm.distillation.kind": rng.choice(("sampled", "full"))}
         if rng.random() < 0.3:
@@ -215,7 +229,7 @@ def _draw_algorithm(rng: random.Random, world: int, settings: dict[str, Any]) ->
     return found
 
 
-def _draw_rewards(rng: random.Random, world: int, settings: dict[str, Any]) -> dict[str, Any]:
+def _draw_rewards(rng: random.Random, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if rng.random() < 0.15:
         found |= {
@@ -226,13 +240,13 @@ def _draw_rewards(rng: random.Random, world: int, settings: dict[str, Any]) -> d
     elif rng.random() < 0.15:
         found |= {"reward.workers": 1}
     if rng.random() < 0.15:
-        found |= {"data.train_files": ["{task}/train.jsonl", "{task}/validation.jsonl"], "data.weights": [1.0, 3.0]}
+        found |= {"data.train_files": ["{task}/train.jsonl", "{task}/more.jsonl"], "data.weights": [1.0, 3.0]}
     if rng.random() < 0.5:
         found["data.validation_files"] = []
     return found
 
 
-def _draw_episodes(rng: random.Random, world: int, settings: dict[str, Any]) -> dict[str, Any]:
+def _draw_episodes(rng: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
     if rng.random() > 0.2:
         return {}
     kind = rng.choice(("OneTurn", "Echo", "agent", "tools", "calculator"))
@@ -242,12 +256,14 @@ def _draw_episodes(rng: random.Random, world: int, settings: dict[str, Any]) -> 
         return {"agents.environment": f"{{task}}/environments.py:{kind}", "agents.max_turns": rng.choice((1, 2))}
     found = {"model.path": "{task}/chats/model", "data.train_files": ["{task}/chats/train.jsonl"]}
     found |= {"data.validation_files": [], "data.max_prompt_length": 300, "data.max_response_length": 32}
-    found |= {"actor.max_tokens_per_microbatch": 1024, "critic.max_tokens_per_microbatch": 1024, "data.weights": None}
+    found |= {"data.weights": None}
+    roles = ["actor", "critic", "reward_model", *["teachers.wise"][: "teachers.wise.path" in settings]]
+    found |= {f"{role}.max_tokens_per_microbatch": 1024 for role in roles}
     choice = {"agents.tools": ["calculator"]} if kind == "tools" else {"agents.environment": "calculator"}
     return found | choice | {"agents.max_turns": 2}
 
 
-def _draw_schedule(rng: random.Random, world: int, settings: dict[str, Any]) -> dict[str, Any]:
+def _draw_schedule(rng: random.Random) -> dict[str, Any]:
     if rng.random() > 0.25:
         return {}
     found = {"schedule.max_staleness": rng.choice((1, 1, 2)), "schedule.updates": _pick(rng, in_flight=3, drain=1)}
@@ -255,19 +271,6 @@ def _draw_schedule(rng: random.Random, world: int, settings: dict[str, Any]) -> 
     if rng.random() < 0.3:
         found["schedule.steps_per_update"] = rng.choice((2, 4))
     found["algorithm.importance_sampling"] = rng.choice(("token-truncate", "sequence-mask", "bypass"))
-    return found
-
-
-def _draw_placement(rng: random.Random, world: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Trained roles on the first half, engines on the other; or a critic apart from the actor."""
-    if world < 2 or rng.random() > 0.25:
-        return {}
-    first, second = f"0-{world // 2 - 1}", f"{world // 2}-{world - 1}"
-    if settings["algorithm.adv_estimator"] == "gae" and rng.random() < 0.5:
-        return {"placement.actor": first, "placement.critic": second}
-    found = {"placement.actor": first, "placement.rollout": second}
-    if settings["algorithm.kl_coef"]:
-        found["placement.reference"] = first
     return found
 
 
@@ -290,8 +293,8 @@ def _draw_value(rng: random.Random, info: FieldInfo) -> Any:
     numbers = [info.default] * 3 if isinstance(info.default, int | float) else []
     values = {
         bool: [True, False],
-        int: [0, 1, 2, 3, 4, 8, -1, *numbers],
-        float: [0.0, 0.1, 0.5, 1.0, 2.0, -1.0, 1e9, *numbers],
+        int: [0, 1, 1, 2, 2, 3, 4, 8, -1, *numbers],
+        float: [0.0, 0.1, 0.3, 0.5, 0.5, 0.9, 1.0, 2.0, -1.0, 1e9, *numbers],
         list[int]: [[], [1], [32, 64], [0]],
         list[float]: [[], [0.5], [0.0, 1.0]],
     }
@@ -306,7 +309,11 @@ def _write(value: Any) -> str:
 def make_fuzz_task(directory: Path) -> None:
     """The task of sums with a mixture, a reward model, environments, and chats with a model of their own."""
     make_golden_task(directory)
+    for name, family in (("model", "qwen2"), ("moe", "qwen3_moe")):  # of four layers, which interleaved stages need
+        sizes = json.loads((directory / name / "config.json").read_text())
+        save_tiny_model(directory / name, family, **ENGINE_SIZES, vocab_size=sizes["vocab_size"], num_hidden_layers=4)
     (directory / "environments.py").write_text(ENVIRONMENTS)
+    shutil.copy(directory / "train.jsonl", directory / "more.jsonl")
     chats = directory / "chats"
     tokenizer = write_chat_tokenizer(chats / "model", "qwen2.5")
     rows = [{"prompt": [{"role": "user", "content": f"{n}"}], "answer": f"{n}"} for n in range(16)]
