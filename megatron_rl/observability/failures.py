@@ -192,11 +192,13 @@ def _rooms(error: BaseException) -> list[str]:
 
 
 def _locate(error: BaseException) -> str:
-    """The innermost frame, and the innermost one of this package where that is another."""
+    """The innermost frame, and the innermost one of this package if that is another; a timer's and a registry's only
+    forward a call."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "an unknown place"
-    ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE) and frame.name != "counted"]  # a timer's
+    ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE)]
+    ours = [frame for frame in ours if frame.name != "counted" and not frame.filename.endswith("/registry.py")]
     where = _place(frames[-1])
     return where if not ours or ours[-1] is frames[-1] else f"{where}, called from {_place(ours[-1])}"
 

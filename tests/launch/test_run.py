@@ -1,60 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tests/run.sh: its exit code, and that both processes are heard; set-up and pytest are stand-ins."""
+"""tests/run.sh: its tiers, its exit code, and that all its processes are heard; set-up and pytest are stand-ins.
+
+How processes share tests, and how a part of the slow ones is chosen, is shown by pytest itself on small projects.
+Not covered: whether a part ends within its time on a given machine.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-# As `python -m pytest ...`: exits with the code that the test gave to the process in front or behind.
+TESTS = Path(__file__).parents[1]
+# As `python -m pytest ...`: exits with the code that the test gave to the process of that name.
 PYTHON = """#!/usr/bin/env bash
-finish() { [[ "$LOST" == "$1" ]] || touch "$CLAIMS/finished-$1"; }
-CLAIMS="${@: -1}"
-[[ "$CLAIMS" == --backwards ]] && CLAIMS="${@: -2:1}"
-case "$*" in
-  *--backwards*) echo "said behind"; finish behind; exit $BEHIND ;;
-  *--claims*) echo "said in front"; finish in-front; exit $FRONT ;;
-  *) echo "arguments: $*"; exit $FRONT ;;
+sign=""
+for word in "$@"; do [[ "$word" == */finished-* ]] && sign="$word"; done
+[[ -n "$sign" ]] || { echo "arguments: $*"; exit $FRONT; }
+name="${sign##*/finished-}"
+[[ "$*" == *"-m slow"* ]] && name="slow-$name"
+echo "said $name $(sed -E 's/.*(--part [0-9/]+ --deadline) ([0-9]+).*/\\1 \\2/; t; s/.*//' <<<"$*")"
+[[ "$LOST" == "$name" ]] || touch "$sign"
+case "$name" in
+  in-front) exit $FRONT ;;
+  behind) exit $BEHIND ;;
+  slow-behind) exit $SLOW ;;
 esac
 """
 
 
 def run(
-    directory: Path, *arguments: str, front: int = 0, behind: int = 0, lost: str = ""
+    directory: Path, *arguments: str, front: int = 0, behind: int = 0, slow: int = 0, lost: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """tests/run.sh in a project that has nothing but it."""
     for name, text in (("tests/run.sh", ""), ("launch/setup.sh", ""), ("venv/bin/python", PYTHON)):
         path = directory / name
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    shutil.copy(Path(__file__).parents[1] / "run.sh", directory / "tests/run.sh")
+    shutil.copy(TESTS / "run.sh", directory / "tests/run.sh")
     (directory / "venv/bin/python").chmod(0o755)
-    (directory / "scratch").mkdir()
+    (directory / "scratch").mkdir(exist_ok=True)
     environment = os.environ | {
         "MEGATRON_RL_VENV": str(directory / "venv"),
         "TMPDIR": str(directory / "scratch"),
         "FRONT": str(front),
         "BEHIND": str(behind),
+        "SLOW": str(slow),
         "LOST": lost,
+        "GIT_CEILING_DIRECTORIES": str(directory.parent),
     }
     return subprocess.run(
         ["bash", str(directory / "tests/run.sh"), *arguments], env=environment, capture_output=True, text=True
     )
 
 
+def read_names(result: subprocess.CompletedProcess[str]) -> list[str]:
+    """The processes in the order of their output; those behind come in any order."""
+    names = [line.split()[1] for line in result.stdout.splitlines()]
+    return [*names[:1], *sorted(names[1:3]), *names[3:]]
+
+
 @pytest.mark.parametrize("front, behind, code", [(0, 0, 0), (1, 0, 1), (0, 1, 1), (0, 134, 134), (2, 1, 1)])
-def test_any_failure_of_the_two_processes_is_the_exit_code(tmp_path: Path, front: int, behind: int, code: int) -> None:
+def test_any_failure_of_the_processes_is_the_exit_code(tmp_path: Path, front: int, behind: int, code: int) -> None:
     result = run(tmp_path, front=front, behind=behind)
     assert result.returncode == code, result.stderr
-    assert result.stdout == "said in front\nsaid behind\n"
+    assert read_names(result) == ["in-front", "behind", "checks"]
     assert not list((tmp_path / "scratch").iterdir())  # nothing of the exchange is left
 
 
-@pytest.mark.parametrize("lost", ["in-front", "behind"])
+@pytest.mark.parametrize("lost", ["in-front", "behind", "checks"])
 def test_a_process_that_a_test_ends_is_a_failure(tmp_path: Path, lost: str) -> None:
     result = run(tmp_path, lost=lost)
     assert result.returncode == 1
@@ -65,3 +86,107 @@ def test_arguments_go_to_one_process(tmp_path: Path) -> None:
     result = run(tmp_path, "-k", "reshard", front=5)
     assert result.returncode == 5
     assert result.stdout == "arguments: -m pytest --durations=15 -k reshard\n"
+
+
+def test_all_is_the_fast_tests_and_then_the_slow_ones(tmp_path: Path) -> None:
+    result = run(tmp_path, "--all", slow=7)
+    assert result.returncode == 7
+    assert read_names(result) == ["in-front", "behind", "checks", "slow-in-front", "slow-behind"]
+    assert "--part" not in result.stdout
+
+
+def test_continuous_integration_has_a_quarter_of_the_slow_tests_that_changes_with_every_commit(tmp_path: Path) -> None:
+    """Without a history the day chooses. A failure of a fast test leaves the slow ones their turn."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
+    parts = []
+    for commits in range(6):
+        result = run(tmp_path, "--ci", front=commits)
+        assert result.returncode == commits
+        assert read_names(result) == ["in-front", "behind", "checks", "slow-in-front", "slow-behind"]
+        found = re.findall(r"said slow\S+ --part (\d)/4 --deadline (\d+)", result.stdout)
+        assert len(found) == 2 and len(set(found)) == 1  # both processes have the same
+        assert 600 < int(found[0][1]) - time.time() <= 720
+        parts.append(int(found[0][0]))
+        if commits == 0:
+            subprocess.run([*git, "init", "-q"], check=True)
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "more"], check=True)
+    assert parts[0] in {int(time.time()) // 86400 % 4 + 1, int(time.time() - 60) // 86400 % 4 + 1}
+    assert parts[1:] == [2, 3, 4, 1, 2]
+
+
+def write_project(directory: Path, files: dict[str, str], seconds: dict[str, float] | None = None) -> None:
+    """A project with this one's conftest.py, whose tests append their names to `ran`."""
+    directory.mkdir()
+    shutil.copy(TESTS / "conftest.py", directory / "conftest.py")
+    (directory / "slow_seconds.json").write_text(json.dumps(seconds or {}))
+    (directory / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n")
+    head = (
+        "import pytest\nfrom pathlib import Path\n"
+        "def note(name):\n    with (Path(__file__).parent / 'ran').open('a') as file:\n"
+        "        file.write(f'{name}\\n')\n"
+        "@pytest.fixture(scope='module')\ndef made():\n    note('made')\n    yield\n    note('gone')\n"
+        "@pytest.fixture(autouse=True)\ndef noted(request):\n    note(request.node.name)\n"
+    )
+    for name, text in files.items():
+        (directory / name).write_text(head + text)
+
+
+def begin(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    """pytest on the project."""
+    command = [sys.executable, "-m", "pytest", ".", "-p", "no:cacheprovider", *arguments]
+    return subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_two_processes_share_the_tests_of_a_file_but_not_what_shares_a_fixture(tmp_path: Path) -> None:
+    files = {
+        "test_a.py": "import time\n@pytest.mark.parametrize('n', range(8))\ndef test_a(n):\n    time.sleep(0.5)\n",
+        "test_b.py": "@pytest.mark.parametrize('n', range(3))\ndef test_b(n, made):\n    pass\n",
+    }
+    write_project(tmp_path / "project", files)
+    claims = tmp_path / "claims"
+    claims.mkdir()
+    signs = {name: claims / f"finished-{name}" for name in ("in-front", "behind")}
+    processes = [
+        begin(tmp_path / "project", "--claims", str(claims), "--sign", str(sign), *["--backwards"][: name == "behind"])
+        for name, sign in signs.items()
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    ran = (tmp_path / "project/ran").read_text().split()
+    names = [f"test_a[{n}]" for n in range(8)] + [f"test_b[{n}]" for n in range(3)]
+    assert sorted(ran) == sorted([*names, "made", "gone"])
+    passed = [int(re.findall(r"(\d+) passed", output)[0]) for output in outputs]
+    assert sum(passed) == 11 and min(passed) >= 3  # the long file was shared
+    assert all(sign.exists() for sign in signs.values())
+
+
+SLOW_TEST = "pytestmark = pytest.mark.slow\n@pytest.mark.parametrize('n', range({n}))\ndef test_{name}(n):\n    pass\n"
+SLOW_FILES = {f"test_{name}.py": SLOW_TEST.format(name=name, n=n) for name, n in dict(a=2, b=1, c=1, d=1, e=1).items()}
+
+
+def test_parts_take_equally_long_and_are_everything_with_a_record(tmp_path: Path) -> None:
+    """A record is of one parametrisation: a has 2 x 15 s."""
+    seconds = {f"test_{name}.py::test_{name}": 60.0 if name == "d" else 15.0 for name in "abcd"}
+    write_project(tmp_path / "project", SLOW_FILES, seconds)
+    outputs = []
+    for part in (1, 2):
+        process = begin(tmp_path / "project", "-m", "slow", "--part", f"{part}/2")
+        outputs.append(process.communicate()[0])
+        assert process.returncode == 0, outputs
+    listed = [re.findall(r"^  (test_\w).py \((\d)\)$", output, re.MULTILINE) for output in outputs]
+    assert listed == [[("test_d", "1")], [("test_a", "2"), ("test_b", "1"), ("test_c", "1")]]
+    assert all("not run, no seconds in slow_seconds.json: test_e.py::test_e[0]\n" in output for output in outputs)
+    ran = (tmp_path / "project/ran").read_text().split()
+    assert sorted(ran) == ["test_a[0]", "test_a[1]", "test_b[0]", "test_c[0]", "test_d[0]"]
+
+
+def test_a_slow_test_that_would_end_too_late_is_named_and_not_begun(tmp_path: Path) -> None:
+    seconds = {f"test_{name}.py::test_{name}": 500.0 if name == "a" else 5.0 for name in "abcd"}
+    write_project(tmp_path / "project", SLOW_FILES, seconds)
+    deadline = str(time.time() + 250)
+    process = begin(tmp_path / "project", "-m", "slow", "--part", "1/1", "--deadline", deadline)
+    output, _ = process.communicate()
+    assert process.returncode == 0
+    named = re.findall(r"^not run, out of time: (.*)$", output, re.MULTILINE)
+    assert named == ["test_a.py::test_a[0]", "test_a.py::test_a[1]"]
+    assert (tmp_path / "project/ran").read_text().split() == ["test_b[0]", "test_c[0]", "test_d[0]"]

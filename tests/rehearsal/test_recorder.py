@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GraphStep` on recorded graphs: replays equal eager steps to the last bit, and faults of a capture are named.
 
-Twenty steps of ragged batches, two minibatches each, in all buckets, on memory that is filled with NaN before every
-replay. Not covered: a GPU (tests/gpu), which has other kernels, streams, and an allocator.
+Steps of ragged batches, two minibatches each (twenty steps in all buckets in the slow tier), on memory that is filled
+with NaN before every replay. Not covered: a GPU (tests/gpu), which has other kernels, streams, and an allocator.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SETUPS: dict[int, dict[str, Setup]] = {
 }
 # What is left to the longer tests.
 LONG = {
-    *("full", "critic", "tp2", "cp2-full", "dp2-replicated", "dp2-overlap-replicated-full"),
+    *("tp2", "cp2-full", "dp2-replicated", "dp2-overlap-replicated-full"),
     *("critic-tp2", "critic-cp2-full", "critic-dp2", "critic-pp2", "critic-pp2-full", "critic-cp2-overlap"),
     *("dp2-overlap-little-memory", "pp2-little-memory"),
 }
@@ -95,11 +95,6 @@ def assert_replay_equals_eager(world_size: int, setups: dict[str, Setup], path: 
         for name, result in found.items():
             assert not result["differences"], f"rank {rank}, {name}: {result['differences']}"
             assert num_steps < 20 or result["shapes"] >= result["sizes"], f"{name}: a bucket was never used"
-
-
-@pytest.mark.parametrize("name", ["full", "critic"])
-def test_replay_equals_eager_for_twenty_steps(name: str, path: Path) -> None:
-    assert_replay_equals_eager(1, {name: SETUPS[1][name]}, path, 20)
 
 
 @pytest.mark.parametrize("world_size", SETUPS)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner's promises over many pairs of layouts; plans are applied in this process, without messages."""
+"""The planner's promises over many pairs of layouts; plans are applied in this process, without messages.
+
+The default tier has every pair of up to 4 ranks and some of 8, so that each layout of 8 ranks meets some family; the
+slow tier has all of 8.
+"""
 
 from __future__ import annotations
 
@@ -69,14 +73,14 @@ LLAMA_70B = make_shape(
 )
 
 
-def find_layouts(shape: ModelShape) -> list[ParallelLayout]:
-    """tp 1, 2, 4 x pp 1, 2 x vpp 1, 2 x ep 1, 2 of at most 8 ranks, with and without replicas."""
+def find_layouts(shape: ModelShape, largest: int) -> list[ParallelLayout]:
+    """tp 1, 2, 4 x pp 1, 2 x vpp 1, 2 x ep 1, 2 of up to `largest` ranks, with and without replicas."""
     layouts = []
     for tp, pp, vpp, ep in product((1, 2, 4), (1, 2), (1, 2), (1, 2)):
         smallest = tp * pp * ep
-        if vpp > pp or tp > shape.num_kv_heads or (ep > 1 and not shape.num_experts) or smallest > WORLD:
+        if vpp > pp or tp > shape.num_kv_heads or (ep > 1 and not shape.num_experts) or smallest > largest:
             continue
-        for world in sorted({smallest, WORLD}):
+        for world in sorted({smallest, largest}):
             layouts.append(ParallelLayout(world, tp_size=tp, pp_size=pp, vpp_size=vpp, ep_size=ep))
     return layouts
 
@@ -140,19 +144,34 @@ def check_plans(shape: ModelShape, source: Tables, destination: Tables) -> None:
     check_both_ends(plans)
 
 
-@pytest.mark.parametrize("rollout_tp", ROLLOUT_TP)
-@pytest.mark.parametrize("family", SHAPES)
-def test_every_layout_pair_of_up_to_8_ranks(family: str, rollout_tp: int) -> None:
-    """Values, single writes, minimal bytes and agreement of both ends, for every family.
+def check_layouts(shape: ModelShape, layouts: list[ParallelLayout], rollout_tp: int) -> None:
+    """Values, single writes, minimal bytes and agreement of both ends.
 
     In-process copies stand for messages: dtypes, transports and real engines are not covered.
     """
-    shape = SHAPES[family]
-    assert {shape.family for shape in SHAPES.values()} == FAMILIES.keys(), "a new family needs a shape here"
-    layouts = [layout for layout in find_layouts(shape) if layout.world_size % rollout_tp == 0]
-    assert len(layouts) >= 8
     for layout in layouts:
         check_plans(shape, place_megatron(shape, layout), place_vllm(shape, layout.world_size, rollout_tp))
+
+
+@pytest.mark.parametrize("rollout_tp", ROLLOUT_TP)
+@pytest.mark.parametrize("family", SHAPES)
+def test_every_layout_pair_of_up_to_4_ranks_and_some_of_8(family: str, rollout_tp: int) -> None:
+    shape = SHAPES[family]
+    assert {shape.family for shape in SHAPES.values()} == FAMILIES.keys(), "a new family needs a shape here"
+    layouts = [layout for layout in find_layouts(shape, 4) if layout.world_size % rollout_tp == 0]
+    assert len(layouts) >= 3
+    large = [layout for layout in find_layouts(shape, WORLD) if layout.world_size == WORLD]
+    turn = list(SHAPES).index(family) * len(ROLLOUT_TP) + ROLLOUT_TP.index(rollout_tp)
+    check_layouts(shape, [*layouts, large[turn % len(large)]], rollout_tp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rollout_tp", ROLLOUT_TP)
+@pytest.mark.parametrize("family", SHAPES)
+def test_every_layout_pair_of_8_ranks(family: str, rollout_tp: int) -> None:
+    layouts = [layout for layout in find_layouts(SHAPES[family], WORLD) if layout.world_size == WORLD]
+    assert len(layouts) >= 6
+    check_layouts(SHAPES[family], layouts, rollout_tp)
 
 
 @pytest.mark.parametrize("family", SHAPES)

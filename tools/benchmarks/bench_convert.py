@@ -32,7 +32,7 @@ from megatron_rl.checkpoint.units import split_units
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import model_shape_from_config
 
-TOOLS = Path(__file__).resolve().parent
+TOOLS = Path(__file__).resolve().parents[1]
 _CHUNK = 16 << 20  # elements that are drawn at once
 
 
