@@ -259,6 +259,8 @@ def test_ratios_per_sequence_are_of_a_branch(name: str) -> None:
     means = [0.4, -0.1, 0.6, 0.6], [0.4 / 4 + 1.1 / 4] * 4
     np.testing.assert_allclose(cut[0], np.exp(means[0]), rtol=1e-6)
     np.testing.assert_allclose(whole[0], np.exp(means[1]), rtol=1e-6)
+
+
 GROUPED = ("grpo", "rloo", "dr_grpo", "opo", "gpg", "grpo_passk", "optimal_token_baseline")
 GROUPED += ("reinforce_plus_plus_baseline", "plugin")
 
