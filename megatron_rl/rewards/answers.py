@@ -69,9 +69,10 @@ def restates_prompt(response: str, prompt: str, truths: Sequence[str], data_sour
         answer = _last_operation(answer) if all(any(map(str.isdigit, truth)) for truth in truths) else []
     while answer and not answer[-1].isalnum() and not answer[-1][0].isdigit():
         answer.pop()
-    if sum(token[-1].isalnum() for token in answer) < 2 or not all(token in prompt.casefold() for token in answer):
+    prompt = prompt.casefold()
+    if sum(token[-1].isalnum() for token in answer) < 2 or not all(token in prompt for token in {*answer}):
         return False
-    given = _as_line(_TOKEN.findall(prompt.casefold()))
+    given = _as_line(_TOKEN.findall(prompt))
     known = [_as_line(_TOKEN.findall((extract_answer(truth) or truth).casefold())) for truth in truths]
     return _as_line(answer) in given and bool(known) and not any(truth in given for truth in known)
 
