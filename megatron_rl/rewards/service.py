@@ -138,7 +138,7 @@ class RewardService:
                 hint="start or fix the service, raise reward.service_retries, or set "
                 "reward.service_on_failure=fallback",
             ) from failure
-        logging.getLogger(__name__).warning("%s; the fallback reward is used", found)
+        logging.getLogger(__name__).warning("%s; nothing is learned from them", found)
         return [self._count(Score(self._config.service_fallback_reward, failure=found), 1.0) for _ in rollouts]
 
     def _count(self, score: Score, failures: float) -> Score:

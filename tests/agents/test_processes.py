@@ -130,7 +130,7 @@ def test_episodes_on_a_prompt_draw_the_same_random_numbers(processes):
 
 
 def test_an_episode_draws_what_its_seed_says_whatever_was_drawn_before_it(setup, processes):
-    """Generators of normal numbers make two at a time: the import of the environment has left one of each."""
+    """Generators of normal numbers make two at a time: the import has left one of numpy's; a fork drops Python's."""
     (answer,) = run(processes, "draws")
     seed = Opening.of(prompt_of("draws"), setup.run_seed).task.seed
     python, legacy = random.Random(seed), np.random.RandomState(seed)

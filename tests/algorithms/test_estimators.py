@@ -9,6 +9,7 @@ float64: results agree to float32 rounding.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -248,6 +249,20 @@ def test_whitening_by_rank_would_be_noticed(name: str) -> None:
         alone = expect(CONFIGS[name], share)
         gap = max(abs(a - b) for i in share for a, b in zip(alone[i], everything[i], strict=True))
         assert gap > 0.1
+
+
+def test_nothing_changes_where_every_rollout_has_a_reward() -> None:
+    """Bit for bit, also in groups of one."""
+
+    def on_rank(rank: int, world_size: int) -> None:
+        inputs = build_inputs(SHARES[1][0], dist.group.WORLD)
+        for config in CONFIGS.values():
+            plain = compute_advantages(inputs, config)
+            masked = compute_advantages(replace(inputs, has_reward=np.ones(len(SCORES), bool)), config)
+            assert torch.equal(masked.advantages, plain.advantages) and plain.advantages.any()
+            assert plain.returns is None or torch.equal(masked.returns, plain.returns)
+
+    run_ranks(on_rank, 1)
 
 
 def test_gae_by_hand() -> None:

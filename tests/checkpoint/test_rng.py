@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_rl.checkpoint.rng import read_rng, restore_rng
+from megatron_rl.checkpoint.rng import get_cuda_rng_tracker, read_rng, restore_rng
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from tools._metrics_page import METRICS, find_metric, format_page
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {metric.name: metric for metrics in METRICS.values() for metric in metrics}
 # Recordings leave out what depends on the clock and the allocator; plugins and schedules are in tests/trainer, data
-# sources, bytes and trees, which are younger than the recordings, in tests/experience.
+# sources, bytes and trees, which are younger than the recordings, in tests/experience; episodes in tests/trainer.
 NOT_RECORDED = (
     "time/",
     "memory/",
@@ -33,6 +33,7 @@ NOT_RECORDED = (
     "moe/",
     "mtp/",
     "agents/",
+    "validation/<set>/failed",
     "mismatch/lag",
     "packing/prefix_repeats",
     "sampling/kept",

@@ -50,7 +50,7 @@ def test_staleness_is_that_of_the_weights_that_began_a_rollout() -> None:
     rollouts = []
     for sample, versions in enumerate([[8, 8, 8], [4, 8, 8], [2, 6, 8]]):
         whole = make_rollout(make_prompt(0), sample, 3, 0.0)
-        branch = replace(whole.branches[0], versions=np.array([9, 9, *versions], np.int32))  # a prompt has none
+        branch = replace(whole.branches[0], versions=np.array([0, 0, *versions], np.int32))  # a prompt has none
         rollouts.append((0, replace(whole, branches=[branch])))
     found = describe_staleness(build_headers(rollouts, holder=0), version=8, optimizer_steps=2)
     assert found == {"schedule/staleness_mean": 5 / 3, "schedule/staleness_max": 3.0}

@@ -180,12 +180,14 @@ def test_fallback_is_counted_and_logged(service, caplog):
     config = replace(QUICK, service_on_failure="fallback", service_fallback_reward=-2.0, service_retries=1)
     with caplog.at_level(logging.WARNING, logger="megatron_rl"):
         scores = ask(f"{service}/flaky-500-2/fallback", replace(config, service_concurrency=1), samples_of(6))
-    assert scores[:4] == [Score(-2.0, {"service_failures": 1.0})] * 4, "both attempts of the first batch failed"
+    failed = [replace(score, failure="") for score in scores[:4]]
+    assert failed == [Score(-2.0, {"service_failures": 1.0})] * 4, "both attempts of the first batch failed"
+    assert all("gave no scores for 4 responses in 2 attempt(s)" in score.failure for score in scores[:4])
     assert scores[4:] == [
         Score(4.0, {"prompt_id": 104.0, "service_failures": 0.0}),
         Score(5.0, {"prompt_id": 105.0, "service_failures": 0.0}),
     ]
-    assert "prompt ids: 100, 101, 102, 103; the fallback reward is used" in caplog.text
+    assert "prompt ids: 100, 101, 102, 103; nothing is learned from them" in caplog.text
 
 
 def test_fallback_does_not_hide_other_errors(service):
@@ -213,7 +215,9 @@ def test_service_killed_in_the_middle(policy):
     finally:
         stop(process)
     if policy == "fallback":
-        assert [wait() for wait in waits] == [Score(-1.0, {"service_failures": 1.0})] * 8
+        scores = [wait() for wait in waits]
+        assert [replace(score, failure="") for score in scores] == [Score(-1.0, {"service_failures": 1.0})] * 8
+        assert all("in 3 attempt(s); the last one: ConnectionError" in score.failure for score in scores)
     else:
         for wait in (waits[0], waits[7]):
             with pytest.raises(UserError, match=r"in 3 attempt\(s\); the last one: ConnectionError"):
