@@ -25,10 +25,11 @@ class ScriptedPolicy:
         directory: for files of its own.
         programs: Python source with a function `agent(task, base_url)`.
         turn_seconds: `agents.turn_timeout_seconds`.
+        template: of the chats.
     """
 
-    def __init__(self, directory: Path, programs: str, turn_seconds: float = 5.0) -> None:
-        self.directory, self.tokenizer = directory, write_chat_tokenizer(directory, "qwen2.5")
+    def __init__(self, directory: Path, programs: str, turn_seconds: float = 5.0, template: str = "qwen2.5") -> None:
+        self.directory, self.tokenizer = directory, write_chat_tokenizer(directory, template)
         (directory / "programs.py").write_text(programs)
         setup = Setup(
             None,

@@ -21,7 +21,7 @@ from typing import Any
 from megatron_rl.agents.conversations import Context, Conversations
 from megatron_rl.agents.episode import Setup
 from megatron_rl.agents.requests import BadRequest, read_chat, read_generate, read_limit, read_text
-from megatron_rl.agents.tool_formats import ToolReader
+from megatron_rl.agents.tool_formats import ToolReader, require_format, require_shown, shows_tools
 from megatron_rl.agents.transcript import Message
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import UserError
@@ -71,6 +71,9 @@ class Endpoint:
         conversations: of the episode.
         sample: tokens of a request and the most tokens that the reply may have -> the reply.
         lock: held while a request is answered.
+
+    Attributes:
+        refusal: of tools that the run cannot show or call; None: there was none.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Endpoint:
         self._setup, self._tokenizer, self._conversations = setup, tokenizer, conversations
         self._sample, self._lock, self._reader = sample, lock, ToolReader(tokenizer, setup.tool_format)
         self._answered: dict[str, _Answered] = {}
+        self.refusal: UserError | None = None
 
     def list_models(self) -> dict[str, Any]:
         """The answer to /v1/models."""
@@ -116,6 +120,8 @@ class Endpoint:
         try:
             if path == _CHAT:
                 messages, tools = read_chat(body, temperature)
+                if tools:
+                    self._require_tools()
                 context = self._conversations.show_chat(messages, tools)
             elif path == _TEXT and isinstance(prompt := read_text(body, temperature), str):
                 context = self._conversations.show_text(prompt)
@@ -131,6 +137,16 @@ class Endpoint:
         if context.name:
             self._conversations.note(context, sample.tokens, message)
         return _Answered(len(self._answered), context.tokens, sample, message)
+
+    def _require_tools(self) -> None:
+        """Refuse tools of a request that would not be shown or called, as the run refuses its own (BadRequest)."""
+        source, options = "the tools of a request to the endpoint (agents.program)", self._setup.options
+        try:
+            require_shown(shows_tools(self._tokenizer, options), source)
+            require_format(self._setup.tool_format, f"agents.tool_format = auto, and {source}")
+        except UserError as error:
+            self.refusal = error
+            raise BadRequest(f"{error.found}; expected: {error.expected}; {error.hint}", "tools") from error
 
     def _read(self, sample: Sample, number: int, tools: list[Any]) -> Message:
         """The reply as a message, with the arguments of its tool calls as objects."""

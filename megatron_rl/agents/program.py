@@ -113,11 +113,13 @@ def run_program(connection: Connection, program: Program, setup: Setup, tokenize
 
     Raises:
         TypeError, ValueError: what the program returned is no reward.
+        UserError: it has failed after its tools were refused.
         Exception: whatever it raises.
     """
     rank, lock = _Rank(connection, setup.max_turns), threading.Lock()
     conversations = Conversations(tokenizer, setup, opening)
-    server = EndpointServer(Endpoint(setup, tokenizer, conversations, rank.sample, lock))
+    endpoint = Endpoint(setup, tokenizer, conversations, rank.sample, lock)
+    server = EndpointServer(endpoint)
     base_url = f"{server.url}/v1"
     os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": server.token}
     try:
@@ -127,6 +129,10 @@ def run_program(connection: Connection, program: Program, setup: Setup, tokenize
         if not rank.num_turns:
             raise RuntimeError("the program has ended without a request to its endpoint")
         done = _read(result)
+    except Exception as error:
+        if endpoint.refusal is not None:  # which has four parts; the program has seen status 400
+            raise endpoint.refusal from error
+        raise
     finally:
         lock.acquire()  # a request that is sampled is answered first; none is taken after that
     rank.end(done)

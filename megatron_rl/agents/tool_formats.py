@@ -239,6 +239,40 @@ def find_tool_format(tokenizer: Tokenizer, options: Mapping[str, Any]) -> str | 
     return None if _PROBE["name"] in written else "hermes"
 
 
+def require_format(name: str | None, source: str) -> str:
+    """The format of a run with tools, if there is one.
+
+    Raises:
+        UserError: the chat template writes calls in a format that is not known.
+    """
+    if name is None:
+        raise UserError(
+            "the chat template writes tool calls in a format that is not known",
+            source=source,
+            expected=", ".join(FORMATS),
+            hint="name the one that replies use, or leave tools out and read replies in an environment",
+        )
+    return name
+
+
+def require_shown(is_shown: bool, source: str) -> None:
+    """Refuse tools that the chat template does not show (UserError)."""
+    if not is_shown:
+        raise UserError(
+            "the chat template does not show tools",
+            source=source,
+            expected="a chat template that knows tools",
+            hint="say in the prompt how tools are called, or use the template of another model",
+        )
+
+
+def shows_tools(tokenizer: Tokenizer, options: Mapping[str, Any]) -> bool:
+    """True if a chat with tools is rendered differently than without."""
+    question, tools = [{"role": "user", "content": "question"}], [{"type": "function", "function": _PROBE}]
+    with_tools = tokenizer.apply_chat_template(question, **{**options, "tools": tools})
+    return with_tools != tokenizer.apply_chat_template(question, **options)
+
+
 def _open_spec(tool: Any) -> dict[str, Any]:
     return {"name": "", **(tool.get("function", tool) if isinstance(tool, dict) else {})}
 

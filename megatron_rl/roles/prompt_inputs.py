@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.agents.environment import find_environment
 from megatron_rl.agents.program import find_program
-from megatron_rl.agents.tool_formats import AUTO, FORMATS, find_tool_format
+from megatron_rl.agents.tool_formats import AUTO, find_tool_format, require_format, require_shown, shows_tools
 from megatron_rl.agents.tools.finding import describe_gaps, describe_tools
 from megatron_rl.agents.transcript import render_tail, rewrites_history
 from megatron_rl.config.agents import AgentsConfig
@@ -108,14 +108,12 @@ def _describe_calls(
         UserError: there are tools, and the chat template writes calls in a format that is not known.
     """
     found = find_tool_format(tokenizer, options) if agents.tool_format == AUTO else agents.tool_format
-    if found is None and has_tools:
-        raise UserError(
-            "the chat template writes tool calls in a format that is not known",
-            source="agents.tool_format = auto",
-            expected=", ".join(FORMATS),
-            hint="name the one that replies use, or leave tools out and read replies in an environment",
-        )
-    return [f"replies call tools in the format {found} (agents.tool_format)"] if found else []
+    if has_tools:
+        found = require_format(found, "agents.tool_format = auto")
+    notes = [f"replies call tools in the format {found} (agents.tool_format)"] if found else []
+    if agents.program is not None and not shows_tools(tokenizer, options):
+        notes += ["the chat template does not show tools: a request of the program that has some is refused"]
+    return notes
 
 
 def _check_tools(prompts: PromptSet, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
@@ -123,10 +121,11 @@ def _check_tools(prompts: PromptSet, tokenizer: Tokenizer, options: Mapping[str,
     texts = [prompt for prompt in prompts.prompts if prompt.messages is None]
     shown = prompts.prompts[0]
     hides = not texts and shown.text == tokenizer.apply_chat_template(shown.messages or [], **options)
-    if texts or hides:
+    if texts:
         raise UserError(
-            "the chat template does not show tools" if hides else "a prompt is plain text, which shows no tools",
+            "a prompt is plain text, which shows no tools",
             source="agents.tools",
             expected="chat messages, and a chat template that knows tools",
             hint="take an environment that says in the prompt how it is asked, or the template of another model",
         )
+    require_shown(not hides, "agents.tools")

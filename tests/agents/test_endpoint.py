@@ -131,6 +131,20 @@ async def asynchronous(task, base_url):
     return 0.5
 
 
+def needs_tools(client, task, base_url):
+    client.chat.completions.create(model="any", messages=task.messages, tools=TOOLS)
+    return 1.0
+
+
+def tries_tools(client, task, base_url):
+    """Continues without them."""
+    try:
+        client.chat.completions.create(model="any", messages=task.messages, tools=TOOLS)
+    except openai.BadRequestError as error:
+        client.chat.completions.create(model="any", messages=task.messages, tools=TOOLS, tool_choice="none")
+        return 0.5, error.body
+
+
 def silent(client, task, base_url):
     return 1.0
 
@@ -249,6 +263,36 @@ def test_what_the_run_decides_is_refused_by_the_name_of_its_setting(rank):
     ]
     assert len(found) == len(names)
     assert all(name in message for name, message in zip(names, found, strict=True)), found
+
+
+SHOWS_NONE, UNKNOWN = "the chat template does not show tools", "the chat template writes tool calls in a format"
+
+
+@pytest.mark.parametrize(
+    ("template", "pattern", "message"),
+    [
+        ("llama3", "", SHOWS_NONE),
+        ("glm4", "arg_key", UNKNOWN),
+    ],
+)
+def test_tools_that_the_template_cannot_show_or_call_are_refused(template, pattern, message, tmp_path):
+    """The client gets status 400, and an episode that fails of it the error of the run, in four parts."""
+    (tmp_path / "chat").mkdir()
+    rank = ScriptedPolicy(tmp_path / "chat", PROGRAMS, template=template)
+    if pattern:
+        rank.tokenizer._tokenizer.chat_template = rank.tokenizer._tokenizer.chat_template.replace(pattern, "name")
+        rank.tokenizer._tokenizer.save_pretrained(tmp_path / "chat")
+    try:
+        answer, _, requests, said = rank.play("tries_tools", "answer")
+        assert (answer.reward, len(requests)) == (0.5, 1) and said["param"] == "tools"
+        assert said["message"].startswith(message) and ("another model" in said["message"]) == (message == SHOWS_NONE)
+        answer, _, requests, _ = rank.play("needs_tools", "answer")
+        assert (answer.finish_reason, requests) == ("error", [])
+        *_, last = answer.failure.partition("UserError: ")
+        assert last.startswith(message)
+        assert [line.split(":")[0].strip() for line in last.splitlines()[1:]] == ["source", "expected", "hint"]
+    finally:
+        rank.processes.close_all()
 
 
 def test_requests_at_the_same_time_are_answered_one_after_another(rank):

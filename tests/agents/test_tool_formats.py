@@ -265,6 +265,12 @@ def test_the_format_is_told_at_the_start_and_an_unknown_one_refused(tmp_path):
     with pytest.raises(UserError, match="in a format that is not known"):
         check()
     assert check(tools=[], program="json:loads") == [] == check(tools=[], environment="calculator")
+    tokenizer._tokenizer.chat_template = tokenizer._tokenizer.chat_template.replace(
+        "{{ '[TOOLS]' + tools | tojson }}", ""
+    )
+    assert check(tools=[], program="json:loads") == [
+        "the chat template does not show tools: a request of the program that has some is refused"
+    ]
 
 
 VLLM = {  # format -> name of vLLM's parser, template whose tokenizer it wants
