@@ -23,9 +23,9 @@ from _pytest.mark import ParameterSet
 
 from megatron_rl.agents.tools import confinement
 from megatron_rl.agents.tools.finding import describe_gaps
-from megatron_rl.agents.tools.python import run_python
+from megatron_rl.agents.tools.python import find_missing_layers, run_python
 
-MISSING = confinement.find_missing_layers()
+MISSING = find_missing_layers()
 OPEN = os.O_WRONLY | os.O_CREAT
 # Starts `confinement` with one of its layers.
 ALONE = """
