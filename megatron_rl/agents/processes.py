@@ -18,7 +18,7 @@ from megatron_rl.rewards.child import ChildProcess
 from megatron_rl.types import Prompt, UserError
 
 _START_SECONDS = 120.0  # for the imports of the user's file
-_GRACE_SECONDS = 1.0
+_GRACE_SECONDS = 5.0  # on a busy machine, for a worker to end what its episodes have started
 _LARGEST_ANSWER = 64 << 20  # bytes
 
 

@@ -26,6 +26,7 @@ from megatron_rl.engines.protocol import EngineSpec, Probed, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.server_apis import OpenAiServer, ServerApi, VllmServer
 from megatron_rl.engines.server_client import ServerClient, ServerFailure
+from megatron_rl.engines.server_key import KEY_VARIABLE, find_key
 from megatron_rl.engines.server_process import ServerProcess, find_free_port
 from megatron_rl.engines.staged_weights import StagedWeights
 from megatron_rl.parallel.collectives import align_group_names, make_group, share_object
@@ -145,7 +146,8 @@ class Server:
 
     def __init__(self, spec: EngineSpec, api: ServerApi, directory: Path, index: int) -> None:
         self._spec, self._api, self._directory, self._config = spec, api, directory, spec.config.server
-        self.client = ServerClient(self._config.silent_seconds, spec.stop)
+        key = find_key(is_started=not self._config.endpoints)
+        self.client = ServerClient(self._config.silent_seconds, spec.stop, key)
         self._url = self._config.endpoints[index].rstrip("/") if self._config.endpoints else ""
         self._process: ServerProcess | None = None
         self._is_open, self._failures = False, 0
@@ -262,7 +264,7 @@ class Server:
         self._url = f"http://127.0.0.1:{port}"
         self._process = ServerProcess(
             self._api.make_command(self._directory, port),
-            self._api.list_environment() | _list_devices(self._spec),
+            self._api.list_environment() | _list_devices(self._spec) | {KEY_VARIABLE: self.client.key or ""},
             _log_file(self._directory),
         )
 

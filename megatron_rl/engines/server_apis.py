@@ -92,6 +92,7 @@ class VllmServer:
             enable_scale_out=True,
             enable_prompt_tokens_details=True,
             worker_extension_cls="megatron_rl.engines.vllm_worker.ServedWorker",
+            middleware="megatron_rl.engines.server_key.KeyGuard",
         )
         python = self._spec.config.server.python or sys.executable
         return [python, "-m", "vllm.entrypoints.openai.api_server", *_as_flags(arguments)]

@@ -91,10 +91,14 @@ class ServerClient:
     Args:
         silent_seconds: a server that says nothing for so long has failed.
         stop: strings that end a response.
+        key: that is sent with each request.
+
+    Attributes:
+        key: see above.
     """
 
-    def __init__(self, silent_seconds: float, stop: StopStrings | None = None) -> None:
-        self._stop = stop
+    def __init__(self, silent_seconds: float, stop: StopStrings | None = None, key: str | None = None) -> None:
+        self._stop, self.key = stop, key
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=silent_seconds, sock_read=silent_seconds)
         self._answers: dict[int, Answer] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -106,7 +110,10 @@ class ServerClient:
     async def _open(self) -> aiohttp.ClientSession:
         # Servers close connections that have been idle, maybe while the next request is on its way: each has its own.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        return aiohttp.ClientSession(timeout=self._timeout, connector=connector, read_bufsize=_LINE_BYTES)
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return aiohttp.ClientSession(
+            timeout=self._timeout, connector=connector, read_bufsize=_LINE_BYTES, headers=headers
+        )
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

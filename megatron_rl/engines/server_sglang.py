@@ -12,6 +12,7 @@ from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.served import ServedEngine
 from megatron_rl.engines.server_apis import Ask, check_event
 from megatron_rl.engines.server_client import Answer, ServerFailure
+from megatron_rl.engines.server_key import START_SGLANG
 
 _ON_CPU = {
     "--device": "cpu",
@@ -37,7 +38,7 @@ class SglangServer:
         spec, config = self._spec, self._spec.config
         assert config.server.python is not None
         longest = spec.max_prompt_length + spec.max_response_length
-        command = [config.server.python, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(directory)]
+        command = [config.server.python, "-W", "ignore", "-c", START_SGLANG, "--model-path", str(directory)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", spec.dtype, "--skip-tokenizer-init"]
         command += ["--tp-size", str(config.tensor_model_parallel_size), "--context-length", str(longest)]
         command += ["--max-running-requests", str(config.max_num_seqs), "--random-seed", str(spec.seed)]

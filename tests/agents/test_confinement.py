@@ -23,9 +23,9 @@ from _pytest.mark import ParameterSet
 
 from megatron_rl.agents.tools import confinement
 from megatron_rl.agents.tools.finding import describe_gaps
-from megatron_rl.agents.tools.python import run_python
+from megatron_rl.agents.tools.python import find_missing_layers, run_python
 
-MISSING = confinement.find_missing_layers()
+MISSING = find_missing_layers()
 OPEN = os.O_WRONLY | os.O_CREAT
 # Starts `confinement` with one of its layers.
 ALONE = """
@@ -132,6 +132,7 @@ OF_SECCOMP = {
     "fork": "libc.fork()",
     "clone": "libc.syscall(56, 17, 0, 0, 0, 0)",
 }
+OF_ROOT = {"chroot": "libc.chroot(b'.')"}  # of which no capability is left
 EXECVE = {"execve": "libc.execl(b'/bin/true', b'true', None)"}
 
 
@@ -141,6 +142,7 @@ EXECVE = {"execve": "libc.execl(b'/bin/true', b'true', None)"}
     by_each_layer(OF_ALL, "namespaces", "landlock", "seccomp")
     + by_each_layer(OF_PIDS, "namespaces", "seccomp")
     + by_each_layer(EXECVE, "landlock", "seccomp")
+    + by_each_layer(OF_ROOT, "namespaces", "seccomp")
     + by_each_layer(OF_SECCOMP, "seccomp"),
 )
 def test_calls_of_the_kernel_are_refused(only: Callable[[str], None], code: str, layer: str) -> None:

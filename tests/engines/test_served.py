@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+import requests
 import torch
 
 from distributed import run_ranks
@@ -22,7 +24,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.server import ServerConfig
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.engines.served import ServedEngine, build_openai_server, build_vllm_server
+from megatron_rl.engines.served import ServedEngine, Server, build_openai_server, build_vllm_server
 from megatron_rl.engines.vllm import VllmEngine
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.rollout.serving import generate
@@ -36,9 +38,10 @@ LONG = SamplingConfig(temperature=1.0, max_tokens=1500, stop_token_ids=())
 CUT = [replace(HOT, top_k=20, top_p=0.9), replace(COLD, min_p=0.02), replace(HOT, top_p=0.95, max_kept_tokens=7)]
 # A server that loads weights for `openai`: its three calls are the user's hook.
 HOOK = (
-    "python -c \"import requests, sys; url, path = sys.argv[1:]; requests.post(url + '/collective_rpc', json=dict("
-    "method='reload_weights', kwargs=dict(weights_path=path))).raise_for_status(); "
-    "requests.post(url + '/reset_prefix_cache').raise_for_status()\" {url} {{directory}}"
+    "python -c \"import os, requests, sys; url, path = sys.argv[1:]; key = os.environ['MEGATRON_RL_SERVER_KEY']; "
+    "told = dict(headers=dict(authorization='Bearer ' + key)); requests.post(url + '/collective_rpc', json=dict("
+    "method='reload_weights', kwargs=dict(weights_path=path)), **told).raise_for_status(); "
+    "requests.post(url + '/reset_prefix_cache', **told).raise_for_status()\" {url} {{directory}}"
 )
 
 
@@ -136,6 +139,36 @@ def interrupt(engine: ServedEngine) -> list[Any]:
     return [to_lists(partial), engine.has_requests(), engine.tokens_in_flight()]
 
 
+def ask_without_key(server: Server) -> dict[str, set[int]]:
+    """Statuses of a server's routes without its key, with another one, and with it."""
+    bodies = {"/collective_rpc": {"method": "get_model"}, "/v1/completions": {"model": "policy", "prompt": "a"}}
+    paths = ["/health", "/v1/models", "/metrics", "/version", "/openapi.json", "/server_info", "/collective_rpc"]
+    paths += ["/reset_prefix_cache", "/pause", "/inference/v1/generate", "/v1/completions", "/nowhere"]
+    found: dict[str, set[int]] = {}
+    for name, key in (("none", None), ("another", "x"), ("the key", server.client.key)):
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        known = ("/health", "/v1/models") if name == "the key" else paths
+        found[name] = {
+            requests.request(
+                method, server.title + path, json=bodies.get(path), headers=headers, timeout=20
+            ).status_code
+            for path in known
+            for method in (("GET",) if name == "the key" else ("GET", "POST", "OPTIONS"))
+        }
+    return found
+
+
+def find_key(server: Server) -> list[str]:
+    """Where a server's key is seen: in the lists of arguments of its processes, or in its log."""
+    assert server._process is not None and server.client.key
+    processes = [psutil.Process(pid) for pid in _list_session(server._process._process.pid)]
+    shown = {f"arguments of {one.pid}": " ".join(one.cmdline()) for one in processes} | {
+        "log": server._process.read_log()
+    }
+    assert len(processes) > 2
+    return [place for place, text in shown.items() if server.client.key in text]
+
+
 def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
     """All that is asked of the server, and of the engine in the process."""
     engine, served = VllmEngine(make_spec(model)), build_vllm_server(make_spec(model))
@@ -144,6 +177,8 @@ def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
     draw_weights(served, engine, 1)
     result["ours"] = [to_lists(generate(engine, make_requests(sampling))) for sampling in (HOT, COLD)]
     result["theirs"] = [to_lists(generate(served, make_requests(sampling))) for sampling in (HOT, COLD)]
+    result["statuses"], result["key seen"] = ask_without_key(server), find_key(server)
+    os.environ["MEGATRON_RL_SERVER_KEY"] = server.client.key or ""  # for the engines that did not start it
     result["cached"] = [[one.num_cached for one in generate(e, make_requests(HOT))] for e in (engine, served)]
     cut = [generate(one, make_cut_requests(*CUT)) for one in (engine, served)]
     result["cut"], result["kept"] = [to_lists(one) for one in cut], [list_kept(one) for one in cut]
@@ -197,6 +232,12 @@ def test_equal_seeds_give_the_samples_of_the_engine_in_the_process(found: dict[s
     assert {reason for _, _, reason in theirs} <= {"stop", "length"}
     for (_, expected, _), (_, logprobs, _) in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+def test_nothing_is_answered_without_the_key(found: dict[str, Any]) -> None:
+    """Neither vLLM's own routes nor those of its development mode, which load code."""
+    assert found["statuses"] == {"none": {401}, "another": {401}, "the key": {200}}
+    assert found["key seen"] == []
 
 
 def test_truncated_sampling_brings_its_sets(found: dict[str, Any]) -> None:

@@ -6,6 +6,9 @@ The real one is in tests/trainer/test_served_in_loop.py, with and without trunca
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -106,6 +109,21 @@ def test_limits_are_asked_for_with_their_sets(
     assert (drawn["top_k"], drawn["top_p"], drawn["min_p"]) == expected if expected else "top_k" not in drawn
     command = make_server().make_command(Path("weights"), 8000)
     assert command[command.index("--sampling-mask-max-tokens") + 1] == "200"
+
+
+def test_the_key_is_no_argument_of_the_process(tmp_path: Path) -> None:
+    """A module in place of SGLang's, which takes it as an argument only, writes down what it is given."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "launch_server.py").write_text(
+        "import json, sys\nassert __name__ == '__main__'\n"
+        "print(json.dumps([sys.argv[1:], open('/proc/self/cmdline').read()]))"
+    )
+    command = [sys.executable, *make_server().make_command(Path("weights"), 8000)[1:]]
+    variables = {"MEGATRON_RL_SERVER_KEY": "the-key", "PYTHONPATH": str(tmp_path)}
+    said = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
+    arguments, shown = json.loads(said)
+    assert arguments[:2] == ["--model-path", "weights"] and arguments[-2:] == ["--api-key", "the-key"]
+    assert "the-key" not in shown and "--model-path" in shown
 
 
 @pytest.mark.parametrize(

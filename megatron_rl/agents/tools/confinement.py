@@ -14,13 +14,10 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import platform
 import resource
 import signal
 import struct
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -60,14 +57,6 @@ _ALLOW, _ERROR, _EPERM, _ENOSYS = 0x7FFF0000, 0x50000, 1, 38
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def find_missing_layers() -> dict[str, str]:
-    """Layer -> the reason why the kernel, or the container that this runs in, does not allow it."""
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-I", "-B", __file__, directory]
-        said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
-    return dict(line.split(": ", 1) for line in said.splitlines())
-
-
 def _call(function: Callable[..., int], *arguments: Any) -> int:
     """Call the C library; raises OSError."""
     result = function(*(ctypes.c_long(one) if isinstance(one, int) else one for one in arguments))
@@ -77,6 +66,14 @@ def _call(function: Callable[..., int], *arguments: Any) -> int:
     return result
 
 
+def _limit(name: str, value: int) -> None:
+    """Lower a limit; one that is lower stays."""
+    which = getattr(resource, f"RLIMIT_{name}")
+    known = resource.getrlimit(which)[1]
+    value = value if known == resource.RLIM_INFINITY else min(value, known)
+    resource.setrlimit(which, (value, value))
+
+
 def _enter_namespaces(directory: str) -> None:
     """Users of its own, so that the rest is allowed; the process that is forked next is the first one in its pids."""
     identities = {"uid_map": f"{os.getuid()} {os.getuid()} 1", "gid_map": f"{os.getgid()} {os.getgid()} 1"}
@@ -84,7 +81,7 @@ def _enter_namespaces(directory: str) -> None:
     for name, text in {"setgroups": "deny", **identities}.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-    resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_THREADS, _MOST_THREADS))  # counted in here alone
+    _limit("NPROC", _MOST_THREADS)  # counted in here alone
 
 
 def _enter_mounts(directory: str) -> None:
@@ -118,11 +115,11 @@ def _enter_landlock(directory: str) -> None:
 
 
 def _enter_seccomp(directory: str) -> None:
-    if platform.machine() not in _AUDIT_ARCHITECTURES:
-        raise OSError(0, f"no filter for {platform.machine()}")
-    which = [*_AUDIT_ARCHITECTURES].index(platform.machine())
+    if os.uname().machine not in _AUDIT_ARCHITECTURES:
+        raise OSError(0, f"no filter for {os.uname().machine}")
+    which = [*_AUDIT_ARCHITECTURES].index(os.uname().machine)
     refuse = (_RETURN, 0, 0, _ERROR | _EPERM)
-    program = [(_LOAD, 0, 0, _ARCHITECTURE), (_IF_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[platform.machine()]), refuse]
+    program = [(_LOAD, 0, 0, _ARCHITECTURE), (_IF_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[os.uname().machine]), refuse]
     program += [(_LOAD, 0, 0, _NUMBER), (_IF_AT_LEAST, 0, 1, 0x40000000), refuse]  # x86-64 has another set there
     for number in (numbers[which] for numbers in _REFUSED.values()):
         program += [(_IF_EQUAL, 0, 1, number), refuse] if number is not None else []
@@ -163,15 +160,17 @@ def _make_guard(directory: str) -> Callable[[str, tuple[Any, ...]], None]:
     """The least that holds without any layer: Python's own functions write in the directory alone."""
     changes = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
 
+    realpath, fsdecode = os.path.realpath, os.fsdecode
+
+    def is_elsewhere(path: Any) -> bool:
+        return isinstance(path, str | bytes) and not f"{realpath(fsdecode(path))}/".startswith(f"{directory}/")
+
     def guard(event: str, arguments: tuple[Any, ...]) -> None:
         writes = event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        if (writes and arguments[0] != os.devnull) or event.startswith(changes):
-            for path in arguments[:2]:
-                inside = not isinstance(path, str | bytes) or f"{realpath(fsdecode(path))}/".startswith(f"{directory}/")
-                if not inside:
-                    raise PermissionError("files outside of the working directory are not written")
+        changing = (writes and arguments[0] != os.devnull) or event.startswith(changes)
+        if changing and any(map(is_elsewhere, arguments[:2])):
+            raise PermissionError("only files in the working directory are written")
 
-    realpath, fsdecode = os.path.realpath, os.fsdecode
     return guard
 
 
@@ -207,7 +206,7 @@ def main() -> None:
     _drop_capabilities()
     _enter(LAYERS_INSIDE, directory)
     for name, value in {"CPU": math.ceil(seconds), **_LIMITS}.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        _limit(name, value)
     sys.excepthook = _show_error
     program = compile(source, "program.py", "exec")
     sys.argv[:] = ["program.py"]

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.agents.calculator import TOOL, calculate
-from megatron_rl.agents.tools.confinement import find_missing_layers
 from megatron_rl.agents.tools.mcp import list_mcp_tools
-from megatron_rl.agents.tools.python import run_python
+from megatron_rl.agents.tools.python import find_missing_layers, run_python
 from megatron_rl.agents.tools.search import find_search
 from megatron_rl.agents.tools.tool import Tool, describe_function
 from megatron_rl.extension.user_code import import_file

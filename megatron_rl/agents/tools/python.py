@@ -14,6 +14,14 @@ _SECONDS = 10
 _LONGEST_OUTPUT = 4000  # bytes: the first and the last
 
 
+def find_missing_layers() -> dict[str, str]:
+    """Layer of `confinement` -> the reason why the kernel, or the container, does not allow it."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-I", "-B", confinement.__file__, directory]
+        said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
+    return dict(line.split(": ", 1) for line in said.splitlines())
+
+
 def run_python(code: str) -> str:
     """Run a Python program. Print what you want to see."""
     directory = tempfile.mkdtemp(prefix="megatron_rl_python_")
