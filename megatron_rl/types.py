@@ -51,6 +51,14 @@ EXIT_INTERRUPTED = 130  # Ctrl-C
 EXIT_STALLED = 70  # the watchdog ended a rank that was stuck
 
 
+def text_of(error: BaseException) -> str:
+    """The message of an exception; classes of the user's may fail to make one."""
+    try:
+        return str(error)
+    except Exception as caught:
+        return f"(its message cannot be printed: {type(caught).__name__})"
+
+
 def mark_reported(error: BaseException, code: int) -> None:
     """Note that the message of an exception is on the console: who catches it prints nothing and exits with `code`."""
     vars(error)["reported_code"] = code

@@ -7,7 +7,6 @@ of its own, in a process of its own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -15,6 +14,7 @@ from typing import Any, Protocol, cast
 
 from megatron_rl.agents.transcript import Message
 from megatron_rl.extension.user_code import import_file
+from megatron_rl.rewards.scoring import LARGEST, check_name
 from megatron_rl.types import UserError
 
 SETTING = "agents.environment"
@@ -154,19 +154,20 @@ def check_answer(answer: Any) -> Observation | Done:
 
     Raises:
         TypeError: it is not; the message says how.
-        ValueError: a reward or a component is no finite number.
+        ValueError: a reward or a component is no finite number, or too large to be added up; a component has no name
+            that a metric can have.
     """
     if not isinstance(answer, Observation | Done):
         raise TypeError(f"a {type(answer).__name__} instead of Observation or Done")
-    numbers = {"reward": answer.reward} if answer.reward is not None else {}
+    numbers = [("reward", answer.reward)] if answer.reward is not None else []
     if isinstance(answer, Done):
-        numbers |= answer.components
+        numbers += [(check_name(name), value) for name, value in answer.components.items()]
     else:
         for message in answer.messages:
             texts = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
             if not all(isinstance(text, str) for text in texts):
                 raise TypeError(f"the message {str(message)[:100]!r} without a role and a content that are texts")
-    for name, value in numbers.items():
-        if not math.isfinite(value):
-            raise ValueError(f"{name} = {value}")
+    for name, value in numbers:
+        if not abs(value) <= LARGEST:
+            raise ValueError(f"{name} = {value}; numbers are at most {LARGEST:g} in size, so that sums are finite")
     return answer

@@ -175,14 +175,14 @@ def end_program(error: BaseException) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with a status, as `sys.exit` does; a rank of a job without taking the interpreter apart.
+    """End this process with a status, as `sys.exit` does; one that has torch without taking the interpreter apart.
 
-    A thread of torch's process groups lets go of a tensor some time after its collective has returned. If it finds an
-    interpreter that is being taken apart, it aborts the process: status -6, whatever the run had to say ("terminate
-    called without an active exception"; eight ranks that leave at once do it nearly every time).
+    That takes seconds, in which the other ranks of a job that failed wait for their launcher. And a thread of torch's
+    process groups lets go of a tensor some time after its collective has returned: if it finds an interpreter that is
+    being taken apart, it aborts the process: status -6, whatever the run had to say ("terminate called without an
+    active exception"; eight ranks that leave at once do it nearly every time).
     """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_initialized():
+    if "torch" not in sys.modules:
         sys.exit(code)
     vars(threading)["_shutdown"]()  # as the interpreter does: waits for threads that are no daemons
     atexit._run_exitfuncs()

@@ -38,7 +38,7 @@ from megatron_rl.engines.vllm_library import (
     register_model,
     take_adapters,
 )
-from megatron_rl.engines.vllm_limits import check_device_limits, check_options
+from megatron_rl.engines.vllm_limits import check_cpu_limits, check_options
 from megatron_rl.engines.vllm_lora import list_adapter_params
 from megatron_rl.engines.vllm_truncation import KeptSetRecorder, list_extra_args
 from megatron_rl.engines.vllm_world import find_world
@@ -61,7 +61,8 @@ class VllmEngine:
         assert dist.is_initialized(), "vLLM must join the job's process groups, not make its own"
         self._shape, self._tp_size = spec.shape, spec.config.tensor_model_parallel_size
         self._place = spec.find_place
-        check_device_limits(spec)
+        if spec.process.device.type == "cpu":
+            check_cpu_limits(spec.shape, self._tp_size)
         vllm = prepare_vllm(spec.process.device)
         check_options(spec, {item.name for item in fields(import_module("vllm.engine.arg_utils").EngineArgs)})
         register_model(vllm, spec)

@@ -144,7 +144,7 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
         UserError: vLLM has no implementation of its own, or one that keeps weights in another order or needs a package
             that is not here.
     """
-    check_engine(spec.shape, "vllm")
+    check_engine(spec.shape, "vllm", spec.config.quantization, spec.adapters)
     family = FAMILIES[spec.shape.family]
     name = f"vllm.model_executor.models.{family.vllm_module or spec.shape.family}"
     try:

@@ -7,7 +7,6 @@ import difflib
 from collections.abc import Collection
 
 from megatron_rl.engines.protocol import EngineSpec
-from megatron_rl.engines.vllm_lora import LARGEST_RANK
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 
@@ -17,57 +16,38 @@ CPU_BLOCK_SIZE = 32
 _MAX_CPU_CACHE_BYTES = 1 << 30
 
 
-def check_device_limits(spec: EngineSpec) -> None:
-    """Refuse what vLLM does not serve.
+def check_cpu_limits(shape: ModelShape, tp_size: int) -> None:
+    """Refuse a model that vLLM does not serve on a CPU.
+
+    Args:
+        shape: the model.
+        tp_size: ranks of an engine.
 
     Raises:
         UserError: naming the size and what is served.
     """
-    if spec.process.device.type == "cpu" and spec.shape.head_dim not in CPU_HEAD_DIMS:
+    if shape.head_dim not in CPU_HEAD_DIMS:
         raise UserError(
-            f"vLLM's CPU attention does not serve head_dim {spec.shape.head_dim}",
+            f"vLLM's CPU attention does not serve head_dim {shape.head_dim}",
             source="model.path config.json",
             expected=f"a head_dim of {CPU_HEAD_DIMS}",
             hint="use rollout.engine=hf for this model on CPU",
         )
-    if spec.process.device.type == "cpu" and spec.shape.delta_net is not None:
+    if shape.delta_net is not None:
         raise UserError(
-            f"rollout.engine = vllm on a CPU with a {spec.shape.family} model: its kernels of gated delta nets take "
+            f"rollout.engine = vllm on a CPU with a {shape.family} model: its kernels of gated delta nets take "
             "bfloat16 only, and filters in an order of their own, which an update would not keep",
             source="rollout.engine and the model's config.json",
             expected="hf on a CPU",
             hint="set rollout.engine=hf",
         )
-    sizes = spec.shape.hidden_size, spec.shape.ffn_hidden_size // spec.config.tensor_model_parallel_size
-    if spec.process.device.type == "cpu" and spec.shape.num_experts and any(n % CPU_EXPERT_MULTIPLE for n in sizes):
+    sizes = shape.hidden_size, shape.ffn_hidden_size // tp_size
+    if shape.num_experts and any(n % CPU_EXPERT_MULTIPLE for n in sizes):
         raise UserError(
             f"vLLM's CPU experts do not serve hidden size {sizes[0]} with {sizes[1]} columns per rank",
             source="model.path config.json and rollout.tensor_model_parallel_size",
             expected=f"multiples of {CPU_EXPERT_MULTIPLE}",
             hint="use a smaller rollout.tensor_model_parallel_size, or rollout.engine=hf",
-        )
-    if spec.config.quantization != "none" and (spec.shape.num_experts or spec.shape.delta_net is not None):
-        raise UserError(
-            f"rollout.quantization={spec.config.quantization} with "
-            + ("a mixture of experts" if spec.shape.num_experts else f"a {spec.shape.family} model"),
-            source="rollout.quantization",
-            expected="a dense model whose layers attend: kernels of experts take no codes with a scale per row, and "
-            "linear attention is not tried",
-            hint="set rollout.quantization=none",
-        )
-    if spec.adapters is not None and spec.adapters.rank > LARGEST_RANK:
-        raise UserError(
-            f"vLLM serves adapters up to rank {LARGEST_RANK}, these have {spec.adapters.rank}",
-            source="actor.lora.rank and hybrid.lora",
-            expected=f"at most {LARGEST_RANK}",
-            hint="set hybrid.lora=merge",
-        )
-    if spec.adapters is not None and spec.adapters.has_experts:
-        raise UserError(
-            "adapters of experts, which are not written into vLLM's own buffers",
-            source="actor.lora.target_modules and hybrid.lora",
-            expected="hybrid.lora=merge, or adapters of attention alone",
-            hint="set hybrid.lora=merge",
         )
 
 

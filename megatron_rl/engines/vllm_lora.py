@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from megatron_rl.weights.adapters import AdapterShape
+from megatron_rl.weights.support import LARGEST_RANK
 
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has buffers for
+_RANKS = (8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)  # that vLLM has buffers for
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-LARGEST_RANK = _RANKS[-1]
 
 
 def list_arguments(shape: AdapterShape) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -18,14 +19,68 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from megatron_rl.types import UserError
+from megatron_rl.types import UserError, text_of
 
 # Modules by file and time of its last change.
 _IMPORTED: dict[tuple[Path, int], ModuleType] = {}
+IMPORT_SECONDS = 300.0  # heavy libraries take a minute on a busy machine
 
 
 class ProcessExit(BaseException):
     """The user's code called `os._exit`, which would have ended the process without a word."""
+
+
+class ImportTimeout(BaseException):
+    """A file of the user's was not imported in time. No Exception: the file must not catch it."""
+
+
+class StreamClosed(Exception):
+    """The user's code closed stdout or stderr, on which the run has its messages."""
+
+
+@contextlib.contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Raise ImportTimeout inside when the time is over; only the main thread can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> NoReturn:
+        raise ImportTimeout(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def _keep_streams() -> Iterator[None]:
+    """Open stdout and stderr again if they are closed inside, and raise StreamClosed."""
+    streams, copies = {1: "stdout", 2: "stderr"}, {}
+    for number in streams:
+        with contextlib.suppress(OSError):  # there was none before
+            copies[number] = os.dup(number)
+    closed = []
+    try:
+        yield
+    finally:
+        for number, copy in copies.items():
+            name = streams[number]
+            try:
+                os.fstat(number)
+            except OSError:
+                os.dup2(copy, number)
+                closed.append(name)
+            if getattr(getattr(sys, name), "closed", False):
+                setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115  # stays open
+                closed.append(name)
+            os.close(copy)
+    if closed:
+        raise StreamClosed(f"{closed[0]}, which the run writes to")
 
 
 @contextlib.contextmanager
@@ -76,17 +131,17 @@ def import_file(path: str | Path, setting: str, expected: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     try:
-        with refuse_exit():
+        with _keep_streams(), _within(IMPORT_SECONDS), refuse_exit():
             spec.loader.exec_module(module)
     except UserError:
         del sys.modules[name]
         raise
-    except (Exception, SystemExit, ProcessExit) as error:
+    except (Exception, SystemExit, ProcessExit, ImportTimeout) as error:
         del sys.modules[name]
         raise UserError(
-            f"importing the file raised {type(error).__name__}: {error}",
+            f"importing the file raised {type(error).__name__}: {text_of(error)}",
             source=f"{setting}, {_locate_import(error, file)}",
-            expected="a file that can be imported",
+            expected=f"a file that can be imported, within {IMPORT_SECONDS:g} s, and leaves stdout and stderr open",
             hint=f"try: python {file}",
         ) from error
     _IMPORTED[version] = module

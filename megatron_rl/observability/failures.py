@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.observability.positions import Position, name_ranks
-from megatron_rl.types import UserError
+from megatron_rl.types import UserError, text_of
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LONGEST_MESSAGE = 600
@@ -113,14 +113,14 @@ def explain(error: BaseException, scene: Scene, find_silent: FindSilent = tuple)
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device, the host or the engine had no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _NO_MEMORY.search(str(error)) is not None
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _NO_MEMORY.search(text_of(error)) is not None
 
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether a collective may have failed because a rank has left."""
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
         return True
-    return isinstance(error, RuntimeError) and _NO_PEER.search(str(error)) is not None  # gloo's
+    return isinstance(error, RuntimeError) and _NO_PEER.search(text_of(error)) is not None  # gloo's
 
 
 def explain_lost(lost: Sequence[Position], scene: Scene, what: str) -> UserError:
@@ -145,7 +145,7 @@ def explain_lost(lost: Sequence[Position], scene: Scene, what: str) -> UserError
 
 
 def _explain_memory(error: BaseException, scene: Scene) -> UserError:
-    asked, in_use = _read_sizes(str(error))
+    asked, in_use = _read_sizes(text_of(error))
     rooms = [_ROOM_OF_PHASE.get(scene.phase or "", scene.phase), *reversed(_rooms(error))]
     room = next((part for part in rooms if part in _MEMORY_HINTS), "")
     role = "critic" if scene.phase in _CRITIC_PHASES else "actor"
@@ -177,7 +177,7 @@ def _read_sizes(message: str) -> tuple[str, str]:
 
 
 def _first_lines(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()[:3] or [""]
+    lines = text_of(error).strip().splitlines()[:3] or [""]
     text = " ".join(line.strip() for line in lines)
     return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]} ..."
 

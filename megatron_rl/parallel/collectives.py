@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_rl.parallel import pairs
 from megatron_rl.parallel.driver import explain_unusable_gpus
+from megatron_rl.types import text_of
 
 T = TypeVar("T")
 
@@ -215,7 +216,7 @@ def _make_portable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return RuntimeError(f"{type(error).__name__}: {text_of(error)}")
     return error
 
 

@@ -22,12 +22,11 @@ from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.answers import RESTATES
 from megatron_rl.rewards.functions import RewardFunction, load_reward_function
 from megatron_rl.rewards.rules import COUNTS, RULES, AnswerPolicy
-from megatron_rl.rewards.scoring import Score, describe_rollout
+from megatron_rl.rewards.scoring import LARGEST, Score, describe_rollout
 from megatron_rl.types import SERVICE_FAILURES, Rollout, UserError
 
 MODEL = "model"
 OVERLONG = "overlong"
-_LARGEST = 1e18  # its square, in the variance of a group, is finite in float32
 # Components that count failures; their names are the same in every sum.
 _COUNTED = (SERVICE_FAILURES, *COUNTS)
 # Names that metrics of other meaning have, as reward/<name>.
@@ -146,15 +145,18 @@ def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) 
             len(rollout.response_tokens), plan.max_response_length, plan.overlong_buffer_length, plan.overlong_penalty
         )
         reward += components[OVERLONG]
-    if not abs(reward) <= _LARGEST:
+    if not abs(reward) <= LARGEST:
         raise _refuse(reward, describe_rollout(rollout))
     return reward, components
 
 
 def keep_reward(plan: RewardPlan, rollout: Rollout) -> tuple[float, dict[str, float]]:
-    """What `compute_reward` is for a rollout that has a reward from its environment."""
+    """What `compute_reward` is for a rollout that has a reward from its environment, with the same error."""
     punishment, components = compute_reward(replace(plan, sources=()), [], rollout)
-    return rollout.reward + punishment, components
+    reward = rollout.reward + punishment
+    if not abs(reward) <= LARGEST:
+        raise _refuse(reward, describe_rollout(rollout), "the environment (agents.environment or agents.program)")
+    return reward, components
 
 
 def add_components(given: Mapping[str, float], components: Mapping[str, float]) -> dict[str, float]:
@@ -163,12 +165,12 @@ def add_components(given: Mapping[str, float], components: Mapping[str, float]) 
     return {f"environment/{name}" if name in taken else name: value for name, value in given.items()} | dict(components)
 
 
-def _refuse(reward: float, what: str) -> UserError:
+def _refuse(reward: float, what: str, source: str = "reward") -> UserError:
     """Scores are finite; what is made of them, here and in a group's baseline, must be so, too."""
     return UserError(
         f"the reward is {reward:g}\n{what}",
-        source="reward",
-        expected=f"at most {_LARGEST:g} in size, so that sums over a batch are finite",
+        source=source,
+        expected=f"at most {LARGEST:g} in size, so that sums over a batch are finite",
         hint="scale the scores of the reward sources",
     )
 
@@ -216,7 +218,7 @@ def add_model_scores(
         )
     sums = rewards + plan.model_weight * scores
     worst = int(np.abs(sums).argmax())
-    if not abs(sums[worst]) <= _LARGEST:
+    if not abs(sums[worst]) <= LARGEST:
         raise _refuse(float(sums[worst]), name(worst))
     return sums
 

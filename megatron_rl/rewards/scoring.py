@@ -17,9 +17,11 @@ import numpy as np
 
 from megatron_rl.extension.user_code import ProcessExit, locate, refuse_exit
 from megatron_rl.rewards.functions import RewardFunction, file_of, find_further_arguments
-from megatron_rl.types import Rollout, UserError
+from megatron_rl.types import Rollout, UserError, text_of
 
-_LONGEST_RESPONSE = 200
+LARGEST = 1e18  # of a reward: its square, in the variance of a group, is finite in float32
+_LONGEST_RESPONSE, _LONGEST_NAME = 200, 100
+_NO_NAMES = ("reward", "std")  # they would read as quantities of the run
 
 
 def describe_rollout(rollout: Rollout) -> str:
@@ -73,7 +75,7 @@ def compute_score(function: RewardFunction, rollout: Rollout, step: int = 0) -> 
             )
     except (Exception, SystemExit, ProcessExit) as error:
         place = locate(error, file_of(function))
-        raise _failure(f"raised {type(error).__name__}: {error}", rollout, place) from error
+        raise _failure(f"raised {type(error).__name__}: {text_of(error)}", rollout, place) from error
     try:
         return parse_score(result)
     except ValueError as error:
@@ -94,11 +96,26 @@ def parse_score(result: Any) -> Score:
     return Score(
         _number(result["score"], "score"),
         {
-            str(name): _number(value, str(name))
+            check_name(str(name)): _number(value, str(name))
             for name, value in result.items()
             if name != "score" and _scalar(value) is not None
         },
     )
+
+
+def check_name(name: Any) -> str:
+    """The name of a component, which becomes that of a metric.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    is_right = isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME and name.isprintable() and "/" not in name
+    if not is_right or name in _NO_NAMES:
+        raise ValueError(
+            f"a component named {shorten(repr(name))}; a name has 1 to {_LONGEST_NAME} printable characters without a "
+            f"slash, and is not {', '.join(_NO_NAMES)}"
+        )
+    return name
 
 
 def shorten(text: str) -> str:

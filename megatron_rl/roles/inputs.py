@@ -21,7 +21,7 @@ from megatron_rl.data.prompts import PromptSet, SftSet, load_sft_examples
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.engines.protocol import StopStrings, Thoughts, find_engine
 from megatron_rl.rewards.plan import RewardPlan, build_reward_plan
-from megatron_rl.roles.models import HAS_TORCH, RoleInputs, note_text_parts, read_models, read_rl_models
+from megatron_rl.roles.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models
 from megatron_rl.roles.parts import NO_PARTS, Parts
 from megatron_rl.roles.prompt_inputs import check_mixture, read_prompts
 from megatron_rl.roles.resolve import resolve, resolve_sft
@@ -96,6 +96,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
     reward_plan = _read_reward_plan(config, parts)
     roles, tokenizer = read_rl_models(config, spec, world_size)
+    noted = note_models(config, roles, config.rollout.engine)
     policy = roles["actor"].shape
     rollout, files = config.rollout, find_model_files(config.model.path)
     stop_token_ids = find_stop_tokens(tokenizer, files, policy.vocab_size, rollout.stop_token_ids)
@@ -112,7 +113,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
         validation=prompts.validation,
         reward_plan=reward_plan,
         plan=plan,
-        notes=_find_idle_settings(config, spec, plan) + prompts.notes + note_text_parts(spec),
+        notes=_find_idle_settings(config, spec, plan) + prompts.notes + noted,
         stop=StopStrings(rollout.stop, tokenizer.decode) if rollout.stop else None,
         thoughts=_read_thoughts(config, tokenizer),
     )
@@ -164,10 +165,11 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
     find_loss_aggregation(config.algorithm.loss_agg_mode)
     spec = resolve_sft(config)
     roles, tokenizer = read_models(config, spec, world_size)
+    noted = note_models(config, roles)
     data = load_sft_examples(config.data.train_files, tokenizer, config.data)
     check_mixture(config.data, data.file_sizes)
     plan = SftPlan.build(config, world_size, len(data.examples))
-    return SftInputs(roles["actor"], data, plan, _NOT_READ + note_text_parts(spec))
+    return SftInputs(roles["actor"], data, plan, _NOT_READ + noted)
 
 
 def _read_reward_plan(config: RunConfig, parts: Parts) -> RewardPlan:

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a role, checked against its model before anything is built."""
+"""The layout of a role, checked against its model before anything is built, and what the machine can run."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from collections.abc import Mapping
+
 from megatron_rl.config.run_spec import RoleSpec
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.engines.vllm_limits import check_cpu_limits
 from megatron_rl.parallel.heads import check_context_parallel
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import check_layout
@@ -12,6 +18,8 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.experts import ROW_BYTES
 from megatron_rl.weights.families import ModelShape
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
 def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> ParallelLayout:
@@ -31,6 +39,38 @@ def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> 
     if shape.num_experts and spec.trainable:
         _check_experts(spec, shape, layout, dtype)
     return layout
+
+
+def check_machine(
+    config: RunConfig, roles: Mapping[str, tuple[RoleSpec, ModelShape]], engine: str | None = None
+) -> list[str]:
+    """Refuse what this machine cannot run, if torchrun has started ranks on it; else it is one line of a plan.
+
+    Args:
+        config: of the run.
+        roles: each with its model, by name.
+        engine: of the policy; None: it samples nothing.
+
+    Raises:
+        UserError: a step mode or a model of vLLM's that needs a GPU of some kind.
+    """
+    if not HAS_TORCH:
+        return []
+    import torch
+
+    try:
+        for spec, shape in roles.values():
+            if spec.trainable and spec.training.step_mode == "graph":
+                from megatron_rl.training.step import check_step_mode
+
+                check_step_mode(spec, shape, config.model.dtype)
+        if engine == "vllm" and not torch.cuda.is_available():
+            check_cpu_limits(roles["actor"][1], config.rollout.tensor_model_parallel_size)
+    except UserError as error:
+        if "RANK" in os.environ:
+            raise
+        return [f"this machine could not start the run: {error.found}"]
+    return []
 
 
 def _check_experts(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtype: str) -> None:

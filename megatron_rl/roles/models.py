@@ -6,7 +6,8 @@ Torch is imported for the headers of the weights, and left out on a machine with
 
 from __future__ import annotations
 
-import importlib.util
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.roles.layouts import read_layout
+from megatron_rl.roles.layouts import HAS_TORCH, check_machine, read_layout
 from megatron_rl.roles.teacher_inputs import check_vocabularies
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
@@ -23,7 +24,7 @@ from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import check_mtp, is_image_text, load_model_shape
 from megatron_rl.weights.support import check_engine, check_rollout_layout, check_router_replay
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None
+_READ_BY_TRANSFORMERS = ("hf", "vllm", "vllm_server", "sglang")  # engines that read config.json with it
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,15 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
     """The same of a run whose policy samples, in an engine that serves it.
 
     Raises:
-        UserError: as `read_models`, or the engine, its layout or the replay of routes does not fit the policy.
+        UserError: as `read_models`, or the engine, its layout, its adapters or the replay of routes does not fit the
+            policy, or the engine's library does not read its config.json.
     """
     roles, tokenizer = read_models(config, spec, world_size)
     policy = roles["actor"].shape
-    check_engine(policy, config.rollout.engine)
+    adapters = make_adapter_shape(policy, config.actor.lora, "actor") if config.hybrid.lora == "adapter" else None
+    check_engine(policy, config.rollout.engine, config.rollout.quantization, adapters)
+    if HAS_TORCH and config.rollout.engine in _READ_BY_TRANSFORMERS:
+        _check_transformers(find_model_files(config.model.path), is_built=config.rollout.engine == "hf")
     check_rollout_layout(policy, config.rollout.tensor_model_parallel_size)
     check_router_replay(policy, config.actor.router_replay)
     if config.actor.mtp_lr:
@@ -96,11 +101,21 @@ def _read_mtp(actor: RoleInputs) -> RoleInputs:
     return RoleInputs(spec, actor.shape.mtp, actor.layout.last_stage)
 
 
-def note_text_parts(spec: RunSpec) -> list[str]:
-    """A line for each image-text model, of which a part alone is read."""
-    paths = dict.fromkeys(role.path for role in spec.roles.values())
+def note_models(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str | None = None) -> list[str]:
+    """A line for each image-text model, of which a part alone is read, and one of `check_machine`.
+
+    Args:
+        config: of the run.
+        roles: their models by name.
+        engine: of the policy; None: it samples nothing.
+
+    Raises:
+        UserError: torchrun has started ranks on a machine that cannot run them.
+    """
+    paths = dict.fromkeys(role.spec.path for role in roles.values())
     seeing = [path for path in paths if is_image_text(find_model_files(path))]
-    return [f"{path} is an image-text model: its text part is used, and saved as a text model" for path in seeing]
+    notes = [f"{path} is an image-text model: its text part is used, and saved as a text model" for path in seeing]
+    return notes + check_machine(config, {name: (role.spec, role.shape) for name, role in roles.items()}, engine)
 
 
 def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs:
@@ -125,6 +140,28 @@ def _read_reference(config: RunConfig, spec: RoleSpec, actor: RoleInputs, world_
         _check_weights(spec, shape)
     ranks = config.placement.ranks_of(spec.name, world_size)
     return replace(actor, spec=spec, layout=read_layout(spec, ranks, actor.shape, config.model.dtype))
+
+
+def _check_transformers(model: Path, *, is_built: bool) -> None:
+    """Refuse a config.json of which transformers does not read, or build, what nobody else reads."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM  # slow imports, which the engines need
+
+    file = model / "config.json"
+    if json.loads(file.read_bytes())["model_type"] not in CONFIG_MAPPING:
+        return
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        if is_built:
+            with torch.device("meta"):
+                AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # of many types: each class of config checks its values by itself
+        raise UserError(
+            f"transformers cannot read it: {' '.join(str(error).split())[:300]}",
+            source=str(file),
+            expected="values of the types that transformers has",
+            hint="correct the value, or take the file from the model again",
+        ) from error
 
 
 def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:

@@ -96,15 +96,18 @@ def check_config(config: Mapping[str, Any], family: Family, source: str) -> None
     names = ("num_experts", "num_local_experts", "n_routed_experts") if family.experts is not None else ()
     experts = max([config.get(name) or 1 for name in names], default=1)
     per_layer = {name: config[name] for name in ("layer_types", "no_rope_layers") if config.get(name)}
-    kinds = set(config.get("layer_types") or ()) if family.alternates_windows or family.has_sinks else set[str]()
+    has_windows = family.alternates_windows or family.has_sinks or family.honors_sliding_window
+    types = {"full_attention"} | ({"sliding_attention"} if has_windows else set())
+    types |= {"linear_attention"} if family.has_delta_nets else set()
+    kinds = set(config.get("layer_types") or ())
     _require(
         {
             f"{layers:,} layers with {experts:,} experts": layers * experts <= MOST_MATRICES,
             **{f"{len(x):,} {name} for {layers:,} layers": len(x) == layers for name, x in per_layer.items()},
-            f"layer_types {show(sorted(kinds))}": kinds <= {"sliding_attention", "full_attention"},
+            f"layer_types {show(sorted(kinds))}": kinds <= types,
         },
         source,
-        f"at most {MOST_MATRICES:,} layers times experts, and a known type for each layer",
+        f"at most {MOST_MATRICES:,} layers times experts; for each layer one of {', '.join(sorted(types))}",
     )
 
 

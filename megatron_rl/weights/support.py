@@ -4,17 +4,24 @@
 from __future__ import annotations
 
 from megatron_rl.types import UserError
+from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.family import FAMILIES
 from megatron_rl.weights.rope import YarnScaling
 
+LARGEST_RANK = 512  # that vLLM has buffers for
 
-def check_engine(shape: ModelShape, engine: str) -> None:
+
+def check_engine(
+    shape: ModelShape, engine: str, quantization: str = "none", adapters: AdapterShape | None = None
+) -> None:
     """Refuse an engine that is not known to compute what a model with sinks or gated delta nets computes.
 
     Args:
         shape: the model.
         engine: `rollout.engine`; one that a plugin adds is not refused.
+        quantization: of the engine's weights.
+        adapters: that the engine keeps beside them; None: it has none.
 
     Raises:
         UserError: naming engines that serve it.
@@ -26,6 +33,17 @@ def check_engine(shape: ModelShape, engine: str) -> None:
             expected="vllm (on GPUs) or hf",
             hint="set rollout.engine=hf",
         )
+    if quantization != "none" and (shape.num_experts or shape.delta_net is not None):
+        raise UserError(
+            f"rollout.quantization={quantization} with "
+            + ("a mixture of experts" if shape.num_experts else f"a {shape.family} model"),
+            source="rollout.quantization",
+            expected="a dense model whose layers attend: kernels of experts take no codes with a scale per row, and "
+            "linear attention is not tried",
+            hint="set rollout.quantization=none",
+        )
+    if adapters is not None:
+        _check_adapters(adapters)
     if not FAMILIES[shape.family].has_sinks:
         return
     if engine in ("vllm_server", "sglang", "openai"):
@@ -43,6 +61,24 @@ def check_engine(shape: ModelShape, engine: str) -> None:
             source="rollout.engine and the model's config.json",
             expected="windows in every other layer from the first on, an epsilon of 1e-5, and yarn, as published",
             hint="set rollout.engine=hf or megatron",
+        )
+
+
+def _check_adapters(adapters: AdapterShape) -> None:
+    """Refuse adapters that vLLM does not keep beside the weights (UserError)."""
+    if adapters.rank > LARGEST_RANK:
+        raise UserError(
+            f"vLLM serves adapters up to rank {LARGEST_RANK}, these have {adapters.rank}",
+            source="actor.lora.rank and hybrid.lora",
+            expected=f"at most {LARGEST_RANK}",
+            hint="set hybrid.lora=merge",
+        )
+    if adapters.has_experts:
+        raise UserError(
+            "adapters of experts, which are not written into vLLM's own buffers",
+            source="actor.lora.target_modules and hybrid.lora",
+            expected="hybrid.lora=merge, or adapters of attention alone",
+            hint="set hybrid.lora=merge",
         )
 
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ import psutil
 import pytest
 
 from megatron_rl.agents.calculator import Calculator, calculate
-from megatron_rl.agents.environment import Done, Observation, Reply, ToolCall, find_environment
+from megatron_rl.agents.environment import Done, Observation, Reply, ToolCall, check_answer, find_environment
 from megatron_rl.agents.episode import Opening, Setup
 from megatron_rl.agents.processes import EpisodeProcesses
 from megatron_rl.types import Prompt, UserError
@@ -300,3 +301,23 @@ def test_the_calculator_answers_calls_and_brackets_and_ends_with_any_other_reply
     assert Calculator().step(asked) == Observation([{"role": "tool", "content": x} for x in ("42", "error")])
     assert Calculator().step(Reply("so [12*34]", [], "stop")) == Observation([{"role": "tool", "content": "[408]"}])
     assert Calculator().step(Reply("[12*34] is 408", [], "stop")) == Done()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (Observation([], reward=1e308), "reward = 1e+308"),
+        (Done(-1e308), "reward = -1e+308"),
+        (Done(float("nan"), {"reward": 1.0}), "a component named 'reward'"),
+        (Done(1.0, {"std": 1.0}), "a component named 'std'"),
+        (Done(1.0, {"": 1.0}), "a component named ''"),
+        (Done(1.0, {"n" * 500: 1.0}), "1 to 100 printable characters"),
+        (Done(1.0, {"a/b": 1.0}), "without a slash"),
+        (Done(1.0, {"a\n": 1.0}), "a component named"),
+        (Done(1.0, {3: 1.0}), "a component named 3"),
+        (Done(1.0, {"calls": float("inf")}), "calls = inf"),
+    ],
+)
+def test_answers_that_cannot_be_counted_are_refused(answer, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_answer(answer)

@@ -20,7 +20,7 @@ from megatron_rl.engines.modes import describe_modes
 from megatron_rl.engines.protocol import ENGINES, EngineSpec
 from megatron_rl.engines.vllm_arguments import list_engine_arguments, list_engine_environment
 from megatron_rl.engines.vllm_library import pack_experts, prepare_vllm, register_model
-from megatron_rl.engines.vllm_limits import CPU_HEAD_DIMS, check_device_limits, check_options, cpu_cache_bytes
+from megatron_rl.engines.vllm_limits import CPU_HEAD_DIMS, check_cpu_limits, check_options, cpu_cache_bytes
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.types import UserError
 from megatron_rl.weights.delta_nets import DeltaNetSizes
@@ -117,10 +117,9 @@ def test_prepare_is_idempotent_and_keeps_process_groups(vllm_imported: None) -> 
 
 def test_unsupported_head_dim_is_refused_on_cpu() -> None:
     """vLLM itself would fail at the first generate."""
-    spec = replace(SPEC, shape=replace(SHAPE, head_dim=16))
     assert 16 not in CPU_HEAD_DIMS
     with pytest.raises(UserError, match="head_dim 16"):
-        check_device_limits(spec)
+        check_cpu_limits(replace(SHAPE, head_dim=16), 1)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
@@ -128,16 +127,15 @@ def test_gated_delta_nets_are_refused_on_cpu(family: str) -> None:
     """Its kernels there want bfloat16: in float32 they fail at the first token."""
     nets = replace(SHAPE, family=family, delta_net=DeltaNetSizes(2, 4, 16, 16, 4), delta_layers=(0,))
     with pytest.raises(UserError, match=f"vllm on a CPU with a {family} model"):
-        check_device_limits(replace(SPEC, shape=nets))
+        check_cpu_limits(nets, 1)
 
 
 @pytest.mark.parametrize(("ffn", "tp_size", "columns"), [(80, 1, 80), (96, 2, 48)])
 def test_expert_slices_that_vllm_would_pad_are_refused_on_cpu(ffn: int, tp_size: int, columns: int) -> None:
     experts = replace(SHAPE, family="mixtral", num_experts=4, experts_per_token=2)
-    config = RolloutConfig(tensor_model_parallel_size=tp_size)
-    check_device_limits(replace(SPEC, shape=replace(experts, ffn_hidden_size=64 * tp_size), config=config))
+    check_cpu_limits(replace(experts, ffn_hidden_size=64 * tp_size), tp_size)
     with pytest.raises(UserError, match=f"hidden size 128 with {columns} columns per rank"):
-        check_device_limits(replace(SPEC, shape=replace(experts, ffn_hidden_size=ffn), config=config))
+        check_cpu_limits(replace(experts, ffn_hidden_size=ffn), tp_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

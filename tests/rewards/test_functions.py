@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import megatron_rl.extension.user_code as user_code
 from megatron_rl.rewards.functions import load_reward_function
 from megatron_rl.types import UserError
 from reward_samples import SIGNATURE
@@ -108,3 +112,35 @@ def test_unusable_names(tmp_path, monkeypatch, function):
     with pytest.raises(UserError, match="path.py:name") as caught:
         load_reward_function(function, "reward.components[2]")
     assert caught.value.source == "reward.components[2]"
+
+
+def test_a_file_that_never_ends_is_given_up(tmp_path, monkeypatch):
+    """Also one that catches every Exception; the alarm that was set before is set again."""
+    monkeypatch.setattr(user_code, "IMPORT_SECONDS", 0.3)
+    before = signal.getsignal(signal.SIGALRM)
+    loop = "while True:\n    try:\n        time.sleep(0.01)\n    except Exception:\n        pass\n"
+    with pytest.raises(UserError, match="raised ImportTimeout: not done after 0.3 s") as caught:
+        load(tmp_path, f"import time\n{loop}")
+    assert caught.value.source.startswith(f"reward.function, {tmp_path / 'reward.py'}:")
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_an_exception_that_cannot_be_printed_is_reported(tmp_path):
+    code = "class Mute(Exception):\n    def __str__(self):\n        raise RuntimeError('no')\nraise Mute\n"
+    with pytest.raises(UserError, match=r"raised Mute: \(its message cannot be printed: RuntimeError\)") as caught:
+        load(tmp_path, code)
+    assert caught.value.source.endswith("reward.py:4")
+
+
+@pytest.mark.parametrize("code", ["sys.stdout.close()", "os.close(1)", "sys.stderr.close()", "os.close(2)"])
+def test_a_file_that_closes_a_stream_is_refused_on_that_stream(tmp_path, code):
+    (tmp_path / "closing.py").write_text(f"import os, sys\n{code}\n")
+    program = (
+        "import sys; from megatron_rl.extension.user_code import import_file\n"
+        f"try: import_file({str(tmp_path / 'closing.py')!r}, 'algorithm.plugins', 'a file')\n"
+        "except ValueError as error: print(error); print(error, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    name = "stderr" if "err" in code or "2" in code else "stdout"
+    for said in (done.stdout, done.stderr):
+        assert f"raised StreamClosed: {name}, which the run writes to" in said and done.returncode == 0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from megatron_rl.rewards.plan import (
     build_reward_plan,
     compute_overlong_penalty,
     compute_reward,
+    keep_reward,
 )
 from megatron_rl.rewards.scoring import Score
 from megatron_rl.types import UserError
@@ -138,3 +140,11 @@ def test_overlong_penalty_is_added_and_logged():
     assert compute_reward(plan, [Score(1.0)], make_rollout("x" * 95)) == (0.25, {"overlong": -0.75})
     reward, components = compute_reward(plan, [Score(1.0)], make_rollout("x" * 10))
     assert (reward, components) == (1.0, {"overlong": 0.0}) and math.copysign(1, components["overlong"]) == 1
+
+
+@pytest.mark.parametrize("reward", [1e308, -1e19, float("inf")])
+def test_the_sum_of_an_episode_is_bounded_as_every_reward_is(reward):
+    plan = build_reward_plan(RewardConfig(rule="math"), 8)
+    with pytest.raises(UserError, match="the reward is ") as caught:
+        keep_reward(plan, replace(make_rollout("82"), reward=reward))
+    assert "agents.environment" in caught.value.source and "prompt_id 17" in caught.value.found

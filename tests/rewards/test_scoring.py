@@ -84,3 +84,18 @@ def test_parsing_says_what_is_wrong():
     with pytest.raises(ValueError, match="'no' \\(str\\) as score"):
         parse_score({"score": "no"})
     assert parse_score({"score": 1, "why": "text"}) == Score(1.0)
+
+
+@pytest.mark.parametrize("name", ["reward", "std", "", "n" * 500, "a\nb", "a\x1b[31m", "format/ok", "\ud800"])
+def test_names_that_no_metric_can_have_are_refused(tmp_path, name):
+    """Where they are returned, with the file and the rollout."""
+    with pytest.raises(UserError, match="a component named") as caught:
+        score(tmp_path, f"return {{'score': 1.0, {name!r}: 2.0}}")
+    assert "prompt_id 17" in caught.value.found and len(caught.value.found) < 900
+    assert score(tmp_path, "return {'score': 1.0, 'length penalty': 2.0}").components == {"length penalty": 2.0}
+
+
+def test_an_exception_that_cannot_be_printed_is_reported(tmp_path):
+    with pytest.raises(UserError, match=r"raised Mute: \(its message cannot be printed: ZeroDivisionError\)") as caught:
+        score(tmp_path, "raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})")
+    assert "prompt_id 17" in caught.value.found
