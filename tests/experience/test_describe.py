@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rollouts of a step are written. What stands in their rows: `tests/trainer/test_trainer.py`."""
+"""Metrics of a step, and which rollouts are written. What stands in their rows: `tests/trainer/test_trainer.py`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from sample_rollouts import make_prompt, make_rollout
 
-from megatron_rl.experience.describe import choose_logged
+from megatron_rl.experience.describe import choose_logged, describe_rollouts, describe_staleness
 from megatron_rl.experience.table import Headers, build_headers
 
 GROUPS, GROUP_SIZE = 6, 4
@@ -36,3 +39,25 @@ def test_whole_groups_and_what_stands_out(headers: Headers, num_groups: int, ste
     extremes = {BEST: "best", WORST: "worst", LONGEST: "longest"} if num_groups else {}
     marked = {number: {"logged_as": name} for number, name in extremes.items() if number not in members}
     assert {number: why for number, why in found.items() if why} == marked
+
+
+def test_metrics_by_hand() -> None:
+    """Two prompts of 2 and 3 tokens with two responses each; one was begun under version 3 and continued under 7."""
+    prompts = [make_prompt(0), make_prompt(1)]
+    rollouts = [
+        (group, make_rollout(prompts[group], sample, length, reward))
+        for group, sample, length, reward in ((0, 0, 4, 0.5), (0, 1, 5, 0.5), (1, 0, 3, 0.0), (1, 1, 3, 2.0))
+    ]
+    branch = rollouts[2][1].branches[0]
+    carried = replace(branch, versions=np.array([0, 0, 0, 3, 7, 7], np.int32))
+    rollouts[2] = (1, replace(rollouts[2][1], branches=[carried]))
+    headers = build_headers(rollouts, holder=0)
+    assert describe_rollouts(headers) == {
+        "reward/mean": 0.75,
+        "reward/uninformative_groups": 0.5,
+        "response/truncated": 0.25,
+        "tokens/prompt": 10.0,
+        "tokens/response": 15.0,
+    }
+    staleness = describe_staleness(headers, version=9, optimizer_steps=2)
+    assert staleness == {"schedule/staleness_mean": (3 + 3 * 1) / 4, "schedule/staleness_max": 3.0}
