@@ -42,22 +42,23 @@ def test_whole_groups_and_what_stands_out(headers: Headers, num_groups: int, ste
 
 
 def test_metrics_by_hand() -> None:
-    """Two prompts of 2 and 3 tokens with two responses each; one was begun under version 3 and continued under 7."""
-    prompts = [make_prompt(0), make_prompt(1)]
+    """Prompts of 2, 3 and 4 tokens with two responses each; one was begun under version 3 and continued under 7."""
+    prompts = [make_prompt(0), make_prompt(1), make_prompt(2)]
+    given = (0, 4, 0.5), (0, 5, 0.5), (1, 3, 0.0), (1, 3, 2.0), (2, 1, 1.0), (2, 1, 0.0)
     rollouts = [
-        (group, make_rollout(prompts[group], sample, length, reward))
-        for group, sample, length, reward in ((0, 0, 4, 0.5), (0, 1, 5, 0.5), (1, 0, 3, 0.0), (1, 1, 3, 2.0))
+        (group, make_rollout(prompts[group], number % 2, length, reward))
+        for number, (group, length, reward) in enumerate(given)
     ]
     branch = rollouts[2][1].branches[0]
     carried = replace(branch, versions=np.array([0, 0, 0, 3, 7, 7], np.int32))
     rollouts[2] = (1, replace(rollouts[2][1], branches=[carried]))
     headers = build_headers(rollouts, holder=0)
     assert describe_rollouts(headers) == {
-        "reward/mean": 0.75,
-        "reward/uninformative_groups": 0.5,
-        "response/truncated": 0.25,
-        "tokens/prompt": 10.0,
-        "tokens/response": 15.0,
+        "reward/mean": pytest.approx(4 / 6),
+        "reward/uninformative_groups": pytest.approx(1 / 3),
+        "response/truncated": pytest.approx(1 / 6),
+        "tokens/prompt": 18.0,
+        "tokens/response": 17.0,
     }
     staleness = describe_staleness(headers, version=9, optimizer_steps=2)
-    assert staleness == {"schedule/staleness_mean": (3 + 3 * 1) / 4, "schedule/staleness_max": 3.0}
+    assert staleness == {"schedule/staleness_mean": pytest.approx((3 + 5) / 6), "schedule/staleness_max": 3.0}
