@@ -230,6 +230,12 @@ def test_terms_add_up(name: str) -> None:
     assert float(metrics["loss"]) == pytest.approx(float(terms), rel=1e-12)
 
 
+def test_the_deviation_is_of_either_direction() -> None:
+    """Log-probs that have fallen by log 2 and risen by log 1.5."""
+    _, metrics = make_tokens([0.5, 1.5], [1.0, 1.0]).loss(AlgorithmConfig())
+    assert float(metrics["max/deviation"]) == pytest.approx(math.log(2))
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_first_update_is_the_policy_gradient(name: str) -> None:
     """At ratio 1 the gradient of every loss is -w A, and the deviation that is logged is exactly 0."""

@@ -47,6 +47,7 @@ def test_the_first_pass_gives_them(overrides: list[str]) -> None:
     [
         (["algorithm.old_logprobs=recompute"], "'recompute'"),
         (["actor.ppo_mini_batch_size=2"], "4 optimizer steps"),
+        (["actor.ppo_mini_batch_size=4"], "2 optimizer steps"),
         (["algorithm.adv_estimator=optimal_token_baseline"], "'optimal_token_baseline' reads them"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], "makes rewards of them"),
         (["algorithm.policy_loss=clip_cov"], "'clip_cov' chooses"),

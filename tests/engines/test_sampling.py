@@ -26,5 +26,10 @@ def test_every_sample_of_a_run_has_its_own_seed() -> None:
     assert len(seeds) == 3 * 12 * 112 * 8
 
 
+def test_rounds_and_what_continues_them_have_their_own_seeds() -> None:
+    seeds = {derive_seed(1, 2, 3, 4, round=round, position=position) for round in range(5) for position in range(20)}
+    assert len(seeds) == 100 and derive_seed(1, 2, 3, 4) in seeds
+
+
 def test_greedy_is_temperature_zero() -> None:
     assert SamplingConfig(0.0, 4, (2,)).is_greedy and not SamplingConfig(0.5, 4, (2,)).is_greedy

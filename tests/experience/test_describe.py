@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rollouts of a step are written, and which of them its metrics count.
+"""Metrics of a step, which rollouts are written, and which of them the metrics count.
 
 What stands in their rows: `tests/trainer/test_trainer.py`.
 """
@@ -82,3 +82,27 @@ def test_sources_and_components_are_means_of_what_has_a_reward() -> None:
     assert found["reward/uninformative_groups"] == 1.0
     none = build_headers([(0, replace(rollout, finish_reason="error")) for _, rollout in rollouts[:2]], holder=0)
     assert np.isnan(describe_rollouts(none)["reward/mean"])
+
+
+def test_metrics_by_hand() -> None:
+    """Prompts of 2, 3 and 4 tokens with two responses each; one was begun under version 3 and continued under 7."""
+    prompts = [make_prompt(0), make_prompt(1), make_prompt(2)]
+    given = (0, 4, 0.5), (0, 5, 0.5), (1, 3, 0.0), (1, 3, 2.0), (2, 1, 1.0), (2, 1, 0.0)
+    rollouts = [
+        (group, make_rollout(prompts[group], number % 2, length, reward))
+        for number, (group, length, reward) in enumerate(given)
+    ]
+    branch = rollouts[2][1].branches[0]
+    carried = replace(branch, versions=np.array([0, 0, 0, 3, 7, 7], np.int32))
+    rollouts[2] = (1, replace(rollouts[2][1], branches=[carried]))
+    headers = build_headers(rollouts, holder=0)
+    assert describe_rollouts(headers) == {
+        "reward/mean": pytest.approx(4 / 6),
+        "reward/restates_prompt": 0.0,
+        "reward/uninformative_groups": pytest.approx(1 / 3),
+        "response/truncated": pytest.approx(1 / 6),
+        "tokens/prompt": 18.0,
+        "tokens/response": 17.0,
+    }
+    staleness = describe_staleness(headers, version=9, optimizer_steps=2)
+    assert staleness == {"schedule/staleness_mean": pytest.approx((3 + 5) / 6), "schedule/staleness_max": 3.0}
