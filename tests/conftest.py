@@ -113,8 +113,8 @@ def divide(seconds: dict[str, float], num_parts: int) -> list[set[str]]:
 
 
 def find_seconds(nodeid: str) -> float | None:
-    """Return the recorded seconds of a slow test on two quiet cores; all its parametrisations share one record."""
-    return _load_seconds().get(nodeid.partition("[")[0])
+    """Return the recorded seconds of a slow test on two quiet cores, or of each of its parametrisations."""
+    return _load_seconds().get(nodeid, _load_seconds().get(nodeid.partition("[")[0]))
 
 
 @cache

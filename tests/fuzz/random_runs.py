@@ -223,7 +223,10 @@ def _draw_algorithm(rng: random.Random, world: int, settings: dict[str, Any], ap
         found |= {"placement.critic": first} if found["algorithm.adv_estimator"] == "gae" else {}
         found |= {"placement.reference": first} if found["algorithm.kl_coef"] else {}
     if found["algorithm.adv_estimator"] == "distill" or rng.random() < 0.06:
-        found |= {"teachers.wise.path": "{task}/model", "algorithm.distillation.kind": rng.choice(("sampled", "full"))}
+        found |= {
+            "teachers.wise.path": "{task}/teacher",
+            "algorithm.distillation.kind": rng.choice(("sampled", "full")),
+        }
         if rng.random() < 0.3:
             found |= {"algorithm.distillation.kind": "top_k", "algorithm.distillation.k": 4}
     return found
@@ -312,13 +315,15 @@ def make_fuzz_task(directory: Path) -> None:
     for name, family in (("model", "qwen2"), ("moe", "qwen3_moe")):  # of four layers, which interleaved stages need
         sizes = json.loads((directory / name / "config.json").read_text())
         save_tiny_model(directory / name, family, **ENGINE_SIZES, vocab_size=sizes["vocab_size"], num_hidden_layers=4)
+    shutil.copytree(directory / "model", directory / "teacher")
+    save_tiny_model(directory / "teacher", "qwen3", **ENGINE_SIZES, vocab_size=sizes["vocab_size"], num_hidden_layers=2)
     (directory / "environments.py").write_text(ENVIRONMENTS)
     shutil.copy(directory / "train.jsonl", directory / "more.jsonl")
     chats = directory / "chats"
     tokenizer = write_chat_tokenizer(chats / "model", "qwen2.5")
     rows = [{"prompt": [{"role": "user", "content": f"{n}"}], "answer": f"{n}"} for n in range(16)]
     (chats / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sizes = ENGINE_SIZES | {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    sizes = ENGINE_SIZES | {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "max_position_embeddings": 512}
     save_tiny_model(chats / "model", "qwen2", **sizes, vocab_size=tokenizer.vocab_size, num_hidden_layers=2)
 
 
