@@ -175,14 +175,15 @@ def end_program(error: BaseException) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with a status, as `sys.exit` does; one that has torch without taking the interpreter apart.
+    """End this process with a status, as `sys.exit` does; a rank of a job without taking the interpreter apart.
 
-    That takes seconds, in which the other ranks of a job that failed wait for their launcher. And a thread of torch's
-    process groups lets go of a tensor some time after its collective has returned: if it finds an interpreter that is
-    being taken apart, it aborts the process: status -6, whatever the run had to say ("terminate called without an
-    active exception"; eight ranks that leave at once do it nearly every time).
+    That takes seconds, which on a busy machine are more than the patience of `end_program` on the other ranks. And a
+    thread of torch's process groups lets go of a tensor some time after its collective has returned: if it finds an
+    interpreter that is being taken apart, it aborts the process: status -6, whatever the run had to say ("terminate
+    called without an active exception"; eight ranks that leave at once do it nearly every time).
     """
-    if "torch" not in sys.modules:
+    distributed = sys.modules.get("torch.distributed")
+    if "RANK" not in os.environ and (distributed is None or not distributed.is_initialized()):
         sys.exit(code)
     vars(threading)["_shutdown"]()  # as the interpreter does: waits for threads that are no daemons
     atexit._run_exitfuncs()

@@ -61,13 +61,12 @@ def read_json(file: Path, hint: str) -> dict[str, Any]:
     """
     try:
         content = json.loads(file.read_bytes())
-        found = "" if isinstance(content, dict) else f"{file} holds no JSON object: a {type(content).__name__}"
-    except OSError as error:
-        content, found = None, f"cannot read {file}: {error}"
-    except (ValueError, RecursionError) as error:
-        content, found = None, f"{file} holds no JSON object: {error}"
-    if found or content is None:
-        raise UserError(found, source=str(file), expected=f"the {file.name} of a model", hint=hint)
+        if not isinstance(content, dict):
+            raise ValueError(f"a {type(content).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{file} holds no JSON object: {error}", source=str(file), expected=f"the {file.name} of a model", hint=hint
+        ) from None
     return content
 
 
