@@ -258,7 +258,7 @@ def _draw_episodes(rng: random.Random, settings: dict[str, Any]) -> dict[str, An
     if kind in ("OneTurn", "Echo"):
         return {"agents.environment": f"{{task}}/environments.py:{kind}", "agents.max_turns": rng.choice((1, 2))}
     found = {"model.path": "{task}/chats/model", "data.train_files": ["{task}/chats/train.jsonl"]}
-    found |= {"data.validation_files": [], "data.max_prompt_length": 300, "data.max_response_length": 32}
+    found |= {"data.validation_files": [], "data.max_prompt_length": 450, "data.max_response_length": 32}
     found |= {"data.weights": None}
     roles = ["actor", "critic", "reward_model", *["teachers.wise"][: "teachers.wise.path" in settings]]
     found |= {f"{role}.max_tokens_per_microbatch": 1024 for role in roles}
@@ -323,7 +323,7 @@ def make_fuzz_task(directory: Path) -> None:
     tokenizer = write_chat_tokenizer(chats / "model", "qwen2.5")
     rows = [{"prompt": [{"role": "user", "content": f"{n}"}], "answer": f"{n}"} for n in range(16)]
     (chats / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sizes = ENGINE_SIZES | {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "max_position_embeddings": 512}
+    sizes = ENGINE_SIZES | {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "max_position_embeddings": 1024}
     save_tiny_model(chats / "model", "qwen2", **sizes, vocab_size=tokenizer.vocab_size, num_hidden_layers=2)
 
 
