@@ -26,12 +26,13 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.vllm_arguments import list_engine_arguments, list_engine_environment
 from megatron_rl.engines.vllm_library import prepare_vllm, register_codes, register_loader, register_model
-from megatron_rl.engines.vllm_limits import check_device_limits, check_options
+from megatron_rl.engines.vllm_limits import check_options
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.planning.admission import find_shape, read_shape
 from megatron_rl.roles.resolve import resolve
 from megatron_rl.weights.adapters import AdapterShape, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.support import check_engine
 from tools._absent_driver import choose_cuda_platform, stand_in_for_driver
 
 _GPUS = 8  # of a machine
@@ -86,7 +87,7 @@ def configure_engine(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, 
             adapters=_find_adapters(config, shape),
         )
         shutil.copy(file, Path(directory) / "config.json")
-        check_device_limits(spec)
+        check_engine(shape, config.rollout.engine, config.rollout.quantization, spec.adapters)
         check_options(spec, {item.name for item in fields(import_module("vllm.engine.arg_utils").EngineArgs)})
         register_model(vllm, spec)
         register_codes(spec)
