@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -26,9 +27,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_rl.parallel import pairs
 from megatron_rl.parallel.driver import explain_unusable_gpus
-from megatron_rl.types import text_of
+from megatron_rl.types import UserError, text_of
 
 T = TypeVar("T")
+_OTHER_FILES = 512  # of a process, beside the connections between ranks
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,9 @@ def init_distributed(timeout_minutes: float) -> Process:
         timeout_minutes: a collective that waits longer raises.
 
     Raises:
-        UserError: there are GPUs here that torch cannot use.
+        UserError: there are GPUs here that torch cannot use, or this process may not have a connection to every rank.
     """
+    allow_connections(int(os.environ.get("WORLD_SIZE", "1")))
     unusable = explain_unusable_gpus()
     if unusable is not None:
         raise unusable
@@ -81,6 +84,28 @@ def init_distributed(timeout_minutes: float) -> Process:
     world_size = dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     return Process(dist.get_rank(), world_size, local_rank, ranks_per_node, device)
+
+
+def allow_connections(world_size: int) -> None:
+    """Raise this process's limit of open files to what gloo needs.
+
+    gloo connects every two ranks of a group when it is made. All groups of a rank beside the world have fewer ranks
+    than it.
+
+    Raises:
+        UserError: the hard limit is lower.
+    """
+    needed = 2 * world_size + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UserError(
+            f"a process may have {hard} open files",
+            source="ulimit -Hn",
+            expected=f"{needed}: twice the {world_size} ranks, with which it is connected, and {_OTHER_FILES}",
+            hint=f"start the job under a higher limit (ulimit -n {needed}; LimitNOFILE of systemd, --ulimit of docker)",
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def world() -> dist.ProcessGroup:
@@ -199,16 +224,20 @@ def _find_process(pid: int) -> psutil.Process:
 def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
     """Raise on every rank of `group` if any of them has an error (the lowest rank's is raised).
 
-    Collective. Without it the ranks that are well would wait for the failed one until the timeout. What is raised is
-    marked with its global rank (`raised_on`); there it is the error itself, with its traceback.
+    Collective. Without it the ranks that are well would wait for the failed one until the timeout. If all are well, it
+    costs the all-reduce of one number. The raised error is marked with its global rank (`raised_on`); on that rank it
+    is the error itself, with its traceback.
     """
-    errors = gather_objects(error and _make_portable(error), group)
-    first = next((index for index, found in enumerate(errors) if found is not None), None)
-    if first is not None:
-        raised = error if first == group.rank() else errors[first]
-        assert raised is not None, "this rank's own error is among all"
-        vars(raised)["raised_on"] = dist.get_global_rank(group, first)
-        raise raised
+    first = torch.tensor(group.size() if error is None else group.rank())
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+    if int(first) == group.size():
+        return
+    source = dist.get_global_rank(group, int(first))
+    raised = share_object(error and _make_portable(error), group, source)
+    if error is not None and source == dist.get_rank():
+        raised = error
+    vars(raised)["raised_on"] = source
+    raise raised
 
 
 def _make_portable(error: Exception) -> Exception:

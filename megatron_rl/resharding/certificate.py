@@ -133,15 +133,17 @@ class Certificate:
             CertificateError: on every rank.
         """
         names = list(self._shapes) if turn is None else self._rotation[turn % len(self._rotation)]
-        digests = torch.zeros(1 + self._num_engines, len(names), dtype=torch.int64)
+        padding = [*self._dirty_padding(self._source, "training"), *self._dirty_padding(self._destination, "rollout")]
+        digests = torch.zeros(1 + self._num_engines, len(names) + 1, dtype=torch.int64)
+        digests[:, -1] = len(padding)
         column = {name: index for index, name in enumerate(names)}
         for row, side in ((0, self._source), (1 + self._engine, self._destination)):
             for placement, digest in self._digests(side, column):
                 digests[row, column[placement.hf_name]] += digest.cpu()
         dist.all_reduce(digests, group=self._group)
-        wrong = (digests[1:] != digests[0]).nonzero().tolist()
-        padding = [*self._dirty_padding(self._source, "training"), *self._dirty_padding(self._destination, "rollout")]
-        self._raise_if_wrong(wrong, digests, names, padding)
+        wrong, is_dirty = (digests[1:] != digests[0]).nonzero().tolist(), bool(digests[0, -1] > 0)
+        if wrong or is_dirty:
+            self._raise_if_wrong(wrong, digests, names, padding)
         return len(names)
 
     def _digests(self, side: Side, wanted: Mapping[str, int]) -> list[tuple[ShardBox, torch.Tensor]]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as library
 
 from distributed import run_ranks
 from megatron_rl.parallel import collectives
@@ -79,6 +81,37 @@ def test_raise_together_says_where_it_came_from() -> None:
 
 def test_raise_together_is_silent_when_all_is_well() -> None:
     assert run_ranks(lambda rank, size: collectives.raise_together(None, dist.group.WORLD), 2, timeout=60) == [None] * 2
+
+
+def test_all_well_is_one_number() -> None:
+    """No object is pickled, whatever the number of ranks; an error is pickled on its own rank only, and sent once."""
+
+    def count(rank: int, world_size: int) -> tuple[int, int]:
+        pickled, pack = [0], library._object_to_tensor
+        library._object_to_tensor = lambda *args: pickled.__setitem__(0, pickled[0] + 1) or pack(*args)
+        collectives.raise_together(None, dist.group.WORLD)
+        well = pickled[0]
+        with pytest.raises(RuntimeError, match="planted"):
+            collectives.raise_together(RuntimeError("planted") if rank == 1 else None, dist.group.WORLD)
+        return well, pickled[0]
+
+    assert run_ranks(count, 3, timeout=60) == [(0, 0), (0, 1), (0, 0)]
+
+
+def test_the_limit_of_open_files_is_raised_for_many_ranks() -> None:
+    """Of a fork, since a hard limit cannot be raised again. Not covered: that many ranks."""
+
+    def limit(rank: int, world_size: int) -> tuple[int, str]:
+        kind, (_, hard) = resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(kind, (1024, hard))
+        collectives.allow_connections(1024)
+        raised = resource.getrlimit(kind)[0]
+        resource.setrlimit(kind, (1024, 2000))
+        with pytest.raises(UserError) as caught:
+            collectives.allow_connections(1024)
+        return raised, caught.value.found
+
+    assert run_ranks(limit, 1, timeout=60) == [(2560, "a process may have 2000 open files")]
 
 
 def test_reduce_scalars_keeps_float64_and_names() -> None:
