@@ -165,6 +165,7 @@ class Checkpoints:
     def _save(
         self, is_best: bool = False, export: Callable[[Path], None] | None = None, is_passing: bool = False
     ) -> None:
+        self._run.settle()  # nothing is written about a step that a checkpoint has
         content, rank_state = self._end_of_last_step()
         content, self._saved_at = replace(content, is_passing=is_passing), time.monotonic()
         self._saver.save(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -97,6 +98,8 @@ class Run:
         self._config_yaml, self._total_steps, self._settings = config_yaml, total_steps, settings
         self._counts: dict[str, list[float]] = {}
         self._sinks: list[Sink] = []
+        self._writer = ThreadPoolExecutor(1, "rollouts")
+        self._writing: Future[None] | None = None
         self._pace = Pace(total_steps)
         self._display: ProgressDisplay | None = None
         self._rollout: RolloutCount | None = None
@@ -222,12 +225,19 @@ class Run:
                     sink.alarm(step, alarm.name, str(alarm))
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rollouts of a step, one JSON object per line."""
+        """Write rollouts of a step, one JSON object per line, while the run goes on; see `settle`."""
+        self.settle()
         if self.is_writer:
             rows = list(rows)
-            write_rows(self.dir, step, rows)
+            self._writing = self._writer.submit(write_rows, self.dir, step, rows)
             for sink in self._sinks:
                 sink.samples(step, rows[:_NUM_SAMPLES])
+
+    def settle(self) -> None:
+        """Wait until the rollouts handed to `write_rollouts` are on the disk, and raise the error of their writing."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def write_validation(self, step: int, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the responses of a validation set after a step."""
@@ -308,6 +318,7 @@ class Run:
 
     def finish(self) -> None:
         """Close the sinks; write the summary and the curves, and show where they are and the best last responses."""
+        self.settle()
         self._close_sinks()
         if self.is_writer:
             step, best = find_best_responses(self.dir)
@@ -337,11 +348,13 @@ class Run:
 
     def close(self) -> None:
         """Close what is open: after `finish` the log; after an error, which must not be replaced by another, all."""
-        while self._sinks:
+        while self._sinks or self._writing:
             try:
+                self.settle()
                 self._close_sinks()
             except Exception as error:
                 self.log.warning("after the error that ends the run: %s: %s", type(error).__name__, error)
+        self._writer.shutdown()
         close_rank_log(self.log)
 
     def _close_sinks(self) -> None:

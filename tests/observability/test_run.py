@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config.schema import ObservabilityConfig
+from megatron_rl.observability.rank_log import log_path
 from megatron_rl.observability.run import Run
 from megatron_rl.observability.summary import write_summary
 
@@ -21,7 +23,7 @@ OFF = ObservabilityConfig(tensorboard=False, progress_bar=False)
 WRITERS: dict[str, Callable[[Run], object]] = {
     "summary.json": lambda run: write_summary(run.dir),
     "config.yaml": lambda run: run.start(1),
-    "rollouts/step_1.jsonl": lambda run: run.write_rollouts(1, [{"response": "new"}]),
+    "rollouts/step_1.jsonl": lambda run: run.write_rollouts(1, [{"response": "new"}]) or run.settle(),
     "stopped.json": lambda run: run.note_stop({"step": 2}),
 }
 
@@ -46,6 +48,42 @@ def test_a_file_that_cannot_be_written_keeps_its_old_content(
     WRITERS[name](run)
     assert (tmp_path / name).read_text() != "old" and not list(tmp_path.rglob("*.partial"))
     run.close()
+
+
+def test_a_step_does_not_wait_for_its_rollouts_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is slow until the caller is back; the next step waits for it, so that no more than one is under way."""
+    run, is_back, fsync = Run(tmp_path, "", 3, OFF, rank=0), threading.Event(), os.fsync
+    run.start(None)
+    waits: list[bool] = []
+
+    def wait(descriptor: int) -> None:
+        waits.append(is_back.wait(10))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", wait)
+    run.write_rollouts(1, [{"response": "one"}])
+    assert not (tmp_path / "rollouts" / "step_1.jsonl").exists()
+    is_back.set()
+    run.write_rollouts(2, [{"response": "two"}])
+    assert (tmp_path / "rollouts" / "step_1.jsonl").exists()
+    run.settle()
+    assert json.loads((tmp_path / "rollouts" / "step_2.jsonl").read_text()) == {"response": "two"}
+    assert waits == [True, True]
+    run.close()
+
+
+@pytest.mark.parametrize("end", ["next step", "finish", "close"])
+def test_rollouts_that_were_not_written_are_reported(end: str, tmp_path: Path) -> None:
+    """A directory has the name of the file: the next step, the checkpoint or the end raises; `close` says it."""
+    run = Run(tmp_path, "", 3, OFF, rank=0)
+    run.start(None)
+    (tmp_path / "rollouts" / "step_1.jsonl").mkdir()
+    run.write_rollouts(1, [{"response": "one"}])
+    if end != "close":
+        with pytest.raises(IsADirectoryError):
+            run.write_rollouts(2, []) if end == "next step" else run.finish()
+    run.close()
+    assert ("IsADirectoryError" in log_path(tmp_path, 0).read_text()) == (end == "close")
 
 
 def test_the_summary_names_saves_that_failed(tmp_path: Path) -> None:
