@@ -121,7 +121,9 @@ def test_sharing_prompts_is_never_dearer(groups: list[tuple[int, list[int]]], dp
 
 
 def sum_heaviest(plan: MicrobatchPlan, lengths: list[int], ratio: float, shared: SharedPrefixes | None) -> int:
-    """Cost of the heaviest rank."""
+    """Cost of the heaviest rank; what its sequences share is measured in the order of their places."""
+    place = range(len(lengths)) if shared is None else shared.places.tolist()
+    plan = [[sorted(members, key=place.__getitem__) for members in rank] for rank in plan]
     return max(microbatches._rank_costs(plan, microbatches._Workload.measure(lengths, ratio, shared)))
 
 
