@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,7 +165,10 @@ def plan_one_by_one(
 def test_dividing_all_overloaded_groups_is_as_good_as_one_at_a_time(
     groups: list[tuple[int, list[int]]], dp_size: int, multiple: int, ratio: float
 ) -> None:
-    """The heaviest rank costs at most a quarter more (of 6,000 plans: 16 %); a balanced plan of few ranks stays."""
+    """The heaviest rank costs at most a quarter more (of 6,000 plans: 16 %).
+
+    A balanced plan of few ranks stays, unless the plain plan is as good.
+    """
     lengths, _, shared = spell_out(groups)
     options = dict(dp_size=dp_size, max_tokens=MAX_TOKENS, count_multiple=multiple)
     slow = plan_one_by_one(lengths, shared, ratio, options)
@@ -172,7 +176,9 @@ def test_dividing_all_overloaded_groups_is_as_good_as_one_at_a_time(
     loads = microbatches._rank_costs(slow, microbatches._Workload.measure(lengths, ratio, shared))
     assert sum_heaviest(plan, lengths, ratio, shared) <= 1.25 * max(loads)
     if dp_size <= microbatches._FEW_RANKS and max(loads) * dp_size <= microbatches._CLOSE * sum(loads):
-        assert plan == slow or len(plan[0]) < len(slow[0])
+        plain = plan_microbatches(lengths, **options, attention_ratio=ratio)
+        ours, theirs = ({*map(frozenset, chain.from_iterable(found))} for found in (plan, plain))
+        assert plan == slow or ours == theirs or len(plan[0]) < len(slow[0])
 
 
 @given(LENGTHS, DP_SIZE)
