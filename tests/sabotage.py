@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,8 @@ class Blow:
         rank: that is hit.
         delay: seconds after the entry; 0: at once.
         number: the signal.
+        others: ranks that are hit at the same moment of their own.
+        pause: seconds after which a stopped rank is continued.
     """
 
     phase: str
@@ -40,9 +43,13 @@ class Blow:
     rank: int = 1
     delay: float = 0.0
     number: int = signal.SIGKILL
+    others: tuple[int, ...] = ()
+    pause: float = 0.0
 
     def strike(self) -> None:
         """Send it to this process."""
+        if self.pause:
+            subprocess.Popen(["sh", "-c", f"sleep {self.delay + self.pause}; kill -CONT {os.getpid()}"])
         if self.delay:
             threading.Timer(self.delay, os.kill, (os.getpid(), self.number)).start()
         else:
@@ -83,7 +90,7 @@ def train_under(
     rank: int, world_size: int, overrides: Sequence[str], blow: Blow, program: Callable[..., str | None] = train
 ) -> str | None:
     """One rank of the program; the reason if it was asked to stop."""
-    if rank == blow.rank:
+    if rank in (blow.rank, *blow.others):
         expect(blow)
     try:
         return program(rank, world_size, overrides)
@@ -96,7 +103,8 @@ def kill(world_size: int, overrides: Sequence[str], blow: Blow) -> str:
     try:
         errors = run_ranks(train_under, world_size, overrides, blow, timeout=170)
     except AssertionError as failure:
-        assert f"rank {blow.rank} was killed by SIGKILL" in str(failure), failure
+        killed = [f"rank {rank} was killed by SIGKILL" for rank in (blow.rank, *blow.others)]
+        assert any(line in str(failure) for line in killed), failure
         return str(failure)
     assert errors == [None] * world_size, errors
     return ""

@@ -57,6 +57,9 @@ class Letters:
     def apply_chat_template(self, messages: list[dict[str, str]], **options: str) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
+    encode_content = encode_rendered = encode
+    render = apply_chat_template
+
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:

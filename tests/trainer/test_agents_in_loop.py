@@ -104,7 +104,10 @@ def play(task: Path, run: Path, *overrides: str, world_size: int = 2) -> list[di
 
 def without_agents(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ignored = ("agents/", "samples/bytes_per_rank")
-    return [{k: v for k, v in record.items() if not k.startswith(ignored)} for record in records]
+    return [
+        {k: v for k, v in record.items() if not (k.startswith(ignored) or (k.endswith("/failed") and v == 0.0))}
+        for record in records
+    ]
 
 
 def read_rollouts(run: Path) -> list[dict[str, Any]]:
