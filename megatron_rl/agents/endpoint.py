@@ -73,7 +73,7 @@ class Endpoint:
         lock: held while a request is answered.
 
     Attributes:
-        refusal: of tools that the run cannot show or call; None: there was none.
+        refusal: the error of a request whose tools the run cannot show or call, or None.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._is_welcome() and super().handle_expect_100()
 
     def _read_body(self) -> bytes | None:
-        """None: the request has been refused."""
+        """Return the body of the request, or None if the request has been refused."""
         return self.rfile.read(int(self.headers.get("Content-Length") or 0)) if self._is_welcome() else None
 
     def _is_welcome(self) -> bool:

@@ -81,7 +81,7 @@ def _find_blocks(read: Callable[[str, Schemas], ToolCall]) -> Callable[[str, Sch
 
 
 def _find_between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, str]]:
-    """Where each pair of marks begins and ends, and what is between them."""
+    """Yield the span of each pair of marks and the text between them."""
     begin = text.find(opening)
     while begin >= 0 and (end := text.find(closing, begin + len(opening))) >= 0:
         yield begin, end + len(closing), text[begin + len(opening) : end]

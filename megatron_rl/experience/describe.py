@@ -25,7 +25,7 @@ from megatron_rl.types import SERVICE_FAILURES, Rollout
 def describe_rollouts(headers: Headers) -> dict[str, float]:
     """Reward and length metrics of one step; all but the tokens count rollouts.
 
-    Rewards are those of the rollouts that have one; NaN: none has.
+    Rewards are averaged over the rollouts that have one; NaN if none has.
     """
     rollouts = headers.rollouts
     groups = headers.split_rewarded(rollouts["reward"])

@@ -221,7 +221,7 @@ def _divide_overloaded(
     Where no more than `few_ranks` are overloaded, that of the heaviest one in two.
 
     Returns:
-        None: there is none to divide.
+        None if no unit can be divided.
     """
     assert work.shared is not None
     share, costs = sum(loads) / len(loads), work.sum_each(units)[1].tolist()

@@ -37,7 +37,7 @@ def describe_rollout(rollout: Rollout) -> str:
 
 @dataclass(frozen=True)
 class Score:
-    """What one source says about one response: the score, its components by name, and why it is none of its own."""
+    """The score of one response by one source, its components by name, and the failure that it stands for."""
 
     value: float
     components: dict[str, float] = field(default_factory=dict)

@@ -49,7 +49,7 @@ def check_machine(
     Args:
         config: of the run.
         roles: each with its model, by name.
-        engine: of the policy; None: it samples nothing.
+        engine: of the policy; None if it samples nothing.
 
     Raises:
         UserError: a step mode or a model of vLLM's that needs a GPU of some kind.

@@ -107,7 +107,7 @@ def note_models(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str 
     Args:
         config: of the run.
         roles: their models by name.
-        engine: of the policy; None: it samples nothing.
+        engine: of the policy; None if it samples nothing.
 
     Raises:
         UserError: torchrun has started ranks on a machine that cannot run them.

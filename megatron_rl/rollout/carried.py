@@ -30,7 +30,7 @@ class Response:
         finish_reason: "stop", "length", or "interrupted" before either.
         kept: [s] what the tokens were drawn from; None: all of them from the whole vocabulary.
         routes: of the prompt's tokens and these, of each those of the last weights that read it, see
-            `complete_routes`. None: the engine tells none.
+            `complete_routes`; None if the engine returns none.
         inserted: [s] bool, these tokens were put in; None: none were.
     """
 

@@ -112,7 +112,7 @@ def check_config(config: Mapping[str, Any], family: Family, source: str) -> None
 
 
 def _list_family_sizes(family: Family) -> dict[str, str]:
-    """What a family needs beside what all do."""
+    """Return the kinds of the values that a family needs beside those of all families, by key."""
     experts, found = family.experts, dict[str, str]()
     if experts is None:
         found["intermediate_size"] = COUNT

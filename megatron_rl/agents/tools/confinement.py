@@ -5,7 +5,7 @@
     python -I -B confinement.py DIRECTORY            writes a line "layer: reason" for each layer that the kernel lacks
 
 Each layer holds without the others. Namespaces: no network, no processes to name, and they end with the program.
-Mounts: all is read-only but the directory, which has room for so many bytes and files. Landlock: only the interpreter
+Mounts: all is read-only but the directory, which has a limit of bytes and files. Landlock: only the interpreter
 and the system's libraries are read. seccomp: no processes, sockets, signals to others, nor memory beyond the limit.
 """
 
