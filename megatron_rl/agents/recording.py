@@ -151,7 +151,7 @@ class _Context:
         self.length += count
 
     def add_routes(self, routes: np.ndarray | None, version: int) -> None:
-        """What the engine says of the tokens so far, with the weights of a version."""
+        """Take the routes of the tokens so far, which the engine returned with the weights of a version."""
         self._routes = complete_routes(self._routes, routes, has_moved=version != self._routed_by)
         self._routed_by = version
 

@@ -95,7 +95,7 @@ class ChatTranscript:
         self._tokenizer, self._options, self._stop_token_ids = tokenizer, options, stop_token_ids
         self._task, self._follows_template = list(messages), follows_template
         self._messages = list(messages)  # of the whole conversation
-        # What the policy was shown last.
+        # The messages that the policy was shown last.
         self._text = remove_guards(self._render(self._task)) if follows_template else ""
 
     def begin(self, messages: Sequence[Message]) -> Tail:
@@ -133,7 +133,7 @@ class ChatTranscript:
 def render_tail(
     tokenizer: Tokenizer, task: Sequence[Message], messages: Sequence[Message], options: Mapping[str, Any]
 ) -> str:
-    """What the template writes behind a reply and its answers, up to where the next reply begins, with guards.
+    """Return the text of the template behind a reply and its answers, up to the next reply, with guards.
 
     Raises:
         UserError: the template refuses the messages, or does not write contents as they are.

@@ -86,7 +86,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """What a policy loss may use, [t] each, of one microbatch; sequences are contiguous and whole.
+    """Inputs of a policy loss, [t] each, of one microbatch; sequences are contiguous and whole.
 
     A sequence is one branch of a rollout; further branches may be in other microbatches and on other ranks.
 

@@ -80,7 +80,7 @@ def _read(path: Path, shaping: str) -> Measured:
 
 
 def _parse(row: Row, shaping: str) -> tuple[int, str, bool | None]:
-    """Row of the prompt, its text, and whether the response is correct; None: it has no reward."""
+    """Return the row of the prompt, its text, and whether the response is correct (None without a reward)."""
     columns = row.columns
     try:
         components = columns["reward_components"]

@@ -148,7 +148,7 @@ def _describe_turns(rollout: Rollout, token_texts: TokenTexts) -> dict[str, Any]
 def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dict[str, str]]:
     """Which rollouts of a step are written: whole groups, and the three best, the worst and the longest rollout.
 
-    Of equally good ones, those of different prompts come first.
+    Among equal rewards, responses to different prompts come first.
 
     Args:
         headers: of the step.

@@ -179,7 +179,7 @@ def measure_stale_routes(headers: Headers, batch: TrainBatch, version: int, grou
     """Share of the tokens in the loss with routes to replay whose routes other weights have chosen; collective.
 
     Args:
-        headers: of the step; the routes of a sequence are those of its last version.
+        headers: of the step; a sequence has the routes of its last version.
         batch: with the routes.
         version: of the weights that learn.
         group: the DP group of the batch's role.

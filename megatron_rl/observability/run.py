@@ -225,7 +225,7 @@ class Run:
                     sink.alarm(step, alarm.name, str(alarm))
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rollouts of a step, one JSON object per line, while the run goes on; see `settle`."""
+        """Write rollouts of a step, one JSON object per line, while the run continues; see `settle`."""
         self.settle()
         if self.is_writer:
             rows = list(rows)

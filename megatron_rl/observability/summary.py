@@ -61,7 +61,7 @@ def summarize(records: Sequence[Record]) -> dict[str, Any]:
 def find_best_responses(run_dir: Path) -> tuple[int, list[dict[str, Any]]]:
     """The last step of a run, and the rows of its `NUM_BEST` best-rewarded responses, the best first.
 
-    There are fewer if the step wrote fewer rollouts; of equally good ones, those of different prompts come first.
+    There are fewer if the step wrote fewer rollouts; among equal rewards, responses to different prompts come first.
     """
     step = max(map(step_of, read_metrics(run_dir)), default=0)
     path = Path(run_dir) / ROLLOUTS / f"step_{step}.jsonl"

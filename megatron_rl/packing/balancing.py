@@ -59,7 +59,7 @@ def _exchange_best(
     """Exchange the pair that comes closest to moving half of the gap, or move one unit, with the first that can.
 
     Returns:
-        Index of the cheaper rank in `lows`, and the cost moved to it; None: there is none that can.
+        Index of the cheaper rank in `lows`, and the cost moved to it; None if no exchange is possible.
     """
     bins = [members for rank in lows for members in rank]
     give_bin, give = _list_units(high)

@@ -151,7 +151,7 @@ def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) 
 
 
 def keep_reward(plan: RewardPlan, rollout: Rollout) -> tuple[float, dict[str, float]]:
-    """What `compute_reward` is for a rollout that has a reward from its environment, with the same error."""
+    """Return reward and components of a rollout whose environment gave the reward; errors as in `compute_reward`."""
     punishment, components = compute_reward(replace(plan, sources=()), [], rollout)
     reward = rollout.reward + punishment
     if not abs(reward) <= LARGEST:

@@ -72,7 +72,7 @@ _SEVERAL = re.compile(
     r"\\(?:vee|lor|wedge|land|cup|pm|mp|ne|neq|le|leq|lt|ge|geq|gt)(?![a-z])|[\u00b1\u2228\u2264\u2265]"
 )
 _WRAPPED = re.compile(r"\((.*)\)|\{(.*)\}|\\\{(.*)\\\}|\[(.*)\]")
-# What makes the last number of a text part of an operation, or negative.
+# Text around the last number that makes it part of an operation, or negative.
 _OPERATION_BEFORE = re.compile(
     r"(?:[+*/^_\u00f7\u221a-]|\d[.,]|[\w)\]}](?=[(\[{])|\}|\\(?!approx|therefore|implies|to\b|[LRlr]\w*arrow)[a-z]+)[\s(\[{]*$"
 )

@@ -40,6 +40,7 @@ class SoakTrainer(Trainer):
     def describe(self, step: int, samples: Experience) -> None:
         """As every trainer, and measure."""
         super().describe(step, samples)
+        self.run.settle()  # the file of the rollouts is open while it is written
         self.__dict__.setdefault("measured", []).append(measure())
 
 

@@ -34,7 +34,7 @@ _SYS_MOUNT_SETATTR, _SYS_LANDLOCK = 442, 444
 _LANDLOCK_RIGHTS = (13, 14, 15, 15, 16)  # bits that versions 1 to 5 know
 _READ, _OF_A_FILE, _NOT_HERE = 0b1100, 0xC007, 0b101001000001  # files and directories; execute, devices, sockets
 
-# System calls on x86-64 and on 64-bit ARM; None: there is none.
+# Numbers of system calls on x86-64 and on 64-bit ARM, or None if the machine has no such call.
 _REFUSED = {
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "socket": (41, 198),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "tkill": (200, 130),
