@@ -97,7 +97,7 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Layouts, placement and memory": (
         "Ranks that do not suffice, sizes that do not divide, models that do not fit.",
-        ("config/placement", "parallel/", "planning/"),
+        ("config/placement", "parallel/", "planning/", "tools/planning/"),
     ),
     "Model directories and families": (
         "Missing or damaged files, architectures and options of config.json that are not supported, adapters.",
@@ -123,10 +123,13 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Checkpoints, resuming and conversion": (
         "Directories, damaged or missing files, a second job, inputs that have changed.",
-        ("checkpoint/", "lifecycle/"),
+        ("checkpoint/", "lifecycle/", "tools/conversion/"),
     ),
-    "Logs, metrics and pages": ("Run directories, W&B, the status page, the viewer.", ("observability/",)),
-    "Replays": ("Capsules and their replay.", ("capsule/",)),
+    "Logs, metrics and pages": (
+        "Run directories, W&B, the status page, the viewer.",
+        ("observability/", "tools/viewer/"),
+    ),
+    "Replays": ("Capsules and their replay.", ("capsule/", "tools/replay/")),
     "Tools, benchmarks and rehearsals": ("Arguments and inputs of commands beside training.", ("",)),
 }
 

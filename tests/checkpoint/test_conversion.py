@@ -24,8 +24,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from actor_runs import Case, build_actor
 from checkpoint_runs import make_content, make_saver
 from distributed import run_ranks
-from megatron_rl.checkpoint import conversion
-from megatron_rl.checkpoint.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
 from megatron_rl.checkpoint.directory import find_problems
 from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.checkpoint.huggingface import load_huggingface
@@ -45,6 +43,8 @@ from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.shard_box import box_slices
 from shards import find_differences, make_empty_shards, place_megatron
 from tiny_models import ENGINE_SIZES, draw_tokens, save_tiny_model
+from tools.conversion import conversion
+from tools.conversion.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
 
 LAYOUTS = {
     "tp2": ParallelLayout(2, tp_size=2),

@@ -25,10 +25,10 @@ from megatron_rl.models.dispatcher import LocalDispatcher
 from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rehearsal.recorder import recorded_graphs
 from megatron_rl.types import UserError
 from step_runs import Setup, build_ragged_batch, build_role, compare_modes, measure_padding, replay_any
 from tiny_models import save_tiny_model
+from tools.rehearsal.recorder import recorded_graphs
 
 SP, FULL, LADDER = dict(sequence_parallel=True), dict(recompute_granularity="full"), dict(bucket_tokens=[32, 48, 64])
 BIASED = dict(router_bias_rate=0.01)  # of the family whose routers have biases

@@ -25,11 +25,11 @@ from distributed import run_ranks
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.groups import build_groups, list_gather_buffers
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rehearsal.recorder import CaptureError, RecordedGraph, recorded_graphs
 from megatron_rl.training import reduction
 from megatron_rl.types import UserError
 from step_runs import Setup, build_ragged_batch, build_role, compare_modes
 from tiny_models import save_tiny_model
+from tools.rehearsal.recorder import CaptureError, RecordedGraph, recorded_graphs
 
 SP, FULL, SHARED = dict(sequence_parallel=True), dict(recompute_granularity="full"), dict(share_prompts=True)
 EARLY = dict(overlap_grad_reduce=True)

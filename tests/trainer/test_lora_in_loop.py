@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from distributed import run_ranks
 from megatron_rl.checkpoint.directory import find_problems
 from megatron_rl.checkpoint.distributed import check_weights
-from megatron_rl.checkpoint.inspection import describe_checkpoint
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from rl_runs import fine_tune, layout_overrides, overrides_for, read_records, sft_overrides, train
+from tools.conversion.inspection import describe_checkpoint
 from tools.inspect_checkpoint import format_description
 
 LORA = ["actor.lora.rank=4", "actor.lora.alpha=32"]

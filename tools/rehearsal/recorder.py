@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_rl.models import attention_backends
 from megatron_rl.parallel import pairs
-from megatron_rl.rehearsal import masked_attention
+from tools.rehearsal import masked_attention
 
 _READ_ON_HOST = (torch.Tensor.tolist, torch.Tensor.numpy)
 _FACTORIES = (torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange)

@@ -19,7 +19,6 @@ from megatron_rl.parallel.collectives import Process, world
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.engine_weights import is_coded
-from megatron_rl.rehearsal.ledger import Ledger
 from megatron_rl.resharding import executor
 from megatron_rl.roles.engine import find_shared
 from megatron_rl.weight_sync import hybrid_engine
@@ -29,6 +28,7 @@ from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
 from megatron_rl.weights.shard_box import ShardBox
 from megatron_rl.weights.tables import as_table
+from tools.rehearsal.ledger import Ledger
 
 
 def can_switch(job: Job) -> bool:

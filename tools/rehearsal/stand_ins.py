@@ -15,9 +15,9 @@ import torch
 
 from megatron_rl.models import experts
 from megatron_rl.planning.cluster import Job
-from megatron_rl.rehearsal.ledger import Ledger
 from megatron_rl.training import packed_model
 from megatron_rl.training.host_memory import HostMemory
+from tools.rehearsal.ledger import Ledger
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from megatron_rl.observability.page_template import read_template
 from megatron_rl.observability.rollout_log import as_numbers
 from megatron_rl.types import UserError, has_reward
 
-_PARTS = Path(__file__).parent / "viewer"
+_PARTS = Path(__file__).parent
 _CHUNK = 64  # rollouts whose tokens are parsed together
 _SCALE_QUANTILE = 0.99  # of the sizes of a run's values: where the color is full
 _COMPRESSION = 4  # level of gzip

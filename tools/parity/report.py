@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.parity.weights import WrongTensor
 from megatron_rl.weights.families import ModelShape
+from tools.parity.weights import WrongTensor
 
 # Relative gap (Frobenius norm) of a traced tensor, and absolute gap of a log-prob, beyond which models differ: about a
 # hundred times what rounding makes of equal models of 30 layers.

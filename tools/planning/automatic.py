@@ -17,19 +17,18 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.admission import read_job
 from megatron_rl.planning.cluster import GIB, Cluster, Job
 from megatron_rl.planning.layouts import Candidate, check_job, find_problem, list_candidates
-from megatron_rl.planning.lengths import read_lengths
 from megatron_rl.planning.memory import compute_memory
-from megatron_rl.planning.schedule_choice import Option, choose_schedule, recommend
-from megatron_rl.planning.schedules import Assign
 from megatron_rl.planning.steptime import Assumptions, build_workload
-from megatron_rl.planning.switch import plan_switch
 from megatron_rl.types import UserError
+from tools.planning.lengths import read_lengths
+from tools.planning.schedule_choice import Option, choose_schedule, recommend
+from tools.planning.switch import plan_switch
 
 _SOURCE = "layout.mode"
 
 
 def choose_layout(
-    config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path | None, assign: Assign
+    config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path | None
 ) -> tuple[RunConfig, list[str]]:
     """Lay a run out.
 
@@ -38,7 +37,6 @@ def choose_layout(
         spec: of it.
         cluster: what it is to run on.
         recipe: shapes of models may lie beside it.
-        assign: `rollout.dispatch.assign_engines`.
 
     Returns:
         The config with the choice in its sections, which is the same run without `layout.mode` auto; what was chosen
@@ -63,7 +61,7 @@ def choose_layout(
     if lengths is None:
         return best.job.config, lines
     seconds = plan_switch(best.job).prediction.seconds
-    choice = choose_schedule(best.job, seconds, lengths, assumed, assign)
+    choice = choose_schedule(best.job, seconds, lengths, assumed)
     # Not every recipe may have every schedule.
     accepted = {id(option): found for option in choice.options if (found := _apply(best.job, option)) is not None}
     option = recommend([option for option in choice.options if id(option) in accepted])

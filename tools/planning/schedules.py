@@ -10,17 +10,16 @@ begin ahead, and that bound holds too (`rollout.window`).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from megatron_rl.planning.engine_clock import EngineClock, EngineModel, Response
-from megatron_rl.planning.lengths import LengthModel
+from megatron_rl.rollout.dispatch import assign_engines
+from tools.planning.engine_clock import EngineClock, EngineModel, Response
+from tools.planning.lengths import LengthModel
 
-# Engines of samples: dispatch, tokens of each prompt, samples per prompt, engines, longest response, loads.
-Assign = Callable[[str, Sequence[int], int, int, int, np.ndarray], np.ndarray]
 _SEED = 1
 
 
@@ -90,19 +89,16 @@ class ScheduleTimes:
     carried_tokens: float
 
 
-def simulate(
-    schedule: Schedule, costs: Costs, lengths: LengthModel, assign: Assign, *, steps: int, skip: int = 0
-) -> ScheduleTimes:
+def simulate(schedule: Schedule, costs: Costs, lengths: LengthModel, *, steps: int, skip: int = 0) -> ScheduleTimes:
     """Run a schedule for some steps.
 
     Args:
         schedule, costs: see there.
         lengths: of the responses; the same for every schedule.
-        assign: `rollout.dispatch.assign_engines`.
         steps: of training.
         skip: of them, steps at the beginning that are not counted.
     """
-    run = _Run(schedule, costs, lengths, assign)
+    run = _Run(schedule, costs, lengths)
     rows = [run.step() for _ in range(steps)][skip:]
     seconds, waited, trained, busy, carried = (
         float(np.mean([getattr(row, name) for row in rows]))
@@ -136,8 +132,8 @@ class _Step:
 class _Run:
     """The state between two steps."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, lengths: LengthModel, assign: Assign) -> None:
-        self._schedule, self._costs, self._lengths, self._assign = schedule, costs, lengths, assign
+    def __init__(self, schedule: Schedule, costs: Costs, lengths: LengthModel) -> None:
+        self._schedule, self._costs, self._lengths = schedule, costs, lengths
         self._engines = [EngineClock(costs.engine, costs.prompt_tokens) for _ in range(costs.num_engines)]
         self._groups: dict[int, list[Response]] = {}  # may begin, not trained on yet; in order
         self._missing: dict[int, int] = {}  # of them, responses that are not finished, where there are any
@@ -195,7 +191,7 @@ class _Run:
         self._num_due = sum(ordinal < self._find_due() for ordinal in self._missing)
         loads = np.array([engine.num_unfinished for engine in self._engines])
         prompts = [costs.prompt_tokens] * (len(begun) // costs.group_size)
-        engine_of = self._assign(
+        engine_of = assign_engines(
             self._schedule.dispatch, prompts, costs.group_size, costs.num_engines, costs.longest, loads
         )
         for response, number in zip(begun, engine_of.tolist(), strict=True):

@@ -15,16 +15,16 @@ from typing import Any
 
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.communication import list_traffic
-from megatron_rl.planning.engine_clock import EngineModel, StepCost
 from megatron_rl.planning.engine_weights import count_engine_bytes
 from megatron_rl.planning.layouts import check_job, find_problem
-from megatron_rl.planning.lengths import LengthModel
 from megatron_rl.planning.memory import ENGINE_PHASES, RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.parameters import DTYPE_BYTES
-from megatron_rl.planning.schedules import Assign, Costs, Schedule, ScheduleTimes, simulate
 from megatron_rl.planning.steptime import Assumptions, build_workload, count_operations, predict_step
-from megatron_rl.planning.switch import plan_switch
 from megatron_rl.types import UserError
+from tools.planning.engine_clock import EngineModel, StepCost
+from tools.planning.lengths import LengthModel
+from tools.planning.schedules import Costs, Schedule, ScheduleTimes, simulate
+from tools.planning.switch import plan_switch
 
 OWN_UTILIZATION = 0.9
 _MAX_STALENESS = 2
@@ -70,9 +70,7 @@ class ScheduleChoice:
     pass_cost: StepCost
 
 
-def choose_schedule(
-    job: Job, switch_seconds: float, lengths: LengthModel, assumed: Assumptions, assign: Assign
-) -> ScheduleChoice:
+def choose_schedule(job: Job, switch_seconds: float, lengths: LengthModel, assumed: Assumptions) -> ScheduleChoice:
     """Simulate the schedules of a job that fits.
 
     Args:
@@ -80,7 +78,6 @@ def choose_schedule(
         switch_seconds: of its reshard plan.
         lengths: of the responses.
         assumed: efficiencies; its `mean_response` is not looked at.
-        assign: `rollout.dispatch.assign_engines`.
     """
     data, config = job.config.data, job.config
     assumed = replace(assumed, mean_response=lengths.mean(data.max_response_length) / data.max_response_length)
@@ -89,7 +86,7 @@ def choose_schedule(
     own_ranks = not {*job.rollout_ranks} & {*job.ranks_of("actor")}
 
     def run(name: str, schedule: Schedule, costs: Costs, engine_gpus: int, overrides: list[str]) -> Option:
-        times = simulate(schedule, costs, lengths, assign, steps=steps, skip=steps // 3)
+        times = simulate(schedule, costs, lengths, steps=steps, skip=steps // 3)
         return Option(name, schedule, engine_gpus, overrides, times)
 
     world, engine_gpus = job.cluster.world_size, len(job.rollout_ranks)

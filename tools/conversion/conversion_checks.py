@@ -14,7 +14,6 @@ from safetensors import safe_open
 
 from megatron_rl.checkpoint.draft_layers import find_drafts
 from megatron_rl.checkpoint.model_files import ModelFiles
-from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_global import Table
@@ -88,32 +87,3 @@ def check_one_type_per_key(table: Table, dtypes: Mapping[str, torch.dtype], sour
                 expected="one type",
                 hint="pass --dtype to convert all of them",
             )
-
-
-def check_global_shapes(reader: ChunkReader, table: Table, weights: Path) -> None:
-    """Compare a checkpoint with the model that its config describes; padded rows of the vocabulary may be there."""
-    if any(key.endswith(".lora_A.weight") for key in reader.tensors):
-        raise UserError(
-            "the checkpoint holds adapters, and not the model that they belong to",
-            source=str(weights),
-            expected="the weights of a whole model",
-            hint="the checkpoint's directory huggingface/ is in PEFT's format: start from it by actor.lora.path, or "
-            "make one model of both with PEFT's merge_and_unload()",
-        )
-    wrong = []
-    for key, shape in {place.key: place.shape for places in table.values() for place in places}.items():
-        found = reader.tensors.get(key, ((), None))[0]
-        is_padded = (
-            key in ("embedding.word_embeddings.weight", "output_layer.weight")
-            and found[1:] == shape[1:]
-            and found[:1] >= shape[:1]
-        )
-        if found != shape and not is_padded:
-            wrong.append(f"{key} is {list(found) if found else 'missing'}, config.json says {list(shape)}")
-    if wrong:
-        raise UserError(
-            f"{len(wrong)} tensor(s) do not match: {'; '.join(wrong[:3])}",
-            source=str(weights),
-            expected="the tensors that config.json describes",
-            hint="config.json and checkpoint belong to two models",
-        )

@@ -23,7 +23,7 @@ from megatron_rl.planning.layouts import (
 )
 from megatron_rl.planning.memory import RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.steptime import Assumptions, StepTime, build_workload, predict_step
-from megatron_rl.planning.switch import SwitchPlan, plan_switch
+from tools.planning.switch import SwitchPlan, plan_switch
 
 _MAX_PACKED = 20_000  # rollouts of a minibatch that are packed to show how it goes
 

@@ -21,19 +21,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.planning.cluster import Job
-from megatron_rl.rehearsal import fake_cuda
-from megatron_rl.rehearsal.batches import find_share_in_loss, pack_full
-from megatron_rl.rehearsal.building import build_rehearsed, find_teacher
-from megatron_rl.rehearsal.fake_nf4 import fake_nf4
-from megatron_rl.rehearsal.fake_world import fake_world
-from megatron_rl.rehearsal.ledger import Ledger, Phase
-from megatron_rl.rehearsal.report import Found, compare_rank, name_scoring
-from megatron_rl.rehearsal.scoring import make_lessons, score, take_pieces
-from megatron_rl.rehearsal.stand_ins import stand_ins
-from megatron_rl.rehearsal.switching import build_switch, can_switch
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.step import StepLoss
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
+from tools.rehearsal import fake_cuda
+from tools.rehearsal.batches import find_share_in_loss, pack_full
+from tools.rehearsal.building import build_rehearsed, find_teacher
+from tools.rehearsal.fake_nf4 import fake_nf4
+from tools.rehearsal.fake_world import fake_world
+from tools.rehearsal.ledger import Ledger, Phase
+from tools.rehearsal.report import Found, compare_rank, name_scoring
+from tools.rehearsal.scoring import make_lessons, score, take_pieces
+from tools.rehearsal.stand_ins import stand_ins
+from tools.rehearsal.switching import build_switch, can_switch
 
 
 class Rehearsal:

@@ -27,13 +27,13 @@ from megatron_rl.engines.protocol import EngineSpec, Request
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import Process, share_object, world
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.parity.report import make_report, measure_gaps
-from megatron_rl.parity.trace import trace_huggingface, trace_megatron
-from megatron_rl.parity.weights import WrongTensor, compare_weights
 from megatron_rl.rollout.serving import generate
 from megatron_rl.training.scoring import build_policy, score_sequences
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.support import check_rollout_layout, check_training_layout
+from tools.parity.report import make_report, measure_gaps
+from tools.parity.trace import trace_huggingface, trace_megatron
+from tools.parity.weights import WrongTensor, compare_weights
 
 TRACED_TOKENS = 32
 Scores = list[torch.Tensor]  # [tokens] per sequence

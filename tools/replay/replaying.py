@@ -14,7 +14,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from megatron_rl.capsule.comparing import compare_sections
 from megatron_rl.capsule.fingerprints import Fingerprints, StoredRole
 from megatron_rl.capsule.record import Section, decode_sections
 from megatron_rl.capsule.recording import CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE
@@ -29,6 +28,7 @@ from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.parallel.collectives import share_object
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
+from tools.replay.comparing import compare_sections
 
 _UNUSED_SECTIONS = ("reward", "reward_model", "hybrid", "checkpoint", "observability")
 _TRAINED = ("actor", "critic")
