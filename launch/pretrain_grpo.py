@@ -17,7 +17,8 @@ def check_memory(
     config: RunConfig, recipe: Path | None, world_size: int, memory_gib: float, gpus_per_node: int | None
 ) -> tuple[RunConfig, list[str], str]:
     """Lay the run out if it says so, and refuse what does not fit into GPUs of this size."""
-    from megatron_rl.planning.admission import check_fits, describe_cluster
+    from megatron_rl.planning.admission import check_fits
+    from megatron_rl.planning.cluster import describe_cluster
     from tools.planning.automatic import choose_layout
 
     cluster, chosen = describe_cluster(world_size, memory_gib, gpus_per_node), []

@@ -23,11 +23,11 @@ from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import ENGINES, EngineMaker
 from megatron_rl.extension.registry import enter_object, name_of
-from megatron_rl.planning.cluster import Cluster
 from megatron_rl.rewards.functions import RewardFunction, check_reward_function, file_of
 from megatron_rl.types import Rollout, UserError
 
 if TYPE_CHECKING:  # a dry run imports no torch
+    from megatron_rl.planning.cluster import Cluster
     from megatron_rl.training.setup import RoleSetup
 
 

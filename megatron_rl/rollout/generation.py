@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -20,9 +20,10 @@ from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.cache_use import CacheUse
+from megatron_rl.rollout.carried import CarriedResponses
 from megatron_rl.rollout.control import Channel, ControlMessage
 from megatron_rl.rollout.dispatch import assign_engines
-from megatron_rl.rollout.order import STRIDE, count_occurrences, name_sample
+from megatron_rl.rollout.order import STRIDE, Samples, count_occurrences, name_sample
 from megatron_rl.rollout.serving import Listener, close_batch, serve
 from megatron_rl.types import Prompt, Rollout, RouteShape, UserError
 from megatron_rl.weights.families import ModelShape
@@ -74,6 +75,10 @@ class Generator(Protocol):
         self, groups: SampleGroups, on_finished: Callable[[Rollout], None] | None = None
     ) -> dict[int, Rollout]:
         """See `RolloutGenerator.generate`."""
+        ...
+
+    def carry(self, samples: Samples) -> Any:
+        """Return the holder of the samples that begin ahead of their step."""
         ...
 
     def close(self) -> None:
@@ -243,6 +248,10 @@ class RolloutGenerator:
         except UserError as error:
             return error
         return None
+
+    def carry(self, samples: Samples) -> CarriedResponses:
+        """Return the holder of the responses that begin ahead of their step."""
+        return CarriedResponses(samples)
 
     def close(self) -> None:
         """Release the engine."""

@@ -14,7 +14,7 @@ from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.lifecycle.debugging import wait_for_debugger
 from megatron_rl.parallel.collectives import gather_objects, world
-from megatron_rl.planning.admission import check_fits, find_cluster, find_host
+from megatron_rl.planning.cluster import find_cluster, find_host
 from megatron_rl.roles.build import launched_sizes
 from megatron_rl.roles.inputs import RlInputs, SftInputs, read_rl_inputs, read_sft_inputs
 from megatron_rl.roles.parts import Parts
@@ -87,6 +87,8 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
         here = cluster or find_host(world_size, ranks_per_node)
         config, chosen = parts.choose_layout(config, resolve(config), here, recipe)
     if cluster is not None and config.trainer.check_memory:
+        from megatron_rl.planning.admission import check_fits
+
         check_fits(config, resolve(config), cluster)
     inputs = read_rl_inputs(config, world_size, parts)
     for role in inputs.spec.trained:

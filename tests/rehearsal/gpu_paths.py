@@ -46,7 +46,7 @@ from megatron_rl.engines.server_sglang import SglangServer
 from megatron_rl.models import attention_backends
 from megatron_rl.parallel.collectives import Process, current_device, init_distributed, memory_in_use
 from megatron_rl.parallel.random_streams import keep_random_streams
-from megatron_rl.planning.admission import find_cluster
+from megatron_rl.planning.cluster import find_cluster
 from megatron_rl.resharding import pull
 from megatron_rl.resharding.executor import Resharder
 from megatron_rl.roles.bitwise import check_bitwise

@@ -9,9 +9,8 @@ from functools import partial
 
 from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.cluster import Job
+from megatron_rl.planning.cluster import DTYPE_BYTES, Job
 from megatron_rl.planning.engine_weights import CODE_BYTES, SCALE_BYTES, is_coded
-from megatron_rl.planning.parameters import DTYPE_BYTES
 from megatron_rl.resharding.classes import Shard
 from megatron_rl.resharding.planner import Flow, Planner, group_shards
 from megatron_rl.resharding.summary import Bandwidths, Prediction, ReshardSummary, predict_seconds, summarize
