@@ -44,7 +44,6 @@ from megatron_rl.observability.status import STATUS_FILE, Positions, StatusFile,
 from megatron_rl.observability.summary import SUMMARY_FILE, find_best_responses, format_response, write_summary
 from megatron_rl.observability.tensorboard import TensorBoard, is_due
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.observability.wandb_run import WandbRun
 from megatron_rl.types import UserError
 
 STOPPED_FILE = "stopped.json"
@@ -167,6 +166,8 @@ class Run:
             add(StatusFile(page, self.dir / STATUS_FILE))
             self.log.info("status page: %s", page.url)
         if settings.wandb != "off":
+            from megatron_rl.observability.wandb_run import WandbRun
+
             add(
                 WandbRun(
                     self.dir,

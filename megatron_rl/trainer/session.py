@@ -9,10 +9,9 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from megatron_rl.algorithms.kl import build_kl_controller
-from megatron_rl.capsule.recording import CapsuleRecorder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.experience.describe import text_rows
 from megatron_rl.lifecycle.checkpoints import Checkpoints
@@ -26,6 +25,9 @@ from megatron_rl.trainer.preparing import Prepared, check, prepare
 from megatron_rl.trainer.sampling import RunSinks
 from megatron_rl.training.profiling import StepProfiler
 from megatron_rl.types import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.capsule.recording import CapsuleRecorder
 
 
 class Session:
@@ -69,9 +71,13 @@ class Session:
             export=self.policy.export,
             total_steps=self.total_steps,
         )
-        self.capsule = CapsuleRecorder(
-            config, self.plan, self.run, self.trained, self.checkpoints.save_into, inputs.tokenizer.decode
-        )
+        self.capsule: CapsuleRecorder | None = None
+        if trainer.capture_step:
+            from megatron_rl.capsule.recording import CapsuleRecorder
+
+            self.capsule = CapsuleRecorder(
+                config, self.plan, self.run, self.trained, self.checkpoints.save_into, inputs.tokenizer.decode
+            )
 
     @classmethod
     def from_hf_config(
@@ -138,7 +144,8 @@ class Session:
         for step in range((resumed or 0) + 1, total + 1):
             run.timers.begin_step(step)
             with self.profiler.step(step), run.timers.phase("step"):
-                self.capsule.begin(step)
+                if self.capsule:
+                    self.capsule.begin(step)
                 self.guard.stop_in_debugger(trainer, step)
                 yield step
                 is_best = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,8 @@ from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.training.adapters import Adapters
-from megatron_rl.training.cuda_graph import GraphStep
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
-from megatron_rl.training.stage_graphs import StageGraphStep
 from megatron_rl.training.step import EagerStep, StaticStep, StepLoss
 from megatron_rl.training.unsound import explain_lost_gradient, explain_unsound
 from megatron_rl.types import LossLedger, UserError
@@ -32,6 +30,9 @@ from megatron_rl.types import LossLedger, UserError
 def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: TrainedConfig) -> EagerStep:
     """How the microbatches of a role run, by `step_mode`."""
     if config.step_mode == "graph":
+        from megatron_rl.training.cuda_graph import GraphStep
+        from megatron_rl.training.stage_graphs import StageGraphStep
+
         kind = StageGraphStep if model.layout.pp_size > 1 else GraphStep
         return kind(model, head, optimizer, config.graph_memory_gib)
     return (StaticStep if config.step_mode == "static" else EagerStep)(model, head, optimizer)
@@ -114,8 +115,8 @@ class OptimizerStep:
         optimizer.is_sound.copy_(_is_sound(totals, loss, minibatch.ledgers))
         lr = optimizer.advance_schedule()
         grad_norm = self._step.finish()
-        adapters = self._step.model.trained
-        moved = [adapters.measure_norm()[None]] if isinstance(adapters, Adapters) else []
+        adapters: Any = self._step.model.trained
+        moved = [] if self._step.model.adapters is None else [adapters.measure_norm()[None]]
         read = torch.cat([totals, grad_norm.double()[None], *moved]).tolist()  # the only wait for the device
         values, norm, moved = read[: len(totals)], read[len(totals)], read[len(totals) + 1 :]
         found = dict(zip(loss.metric_names, values, strict=True))

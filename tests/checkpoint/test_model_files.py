@@ -19,7 +19,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from distributed import run_ranks
 from megatron_rl.checkpoint.huggingface import ShardedModel, check_checkpoint, load_huggingface, save_huggingface
 from megatron_rl.checkpoint.model_files import ModelFiles, decode_mxfp4
-from megatron_rl.checkpoint.units import Workers
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
@@ -32,6 +31,7 @@ from megatron_rl.weights.rollout_layout import huggingface_placements
 from shards import find_differences
 from tiny_models import save_tiny_model
 from tools.conversion.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
+from tools.conversion.units import Workers
 from tools.parity.weights import compare_weights
 
 LAYER = "model.layers.0.mlp.experts."

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from distributed import run_ranks
-from megatron_rl.checkpoint.units import Workers
 from rl_runs import layout_overrides, overrides_for, read_records, train
 from shards import find_differences
 from tiny_models import ENGINE_SIZES
 from tools.conversion.conversion import CheckpointWeights, convert_to_huggingface
+from tools.conversion.units import Workers
 
 PP2 = layout_overrides(1, 2, 1)
 SETTINGS = ["rollout.engine=hf", "data.validation_files=[]", "trainer.save_freq=1", "checkpoint.save_huggingface=true"]

@@ -21,14 +21,13 @@ import torch
 
 from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, resolve_weights
 from megatron_rl.checkpoint.distributed import check_global_shapes
-from megatron_rl.checkpoint.files import DIGESTS_FILE, explain_write_error
+from megatron_rl.checkpoint.files import DIGESTS_FILE, Unit, explain_write_error, split_units
 from megatron_rl.checkpoint.huggingface import check_checkpoint, finish_model, name_safetensors
 from megatron_rl.checkpoint.manifest import begin_manifest, finish_role, seal
 from megatron_rl.checkpoint.model_files import ModelFiles, WrittenTensor, list_copies, list_written
 from megatron_rl.checkpoint.pieces import locate
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, find_mtp_weights, list_side_files
 from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter
-from megatron_rl.checkpoint.units import Finished, Progress, Unit, Workers, forget_notes, run_units, split_units
 from megatron_rl.types import UserError
 from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements, place_drafts
 from megatron_rl.weights.model_config import find_head, load_model_shape
@@ -40,6 +39,7 @@ from tools.conversion.conversion_checks import (
     read_dtypes,
 )
 from tools.conversion.safetensors_stream import SafetensorsWriter
+from tools.conversion.units import Finished, Progress, Workers, forget_notes, run_units
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

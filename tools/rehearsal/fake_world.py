@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_rl.models import attention_backends
 from megatron_rl.parallel import groups as group_module
 from megatron_rl.resharding.certificate import Certificate
-from megatron_rl.training import adapters, routing
+from megatron_rl.training import adapters, packed_model, routing
 
 assert fake_collectives, "registers what collectives make of fake tensors"
 
@@ -45,6 +45,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         patch.object(dist, "broadcast_object_list", nothing),
         patch.object(group_module, "align_group_names", nothing),
         patch.object(adapters, "load_weights", nothing),
+        patch.object(packed_model, "load_weights", nothing),
         patch.object(DeviceMesh, "from_group", _make_mesh),
         patch.object(routing, "describe_routing", lambda *counts: {}),  # on the host, of values
         patch.object(Certificate, "_raise_if_wrong", nothing),  # digests of values

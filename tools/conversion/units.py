@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.files import FileRecord, explain_os_error, write_file
+from megatron_rl.checkpoint.files import FileRecord, Unit, explain_os_error, write_file
 from megatron_rl.checkpoint.torch_dist import Chunk
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.types import UserError
@@ -53,21 +53,6 @@ class _Shared(Progress):
     def advance(self, num_bytes: int) -> None:
         with self.total.get_lock():
             self.total.value += num_bytes
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One output file.
-
-    Attributes:
-        file: its name.
-        tensors: names of the logical tensors in it.
-        num_bytes: of their elements.
-    """
-
-    file: str
-    tensors: tuple[str, ...]
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -109,28 +94,6 @@ class Workers:
             raise_together(error, self.group)
         elif error is not None:
             raise error
-
-
-def split_units(sizes: Mapping[str, int], max_bytes: int, name_file: Callable[[int, int], str]) -> list[Unit]:
-    """Fill files with tensors in order.
-
-    Args:
-        sizes: tensor -> bytes.
-        max_bytes: a file ends before it would exceed this (a larger tensor has a file of its own).
-        name_file: (index from 0, number of files) -> name.
-    """
-    batches: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if batches[-1] and filled + size > max_bytes:
-            batches.append([])
-            filled = 0
-        batches[-1].append(name)
-        filled += size
-    return [
-        Unit(name_file(index, len(batches)), tuple(batch), sum(sizes[name] for name in batch))
-        for index, batch in enumerate(batches)
-    ]
 
 
 def run_units(
