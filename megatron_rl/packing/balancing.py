@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from itertools import chain
 
 import numpy as np
 
 _NO_UNIT = np.iinfo(np.int64).max  # cost of the lightest unit of a rank without units
-_TRIED_AT_ONCE = 256  # pairs of units, at first
+_TRIED_AT_ONCE = 256  # pairs of units, at first; as few are cheaper in Python than in numpy
 _GOOD_ENOUGH = 1.001  # cost of the heaviest rank over the mean at which the search ends
 
 
@@ -26,26 +27,57 @@ def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
     loads, lightest = np.zeros(len(ranks), np.int64), np.full(len(ranks), _NO_UNIT)
     np.add.at(loads, rank_of, costs[units])
     np.minimum.at(lightest, rank_of, costs[units])  # unit of each rank
+    last = len(ranks) - 1
+    by_load = sorted(load * len(ranks) + last - rank for rank, load in enumerate(loads.tolist()))
+    token_list, cost_list = [*tokens.tolist(), 0], [*costs.tolist(), 0]  # the last: of unit -1, "nothing"
     for _ in range(8 * len(ranks)):
-        high, *_ = order = np.argsort(-loads, kind="stable")
-        give = [int(costs[unit]) for members in ranks[high] for unit in members]
-        if loads[high] * len(ranks) <= _GOOD_ENOUGH * total or len(give) < 2:
+        (least, low), (most, high) = divmod(by_load[0], len(ranks)), divmod(by_load[-1], len(ranks))
+        low, high = last - low, last - high
+        give = [cost_list[unit] for members in ranks[high] for unit in members]
+        if most * len(ranks) <= _GOOD_ENOUGH * total or len(give) < 2:
             return  # a single unit is not less anywhere else
-        gaps = loads[high] - loads
-        gaps[order[np.count_nonzero(loads) : -1]] = 0  # ranks without units are alike: one of them is tried
-        is_possible = (gaps > min(give)) | ((gaps > 0) & (lightest < max(give)))
-        lows = order[is_possible[order]][::-1]
-        found, some, width = None, lows, 1 + _TRIED_AT_ONCE * len(ranks) // (num_units * len(give))
-        while len(lows) and found is None:  # most exchange with one of the first
-            some, lows, width = lows[:width], lows[width:], 2 * width
-            found = _exchange_best(ranks[high], [ranks[low] for low in some], gaps[some], tokens, costs, max_tokens)
-        if found is None:
-            return
-        low, moved = some[found[0]], found[1]
-        loads[high] -= moved
-        loads[low] += moved
-        for rank in (high, low):
-            lightest[rank] = min((int(costs[unit]) for members in ranks[rank] for unit in members), default=_NO_UNIT)
+        moved = None
+        if len(give) * sum(len(members) + 1 for members in ranks[low]) <= _TRIED_AT_ONCE:
+            moved = _exchange_few(ranks[high], ranks[low], most - least, token_list, cost_list, max_tokens)
+        if moved is None:  # with the cheapest rank, or there are too many pairs
+            order = np.argsort(-loads, kind="stable")
+            gaps = loads[high] - loads
+            gaps[order[np.count_nonzero(loads) : -1]] = 0  # ranks without units are alike: one of them is tried
+            is_possible = (gaps > min(give)) | ((gaps > 0) & (lightest < max(give)))
+            lows = order[is_possible[order]][::-1]
+            found, some, width = None, lows, 1 + _TRIED_AT_ONCE * len(ranks) // (num_units * len(give))
+            while len(lows) and found is None:  # most exchange with one of the first
+                some, lows, width = lows[:width], lows[width:], 2 * width
+                found = _exchange_best(ranks[high], [ranks[low] for low in some], gaps[some], tokens, costs, max_tokens)
+            if found is None:
+                return
+            low, moved = int(some[found[0]]), found[1]
+        by_load.pop()
+        by_load.remove(int(loads[low]) * len(ranks) + last - low)
+        for rank, more in ((high, -moved), (low, moved)):
+            loads[rank] += more
+            insort(by_load, int(loads[rank]) * len(ranks) + last - rank)
+            lightest[rank] = min((cost_list[unit] for members in ranks[rank] for unit in members), default=_NO_UNIT)
+
+
+def _exchange_few(
+    high: list[list[int]], low: list[list[int]], gap: int, tokens: list[int], costs: list[int], max_tokens: int
+) -> int | None:
+    """Exchange as `_exchange_best` does with one cheaper rank, pair after pair; returns the cost moved to it."""
+    rooms = [max_tokens - sum(tokens[unit] for unit in members) for members in low]
+    takes = [(unit, b) for b, members in enumerate(low) for unit in members] + [(-1, b) for b in range(len(low))]
+    nearest, pair = gap, None  # a distance below the gap: more than 0 moves, and less than the gap
+    for members in high:
+        room = max_tokens - sum(tokens[unit] for unit in members)
+        for unit in members:
+            for taken, b in takes:
+                distance = abs(2 * (costs[unit] - costs[taken]) - gap)
+                if distance < nearest and -room <= tokens[unit] - tokens[taken] <= rooms[b]:
+                    nearest, pair = distance, (members, unit, low[b], taken)
+    if pair is None:
+        return None
+    _exchange(*pair)
+    return costs[pair[1]] - costs[pair[3]]
 
 
 def _exchange_best(
@@ -82,12 +114,17 @@ def _exchange_best(
     is_possible &= take_rank == low
     distance = np.where(is_possible, np.abs(2 * moved - gap), np.iinfo(np.int64).max)
     i, j = np.unravel_index(int(np.argmin(distance)), distance.shape)
-    high[give_bin[i]].remove(give[i])
-    bins[take_bin[j]].append(int(give[i]))
-    if take[j] >= 0:
-        bins[take_bin[j]].remove(take[j])
-        high[give_bin[i]].append(int(take[j]))
+    _exchange(high[give_bin[i]], int(give[i]), bins[take_bin[j]], int(take[j]))
     return low, int(moved[i, j])
+
+
+def _exchange(high: list[int], given: int, low: list[int], taken: int) -> None:
+    """Move a unit from one bin to another, and one back unless that is -1."""
+    high.remove(given)
+    low.append(given)
+    if taken >= 0:
+        low.remove(taken)
+        high.append(taken)
 
 
 def _list_units(bins: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
