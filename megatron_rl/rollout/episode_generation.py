@@ -16,10 +16,10 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import reduce_scalars, world
-from megatron_rl.rollout.control import ControlMessage
 from megatron_rl.rollout.episodes import Episodes, describe_episodes
 from megatron_rl.rollout.generation import RolloutGenerator, SampleGroups
 from megatron_rl.rollout.order import Samples
+from megatron_rl.rollout.serving import ControlMessage
 from megatron_rl.types import Prompt, Rollout
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.config.command_line import end_program_on_errors
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.lifecycle.debugging import wait_for_debugger
+from megatron_rl.lifecycle.guard import wait_for_debugger
 from megatron_rl.parallel.collectives import gather_objects, world
 from megatron_rl.planning.cluster import find_cluster, find_host
 from megatron_rl.roles.build import launched_sizes

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.lifecycle.stop_request import StopRequest
+from megatron_rl.lifecycle.opening import StopRequest
 from megatron_rl.lifecycle.watchdog import Watchdog, Watched
 from megatron_rl.observability.rank_log import log_path, open_rank_log
 from megatron_rl.observability.timers import PhaseTimers

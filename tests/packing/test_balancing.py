@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.packing import balancing
-from megatron_rl.packing.balancing import balance_ranks
+from megatron_rl.packing.microbatches import balance_ranks
 
 BUDGET = 20
 UNITS = st.lists(st.tuples(st.integers(0, 10), st.integers(0, 50)), max_size=12)

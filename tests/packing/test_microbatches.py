@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.packing import balancing, microbatches
+from megatron_rl.packing import microbatches
+from megatron_rl.packing import microbatches as balancing
 from megatron_rl.packing.microbatches import (
     MicrobatchPlan,
     compute_attention_ratio,

@@ -27,8 +27,7 @@ from megatron_rl.engines.vllm import VllmEngine
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
-from megatron_rl.rollout.control import Channel, ControlMessage, open_channel
-from megatron_rl.rollout.serving import close_batch, generate, serve
+from megatron_rl.rollout.serving import Channel, ControlMessage, close_batch, generate, open_channel, serve
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model
 from tools.benchmarks._scripted_engine import ScriptedEngine
