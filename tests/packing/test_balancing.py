@@ -43,7 +43,7 @@ def test_budget_and_units_are_kept_and_the_heaviest_gets_no_heavier(drawn: list[
 
 
 def exchange_once(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.ndarray, budget: int) -> bool:
-    """The rule pair by pair: the costliest rank with the cheapest that it can exchange with, nearest to half the gap."""
+    """The rule pair by pair: the costliest rank and the cheapest that can exchange, nearest to half the gap."""
     of, mean = loads(ranks, costs), costs.sum() / len(ranks)
     high = of.index(max(of))
     if max(of) <= 1.001 * mean or sum(map(len, ranks[high])) < 2:
