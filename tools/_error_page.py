@@ -93,7 +93,7 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Batch sizes": (
         "Prompts, responses, minibatches and token budgets that do not divide or do not fit.",
-        ("config/batch_plan", "config/sft_plan"),
+        ("config/batch_plan",),
     ),
     "Layouts, placement and memory": (
         "Ranks that do not suffice, sizes that do not divide, models that do not fit.",
@@ -105,7 +105,7 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Data, prompts and tokenizers": (
         "Files, rows, columns, chat templates and lengths.",
-        ("data/", "roles/prompt_inputs", "roles/inputs", "extension/reasoning_gym"),
+        ("data/", "roles/inputs", "extension/reasoning_gym"),
     ),
     "Rewards": ("Rules, functions, workers, services and ground truths.", ("rewards/",)),
     "Algorithms and plugins": (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a recipe and a command line to a checked `RunConfig`.
 
-Road of a setting: read with its place (`sources.py`), references resolved (`references.py`), plugins
+Road of a setting: read with its place (`sources.py`), references `${section.key}` resolved, plugins
 imported, which declare settings of their own (`options.py`), verl names translated
 (`verl/aliases.py`), the command line put over the recipe, type checked (`fields.py`), sections built,
 settings without effect put aside (`idle.py`), sanity checked (`checks.py`). Every

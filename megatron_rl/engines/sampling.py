@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sampling contract for the engine and for the trainer's scoring, and seeds that depend on nothing else."""
+"""One sampling contract for the engine and for the trainer's scoring, and seeds that depend on nothing else.
+
+Stop strings end a response with the token that completes one of them, and all its tokens are learned from; rewards read
+the text before the string. Special tokens have no text, nor does a character of which bytes are missing.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
     from megatron_rl.data.tokenizer import Tokenizer
-
-
-def add_gumbel_noise(scaled: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """Noise on top of logits: their largest is then a sample of `softmax(scaled)` (the Gumbel-max trick).
-
-    Args:
-        scaled: [b, v] logits over the temperature, float32.
-        generators: of each row, on the CPU; each is advanced by v numbers.
-
-    Returns:
-        [b, v].
-    """
-    noise = torch.stack([torch.rand(scaled.shape[1], generator=g) for g in generators])
-    return scaled - (-noise.clamp_min(1e-20).log()).log().to(scaled.device)
 
 
 _CLOSING_TAG = re.compile(r"</\w+>|\[/\w+\]")

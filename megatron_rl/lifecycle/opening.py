@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start of a run: whose directory it is, which checkpoint it resumes from, and whether that still fits."""
+"""The start of a run: its directory, the checkpoint that it resumes from and whether that fits, signals to stop it."""
 
 from __future__ import annotations
 

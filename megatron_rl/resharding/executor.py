@@ -3,7 +3,8 @@
 
 Three ways, chosen piece by piece when the plan is made ready: copies inside the rank; copies out of the
 mapped memory of a peer on the same host (pull: no staging, no message); buckets point to point for
-the rest. No rank ever holds a tensor that it does not need. Views of every piece are made once.
+the rest. No rank ever holds a tensor that it does not need. Views of every piece are made once, and copies
+of pieces that lie one behind the other on both sides, as the matrices of experts do, become one copy of a block.
 """
 
 from __future__ import annotations

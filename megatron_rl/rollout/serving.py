@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only place that steps an engine: a loop over control messages, and a batch of requests as one use of it."""
+"""The only place that steps an engine: a loop over control messages, and a batch of requests as one use of it.
+
+The ranks of an engine stay equal only if they see the same requests between the same two steps: its first rank sends
+them a message before each.
+"""
 
 from __future__ import annotations
 

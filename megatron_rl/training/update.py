@@ -2,7 +2,7 @@
 """One optimizer step over a minibatch, the same for every role that is trained.
 
 Numbers stay on the device until the step is done, and are read once.
-Whether the step may change the weights is decided there.
+Whether the step may change the weights is decided there. The inputs of a step are read only to explain an unsound one.
 """
 
 from __future__ import annotations
