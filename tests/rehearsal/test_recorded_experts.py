@@ -56,6 +56,7 @@ SETUPS: dict[int, dict[str, Setup]] = {
     },
 }
 LONG = {"shared-prompts", "bfloat16", "critic", "lora", "biased-full", "cp2-replay", "pp2-biased-little-memory"}
+COVERED = {"tp2-replay", "tp2-full"}  # by what `tp2-etp1-full` and `pp2-full-replay` have; left to the longer test
 EXCHANGED = Setup(sizes=dict(ep_size=2), config=LADDER, replays=True)  # what static runs, and graph refuses
 
 
@@ -92,7 +93,7 @@ def assert_equals_eager(world_size: int, names: set[str], path: Path, num_steps:
 
 @pytest.mark.parametrize("world_size", SETUPS)
 def test_replay_equals_eager_in_every_layout(world_size: int, path: Path) -> None:
-    assert_equals_eager(world_size, {*SETUPS[world_size]} - LONG, path, 2)
+    assert_equals_eager(world_size, {*SETUPS[world_size]} - LONG - COVERED, path, 2)
 
 
 @pytest.mark.slow

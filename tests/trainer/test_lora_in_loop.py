@@ -112,7 +112,10 @@ def test_the_reference_is_the_actor_without_adapters(task: Path, tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("mode", "settings"),
-    [("merge", ["algorithm.adv_estimator=gae", "critic.lora.rank=2", "critic.lr=1e-2"]), ("adapter", [])],
+    [
+        ("merge", ["algorithm.adv_estimator=gae", "critic.lora.rank=2", "critic.lr=1e-2"]),
+        pytest.param("adapter", [], marks=pytest.mark.slow),
+    ],
 )
 def test_a_quantized_run_is_the_run_on_what_it_stands_for(
     task: Path, tmp_path: Path, vllm_imported: None, mode: str, settings: list[str]

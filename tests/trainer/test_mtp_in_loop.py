@@ -114,6 +114,7 @@ def count_passes(path: Path, prompts: list[list[int]]) -> int:
     return passes - 16 * len(prompts)  # that the plain responses took
 
 
+@pytest.mark.slow
 def test_drafts_are_accepted_more_often(task: Path, model: Path, tmp_path: Path) -> None:
     """Speculative decoding in transformers needs fewer passes with the layer that a run has trained."""
     extra = ["actor.lr=1e-6", "trainer.total_steps=30", "trainer.save_freq=0", "rollout.n=8"]
