@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.packing import balancing
+from megatron_rl.packing import microbatches
 from megatron_rl.packing.microbatches import balance_ranks
 
 BUDGET = 20
@@ -74,7 +74,7 @@ def exchange_once(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
 @pytest.mark.parametrize("most_pairs", [0, 12, 256])
 def test_few_and_many_pairs_are_exchanged_by_one_rule(most_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """200 random starts, many of equal costs; numpy alone, both in turn, pair after pair."""
-    monkeypatch.setattr(balancing, "_TRIED_AT_ONCE", most_pairs)
+    monkeypatch.setattr(microbatches, "_TRIED_AT_ONCE", most_pairs)
     num_exchanges = 0
     for seed in range(200):
         random = np.random.default_rng(seed)
