@@ -318,7 +318,7 @@ def _count_engine_ranks(cfg: RunConfig, world_size: int) -> int:
         raise UserError(
             f"world_size {world_size} is no multiple of rollout.tensor_model_parallel_size {rollout_tp_size}",
             source="world size (torchrun), or placement.rollout, and rollout.tensor_model_parallel_size",
-            expected=f"rollout.tensor_model_parallel_size of {_either(_nearestdivisors(world_size, rollout_tp_size))}"
+            expected=f"rollout.tensor_model_parallel_size of {_either(_nearest_divisors(world_size, rollout_tp_size))}"
             f", or a world size of {_either(_nearest_multiples(world_size, rollout_tp_size))}",
             hint="each rollout engine takes that many ranks, and no rank may be left over",
         )
@@ -332,7 +332,7 @@ def _check_batches(cfg: RunConfig, spec: RunSpec, num_train_prompts: int | None)
         raise UserError(
             f"data.train_batch_size {batch} is no multiple of actor.ppo_mini_batch_size {mini}",
             source="data.train_batch_size and actor.ppo_mini_batch_size",
-            expected=f"ppo_mini_batch_size of {_either(_nearestdivisors(batch, mini))}, or train_batch_size of "
+            expected=f"ppo_mini_batch_size of {_either(_nearest_divisors(batch, mini))}, or train_batch_size of "
             f"{_either(_nearest_multiples(batch, mini))}",
             hint="both are counted in prompts; each optimizer step takes the same number",
         )
@@ -394,7 +394,7 @@ def divisors(value: int) -> list[int]:
     return [size for size in range(1, value + 1) if value % size == 0]
 
 
-def _nearestdivisors(value: int, wanted: int) -> list[int]:
+def _nearest_divisors(value: int, wanted: int) -> list[int]:
     """The divisors of `value` next to `wanted` on either side."""
     below = [size for size in divisors(value) if size < wanted]
     above = [size for size in divisors(value) if size > wanted]
