@@ -38,7 +38,7 @@ MAX_FUNCTION_LINES = 60
 # What was there before these limits: it may only shrink, and an entry that is gone goes from here as well.
 MAX_FAN_OUT = 20
 # A plain run loads fewer lines than this, and none of these modules.
-MAX_LOADED_LINES = 37_500
+MAX_LOADED_LINES = 36_000
 BEHIND_DOORS = (
     "agents.",
     "algorithms.distillation",
@@ -51,10 +51,12 @@ BEHIND_DOORS = (
     "models.latent_attention",
     "models.lora",
     "models.routing",
+    "observability.status",
     "observability.wandb_run",
     "parallel.chunked_divergence",
     "planning.memory",
     "planning.parameters",
+    "rewards.public_sets",
     "rewards.service",
     "rewards.workers",
     "roles.critic",
@@ -69,6 +71,9 @@ BEHIND_DOORS = (
     "training.mtp",
     "training.muon",
     "training.routing",
+    "training.scoring",
+    "weight_sync.coding",
+    "weight_sync.probe",
 )
 WIDE_MODULES: dict[str, int] = {}
 IMPORT_CIRCLES: list[list[str]] = []

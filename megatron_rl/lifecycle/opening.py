@@ -26,7 +26,6 @@ from megatron_rl.lifecycle.lock import RunLock
 from megatron_rl.lifecycle.watchdog import Watchdog, Watched
 from megatron_rl.observability.metrics import METRICS_FILE, has_records
 from megatron_rl.observability.run import Run
-from megatron_rl.observability.status import check_address
 from megatron_rl.parallel.collectives import open_store, raise_together, share_object, world
 from megatron_rl.types import UserError
 
@@ -127,6 +126,8 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
     try:
         if group.rank() == 0:
             if config.observability.status_port is not None:
+                from megatron_rl.observability.status import check_address
+
                 check_address(config.observability.status_host, config.observability.status_port)
             run_dir.mkdir(parents=True, exist_ok=True)
             taken_over = lock.acquire()

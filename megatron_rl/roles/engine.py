@@ -22,9 +22,7 @@ from megatron_rl.roles.build import group_timeout
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.serving import open_channel
 from megatron_rl.training.packed_model import PackedModel
-from megatron_rl.training.scoring import score_sequences
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
-from megatron_rl.weight_sync.probe import ProbedWeights
 from megatron_rl.weights.shard_box import ShardBox
 
 
@@ -32,6 +30,9 @@ def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> En
     """Weights of servers, or of what stands for them on this rank, with the probe; other engines' weights stay."""
     if config.rollout.engine not in SERVER_ENGINES:
         return weights
+    from megatron_rl.training.scoring import score_sequences
+    from megatron_rl.weight_sync.probe import ProbedWeights
+
     layout = actor.model.layout
 
     def score(sequences: Sequence[np.ndarray], skip: Sequence[int], temperature: float) -> list[np.ndarray]:
