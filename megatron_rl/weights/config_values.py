@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from megatron_rl.types import UserError
 
 _LARGEST = 1 << 31  # no size of a model comes near
+_SMALLEST = 1e-12  # numbers below it, or above its inverse, make products that float32 cannot hold
 
 
 def _is_count(value: Any, least: int = 1) -> bool:
@@ -20,7 +20,7 @@ def _is_count(value: Any, least: int = 1) -> bool:
 
 
 def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
+    return type(value) in (int, float) and _SMALLEST <= value <= 1 / _SMALLEST
 
 
 def _is_list_of(value: Any, holds: Callable[[Any], bool]) -> bool:
@@ -36,8 +36,8 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "a whole number above 0": _is_count,
     "a whole number above 1": lambda value: _is_count(value, 2),
     "a whole number, 0 or more": lambda value: _is_count(value, 0),
-    "a finite number above 0": _is_positive,
-    "a finite number, 0 or more": lambda value: value == 0 or _is_positive(value),
+    "a number from 1e-12 to 1e12": _is_positive,
+    "0, or a number from 1e-12 to 1e12": lambda value: value == 0 or _is_positive(value),
     "a share of 1, above 0": lambda value: _is_positive(value) and value <= 1,
     "true or false": lambda value: isinstance(value, bool),
     "a text": _is_text,
