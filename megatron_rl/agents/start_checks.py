@@ -45,7 +45,7 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) 
 
 
 def list_tools(agents: AgentsConfig) -> list[dict[str, Any]]:
-    """Return the tools that the chat template shows: those of `agents.tools`, or of an environment that has some."""
+    """Return the tools that the chat template shows: from `agents.tools`, or from an environment that has some."""
     if agents.environment is None:
         return describe_tools(agents.tools)
     return getattr(find_environment(agents.environment), "tools", [])

@@ -21,7 +21,7 @@ from megatron_rl.types import UserError
 
 @dataclass(frozen=True)
 class SftPlan:
-    """What follows from the config and the world size; `total_steps` is None while the data decides.
+    """Batch arithmetic of fine-tuning, from the config and the world size; `total_steps`: None while the data decides.
 
     A batch is one minibatch, in which every example counts as a rollout.
     """

@@ -42,7 +42,7 @@ class EngineTables:
 
     @classmethod
     def of(cls, engine: EngineWeights, ranks: EngineRanks) -> EngineTables:
-        """What an engine says of all of them."""
+        """Read the keys and placements of all ranks from an engine."""
         keys = {rank: engine.shard_key(rank) for members in ranks.of for rank in members}
         firsts = {key: rank for rank, key in reversed(keys.items())}
         return cls(keys, {key: as_table(engine.placements(rank)) for key, rank in firsts.items()})

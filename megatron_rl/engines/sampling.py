@@ -88,7 +88,7 @@ class StopStrings:
         return self._decode(tokens)[:end]
 
     def _find(self, tokens: list[int]) -> int | None:
-        """Where the string begins that the last token completes; of several, the one that is complete first."""
+        """Return the start of the string that the last token completes; of several, the one that is complete first."""
         before, text = len(self._decode(tokens[:-1]).rstrip(_BROKEN)), self._decode(tokens)
         starts = {string: text.find(string, max(0, before - len(string) + 1)) for string in self._strings}
         found = [string for string, start in starts.items() if start >= 0]

@@ -29,7 +29,7 @@ from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import StopStrings
 from megatron_rl.types import KeptSets, UserError
 
-# What torchrun says to a rank; a server that hears it takes itself for one.
+# Environment variables that torchrun sets for a rank; a server that inherits them takes itself for one.
 _OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
 # Runs beside the server: the end of its input is the end of the rank, however that came. It kills the whole session.
 _WATCH = (

@@ -249,7 +249,7 @@ def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_
 
 
 def _fetch_kept(payload: Payload, lengths: np.ndarray, fetch: Fetch) -> dict[int, KeptSets]:
-    """What the tokens of the sequences were drawn from: first the sizes of the sets, which tell how many ids come."""
+    """Fetch the sets that the tokens were drawn from: first their sizes, which give the number of ids."""
 
     def read(name: str, sequences: np.ndarray) -> torch.Tensor:
         branches = [payload.branches[i] for i in sequences.tolist()]

@@ -64,7 +64,7 @@ class Rows:
         return self._total
 
     def append(self, sequence: Branch, index: int, num_shared: int) -> None:
-        """Sequence `index`, which begins with so many tokens of the one before.
+        """Add sequence `index`, which shares its first `num_shared` tokens with the one before.
 
         What is shared of its prompt has no row; the other rows are computed from the first token on that is not shared.
         """

@@ -40,7 +40,7 @@ class CacheUse:
         self._lengths |= {request.key: len(request.tokens) for request in requests}
 
     def hear(self, sampled: Sampled) -> None:
-        """What came of one; not counted where the engine does not say."""
+        """Count the result of one request; nothing if the engine does not report it."""
         length = self._lengths.pop(sampled.key, 0)
         if sampled.num_cached is not None:
             self._sums["asked"] += length

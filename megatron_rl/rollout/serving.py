@@ -23,7 +23,7 @@ from megatron_rl.parallel.pairs import Pair, open_star
 
 @dataclass(frozen=True)
 class ControlMessage:
-    """What the ranks of an engine do before its next step, in this order.
+    """Actions of the ranks of an engine before its next step, in this order.
 
     Attributes:
         interrupts: keys of requests to end as they are.

@@ -127,14 +127,14 @@ def _join_many(rank: int, world_size: int, soft_limit: int) -> tuple[int, int, f
 
 
 @pytest.mark.slow
-def test_256_processes_of_one_host_join_two_groups_of_all() -> None:
-    """Each is connected with all others once per group; the limit of open files that a shell gives would not do.
+def test_256_processes_of_one_host_join_a_group() -> None:
+    """Each is connected with all others: a limit of 256 open files, which they start with, would not do.
 
     A job of 256 processes is started here, and nothing of it but its groups.
     """
     found = run_ranks(_join_many, 256, 256, timeout=600)
     files, limits, seconds = zip(*found, strict=True)
-    assert min(files) > 2 * 255 and max(files) <= min(limits)
+    assert min(files) > 255 and max(files) <= min(limits)
     print(f"{max(files)} open files of {limits[0]}, {max(seconds):.1f} s for a group of 256 and three checks")
 
 

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 _BLOCK = 512
 _HERE = str(Path(__file__).parent)
-_HOUSE = str(Path(__file__).parents[1])
+_HOUSE = str(Path(__file__).parents[2] / "megatron_rl")
 _COPIES = ("aten._to_copy.default", "aten.copy_.default")
 _NO_FAKE_KERNEL = ("aten._fused_adam", "aten._foreach_")
 
