@@ -9,8 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_rl.config.command_line import leave, run_command  # noqa: E402
 from megatron_rl.config.loading import LoadedConfig  # noqa: E402
 from megatron_rl.config.schema import RunConfig  # noqa: E402
-from megatron_rl.roles.inputs import plan_rl, read_rl_inputs  # noqa: E402
-from megatron_rl.roles.resolve import resolve  # noqa: E402
+from megatron_rl.run.inputs import plan_rl, read_rl_inputs  # noqa: E402
+from megatron_rl.run.resolve import resolve  # noqa: E402
 
 
 def check_memory(
@@ -30,7 +30,7 @@ def check_memory(
 def train(loaded: LoadedConfig, recipe: Path | None) -> None:
     """Train; the heavy imports happen here, after the config has been checked."""
     from megatron_rl import Trainer
-    from megatron_rl.roles.parts import NO_PARTS, Parts
+    from megatron_rl.run.parts import NO_PARTS, Parts
 
     parts = NO_PARTS
     if loaded.config.layout.mode == "auto":

@@ -10,13 +10,13 @@ from megatron_rl.config.batch_plan import SftPlan  # noqa: E402
 from megatron_rl.config.command_line import leave, run_command  # noqa: E402
 from megatron_rl.config.loading import LoadedConfig  # noqa: E402
 from megatron_rl.parallel.imports import kept_imports  # noqa: E402
-from megatron_rl.roles.inputs import read_sft_inputs  # noqa: E402
+from megatron_rl.run.inputs import read_sft_inputs  # noqa: E402
 
 
 def train(loaded: LoadedConfig, recipe: Path | None) -> None:
     """Train; the heavy imports happen here, after the config has been checked."""
     with kept_imports():
-        from megatron_rl.trainer.sft import train_sft
+        from megatron_rl.run.sft import train_sft
 
     train_sft(loaded.config, recipe)
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_rl.config.command_line import run_command  # noqa: E402
 from megatron_rl.config.loading import LoadedConfig  # noqa: E402
-from megatron_rl.roles.inputs import plan_rl, read_rl_inputs  # noqa: E402
+from megatron_rl.run.inputs import plan_rl, read_rl_inputs  # noqa: E402
 from megatron_rl.types import UserError  # noqa: E402
 
 

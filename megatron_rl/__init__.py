@@ -27,12 +27,12 @@ def __getattr__(name: str) -> Any:
     """Import on first use: a dry run imports this package, and no torch."""
     if name == "Trainer":
         with kept_imports():
-            from megatron_rl.trainer.grpo import Trainer
+            from megatron_rl.run.grpo import Trainer
 
         return Trainer
     if name == "load":
         with kept_imports():
-            from megatron_rl.trainer.building import load
+            from megatron_rl.run.building import load
 
         return load
     if name == "UserError":

@@ -22,7 +22,7 @@ from megatron_rl.checkpoint.pieces import Piece, make_weight_pieces
 from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state
 from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome
 from megatron_rl.checkpoint.side_files import list_side_files
-from megatron_rl.roles.actor import Actor
+from megatron_rl.training.roles.actor import Actor
 from megatron_rl.weights.megatron_global import megatron_global_placements
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, ROUTER_BIAS
 from megatron_rl.weights.shard_box import box_slices

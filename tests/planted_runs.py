@@ -73,7 +73,7 @@ import torch
 
 from megatron_rl.algorithms.advantages import register_advantage_estimator
 from megatron_rl.engines.protocol import register_rollout_engine
-from megatron_rl.engines.transformers import HuggingFaceEngine
+from megatron_rl.engines.local.transformers import HuggingFaceEngine
 
 @register_advantage_estimator("longest")
 def compute_longest(inputs, config):

@@ -14,11 +14,11 @@ import sentencepiece
 import torch
 import yaml
 
-import megatron_rl.trainer.grpo as trainer_module  # heavy imports once, in the parent
-import megatron_rl.trainer.sft as sft_module
+import megatron_rl.run.grpo as trainer_module  # heavy imports once, in the parent
+import megatron_rl.run.sft as sft_module
 from megatron_rl.config.loading import load_config
-from megatron_rl.engines.vllm_library import prepare_vllm
-from megatron_rl.roles.parts import Parts
+from megatron_rl.engines.vllm.vllm_library import prepare_vllm
+from megatron_rl.run.parts import Parts
 from megatron_rl.types import UserError
 from tiny_models import ENGINE_SIZES, save_tiny_model
 from tools._metrics_page import find_metric

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.classes import Shard
-from megatron_rl.resharding.planner import group_shards
+from megatron_rl.transfer.classes import Shard
+from megatron_rl.transfer.planner import group_shards
 from megatron_rl.weights.delta_nets import DeltaNetSizes
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.family import LatentSizes, SigmoidRouter

@@ -20,7 +20,7 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import megatron_rl.trainer.grpo as trainer_module
+import megatron_rl.run.grpo as trainer_module
 from distributed import run_ranks
 from megatron_rl.observability import progress, rollout_progress, status
 from rl_runs import overrides_for, train

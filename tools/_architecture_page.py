@@ -52,14 +52,14 @@ _ROADS = """
  checkpoint    back to disk, for any layout
 ```
 
-`Trainer.train` in `megatron_rl/trainer/grpo.py` joins both roads. [Concepts](concepts.md) has pictures;
+`Trainer.train` in `megatron_rl/run/grpo.py` joins both roads. [Concepts](concepts.md) has pictures;
 [Extending](extending.md#inside-the-package) says where changes go.
 """
 
 _PLACES_HEAD = "| topic | file | name |\n|---|---|---|"
 # Topic -> file of the package, and the name in it; a test looks them up.
 PLACES = (
-    ("the algorithm, line by line", "trainer/grpo.py", "Trainer"),
+    ("the algorithm, line by line", "run/grpo.py", "Trainer"),
     ("prompts of a step, and their order", "data/stream.py", "PromptBatches"),
     ("seeds of responses", "engines/sampling.py", "derive_seed"),
     ("choice of the engine that serves a sample", "rollout/dispatch.py", "assign_engines"),
@@ -69,17 +69,17 @@ PLACES = (
     ("partial rollouts, kept and resumed", "rollout/carried.py", "CarriedResponses"),
     ("dynamic sampling: groups that are drawn again", "rollout/collector.py", "Collector"),
     ("episodes of several turns", "rollout/episodes.py", "Episodes"),
-    ("the engine's sleep, and the move of weights", "weight_sync/hybrid_engine.py", "HybridEngine"),
-    ("proof that weights arrived", "resharding/certificate.py", "Certificate"),
-    ("headers of a step's samples, known to every rank", "experience/table.py", "Headers"),
-    ("sequences -> microbatches", "packing/microbatches.py", "plan_microbatches"),
+    ("the engine's sleep, and the move of weights", "transfer/hybrid_engine.py", "HybridEngine"),
+    ("proof that weights arrived", "transfer/certificate.py", "Certificate"),
+    ("headers of a step's samples, known to every rank", "samples/table.py", "Headers"),
+    ("sequences -> microbatches", "samples/microbatches.py", "plan_microbatches"),
     ("denominators of the loss", "algorithms/aggregation.py", "aggregate"),
     ("batch arithmetic and its refusals", "config/batch_plan.py", "BatchPlan"),
     ("refusals of context parallelism", "parallel/heads.py", "check_context_parallel"),
     ("an optimizer step", "training/update.py", "OptimizerStep"),
     ("capture of a step as a CUDA graph", "training/cuda_graph.py", "GraphStep"),
-    ("the end of a rank that hangs", "lifecycle/watchdog.py", "Watchdog"),
-    ("checkpoints: when, and of which parts", "lifecycle/checkpoints.py", "Checkpoints"),
+    ("the end of a rank that hangs", "run/watchdog.py", "Watchdog"),
+    ("checkpoints: when, and of which parts", "run/checkpoints.py", "Checkpoints"),
     ("alarms", "observability/health.py", "HealthMonitor"),
 )
 

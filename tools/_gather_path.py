@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.resharding.classes import Shard, TensorIndex, find_classes
-from megatron_rl.resharding.summary import Bandwidths
+from megatron_rl.transfer.classes import Shard, TensorIndex, find_classes
+from megatron_rl.transfer.summary import Bandwidths
 from megatron_rl.weights.shard_box import box_volume
 
 

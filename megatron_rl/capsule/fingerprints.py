@@ -34,7 +34,7 @@ from megatron_rl.checkpoint.pieces import (
     make_weight_pieces,
 )
 from megatron_rl.checkpoint.torch_dist import ChunkReader
-from megatron_rl.resharding.certificate import compute_digest
+from megatron_rl.transfer.certificate import compute_digest
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_global import megatron_global_placements

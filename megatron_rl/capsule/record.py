@@ -17,7 +17,7 @@ from safetensors.numpy import save as to_safetensors
 
 from megatron_rl.capsule.fingerprints import Fingerprints, fingerprint_optimizer, fingerprint_weights
 from megatron_rl.checkpoint.pieces import SavedRole
-from megatron_rl.experience.experience import Experience
+from megatron_rl.samples.experience import Experience
 from megatron_rl.types import Rollout
 
 # Columns of the samples, by the section that they are computed in.

@@ -31,7 +31,7 @@ from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.rendering import config_to_dict
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.experience.experience import Experience
+from megatron_rl.samples.experience import Experience
 from megatron_rl.observability.run import Run
 from megatron_rl.parallel.collectives import world
 from megatron_rl.types import UserError

@@ -29,9 +29,9 @@ from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, read_headers
 from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files, read_config
 from megatron_rl.checkpoint.torch_dist import dtype_name
 from megatron_rl.parallel.collectives import raise_together
-from megatron_rl.resharding.classes import Shard
-from megatron_rl.resharding.executor import Resharder, Transport
-from megatron_rl.resharding.planner import plan_rank
+from megatron_rl.transfer.classes import Shard
+from megatron_rl.transfer.executor import Resharder, Transport
+from megatron_rl.transfer.planner import plan_rank
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
 from megatron_rl.weights.packed_experts import FileTensor, join_turns, list_file_tensors

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.planner import group_shards
+from megatron_rl.transfer.planner import group_shards
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape, is_layer_matrix
 from megatron_rl.weights.megatron_global import GlobalPlacement, Table

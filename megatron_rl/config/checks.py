@@ -134,7 +134,7 @@ _MAY_CHANGE = (
     "train_files",
     "reward",
     "plugins",
-)  # see lifecycle/changes.py
+)  # see run/changes.py
 _AT_MOST_ONE = (
     "algorithm.gamma",
     "algorithm.gae_lambda",

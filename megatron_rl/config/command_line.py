@@ -150,7 +150,7 @@ def _refuse_without_dry_run(flag: str) -> UserError:
 def end_program(error: BaseException) -> int:
     """Say once in the job what ended this rank, unless that has been said; returns the exit status.
 
-    A run that is open reports its own failures (`lifecycle/guard.py`). What comes before is raised on every rank
+    A run that is open reports its own failures (`run/guard.py`). What comes before is raised on every rank
     alike as a rule: an error of the user's without a traceback, anything else with it, for there is no log yet.
     """
     is_first, code = os.environ.get("RANK", "0") == "0", reported_code(error)

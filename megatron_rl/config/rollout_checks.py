@@ -309,7 +309,7 @@ def check_agents(config: CheckedConfig) -> None:
 
 
 def _check_bitwise(config: CheckedConfig) -> None:
-    """What must hold for engine and trainer to compute the same bits; see also `roles/bitwise.py`."""
+    """What must hold for engine and trainer to compute the same bits; see also `run/bitwise.py`."""
     engine, tp_size = config.get("rollout.engine"), config.get("actor.tensor_model_parallel_size")
     config.require(
         engine in _BITWISE_ENGINES,

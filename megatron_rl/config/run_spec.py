@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models a run has, and what each of them is: decided in `roles/resolve.py`, asked by everybody else."""
+"""Which models a run has, and what each of them is: decided in `run/resolve.py`, asked by everybody else."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 
 A field is declared with `option(default, "what it does", unit=...)`; `--help` is made from these
 declarations. What the config alone tells is checked in `checks.py`, what takes the world size in
-`batch_plan.py`, what takes the files in `roles/inputs.py`. Leaves are spelled as Megatron spells them.
+`batch_plan.py`, what takes the files in `run/inputs.py`. Leaves are spelled as Megatron spells them.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def import_library(name: str, device: torch.device) -> None:
     """Import what the engine of a name is made with; before the models are built, see `kept_imports`."""
     with kept_imports():
         if name == "vllm":
-            from megatron_rl.engines.vllm_library import prepare_vllm
+            from megatron_rl.engines.vllm.vllm_library import prepare_vllm
 
             prepare_vllm(device)
 

@@ -262,12 +262,12 @@ EngineMaker = Callable[[EngineSpec], SteppedEngine | ClosedBatches]
 
 # Name -> what makes one; ours are imported when they are chosen: each engine's library is an import wall.
 ENGINES: dict[str, EngineMaker] = {
-    "vllm": Deferred("megatron_rl.engines.vllm", "VllmEngine"),
-    "hf": Deferred("megatron_rl.engines.transformers", "HuggingFaceEngine"),
+    "vllm": Deferred("megatron_rl.engines.vllm.vllm_engine", "VllmEngine"),
+    "hf": Deferred("megatron_rl.engines.local.transformers", "HuggingFaceEngine"),
     "megatron": Deferred("megatron_rl.training.policy_engine", "PolicyEngine"),
-    "vllm_server": Deferred("megatron_rl.engines.served", "build_vllm_server"),
-    "openai": Deferred("megatron_rl.engines.served", "build_openai_server"),
-    "sglang": Deferred("megatron_rl.engines.server_sglang", "build_sglang"),
+    "vllm_server": Deferred("megatron_rl.engines.servers.served", "build_vllm_server"),
+    "openai": Deferred("megatron_rl.engines.servers.served", "build_openai_server"),
+    "sglang": Deferred("megatron_rl.engines.servers.server_sglang", "build_sglang"),
 }
 _SETTING = "rollout.engine"
 

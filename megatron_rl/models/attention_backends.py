@@ -29,7 +29,7 @@ from torch.nn.attention.bias import CausalVariant
 
 from megatron_rl.models.tiled_attention import Tiles, attend_in_tiles, build_tiles
 from megatron_rl.models.trial import find_failure
-from megatron_rl.packing.prefix import SegmentKeys
+from megatron_rl.samples.prefix import SegmentKeys
 
 # The backends with a kernel over all segments, fastest first, and where they come from.
 KERNELS = {"flash-attn": "flash_attn", "torch-varlen": "torch.nn.attention.varlen", "efficient": "torch"}

@@ -14,7 +14,7 @@ from megatron_rl.config.server import SERVER_ENGINES
 from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import DTYPE_BYTES, Job
-from megatron_rl.resharding.aliasing import find_aliases
+from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS, megatron_placements, padded_vocab_size, stage_layers

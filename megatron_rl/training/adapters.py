@@ -20,7 +20,7 @@ from megatron_rl.models.lora import HALVES, AdaptedLinear, freeze_model, is_trai
 from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.computed import MergedParam, ScaledParam, SourceParams
+from megatron_rl.transfer.computed import MergedParam, ScaledParam, SourceParams
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.nf4 import QuantizedMatrix

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.stages import HiddenStatesModel, ScoreModel
-from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.chunked_logprobs import (
     OutputSoftmax,

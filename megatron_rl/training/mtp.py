@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.models.packed_sequences import PackedSequences
 from megatron_rl.models.stages import HiddenStatesModel, MtpModel
-from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.types import LossLedger

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.engines.paging import ContinuousBatch, Rows
+from megatron_rl.engines.local.paging import ContinuousBatch, Rows
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.models.attention import PackedAttention
 from megatron_rl.models.packed_sequences import CachedRows, PackedSequences, build_packed_sequences
 from megatron_rl.models.routing import RowRoutes
-from megatron_rl.packing.batch import MicrobatchSlice
-from megatron_rl.packing.prefix import SegmentKeys, move_to_device
+from megatron_rl.samples.batch import MicrobatchSlice
+from megatron_rl.samples.prefix import SegmentKeys, move_to_device
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.training.next_tokens import draw_next_tokens
 from megatron_rl.training.packed_model import PackedModel

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.cuda_graph import Captured, GraphStep, Key
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel

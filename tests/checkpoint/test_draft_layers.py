@@ -16,7 +16,7 @@ from distributed import run_ranks
 from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.planner import group_shards
+from megatron_rl.transfer.planner import group_shards
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.model_config import load_model_shape

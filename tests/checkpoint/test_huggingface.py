@@ -36,7 +36,7 @@ from megatron_rl.checkpoint.huggingface import (
 )
 from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.planner import group_shards
+from megatron_rl.transfer.planner import group_shards
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, Head
 from megatron_rl.weights.model_config import load_model_shape

@@ -27,7 +27,7 @@ from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.config.schema import CriticConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.roles.critic import Critic
+from megatron_rl.training.roles.critic import Critic
 from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import box_slices
 from shards import find_differences

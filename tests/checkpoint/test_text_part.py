@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from actor_runs import Case, build_actor
 from distributed import run_ranks
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
-from megatron_rl.resharding.planner import group_shards
+from megatron_rl.transfer.planner import group_shards
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import split_huggingface_experts
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config

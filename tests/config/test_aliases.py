@@ -15,7 +15,7 @@ from megatron_rl.config.verl.aliases import alias_names
 from megatron_rl.config.verl.groups import GROUPS
 from megatron_rl.config.verl.kinds import Renamed, SameAs
 from megatron_rl.config.verl.tables import ALIASES, PATTERNS
-from megatron_rl.roles.inputs import plan_rl
+from megatron_rl.run.inputs import plan_rl
 from megatron_rl.types import UserError
 from tools._verl_page import format_page
 

@@ -15,7 +15,7 @@ import pytest
 
 from launch_runs import ROOT, environment
 from megatron_rl.config.command_line import run_command
-from megatron_rl.roles.inputs import plan_rl, read_rl_inputs
+from megatron_rl.run.inputs import plan_rl, read_rl_inputs
 from megatron_rl.types import Preempted, UserError, mark_reported
 
 USER_ERROR = "error: a\n  source:   b\n  expected: c\n  hint:     d\n"

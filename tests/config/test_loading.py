@@ -290,7 +290,7 @@ def test_loading_needs_no_torch() -> None:
     """Covers config and batch plan; tests/launch/test_dry_run.py has the whole dry run."""
     code = (
         "import sys; from megatron_rl.config.loading import load_config; "
-        "from megatron_rl.roles.inputs import plan_rl; "
+        "from megatron_rl.run.inputs import plan_rl; "
         f"plan_rl(load_config(None, {MINIMAL!r}).config, 2); "
         "sys.exit('torch' in sys.modules)"
     )

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.engines.paging import ContinuousBatch, Rows
+from megatron_rl.engines.local.paging import ContinuousBatch, Rows
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.types import UserError

@@ -24,8 +24,8 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.server import ServerConfig
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.engines.served import ServedEngine, Server, build_openai_server, build_vllm_server
-from megatron_rl.engines.vllm import VllmEngine
+from megatron_rl.engines.servers.served import ServedEngine, Server, build_openai_server, build_vllm_server
+from megatron_rl.engines.vllm.vllm_engine import VllmEngine
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.rollout.serving import generate
 from megatron_rl.weights.model_config import load_model_shape
@@ -328,6 +328,6 @@ def test_settings_of_a_server_are_those_of_the_engine_in_the_process(model: Path
 
 
 def build_command(spec: EngineSpec) -> list[str]:
-    from megatron_rl.engines.server_apis import VllmServer
+    from megatron_rl.engines.servers.server_apis import VllmServer
 
     return VllmServer(spec).make_command(Path("/weights"), 8000)

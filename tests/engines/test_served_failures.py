@@ -28,9 +28,9 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.server import ServerConfig
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, StopStrings
-from megatron_rl.engines.served import ServedEngine, build_openai_server, build_vllm_server
-from megatron_rl.engines.server_apis import Ask
-from megatron_rl.engines.server_client import ServerFailure, ServerProcess
+from megatron_rl.engines.servers.served import ServedEngine, build_openai_server, build_vllm_server
+from megatron_rl.engines.servers.server_apis import Ask
+from megatron_rl.engines.servers.server_client import ServerFailure, ServerProcess
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.rollout.serving import generate
 from megatron_rl.types import UserError
@@ -135,7 +135,7 @@ def endpoint() -> Iterator[Endpoint]:
 @pytest.fixture
 def build(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ServedEngine]]:
     """An engine of this process, which has no group: nobody else is asked."""
-    monkeypatch.setattr("megatron_rl.engines.served.align_group_names", lambda: None)
+    monkeypatch.setattr("megatron_rl.engines.servers.served.align_group_names", lambda: None)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     engines = []
@@ -389,7 +389,7 @@ def test_server_that_is_started_ends_with_what_it_has_started(tmp_path: Path) ->
 def test_server_ends_with_its_rank(tmp_path: Path) -> None:
     """Which is killed, and so cannot end anything itself."""
     program = (
-        "import sys, time; from pathlib import Path; from megatron_rl.engines.server_client import ServerProcess\n"
+        "import sys, time; from pathlib import Path; from megatron_rl.engines.servers.server_client import ServerProcess\n"
         "server = ServerProcess(['sleep', '100'], {}, Path(sys.argv[1]))\n"
         "print(server._process.pid, flush=True); time.sleep(100)\n"
     )

@@ -18,7 +18,7 @@ from distributed import run_ranks
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.engines.vllm import VllmEngine
+from megatron_rl.engines.vllm.vllm_engine import VllmEngine
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.rollout.serving import generate
 from megatron_rl.weights.model_config import load_model_shape

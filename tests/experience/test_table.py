@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sample_rollouts import ROLLOUTS, make_prompt, make_rollout, split
 
 from distributed import run_ranks
-from megatron_rl.experience.table import (
+from megatron_rl.samples.table import (
     HEADER,
     Headers,
     build_headers,

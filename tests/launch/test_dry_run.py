@@ -24,8 +24,8 @@ from launch import pretrain_grpo, pretrain_sft
 from megatron_rl.config.batch_plan import SftPlan
 from megatron_rl.config.command_line import run_command
 from megatron_rl.config.loading import config_to_dict, dump_yaml, load_config
-from megatron_rl.lifecycle.changes import describe_changes
-from megatron_rl.roles.inputs import plan_rl, read_rl_inputs, read_sft_inputs
+from megatron_rl.run.changes import describe_changes
+from megatron_rl.run.inputs import plan_rl, read_rl_inputs, read_sft_inputs
 from megatron_rl.types import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
 from rl_runs import overrides_for
 from tiny_models import ENGINE_SIZES, save_tiny_model
@@ -248,8 +248,8 @@ def start(
     def stop(*arguments: object) -> None:
         raise Preempted("the run would be built now")
 
-    monkeypatch.setattr("megatron_rl.trainer.grpo.Trainer.__init__", stop)
-    monkeypatch.setattr("megatron_rl.trainer.sft.SftTrainer.__init__", stop)
+    monkeypatch.setattr("megatron_rl.run.grpo.Trainer.__init__", stop)
+    monkeypatch.setattr("megatron_rl.run.sft.SftTrainer.__init__", stop)
 
     def run(program: dict[str, object], settings: list[str], *flags: str) -> tuple[int, str, list[str], str]:
         world_size = settings[settings.index("--world-size") + 1] if "--world-size" in settings else "4"

@@ -16,7 +16,7 @@ import pytest
 
 from launch.pretrain_grpo import train
 from megatron_rl.config.command_line import run_command
-from megatron_rl.roles.inputs import plan_rl, read_rl_inputs
+from megatron_rl.run.inputs import plan_rl, read_rl_inputs
 from tools import make_toy_task
 
 ROOT = Path(__file__).resolve().parents[2]

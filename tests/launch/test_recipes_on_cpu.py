@@ -19,7 +19,7 @@ import tokenizers
 import transformers
 import yaml
 
-import megatron_rl.trainer.grpo as trainer_module
+import megatron_rl.run.grpo as trainer_module
 from distributed import run_ranks
 from megatron_rl.config.loading import load_config
 from tiny_models import engine_sizes, save_tiny_model

@@ -30,9 +30,9 @@ import logging
 import sys
 from pathlib import Path
 from megatron_rl.config.loading import load_config
-from megatron_rl.lifecycle.guard import wait_for_debugger
-from megatron_rl.lifecycle.guard import Guard
-from megatron_rl.lifecycle.watchdog import Watched
+from megatron_rl.run.guard import wait_for_debugger
+from megatron_rl.run.guard import Guard
+from megatron_rl.run.watchdog import Watched
 from megatron_rl.observability.timers import PhaseTimers
 
 config = wait_for_debugger(load_config(Path(sys.argv[1]), []).config)
@@ -139,7 +139,7 @@ def test_an_update_and_a_reward_are_stopped_in(task: Path, tmp_path: Path) -> No
         client.set_breakpoints(update, [])
         client.request("continue", threadId=thread)
         thread, frame = client.wait_for_stop()
-        assert frame["source"]["path"].endswith("trainer/session.py") and client.evaluate("step", frame) == "2"
+        assert frame["source"]["path"].endswith("run/session.py") and client.evaluate("step", frame) == "2"
         client.request("continue", threadId=thread)
         assert process.wait(180) == 0, output.read_text()[-4000:]
     assert "no progress" not in output.read_text()

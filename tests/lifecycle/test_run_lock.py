@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.lifecycle.lock import Owner, RunLock
+from megatron_rl.run.lock import Owner, RunLock
 from megatron_rl.types import UserError
 
 

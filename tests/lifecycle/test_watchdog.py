@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.lifecycle.opening import StopRequest
-from megatron_rl.lifecycle.watchdog import Watchdog, Watched
+from megatron_rl.run.opening import StopRequest
+from megatron_rl.run.watchdog import Watchdog, Watched
 from megatron_rl.observability.rank_log import log_path, open_rank_log
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel import pairs
@@ -33,8 +33,8 @@ LIMIT = 1.0
 
 @pytest.fixture(autouse=True)
 def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.lifecycle.watchdog._ANSWER_SECONDS", 1.0)
-    monkeypatch.setattr("megatron_rl.lifecycle.reports._SHOWN_SECONDS", 1.0)
+    monkeypatch.setattr("megatron_rl.run.watchdog._ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("megatron_rl.run.reports._SHOWN_SECONDS", 1.0)
 
 
 def watch(
@@ -163,7 +163,7 @@ def test_who_works_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_to_stop_does_not_wait_for_a_dead_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal is heard although the program waits in C++, where no Python handler runs."""
-    monkeypatch.setattr("megatron_rl.lifecycle.watchdog._SILENT_SECONDS", 1.0)
+    monkeypatch.setattr("megatron_rl.run.watchdog._SILENT_SECONDS", 1.0)
 
     def on_rank(rank: int, world_size: int) -> None:
         stop = StopRequest(logging.getLogger())

@@ -26,7 +26,7 @@ from megatron_rl.models.attention_backends import (
     choose_attention_backend,
     find_kernel_failure,
 )
-from megatron_rl.packing.prefix import build_segment_keys
+from megatron_rl.samples.prefix import build_segment_keys
 
 HEAD_DIM = 16
 CPU = torch.device("cpu")

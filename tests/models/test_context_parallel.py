@@ -25,9 +25,9 @@ from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.packed_sequences import build_packed_sequences
-from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch
-from megatron_rl.packing.microbatches import plan_microbatches
-from megatron_rl.packing.prefix import share_prompts
+from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
+from megatron_rl.samples.microbatches import plan_microbatches
+from megatron_rl.samples.prefix import share_prompts
 from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_logprobs_and_entropy
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout

@@ -22,7 +22,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_g
 from megatron_rl.models.attention_backends import Segments, build_segments
 from megatron_rl.models.delta_kernels import apply_kernel, choose_delta_rule, find_kernel_failure
 from megatron_rl.models.delta_rule import apply_delta_rule, build_sequence_rows, convolve
-from megatron_rl.packing.prefix import build_segment_keys
+from megatron_rl.samples.prefix import build_segment_keys
 
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH = 2, 4, 8, 6, 4
 PARTS = [KEY_HEADS * KEY_DIM, KEY_HEADS * KEY_DIM, HEADS * VALUE_DIM]

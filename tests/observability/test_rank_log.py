@@ -36,8 +36,8 @@ def test_rank_zero_also_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_loggers_of_modules_reach_the_file(tmp_path: Path) -> None:
     open_rank_log(tmp_path, 1)
-    logging.getLogger("megatron_rl.trainer.grpo").warning("late")
-    assert "WARNING megatron_rl.trainer.grpo: late" in (tmp_path / "logs" / "rank1.log").read_text()
+    logging.getLogger("megatron_rl.run.grpo").warning("late")
+    assert "WARNING megatron_rl.run.grpo: late" in (tmp_path / "logs" / "rank1.log").read_text()
 
 
 def test_the_last_warnings_and_errors(tmp_path: Path) -> None:

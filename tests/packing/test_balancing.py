@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.packing import microbatches
-from megatron_rl.packing.microbatches import balance_ranks
+from megatron_rl.samples import microbatches
+from megatron_rl.samples.microbatches import balance_ranks
 
 BUDGET = 20
 UNITS = st.lists(st.tuples(st.integers(0, 10), st.integers(0, 50)), max_size=12)

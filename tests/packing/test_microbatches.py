@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.packing import microbatches
-from megatron_rl.packing.microbatches import (
+from megatron_rl.samples import microbatches
+from megatron_rl.samples.microbatches import (
     MicrobatchPlan,
     compute_attention_ratio,
     packing_metrics,
     plan_microbatches,
 )
-from megatron_rl.packing.prefix import SharedPrefixes, share_prompts
+from megatron_rl.samples.prefix import SharedPrefixes, share_prompts
 from megatron_rl.training.laid_out import LaidOutModel
 from shards import make_shape
 

@@ -21,9 +21,9 @@ from megatron_rl.planning.admission import read_job
 from megatron_rl.planning.cluster import Job, describe_cluster, find_host
 from megatron_rl.planning.layouts import list_candidates
 from megatron_rl.planning.steptime import Assumptions, build_workload
-from megatron_rl.roles.resolve import resolve
-from megatron_rl.trainer import preparing
-from megatron_rl.trainer.preparing import Prepared
+from megatron_rl.run.resolve import resolve
+from megatron_rl.run import preparing
+from megatron_rl.run.preparing import Prepared
 from megatron_rl.types import UserError
 from tools.planning import automatic
 from tools.planning.automatic import choose_layout

@@ -28,7 +28,7 @@ fake_cuda.install(80 << 30, 4)
 import torch
 import torch.distributed as dist
 
-from megatron_rl.roles.actor import Actor
+from megatron_rl.training.roles.actor import Actor
 from tools.rehearsal.rank import rehearse_rank
 from tools.rehearsal.report import find_problems
 from tools.rehearse import read_rehearsed_job

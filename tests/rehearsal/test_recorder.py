@@ -22,7 +22,7 @@ import torch.distributed as dist
 from role_setups import take_step
 
 from distributed import run_ranks
-from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.groups import build_groups, list_gather_buffers
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.training import reduction

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.classes import Shard, TensorIndex, find_classes
-from megatron_rl.resharding.planner import Planner
-from megatron_rl.resharding.summary import summarize
+from megatron_rl.transfer.classes import Shard, TensorIndex, find_classes
+from megatron_rl.transfer.planner import Planner
+from megatron_rl.transfer.summary import summarize
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox
 from megatron_rl.weights.tables import PlacementTable, as_table

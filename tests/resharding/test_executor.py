@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding import buckets, executor
-from megatron_rl.resharding.executor import Resharder, Transport
-from megatron_rl.resharding.planner import RankPlan, group_shards, plan_rank
+from megatron_rl.transfer import buckets
+from megatron_rl.transfer import executor
+from megatron_rl.transfer.executor import Resharder, Transport
+from megatron_rl.transfer.planner import RankPlan, group_shards, plan_rank
 from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import ShardBox, rows
 from shards import (

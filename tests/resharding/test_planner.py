@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.classes import Shard
-from megatron_rl.resharding.planner import Planner, RankPlan, TransferOp, group_shards, plan_rank
+from megatron_rl.transfer.classes import Shard
+from megatron_rl.transfer.planner import Planner, RankPlan, TransferOp, group_shards, plan_rank
 from megatron_rl.weights.families import FAMILIES, ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect, rows
 from rank_plans import plan_all

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.classes import Shard
-from megatron_rl.resharding.planner import Planner
-from megatron_rl.resharding.summary import Bandwidths, ReshardSummary, predict_seconds, summarize
+from megatron_rl.transfer.classes import Shard
+from megatron_rl.transfer.planner import Planner
+from megatron_rl.transfer.summary import Bandwidths, ReshardSummary, predict_seconds, summarize
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox, box_volume, rows

@@ -14,8 +14,8 @@ from sample_rollouts import make_prompt
 from sample_rollouts import make_rollout as make_described
 
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.experience.describe import describe_rollouts
-from megatron_rl.experience.table import build_headers
+from megatron_rl.samples.describe import describe_rollouts
+from megatron_rl.samples.table import build_headers
 from megatron_rl.rewards.answers import RESTATES, restates_prompt
 from megatron_rl.rewards.plan import build_reward_plan
 from megatron_rl.rewards.scorer import Scorer

@@ -23,7 +23,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import OneTurn
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.engines.vllm import VllmEngine
+from megatron_rl.engines.vllm.vllm_engine import VllmEngine
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import EngineRanks, ParallelLayout

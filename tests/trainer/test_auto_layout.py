@@ -11,7 +11,7 @@ import yaml
 from distributed import run_ranks
 from golden_runs import compare, observe
 from megatron_rl.config.loading import load_config
-from megatron_rl.trainer.grpo import Trainer
+from megatron_rl.run.grpo import Trainer
 from rl_runs import overrides_for, train
 
 GIVEN = ["data.validation_files=[]", "rollout.engine=hf", "actor.pipeline_model_parallel_size=2"]

@@ -19,8 +19,8 @@ import torch
 
 import megatron_rl
 from distributed import run_ranks
-from megatron_rl.experience.estimate import check_bits
-from megatron_rl.experience.experience import Experience
+from megatron_rl.samples.estimate import check_bits
+from megatron_rl.samples.experience import Experience
 from megatron_rl.models import tiled_attention
 from megatron_rl.models.attention import PackedAttention
 from megatron_rl.models.rms_norm import RMSNorm

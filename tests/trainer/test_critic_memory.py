@@ -9,7 +9,7 @@ import pytest
 
 from distributed import run_ranks
 from megatron_rl.training.optimizer import Optimizer
-from megatron_rl.weight_sync.hybrid_engine import HybridEngine
+from megatron_rl.transfer.hybrid_engine import HybridEngine
 from rl_runs import overrides_for, read_records, train
 
 PPO = ["algorithm.adv_estimator=gae", "critic.lr=1e-3", "rollout.engine=hf", "trainer.save_final=false"]

@@ -20,7 +20,7 @@ import yaml
 import megatron_rl
 from distributed import run_ranks
 from launch_runs import ROOT, assert_succeeded, fork_ranks, run_script
-from megatron_rl.experience.experience import Experience
+from megatron_rl.samples.experience import Experience
 from megatron_rl.types import Prompt, UserError
 from rl_runs import load_nested, overrides_for, read_records
 

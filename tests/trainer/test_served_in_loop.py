@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from distributed import run_ranks
-from megatron_rl.engines.served import Server
-from megatron_rl.engines.server_apis import Ask, VllmServer
+from megatron_rl.engines.servers.served import Server
+from megatron_rl.engines.servers.server_apis import Ask, VllmServer
 from rl_runs import make_task, overrides_for, read_records, train
 
 pytestmark = pytest.mark.slow

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron_rl.roles.on_samples as roles_module
+import megatron_rl.training.roles.on_samples as roles_module
 from distributed import run_ranks
 from megatron_rl.algorithms.ledger import LedgerError
 from megatron_rl.config.loading import load_config
-from megatron_rl.trainer.sft import train_sft
+from megatron_rl.run.sft import train_sft
 from rl_runs import read_records
 
 

@@ -14,7 +14,7 @@ import torch
 
 from actor_runs import CPU, Case, build_actor
 from distributed import run_ranks
-from megatron_rl.packing.batch import Padding, build_train_batch
+from megatron_rl.samples.batch import Padding, build_train_batch
 from megatron_rl.types import Branch
 from tiny_models import draw_tokens, save_tiny_model
 

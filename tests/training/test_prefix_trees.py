@@ -17,7 +17,7 @@ import torch
 from role_setups import take_step
 
 from distributed import run_ranks
-from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import Branch, Rollout

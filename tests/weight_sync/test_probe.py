@@ -17,7 +17,7 @@ from distributed import run_ranks
 from megatron_rl.engines.build import AbsentEngine, EngineTables
 from megatron_rl.engines.protocol import Probed, Sampled
 from megatron_rl.types import UserError
-from megatron_rl.weight_sync.probe import ProbedWeights
+from megatron_rl.transfer.probe import ProbedWeights
 
 TOKENS = np.array([5, 6, 7], np.int32)
 

@@ -24,8 +24,8 @@ from megatron_rl.engines.protocol import share_params
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.resharding.aliasing import find_aliases
-from megatron_rl.weight_sync.hybrid_engine import HybridEngine
+from megatron_rl.transfer.aliasing import find_aliases
+from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.weights.experts import split_experts
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size

@@ -28,11 +28,11 @@ from megatron_rl.observability.timers import PhaseTimers
 
 # Work between the program's own phases, by phase: module, class and method; checkouts that lack one count it as rest.
 FURTHER = {
-    "packing": ("megatron_rl.experience.pack", "Packer", "pack"),
-    "kl": ("megatron_rl.trainer.grpo", "Trainer", "measure_kl"),
-    "mismatch": ("megatron_rl.trainer.grpo", "Trainer", "correct_mismatch"),
-    "advantages": ("megatron_rl.trainer.grpo", "Trainer", "estimate"),
-    "describe": ("megatron_rl.trainer.grpo", "Trainer", "describe"),
+    "packing": ("megatron_rl.samples.pack", "Packer", "pack"),
+    "kl": ("megatron_rl.run.grpo", "Trainer", "measure_kl"),
+    "mismatch": ("megatron_rl.run.grpo", "Trainer", "correct_mismatch"),
+    "advantages": ("megatron_rl.run.grpo", "Trainer", "estimate"),
+    "describe": ("megatron_rl.run.grpo", "Trainer", "describe"),
 }
 COMPUTE = ("mm", "linear", "matmul", "scaled_dot_product", "attention")
 

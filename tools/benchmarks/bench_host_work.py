@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_host_work.py --ranks 8 128 1024 --sequences 512 8192 --json FILE
 
 Headers of all sequences, the plan of every minibatch, the exchange of tokens, this replica's batch, dispatch, group
-baselines and metrics: what `trainer/grpo.py` asks for in a step. What costs time per token (packing rows) is here for
+baselines and metrics: what `run/grpo.py` asks for in a step. What costs time per token (packing rows) is here for
 this replica's share only, as on a rank.
 """
 
@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
-from megatron_rl.experience.describe import describe_rollouts
-from megatron_rl.experience.fetch import Holders, plan_fetch
-from megatron_rl.experience.pack import Packer
-from megatron_rl.experience.table import HEADER, Headers, build_headers
+from megatron_rl.samples.describe import describe_rollouts
+from megatron_rl.samples.fetch import Holders, plan_fetch
+from megatron_rl.samples.pack import Packer
+from megatron_rl.samples.table import HEADER, Headers, build_headers
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.types import Branch, Prompt, Rollout, Turn

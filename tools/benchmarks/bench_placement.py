@@ -30,13 +30,13 @@ import torch.distributed as dist
 
 from megatron_rl import Trainer
 from megatron_rl.config.loading import load_config
-from megatron_rl.experience.experience import Experience
-from megatron_rl.packing.batch import TrainBatch
+from megatron_rl.samples.experience import Experience
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.collectives import gather_objects, world
-from megatron_rl.roles.actor import Actor
-from megatron_rl.roles.critic import Critic
-from megatron_rl.roles.parts import Parts
-from megatron_rl.roles.reference import Reference
+from megatron_rl.training.roles.actor import Actor
+from megatron_rl.training.roles.critic import Critic
+from megatron_rl.run.parts import Parts
+from megatron_rl.training.roles.reference import Reference
 
 LIMIT, WARMUP = 1.15, 2
 # What may overlap: (role, what it does), each on ranks of its own.

@@ -33,10 +33,10 @@ import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import init_distributed, reduce_scalars
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.resharding.aliasing import find_aliases
-from megatron_rl.resharding.executor import TRANSPORTS, Resharder, Transport
-from megatron_rl.resharding.planner import group_shards, plan_rank
-from megatron_rl.resharding.pull import export_params, map_params
+from megatron_rl.transfer.aliasing import find_aliases
+from megatron_rl.transfer.executor import TRANSPORTS, Resharder, Transport
+from megatron_rl.transfer.planner import group_shards, plan_rank
+from megatron_rl.transfer.pull import export_params, map_params
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import find_fused
 from megatron_rl.weights.families import ModelShape

@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from megatron_rl.config.command_line import end_program
 from megatron_rl.config.loading import load_config
-from megatron_rl.experience.experience import Experience
-from megatron_rl.trainer.grpo import Trainer
+from megatron_rl.samples.experience import Experience
+from megatron_rl.run.grpo import Trainer
 
 
 class SoakTrainer(Trainer):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.packing.batch import Padding, build_train_batch
+from megatron_rl.samples.batch import Padding, build_train_batch
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Branch, UserError

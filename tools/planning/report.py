@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.batch_plan import BatchPlan
-from megatron_rl.packing.microbatches import packing_metrics, plan_microbatches
+from megatron_rl.samples.microbatches import packing_metrics, plan_microbatches
 from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.communication import ACROSS, WITHIN, Traffic, Workload, list_traffic
 from megatron_rl.planning.layouts import (

@@ -11,9 +11,9 @@ from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import DTYPE_BYTES, Job
 from megatron_rl.planning.engine_weights import CODE_BYTES, SCALE_BYTES, is_coded
-from megatron_rl.resharding.classes import Shard
-from megatron_rl.resharding.planner import Flow, Planner, group_shards
-from megatron_rl.resharding.summary import Bandwidths, Prediction, ReshardSummary, predict_seconds, summarize
+from megatron_rl.transfer.classes import Shard
+from megatron_rl.transfer.planner import Flow, Planner, group_shards
+from megatron_rl.transfer.summary import Bandwidths, Prediction, ReshardSummary, predict_seconds, summarize
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.rollout_layout import vllm_placements
 from megatron_rl.weights.row_quantization import list_matrices, list_scales

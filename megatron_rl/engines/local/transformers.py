@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts with transformers' `generate`: slow, simple, for debugging and as the parity reference.
+
+Every rank is an engine of its own with the whole model. Responses have their own seeds although they
+are generated in batches: sampling is greedy decoding of `logits / temperature + Gumbel noise`, and
+each row draws its noise from its own generator (the Gumbel-max trick).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
+from megatron_rl.engines.sampling import StopStrings
+from megatron_rl.engines.truncation import add_gumbel_noise, truncate
+from megatron_rl.engines.waiting import WaitingRequests
+from megatron_rl.parallel.random_streams import keep_random_streams
+from megatron_rl.parallel.vocab_parallel import compute_all_logprobs
+from megatron_rl.types import KeptSets
+from megatron_rl.weights.experts import list_huggingface_tensors, split_huggingface_experts
+from megatron_rl.weights.rollout_layout import huggingface_placements
+from megatron_rl.weights.shard_box import ShardBox, check_placements
+
+
+class _SeededGumbel(LogitsProcessor):
+    """Turn greedy decoding into sampling with one random stream per row; records log-probs and kept sets by step."""
+
+    def __init__(self, requests: Sequence[Request], bitwise: bool = False) -> None:
+        self._requests, self._bitwise = requests, bitwise
+        self._sampling, self._temperature = requests[0].sampling, requests[0].sampling.temperature
+        self._generators = [torch.Generator().manual_seed(request.seed) for request in requests]
+        self.logprobs: list[torch.Tensor] = []
+        self.kept: list[KeptSets] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scaled = scores.float() / (self._temperature or 1.0)
+        if self._sampling.is_truncated:
+            places = [request.num_sampled + len(self.kept) for request in self._requests]
+            scaled, kept = truncate(scaled, self._sampling, places)
+            self.kept.append(kept)
+        exact = compute_all_logprobs(scaled, scaled.shape[1]) if self._bitwise else None
+        self.logprobs.append(scaled.log_softmax(-1) if exact is None else exact)
+        if self._temperature == 0.0:
+            return scaled
+        return add_gumbel_noise(scaled, self._generators)
+
+
+class _Stopping(StoppingCriteria):
+    """Ends a row with the token that completes a stop string, and remembers how many it has then.
+
+    Attributes:
+        lengths: by row; others have not been ended here.
+    """
+
+    def __init__(self, stop: StopStrings, requests: Sequence[Request], width: int) -> None:
+        self._stop, self._requests, self._width = stop, requests, width
+        self.lengths: dict[int, int] = {}
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        sampled = input_ids[:, self._width :].tolist()
+        for row, (request, tokens) in enumerate(zip(self._requests, sampled, strict=True)):
+            if row not in self.lengths and request.ends_by(self._stop, tokens):
+                self.lengths[row] = len(tokens)
+        return torch.tensor([row in self.lengths for row in range(len(sampled))], device=input_ids.device)
+
+
+class HuggingFaceEngine(WaitingRequests):
+    """A transformers model on every rank; `params` are the logical tensors themselves."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__()
+        as_we_call_it = dict(return_dict=True, output_hidden_states=False, output_attentions=False)
+        config = AutoConfig.from_pretrained(spec.model_path, local_files_only=True, **as_we_call_it)
+        with keep_random_streams():
+            self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype)).eval()
+        self._model.to(spec.process.device).requires_grad_(False)
+        self._placements = huggingface_placements(spec.shape)
+        self._batch_size, self._device = spec.config.max_num_seqs, spec.process.device
+        self._bitwise, self._stop = spec.config.bitwise, spec.stop
+        self._chosen: list[torch.Tensor] | None = None if spec.route_shape is None else []  # by forward and layer
+        self._num_routers = 0 if spec.route_shape is None else self._listen_to_routers()
+        self._route_shape = spec.route_shape
+        self.shared_params = share_params(list_huggingface_tensors(self._model), spec.shareable(self._placements))
+        self.padded_params: tuple[str, ...] = ()
+        if spec.config.bitwise:
+            from megatron_rl.engines.local.transformers_bitwise import make_batch_invariant
+
+            make_batch_invariant(self._model)
+        self.params = split_huggingface_experts(
+            spec.shape, {name: p.data for name, p in list_huggingface_tensors(self._model).items()}
+        )
+        check_placements(
+            self._placements,
+            {name: tuple(p.shape) for name, p in self.params.items()},
+            where=f"transformers on rank {spec.process.rank}",
+        )
+
+    def shard_key(self, rank: int) -> int:
+        """All ranks hold the same."""
+        return 0
+
+    def placements(self, rank: int) -> Sequence[ShardBox]:
+        """ShardBox table: whole HF tensors on every rank."""
+        return self._placements
+
+    def begin_weight_update(self) -> None:
+        """Nothing to do: the parameters are always there."""
+
+    def end_weight_update(self) -> None:
+        """Nothing to do: nothing is cached between calls."""
+
+    def _listen_to_routers(self) -> int:
+        """Note the experts [b * s, choices] that they choose from now on; returns how many routers there are."""
+        routers = [
+            module for name, module in self._model.named_modules() if name.endswith((".mlp.gate", ".mlp.router"))
+        ]
+
+        def listen(_: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
+            assert self._chosen is not None
+            self._chosen.append(output[2])
+
+        for router in routers:
+            router.register_forward_hook(listen)
+        return len(routers)
+
+    def _take_routes(self, num_rows: int) -> list[Any]:
+        """What was chosen in a batch: of each row [s - 1, layers, choices], padding on its left."""
+        shape, chosen = self._route_shape, self._chosen
+        if shape is None or chosen is None:
+            return [None] * num_rows
+        self._chosen = []
+        assert self._num_routers == shape.layers, f"{self._num_routers} routers in {shape.layers} layers"
+        forwards = [torch.stack(chosen[i : i + shape.layers], 1) for i in range(0, len(chosen), shape.layers)]
+        routes = torch.cat([x.view(num_rows, -1, shape.layers, shape.choices) for x in forwards], 1)
+        return list(routes.cpu().numpy().astype(shape.dtype))
+
+    def _cut_routes(self, routes: np.ndarray | None, start: int, stop: int) -> np.ndarray | None:
+        """Of the tokens [start, stop) of a row; the last one may not have been fed."""
+        if routes is None or self._route_shape is None:
+            return None
+        found = routes[start : stop - 1]
+        return np.concatenate([found, self._route_shape.unknown(stop - start - len(found))])
+
+    @torch.no_grad()
+    def step(self) -> list[Sampled]:
+        """Generate the next `max_num_seqs` responses, from the first token to the last."""
+        batch = self.take_batch(self._batch_size)
+        if not batch:
+            return []
+        prompts, sampling = [request.tokens for request in batch], batch[0].sampling
+        width = max(len(p) for p in prompts)
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):  # left padding: generation continues at the right edge
+            ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
+            mask[row, width - len(prompt) :] = 1
+        sampler = _SeededGumbel(batch, self._bitwise)
+        stopping = self._stop and _Stopping(self._stop, batch, width)
+        output = self._model.generate(
+            ids.to(self._device),
+            attention_mask=mask.to(self._device),
+            do_sample=False,
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=list(sampling.stop_token_ids),
+            pad_token_id=0,
+            logits_processor=LogitsProcessorList([sampler]),
+            stopping_criteria=StoppingCriteriaList([stopping] if stopping else []),
+        )
+        tokens = output[:, width:].cpu()  # [b, s]
+        picked = torch.stack(sampler.logprobs, 1).cpu().gather(2, tokens[..., None])[..., 0]  # [b, s]
+        steps = [kept.split() for kept in sampler.kept]
+        sets = [KeptSets.join(parts) for parts in zip(*steps, strict=True)] if steps else [None] * len(batch)
+        lengths = [stopping.lengths.get(row) if stopping else None for row in range(len(batch))]
+        found = [self._cut(*row) for row in zip(batch, tokens, picked, sets, lengths, strict=True)]
+        routes = self._take_routes(len(batch))
+        return [
+            replace(one, routes=self._cut_routes(part, width - len(prompt), width + len(one.tokens)))
+            for one, prompt, part in zip(found, prompts, routes, strict=True)
+        ]
+
+    @staticmethod
+    def _cut(
+        request: Request, tokens: torch.Tensor, logprobs: torch.Tensor, kept: KeptSets | None, stopped: int | None
+    ) -> Sampled:
+        """What a row has up to its end, be it a stop token or behind `stopped` tokens."""
+        tokens = tokens[:stopped]
+        is_stop = torch.isin(tokens, torch.tensor(request.sampling.stop_token_ids))
+        length = int(is_stop.nonzero()[0]) + 1 if is_stop.any() else len(tokens)
+        reason = "stop" if is_stop.any() or stopped is not None else "length"
+        return Sampled(
+            request.key,
+            tokens[:length].numpy().astype(np.int32),
+            logprobs[:length].float().numpy(),
+            reason,
+            kept and kept.cut(length),
+        )
+
+    def tokens_in_flight(self) -> int:
+        """Not counted: nothing runs between two steps."""
+        return 0
+
+    def sleep(self) -> None:
+        """Nothing to give back."""
+
+    def close(self) -> None:
+        """Drop the model."""
+        self.params = {}
+        del self._model

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that is a server: started here or by the user, asked over HTTP, with weights from files.
+
+A server that fails is started again (or waited for, where the user has started it), loads the weights of now, and gets
+its unfinished requests from their beginning: equal seeds, equal samples. Failures without a response between them end
+the run. The first rank of the engine speaks with the server and shares with the others what comes of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from megatron_rl.engines.protocol import EngineSpec, Probed, Request, Sampled
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.servers.server_apis import OpenAiServer, ServerApi, VllmServer
+from megatron_rl.engines.servers.server_client import ServerClient, ServerFailure, ServerProcess, find_free_port
+from megatron_rl.engines.servers.server_key import KEY_VARIABLE, find_key
+from megatron_rl.engines.servers.staged_weights import StagedWeights
+from megatron_rl.parallel.collectives import align_group_names, make_group, share_object
+from megatron_rl.types import UserError
+
+T = TypeVar("T")
+_STEP_SECONDS = 0.05  # what is finished is told of within that time
+_POLL_SECONDS = 0.2
+_PROBE_PROMPT, _PROBE_RESPONSE = 64, 8  # tokens; the prompt fills blocks of a prefix cache
+_log = logging.getLogger(__name__)
+
+
+class ServedEngine(StagedWeights):
+    """One rank of an engine that is a server; see `Server` for how it is kept alive."""
+
+    def __init__(self, spec: EngineSpec, api: ServerApi) -> None:
+        super().__init__(spec)
+        if not spec.config.server.endpoints:
+            _check_nodes(spec)
+            _check_device(spec)
+        rank = spec.process.rank
+        first, index = rank - self._place, (rank - (spec.ranks or range(rank + 1)).start) // self._width
+        if len(spec.ranks or range(spec.process.world_size)) == spec.process.world_size:
+            align_group_names()  # else that was done where the engines are built
+        self._first, self._group = (
+            first,
+            make_group(range(first, first + self._width), None) if self._width > 1 else None,
+        )
+        self._running: dict[int, Request] = {}
+        self._directory = self._share(partial(_find_directory, spec, index))
+        self._server = Server(spec, api, self._directory, index) if rank == first else None
+        self._close = weakref.finalize(self, _close, self._server, self._directory)
+
+    def _share(self, action: Callable[[], T]) -> T:
+        """What an action on the first rank returns, or raises, on every rank of the engine."""
+        outcome: Any = None
+        if self._spec.process.rank == self._first:
+            try:
+                outcome = action(), None
+            except Exception as error:
+                outcome = None, error
+        if self._group is not None:
+            outcome = share_object(outcome, self._group, self._first)
+        result, error = outcome
+        if error is not None:
+            raise error
+        return result
+
+    def _tell(self, do: Callable[[Server], T]) -> T:
+        """What the server answers, on every rank of the engine."""
+        return self._share(lambda: do(self._known_server))
+
+    @property
+    def _known_server(self) -> Server:
+        assert self._server is not None, "only the first rank of an engine speaks with its server"
+        return self._server
+
+    def end_weight_update(self) -> None:
+        """Write the tensors, and let the server load them.
+
+        Raises:
+            UserError: it does not, however often it is tried.
+        """
+        assert not self._running, "weights change between responses only"
+        self.write(self._directory)
+        if self._group is not None:
+            self._group.barrier().wait()
+        self._tell(Server.load)
+
+    def probe(self) -> Probed | None:
+        """What the server says of a fixed prompt; None on all but the first rank of the engine."""
+        probed = self._tell(Server.probe)
+        return probed if self._server is not None else None
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Send requests."""
+        self._running.update({request.key: request for request in requests})
+        self._tell(lambda server: server.add(requests))
+
+    def step(self) -> list[Sampled]:
+        """What is finished by now, or soon."""
+        finished = self._tell(Server.step)
+        for one in finished:
+            del self._running[one.key]
+        return finished
+
+    def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
+        """Close connections, at which the server stops; what has come by then."""
+        known = [key for key in keys if self._running.pop(key, None) is not None]
+        return self._tell(lambda server: server.interrupt(known)) if known else []
+
+    def has_requests(self) -> bool:
+        """True if something runs."""
+        return bool(self._running)
+
+    def tokens_in_flight(self) -> int:
+        """Tokens that have come of unfinished responses."""
+        return 0 if self._server is None else self._server.client.count_tokens()
+
+    def close(self) -> None:
+        """End the server, if it was started here."""
+        self._close()
+
+
+class Server:
+    """A server as the first rank of its engine sees it.
+
+    Args:
+        spec: of the engine.
+        api: its kind.
+        directory: of the weights.
+        index: of the engine.
+
+    Attributes:
+        client: the connections.
+    """
+
+    def __init__(self, spec: EngineSpec, api: ServerApi, directory: Path, index: int) -> None:
+        self._spec, self._api, self._directory, self._config = spec, api, directory, spec.config.server
+        key = find_key(is_started=not self._config.endpoints)
+        self.client = ServerClient(self._config.silent_seconds, spec.stop, key)
+        self._url = self._config.endpoints[index].rstrip("/") if self._config.endpoints else ""
+        self._process: ServerProcess | None = None
+        self._is_open, self._failures = False, 0
+        self._name, self._updates = uuid.uuid4().hex, 0  # versions of another run are other versions
+        self._running: dict[int, Request] = {}
+
+    @property
+    def title(self) -> str:
+        """What a message calls it."""
+        return self._url or f"the server of {self._directory}"
+
+    def load(self) -> None:
+        """Load the weights of the directory; the server is started before the first time."""
+        self._updates += 1
+        self._try(self._load if self._is_open else lambda: None)  # opening loads them
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Send requests."""
+        for request in requests:
+            self._running[request.key] = request
+            self.client.submit(self._url + self._api.path, self._api.make_body(request), request, self._api.read)
+
+    def step(self) -> list[Sampled]:
+        """What is finished, after waiting a moment for it."""
+        finished = self._try(lambda: self._api.complete(self._ask, self.client.take(_STEP_SECONDS)))
+        for one in finished:
+            self._running.pop(one.key)
+            self._failures = 0
+        return finished
+
+    def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
+        """What has come of requests, which end."""
+        for key in keys:
+            self._running.pop(key)
+        partial = [answer.to_sampled() for answer in self.client.cancel(keys)]
+        try:
+            return self._api.complete(self._ask, partial)
+        except ServerFailure as failure:
+            self._fail(failure)
+            return [Sampled(one.key, one.tokens[:0], one.logprobs[:0], "interrupted") for one in partial]
+
+    def probe(self) -> Probed:
+        """Ask for two continuations of a fixed prompt; it is long enough to be in a prefix cache the next time."""
+        assert not self._running, "the answers would mix"
+        spec = self._spec
+        length = min(_PROBE_PROMPT, spec.max_prompt_length + spec.max_response_length - _PROBE_RESPONSE)
+        prompt = np.random.default_rng(0).integers(0, spec.shape.vocab_size, max(length, 1), dtype=np.int32)
+        temperatures = (0.0, spec.config.temperature)
+        self.add(
+            [
+                Request(-1 - i, prompt, 1, SamplingConfig(temperature, _PROBE_RESPONSE, ()))
+                for i, temperature in enumerate(temperatures)
+            ]
+        )
+        found: dict[int, Sampled] = {}
+        while self._running:
+            found |= {one.key: one for one in self.step()}
+        return Probed(prompt, [found[key] for key in sorted(found, reverse=True)], temperatures)
+
+    def _try(self, action: Callable[[], T]) -> T:
+        """What an action returns, however often the server must be brought back for it.
+
+        Raises:
+            UserError: it failed too often.
+        """
+        while True:
+            try:
+                if not self._is_open:
+                    self._open()
+                if self._process is not None and self._process.has_ended:
+                    raise ServerFailure("the server has ended")
+                return action()
+            except ServerFailure as failure:
+                self._fail(failure)
+
+    def _fail(self, failure: ServerFailure) -> None:
+        """Drop the connections of a server that failed; it is opened at the next attempt."""
+        self._failures += 1
+        said = "" if self._process is None else f"\n{self._process.read_log()}"
+        if self._failures > self._config.restarts:
+            raise UserError(
+                f"a server failed {self._failures} times without a response between: {failure}{said}",
+                source=self.title,
+                expected=f"at most {self._config.restarts} failures in a row (rollout.server.restarts)",
+                hint="its last words are above; rollout.server.directory keeps all of them"
+                if self._process is not None
+                else "see what the server says: this run does not start it",
+            )
+        _log.warning("%s: %s; attempt %d of %d", self.title, failure, self._failures, self._config.restarts)
+        self.client.cancel()
+        self.client.forget_news()
+        self._is_open = False
+
+    def _open(self) -> None:
+        """Start the server or wait for it, give it the weights of now, and what it has not answered."""
+        if not self._config.endpoints:
+            self._start()
+        deadline = time.monotonic() + self._config.start_seconds
+        while not self._is_well():
+            if self._process is not None and self._process.has_ended:
+                raise ServerFailure("the server ended before it was ready")
+            if time.monotonic() > deadline:
+                raise ServerFailure(f"no answer within {self._config.start_seconds} seconds")
+            time.sleep(_POLL_SECONDS)
+        self._load()
+        self._is_open = True
+        requests, self._running = list(self._running.values()), {}
+        self.add(requests)
+
+    def _start(self) -> None:
+        if self._process is not None:
+            self._process.end()
+        port = find_free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        self._process = ServerProcess(
+            self._api.make_command(self._directory, port),
+            self._api.list_environment() | _list_devices(self._spec) | {KEY_VARIABLE: self.client.key or ""},
+            _log_file(self._directory),
+        )
+
+    def _is_well(self) -> bool:
+        try:
+            self._ask(self._api.health, method="GET")
+        except (ServerFailure, UserError):
+            return False
+        return True
+
+    def _load(self) -> None:
+        self._api.load(self._ask, self._directory, f"{self._name}-{self._updates}")
+
+    def _ask(self, path: str, body: Any = None, method: str = "POST") -> Any:
+        url = path if path.startswith(("http://", "https://")) else self._url + path
+        return self.client.ask(url, body, method=method)
+
+    def end(self) -> None:
+        """Close the connections; end the server if it was started here."""
+        self.client.close()
+        if self._process is not None:
+            self._process.end()
+
+
+def _close(server: Server | None, directory: Path) -> None:
+    if server is not None:
+        server.end()
+        if directory.parent.name.startswith(_OWN):
+            shutil.rmtree(directory.parent, ignore_errors=True)
+
+
+_OWN = "megatron_rl_servers_"
+
+
+def _check_nodes(spec: EngineSpec) -> None:
+    """A server is one program on one node, and reads what its ranks write there."""
+    ranks, width = spec.ranks or range(spec.process.world_size), spec.config.tensor_model_parallel_size
+    per_node = spec.process.ranks_per_node
+    for first in ranks[::width]:
+        if first // per_node != (first + width - 1) // per_node:
+            raise UserError(
+                f"ranks {first} to {first + width - 1} are one engine on two nodes",
+                source="rollout.tensor_model_parallel_size and placement.rollout",
+                expected="a server for each engine, on one node",
+                hint=f"set rollout.tensor_model_parallel_size to a divisor of {per_node}, or rollout.server.endpoints",
+            )
+
+
+def _check_device(spec: EngineSpec) -> None:
+    """A server does not give its memory back while its ranks train."""
+    ranks = set(spec.ranks or range(spec.process.world_size))
+    trains = spec.model is not None and ranks & {*spec.model.layout.ranks}
+    if spec.process.device.type == "cuda" and trains:
+        raise UserError(
+            "servers on the GPUs of the actor",
+            source="rollout.engine and placement",
+            expected="engines on ranks of their own, or rollout.server.endpoints",
+            hint="set placement.actor and placement.rollout, or rollout.engine=vllm, which shares a GPU with the actor",
+        )
+
+
+def _find_directory(spec: EngineSpec, index: int) -> Path:
+    """Where the weights of an engine are written."""
+    given, memory = spec.config.server.directory, Path("/dev/shm")
+    if given is None:
+        parent = Path(tempfile.mkdtemp(prefix=_OWN, dir=memory if memory.is_dir() else None))
+    else:
+        parent = Path(given).absolute()
+    directory = parent / f"engine_{index}"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _log_file(directory: Path) -> Path:
+    return directory.with_suffix(".log")
+
+
+def _list_devices(spec: EngineSpec) -> dict[str, str]:
+    """The GPUs of the ranks of an engine, for its server."""
+    if spec.process.device.type != "cuda":
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(i) for i in range(spec.process.ranks_per_node)]
+    first = spec.process.local_rank
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[first : first + spec.config.tensor_model_parallel_size])}
+
+
+def build_vllm_server(spec: EngineSpec) -> ServedEngine:
+    """The engine `vllm_server`."""
+    return ServedEngine(spec, VllmServer(spec))
+
+
+def build_openai_server(spec: EngineSpec) -> ServedEngine:
+    """The engine `openai`."""
+    return ServedEngine(spec, OpenAiServer(spec))

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM model that computes the trainer's bits on CPU (rollout.bitwise), by objects of vLLM that are handed in.
+
+Its products, its paged attention and its log-softmax are replaced. Norms and activations have the same bits already,
+and so has the rotation without its C++ kernel (`ENGINE_ARGUMENTS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_rl.models.attention_backends import Segments, attend, build_segments
+from megatron_rl.samples.prefix import SegmentKeys
+from megatron_rl.parallel.batch_invariant import multiply
+from megatron_rl.parallel.vocab_parallel import compute_all_logprobs
+
+ENGINE_ARGUMENTS: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+
+
+class _PagedAttention:
+    """`attend` on vLLM's cache; the layers of one step share what is made of its metadata.
+
+    The cache is [blocks, heads, block size, 2 d], where key and value of a token lie side by side.
+    """
+
+    def __init__(self) -> None:
+        self._metadata: Any = None
+        self._packed: tuple[torch.Tensor, torch.Tensor, Segments] | None = None
+
+    def write(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Store key and value [t, heads, d] in their slots; a negative one is padding."""
+        slots = slots[: len(key)].long()
+        is_real = slots >= 0
+        block, place = slots[is_real] // kv_cache.shape[2], slots[is_real] % kv_cache.shape[2]
+        kv_cache[block, :, place] = torch.cat([key, value], -1)[is_real]
+
+    def attend(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        """query [t, n, d] -> options["output"], likewise; keys and values are read from the cache."""
+        output: torch.Tensor = options["output"]
+        if metadata is None:  # warming up
+            return output
+        if self._metadata is not metadata:
+            self._metadata, self._packed = metadata, _pack(metadata, kv_cache.shape[2], query.dtype)
+        assert self._packed is not None
+        block, place, segments = self._packed
+        keys, values = kv_cache[block, :, place].chunk(2, -1)
+        count = metadata.num_actual_tokens
+        output[:count].view(query[:count].shape).copy_(attend(query[:count], keys, values, segments, layer.impl.scale))
+        return output
+
+
+def _pack(metadata: Any, block_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Segments]:
+    """Block and place in it of every key [k], sequence after sequence, and the segments of a step."""
+    lengths = metadata.seq_lens.tolist()
+    positions = [torch.arange(length) for length in lengths]
+    blocks = [
+        table.long()[where // block_size]
+        for table, where in zip(metadata.block_table[: len(lengths)], positions, strict=True)
+    ]
+    everywhere = torch.cat(positions)
+    cu_k = torch.nn.functional.pad(metadata.seq_lens.cumsum(0), (1, 0)).int()
+    keys = SegmentKeys(torch.arange(len(everywhere)), cu_k, max(lengths))
+    segments = build_segments(metadata.query_start_loc, metadata.max_query_len, keys, dtype, "tiled")
+    return torch.cat(blocks), everywhere % block_size, segments
+
+
+def _sample_with(sample: Callable[..., Any], compute_logprobs: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """vLLM's sampler, which overwrites the logits, with other log-probs of what it samples from."""
+
+    def sample_and_score(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = compute_logprobs(logits)
+        sampled, _ = sample(logits, *arguments)
+        return sampled, logprobs
+
+    return sample_and_score
+
+
+def make_batch_invariant(model: torch.nn.Module, sampler: Any, shard_columns: int) -> None:
+    """Replace what has other bits than the trainer, of one engine.
+
+    Args:
+        model: vLLM's.
+        sampler: of its model runner.
+        shard_columns: of the output layer of a TP rank of the trainer.
+    """
+    attention = _PagedAttention()
+    for module in model.modules():
+        found: Any = module
+        if hasattr(found, "cpu_linear"):
+            found.cpu_linear = multiply
+        implementation: Any = getattr(found, "impl", None)
+        if hasattr(implementation, "do_kv_cache_update"):
+            implementation.do_kv_cache_update = attention.write
+            implementation.forward = attention.attend
+    compute_logprobs = partial(compute_all_logprobs, num_columns=shard_columns)
+    sampler.compute_logprobs = compute_logprobs
+    sampler.topk_topp_sampler.forward = _sample_with(sampler.topk_topp_sampler.forward, compute_logprobs)

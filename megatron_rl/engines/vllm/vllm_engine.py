@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM inside the training processes (`external_launcher`), on GPU and on CPU.
+
+What in-process vLLM needs beside what `engines.vllm.vllm_library` replaces in it (each is guarded by a test):
+
+* torch.distributed is initialized before, else world > tp breaks;
+* on CPU, its fused experts compute with weights in a packed order: they are packed in place after every
+  update, so that between updates their parameters do not hold what the placement table says;
+* on CPU, prompts are computed whole: for one that is computed in parts vLLM turns back its random numbers,
+  which CPU generators cannot do;
+* an error in a step leaves its requests running: they are aborted before it is raised;
+* it must not reseed or advance the trainer's random numbers;
+* the prefix cache is dropped after every weight update.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
+from megatron_rl.engines.vllm.vllm_arguments import list_engine_arguments, list_engine_environment, records_kept_sets
+from megatron_rl.engines.vllm.vllm_bitwise import make_batch_invariant
+from megatron_rl.engines.vllm.vllm_experts import RouteRecorder, find_packed_experts, list_params
+from megatron_rl.engines.vllm.vllm_library import (
+    find_world,
+    pack_experts,
+    prepare_vllm,
+    register_codes,
+    register_loader,
+    register_model,
+    take_adapters,
+)
+from megatron_rl.engines.vllm.vllm_limits import check_cpu_limits, check_options
+from megatron_rl.engines.vllm.vllm_lora import list_adapter_params
+from megatron_rl.engines.vllm.vllm_truncation import KeptSetRecorder, list_extra_args
+from megatron_rl.parallel.random_streams import keep_random_streams
+from megatron_rl.weights.megatron_layout import padded_vocab_size
+from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
+from megatron_rl.weights.row_quantization import SCALE_SUFFIX
+from megatron_rl.weights.shard_box import ShardBox, check_placements
+
+
+class VllmEngine:
+    """One rank of one vLLM engine.
+
+    Attributes:
+        params: vLLM's own parameters by name, written in place by the hybrid engine.
+        code_format: of its matrices; None: they are in the type of the model.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        assert dist.is_initialized(), "vLLM must join the job's process groups, not make its own"
+        self._shape, self._tp_size = spec.shape, spec.config.tensor_model_parallel_size
+        self._place = spec.find_place
+        if spec.process.device.type == "cpu":
+            check_cpu_limits(spec.shape, self._tp_size)
+        vllm = prepare_vllm(spec.process.device)
+        check_options(spec, {item.name for item in fields(import_module("vllm.engine.arg_utils").EngineArgs)})
+        register_model(vllm, spec)
+        self.code_format = register_codes(spec)
+        launcher_world = os.environ.get("LOCAL_WORLD_SIZE")
+        self.padded_params = VLLM_PADDED_PARAMETERS
+        shareable, shared = self._share_when_loaded(spec)
+        os.environ |= list_engine_environment(spec)
+        with keep_random_streams(), find_world(spec, import_module("vllm.distributed.parallel_state")):
+            self._llm = vllm.LLM(**list_engine_arguments(spec))
+        self._sampling_params = vllm.SamplingParams
+        if launcher_world is not None:  # the CPU platform overwrites it with tp
+            os.environ["LOCAL_WORLD_SIZE"] = launcher_world
+        self._names: dict[int, str] = {}  # key of a request -> vLLM's name for it
+        self._requests: dict[int, Request] = {}
+        self._stop = spec.stop
+        self._keys: dict[str, int] = {}  # and back, from the short name
+        self._can_sleep = spec.process.device.type == "cuda"
+        worker = self._llm.llm_engine.model_executor.driver_worker.worker
+        self.params: dict[str, torch.Tensor] = list_params(
+            worker.get_model(), spec.shape, self._place(spec.process.rank)
+        )
+        # A kernel of experts that wants another order has made a tensor of its own.
+        self.shared_params = frozenset(n for n in shared if self.params[n].data_ptr() == shareable[n].data_ptr())
+        if spec.config.bitwise:
+            columns = padded_vocab_size(spec.shape.vocab_size, self._tp_size) // self._tp_size
+            make_batch_invariant(worker.get_model(), worker.model_runner.sampler, columns)
+        self._kept = KeptSetRecorder(worker.model_runner) if records_kept_sets(spec) else None
+        self._routes: RouteRecorder | None = None
+        if spec.route_shape is not None:
+            self._routes = RouteRecorder(worker.get_model(), worker.model_runner, spec.route_shape)
+        self._packed_experts = find_packed_experts(worker.get_model(), spec.process.device)
+        check_placements(
+            self.placements(spec.process.rank),
+            {name: tuple(p.shape) for name, p in self.params.items() if not name.endswith(SCALE_SUFFIX)},
+            where=f"vLLM on rank {spec.process.rank}",
+            padded=VLLM_PADDED_PARAMETERS,
+        )
+        self._lora_request = take_adapters(worker, spec) if spec.adapters is not None else None
+        for name, tensor in self.params.items():  # vocabulary padding is written by nobody: zero it once
+            if name not in self.shared_params:
+                tensor.zero_()
+        self._adapters = list_adapter_params(worker.get_model(), spec.adapters) if spec.adapters else {}
+        self.params |= self._adapters
+
+    def _share_when_loaded(self, spec: EngineSpec) -> tuple[Mapping[str, torch.Tensor], set[str]]:
+        """What vLLM may share of the actor's, and the names of what it does once it has loaded."""
+        shareable, shared = spec.shareable(self.placements(spec.process.rank)), set[str]()
+        if spec.process.device.type == "cpu":  # experts are packed in place
+            shareable = {name: tensor for name, tensor in shareable.items() if ".experts." not in name}
+        register_loader(lambda model: shared.update(share_params(dict(model.named_parameters()), shareable)))
+        return shareable, shared
+
+    def shard_key(self, rank: int) -> int:
+        """Ranks with equal keys have equal placement tables."""
+        return self._place(rank)
+
+    def placements(self, rank: int) -> Sequence[ShardBox]:
+        """ShardBox table of any rank of the job."""
+        return vllm_placements(self._shape, tp_size=self._tp_size, tp_rank=self._place(rank))
+
+    def begin_weight_update(self) -> None:
+        """Bring the parameters' memory back (same addresses) after a sleep."""
+        if self._can_sleep and self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up(tags=["weights"])
+            for tensor in self._adapters.values():  # wider than the adapters: nothing else is written behind them
+                tensor.zero_()
+
+    def end_weight_update(self) -> None:
+        """Pack the experts, forget keys and values computed with the old weights; bring the cache back."""
+        for param, instructions in self._packed_experts:
+            pack_experts(param, instructions)
+        if self._can_sleep and self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up(tags=["kv_cache"])
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Take requests in; they run from the next step on."""
+        params = [
+            self._sampling_params(
+                temperature=request.sampling.temperature,
+                max_tokens=request.sampling.max_tokens,
+                seed=request.seed,
+                stop_token_ids=list(request.sampling.stop_token_ids),
+                logprobs=0,
+                ignore_eos=True,
+                detokenize=False,
+                skip_clone=True,  # it serves this request only
+                extra_args=list_extra_args(str(request.key), request),
+            )
+            for request in requests
+        ]
+        with self._running():
+            names = self._llm.enqueue(
+                [{"prompt_token_ids": request.tokens.tolist()} for request in requests],
+                params,
+                self._lora_request,
+                use_tqdm=False,
+            )
+        for request, name in zip(requests, names, strict=True):
+            self._names[request.key], self._keys[_short(name)] = name, request.key
+            self._requests[request.key] = request
+            if self._routes is not None:
+                self._routes.expect(name, request)
+
+    def step(self) -> list[Sampled]:
+        """One forward for everything that runs; a response is returned by the step that samples its last token."""
+        with self._running():
+            outputs = [output for output in self._llm.llm_engine.step() if output.finished]
+        finished = []
+        for output in outputs:
+            key, last = self._keys[output.request_id], output.outputs[0]
+            reason = "stop" if last.finish_reason == "stop" or self._completes_text(key, last.token_ids) else "length"
+            finished.append(self._end(key, last.token_ids, last.logprobs, reason, output.num_cached_tokens))
+        return finished + (self._stop_early() if self._stop else [])
+
+    def _stop_early(self) -> list[Sampled]:
+        """What a stop string has ended; vLLM, which has no tokenizer, would continue."""
+        states = self._llm.llm_engine.output_processor.request_states
+        keys = [
+            key
+            for key, name in self._names.items()
+            if self._completes_text(key, states[name].detokenizer.output_token_ids)
+        ]
+        return [replace(sampled, finish_reason="stop") for sampled in self.interrupt(keys)]
+
+    def _completes_text(self, key: int, sampled: Sequence[int]) -> bool:
+        return self._stop is not None and bool(sampled) and self._requests[key].ends_by(self._stop, sampled)
+
+    def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
+        """Forget requests; their blocks of the prefix cache stay, for those that continue them."""
+        engine, partial = self._llm.llm_engine, []
+        names = {key: self._names[key] for key in keys if key in self._names}
+        for key, name in names.items():  # vLLM itself says nothing of what it aborts
+            state = engine.output_processor.request_states[name]
+            tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+            partial.append(self._end(key, tokens, logprobs, "interrupted", state.num_cached_tokens))
+        engine.abort_request(list(names.values()), internal=True)
+        return partial
+
+    def _end(
+        self, key: int, token_ids: Sequence[int], logprobs: Any, finish_reason: str, num_cached: int | None
+    ) -> Sampled:
+        """What a request has, which is forgotten here."""
+        name, request = self._names.pop(key), self._requests.pop(key)
+        del self._keys[_short(name)]
+        kept = None
+        if request.sampling.is_truncated:
+            assert self._kept is not None, "config.rollout_checks refuses it"
+            kept = self._kept.take(str(key), len(request.tokens), len(token_ids))
+        routes = None if self._routes is None else self._routes.take(name, len(request.tokens) + len(token_ids))
+        tokens, picked = np.array(token_ids, np.int32), np.full(len(logprobs), np.nan, np.float32)
+        if len(logprobs) == len(tokens):  # else `check_sampled` says so, on all ranks
+            picked[:] = [entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]
+        return Sampled(key, tokens, picked, finish_reason, kept, num_cached if len(tokens) else None, routes)
+
+    def has_requests(self) -> bool:
+        """True if something runs or waits."""
+        return self._llm.llm_engine.has_unfinished_requests()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Keep the trainer's random numbers; an error leaves no request behind."""
+        with keep_random_streams():
+            try:
+                yield
+            except BaseException:
+                self._abort()
+                raise
+
+    def _abort(self) -> None:
+        """Forget every request, and the blocks of the prefix cache that a step announced and did not fill."""
+        engine = self._llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        self._llm.reset_prefix_cache()
+        self._names, self._keys, self._requests = {}, {}, {}
+        if self._kept is not None:
+            self._kept.clear()
+        if self._routes is not None:
+            self._routes.clear()
+
+    def tokens_in_flight(self) -> int:
+        """Tokens sampled so far for responses that are not finished."""
+        states = list(self._llm.llm_engine.output_processor.request_states.values())
+        return sum(state.detokenizer.num_output_tokens() for state in states)
+
+    def sleep(self) -> None:
+        """Give weights and KV cache back to the trainer (CUDA; a no-op on CPU)."""
+        if self._can_sleep:
+            self._llm.sleep(level=2)
+
+    def close(self) -> None:
+        """Shut the engine down; the process groups of the job stay alive (see `prepare_vllm`)."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def _short(name: str) -> str:
+    """What vLLM calls a request when it is finished: "7" for "7-random"."""
+    return name.partition("-")[0]

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's library, made fit for life inside a training process, on GPU and on CPU. The only file that imports vllm.
+
+What is replaced in it (each is guarded by a test):
+
+* its shutdown must not destroy the job's process groups;
+* on CPU, linears must keep their weight (oneDNN would pack it away and leave an empty parameter);
+* on CPU, its shared-memory collectives stay off: their segments are named after ranks only, so a
+  killed run, or a second one on the host, makes the next engine fail; torch.distributed serves;
+* on CPU, it must not bind the memory of the whole process, the trainer's included, to one NUMA node;
+* on CPU, a server that loads weights again must pack its fused experts again.
+
+A test lists the private names that this file and `engines.vllm.vllm_engine` rely on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_rl.engines.protocol import EngineSpec
+from megatron_rl.engines.vllm.vllm_arguments import LOAD_FORMAT
+from megatron_rl.engines.vllm.vllm_coding import register_method
+from megatron_rl.engines.vllm.vllm_lora import take_slot
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import FAMILIES
+from megatron_rl.weights.row_quantization import CodeFormat
+from megatron_rl.weights.support import check_engine
+
+
+def find_world(spec: EngineSpec, parallel_state: Any) -> AbstractContextManager[None]:
+    """What vLLM is built in: the job; the ranks of this engine, where only a part of the job has engines.
+
+    Args:
+        spec: of the engine.
+        parallel_state: vLLM's module of that name.
+    """
+    if spec.ranks is None or len(spec.ranks) == spec.process.world_size:
+        return nullcontext()
+    first = spec.process.rank - spec.find_place(spec.process.rank)
+    return _own_world(range(first, first + spec.config.tensor_model_parallel_size), parallel_state)
+
+
+@contextmanager
+def _own_world(ranks: range, parallel_state: Any) -> Iterator[None]:
+    """While vLLM is built in the block, it sees these ranks only, which all enter it after `align_group_names`."""
+    new_group, get_world_size = dist.new_group, dist.get_world_size
+    init_world_group, init_model_parallel_group = (
+        parallel_state.init_world_group,
+        parallel_state.init_model_parallel_group,
+    )
+
+    def make_group(members: Sequence[int], **options: Any) -> Any:
+        if dist.get_rank() not in members:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return new_group(members, use_local_synchronization=True, **options)
+
+    def count_ranks(group: dist.ProcessGroup | None = None) -> int:
+        return len(ranks) if group is None else get_world_size(group)
+
+    def make_world(_: Sequence[int], *arguments: Any) -> Any:
+        return init_world_group(list(ranks), *arguments)
+
+    def make_groups(places: Sequence[Sequence[int]], *arguments: Any, **options: Any) -> Any:
+        return init_model_parallel_group([[ranks[place] for place in some] for some in places], *arguments, **options)
+
+    with ExitStack() as patches:
+        for module, name, stand_in in (
+            (dist, "new_group", make_group),
+            (dist, "get_world_size", count_ranks),
+            (parallel_state, "init_world_group", make_world),
+            (parallel_state, "init_model_parallel_group", make_groups),
+        ):
+            patches.enter_context(patch.object(module, name, stand_in))
+        yield
+
+
+# Read by vLLM at import: offline, quiet, no telemetry, no plugins, no engine process of its own.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_PLUGINS": "",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def prepare_vllm(device: torch.device) -> ModuleType:
+    """Import vllm, made fit for life inside a training process; safe to call twice."""
+    os.environ.update(_ENVIRONMENT)
+    if device.type == "cpu":
+        # Two sampler helpers use torch.compile even in eager mode: seconds per start, and a compiler.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        torch._dynamo.config.disable = True
+        # It imports inductor to correct what is compiled.
+        sys.modules.setdefault("vllm.env_override", ModuleType("vllm.env_override"))
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    # An error in a step would be preceded by the state of the engine, 10 kB of it from each rank.
+    logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
+    import vllm
+    from vllm.v1.engine import core
+
+    import_module("vllm.entrypoints.llm")  # vllm imports it, and the worker, when they are used
+
+    def keep_process_groups(*args: Any, **kwargs: Any) -> None:
+        """Stand in for a clean-up that destroys the job's process groups."""
+
+    engine_core: Any = core  # it imports this name from elsewhere
+    engine_core.cleanup_dist_env_and_memory = keep_process_groups
+    if device.type == "cpu":
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+        from vllm.model_executor.layers import utils
+
+        import_module("vllm.v1.worker.cpu_worker")
+        _pack_reloaded_experts()
+
+        def use_plain_linear(layer: Any, remove_weight: bool = False) -> None:
+            layer.cpu_linear = F.linear
+
+        utils.dispatch_cpu_unquantized_gemm = use_plain_linear
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+        vars(torch.ops._C)["init_cpu_memory_env"] = lambda nodes: None
+    return vllm
+
+
+def _pack_reloaded_experts() -> None:
+    """Servers load weights again by vLLM's own loader, which packs fused experts at the first time only."""
+    methods = import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
+    method = methods.UnquantizedFusedMoEMethod
+    set_up = method._setup_kernel
+    if hasattr(set_up, "__wrapped__"):
+        return
+
+    @wraps(set_up)
+    def set_up_and_pack(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        is_first = self.moe_kernel is None
+        set_up(self, layer, w13, w2)
+        if not is_first:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    method._setup_kernel = set_up_and_pack
+
+
+def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
+    """Let vLLM "load" a model by handing it to `bind`, before anything is compiled or captured."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    @register_model_loader(LOAD_FORMAT)
+    class BindingLoader(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None:
+            """Nothing to fetch: the actor has the weights."""
+
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            """Bind what can be shared; the rest is written by the first reshard."""
+            bind(model)
+
+
+def take_adapters(worker: Any, spec: EngineSpec) -> Any:
+    """vLLM's name for the policy's adapters, for which it has a slot now."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.request import LoRARequest
+
+    assert spec.adapters is not None
+    take_slot(worker, LoRAModel(1, spec.adapters.rank, {}))
+    return LoRARequest("policy", 1, "in memory")
+
+
+def pack_experts(param: torch.Tensor, instructions: str) -> None:
+    """Reorder a fused parameter [E, rows, columns] in place; once per update, as packing twice is another order."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    param.copy_(cpu_prepack_moe_weight(param, instructions))
+
+
+def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
+    """Register the class itself: by name, vLLM inspects it in a subprocess that takes 8 to 16 seconds.
+
+    Raises:
+        UserError: vLLM has no implementation of its own, or one that keeps weights in another order or needs a package
+            that is not here.
+    """
+    check_engine(spec.shape, "vllm", spec.config.quantization, spec.adapters)
+    family = FAMILIES[spec.shape.family]
+    name = f"vllm.model_executor.models.{family.vllm_module or spec.shape.family}"
+    try:
+        module = import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise UserError(
+                f"vLLM's {family.architecture} needs the package {error.name}, which is not installed",
+                source="rollout.engine and the model's config.json",
+                expected=f"{error.name}, in a build that fits torch",
+                hint="install it, or set rollout.engine=hf",
+            ) from None
+        raise UserError(
+            f"rollout.engine = 'vllm', and vLLM has no {family.architecture} of its own",
+            source="rollout.engine and the model's config.json",
+            expected="hf or megatron for this family",
+            hint="set rollout.engine=hf",
+        ) from None
+    vllm.ModelRegistry.register_model(family.architecture, getattr(module, family.architecture))
+
+
+def register_codes(spec: EngineSpec) -> CodeFormat | None:
+    """Let vLLM keep matrices in eight bits, if this is asked for."""
+    if spec.config.quantization == "none":
+        return None
+    layers = "vllm.model_executor.layers"
+    register_method(
+        spec.config.quantization, import_module(f"{layers}.quantization"), import_module(f"{layers}.linear")
+    )
+    return spec.config.quantization

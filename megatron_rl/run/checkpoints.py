@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a run saves, how it resumes from a checkpoint, and how it follows a signal.
+
+A checkpoint holds the end of a step. A run that is stopped before it has learned anything in a step saves the end of
+the step before and does the step again; one that is stopped later finishes the step. Either way the resumed run
+writes the metrics of one that was never stopped (in the same layout).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.files import explain_os_error
+from megatron_rl.checkpoint.manifest import RunContent
+from megatron_rl.checkpoint.resuming import load_training_state
+from megatron_rl.checkpoint.saving import CheckpointSaver, RankState, SaveOutcome, save_now
+from megatron_rl.config.loading import dump_yaml
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.run.changes import describe_changes
+from megatron_rl.run.opening import OpenedRun
+from megatron_rl.run.state import TrainingState
+from megatron_rl.parallel.collectives import raise_together, world
+from megatron_rl.types import EXIT_PREEMPTED, Preempted, UserError
+
+
+class Checkpoints:
+    """Saves and restores one run, and stops it when a signal asks for it; all methods are collective.
+
+    Args:
+        config: the resolved config.
+        opened: from `open_run`.
+        state: of the run.
+        export: writes the policy in HF format into a new directory.
+        total_steps: of the run.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        opened: OpenedRun,
+        state: TrainingState,
+        *,
+        export: Callable[[Path], None],
+        total_steps: int,
+    ) -> None:
+        self._config, self._run, self._opened, self._total_steps = config, opened.run, opened, total_steps
+        self._state, self._export = state, export
+        self._group = world()
+        self._saver = CheckpointSaver(
+            opened.run.checkpoints,
+            self._group,
+            async_save=config.checkpoint.async_save,
+            keep_last=config.checkpoint.keep_last,
+            keep_best=config.checkpoint.keep_best,
+            report=self._report,
+        )
+        self._last: SaveOutcome | None = None
+        self._marked: tuple[RunContent, RankState] | None = None
+        self._recipe, self._restored_record = dump_yaml(config), {}
+        self._saved_at, self._failures_in_a_row = time.monotonic(), 0
+
+    def start(self) -> int | None:
+        """Restore the checkpoint where there is one, and open the sinks; the step that it ends, None for a new run.
+
+        Raises:
+            UserError: the checkpoint does not fit this run, or the run is finished; nothing was changed then.
+        """
+        directory, step = self._opened.checkpoint, None
+        if directory is not None:
+            step = self._restore(directory)
+        elif self._opened.is_known:
+            self._run.log.warning("the run ended before its first checkpoint: it starts from its beginning")
+        if not self._config.trainer.save_freq and self._config.checkpoint.save_every_minutes is None:
+            self._run.log.warning(
+                "no checkpoint is written before the end (trainer.save_freq, "
+                "checkpoint.save_every_minutes): a crash loses the whole run"
+            )
+        error = None
+        try:
+            self._run.start(
+                step if step is not None else -1 if self._opened.is_known else None, self._opened.guard.positions
+            )
+        except (UserError, OSError) as caught:
+            error = caught if isinstance(caught, UserError) else explain_os_error(caught, self._run.dir)
+        raise_together(error, self._group)
+        if step is not None and directory is not None and directory.parent == self._run.checkpoints:
+            self._complete_records(step)
+        self.mark(step or 0)
+        self._saved_at = time.monotonic()
+        return step
+
+    def _restore(self, directory: Path) -> int:
+        is_own = directory.parent == self._run.checkpoints  # looked at by `open_run`
+        resumed = load_training_state(
+            directory, self._state.roles, side_files=self._state.side_files, group=self._group, is_verified=is_own
+        )
+        self._state.restore(resumed, self._group)
+        self._run.resume(resumed.state.get("best_value"), resumed.state.get("failed_saves", []) if is_own else [])
+        self._restored_record = resumed.state.get("record", {})
+        if is_own:
+            self._last = SaveOutcome(resumed.step, directory, 0.0, 0.0)
+        say = self._run.log.info
+        say("resumed: %s, step %d, %d optimizer steps", directory, resumed.step, resumed.policy_version)
+        if not resumed.same_layout:
+            say("  another layout than before: random numbers begin again, and results may differ by rounding")
+        for line in describe_changes(resumed.recipe, self._recipe):
+            say("  changed since: %s", line)
+        return resumed.step
+
+    def _complete_records(self, step: int) -> None:
+        """Write the record of the restored step if the process ended between its checkpoint and its record."""
+        if self._restored_record and self._run.is_writer and self._run.last_recorded_step() < step:
+            self._run.timers.pop()
+            self._run.count(self._restored_record)
+            self._run.record(step)
+
+    def mark(self, step: int) -> None:
+        """Remember what is small of the end of a step; weights and optimizer states change only in updates."""
+        best = self._run.best_value
+        state = self._state.small_parts() | {
+            "best_value": None if best == float("-inf") else best,
+            "record": self._run.counted(),
+            "dependencies": self._opened.dependencies,
+            "failed_saves": list(self._run.failed_saves),
+        }
+        version = self._state.policy_version
+        self._marked = RunContent(step, version, self._recipe, state, self._state.side_files), self._state.rank_state()
+
+    def _end_of_last_step(self) -> tuple[RunContent, RankState]:
+        assert self._marked is not None, "`start` marks"
+        return self._marked
+
+    def end_step(self, step: int, is_best: bool = False) -> None:
+        """Save if it is due.
+
+        Raises:
+            UserError: too many saves have failed.
+        """
+        self.mark(step)
+        config, is_last = self._config.trainer, step == self._total_steps
+        stays = (
+            is_best or (config.save_final if is_last else False) or (config.save_freq and step % config.save_freq == 0)
+        )
+        if stays or (not is_last and self._is_overdue()):
+            with self._run.timers.phase("save", swallow=True):
+                exports = stays and self._config.checkpoint.save_huggingface
+                self._save(is_best, self._export if exports else None, is_passing=not stays)
+        self._check_failures()
+
+    def _is_overdue(self) -> bool:
+        """Whether by some rank's clock the last save is too long ago; collective."""
+        minutes = self._config.checkpoint.save_every_minutes
+        if minutes is None:
+            return False
+        is_overdue = torch.tensor(int(time.monotonic() - self._saved_at >= 60 * minutes))
+        dist.all_reduce(is_overdue, dist.ReduceOp.MAX, group=self._group)
+        return bool(is_overdue)
+
+    def _save(
+        self, is_best: bool = False, export: Callable[[Path], None] | None = None, is_passing: bool = False
+    ) -> None:
+        self._run.settle()  # nothing is written about a step that a checkpoint has
+        content, rank_state = self._end_of_last_step()
+        content, self._saved_at = replace(content, is_passing=is_passing), time.monotonic()
+        self._saver.save(
+            content,
+            self._state.roles,
+            with_optimizer=self._config.checkpoint.save_optimizer,
+            is_best=is_best,
+            export=export,
+            rank_state=rank_state,
+        )
+
+    def save_into(self, root: Path) -> UserError | None:
+        """Write the end of the last step to `<root>/step_<N>`, at once, whatever the run's own checkpoints are.
+
+        Returns:
+            Why it failed, on every rank.
+        """
+        content, rank_state = self._end_of_last_step()
+        return save_now(root, content, self._state.roles, self._group, rank_state).error
+
+    def safe_point(self) -> None:
+        """Here the run may end; nothing has been learned since the last mark.
+
+        Raises:
+            Preempted: a signal asked for it, and the end of the last step is on the disk.
+            UserError: it could not be saved, too many saves have failed, or another job has the directory.
+        """
+        self._opened.lock.check()
+        self._saver.poll()
+        self._check_failures()
+        received = self._opened.stop.agreed(self._group)
+        if received is None:
+            return
+        step = self._end_of_last_step()[0].step
+        if step == self._total_steps:
+            return  # nothing is left to do but to finish
+        self._run.log.info("%s: the run stops after step %d", received, step)
+        self._saver.wait()
+        if self._last is None or self._last.step != step or self._last.error:
+            with self._run.timers.phase("save", swallow=True):
+                self._save()
+                self._saver.wait()
+        assert self._last is not None, "a save reports its outcome"
+        if self._last.error:
+            raise self._last.error
+        self._run.note_stop({"signal": received, "step": step, "exit_code": EXIT_PREEMPTED})
+        raise Preempted(
+            f"{received} after step {step}; start the same command again to resume from {self._last.directory}"
+        )
+
+    def commit(self) -> None:
+        """Finish a save that is being written."""
+        self._saver.wait()
+
+    def finish(self) -> None:
+        """Wait for the last save.
+
+        Raises:
+            UserError: it failed.
+        """
+        self.commit()
+        if self._last is not None and self._last.error:
+            raise self._last.error
+
+    def _report(self, outcome: SaveOutcome) -> None:
+        self._last, say = outcome, self._run.log
+        self._failures_in_a_row = self._failures_in_a_row + 1 if outcome.error else 0
+        if outcome.error:
+            self._run.failed_saves.append({"step": outcome.step, "error": outcome.error.found})
+            say.error("checkpoint of step %d failed, older ones stay: %s", outcome.step, outcome.error)
+        else:
+            say.info(
+                "checkpoint: %s, %s bytes in %.1f s (%.1f s of waiting)%s",
+                outcome.directory,
+                f"{outcome.num_bytes:,}",
+                outcome.seconds,
+                outcome.blocked_seconds,
+                "".join(f"; step_{step} deleted" for step in outcome.deleted_steps),
+            )
+
+    def _check_failures(self) -> None:
+        """Refuse to train on when nothing of it can be kept."""
+        error = self._last and self._last.error
+        if error and self._failures_in_a_row >= self._config.checkpoint.max_failed_saves:
+            raise UserError(
+                f"{self._failures_in_a_row} saves in a row have failed, the last one: {error.found}",
+                source=error.source,
+                expected=f"fewer than checkpoint.max_failed_saves = {self._config.checkpoint.max_failed_saves}",
+                hint=error.hint,
+            )
+
+    def close(self) -> None:
+        """Give back signals, lock and watchdog (also after an error; not collective)."""
+        self._opened.guard.close()

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation without training: the policy's weights, an engine, the rewards, and no optimizer.
+
+The number of a set is the one that a run with these weights, seeds and settings writes: both ask the same collector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.directory import FoundWeights, find_weights
+from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, PlacementConfig, ReferenceConfig, RunConfig
+from megatron_rl.samples.describe import rollout_row
+from megatron_rl.samples.experience import Experience
+from megatron_rl.samples.table import join_headers
+from megatron_rl.observability.rollout_log import TokenTexts, write_rows
+from megatron_rl.parallel.collectives import init_distributed, world
+from megatron_rl.run.build import build_roles, group_timeout
+from megatron_rl.run.inputs import RlInputs, read_rl_inputs
+from megatron_rl.run.parts import Parts
+from megatron_rl.rollout.collector import describe_set
+from megatron_rl.run.sampling import RunSinks, build_rollout_members
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.setup import RoleSetup
+from megatron_rl.types import UserError
+
+
+class EvaluatedPolicy:
+    """A policy without an optimizer whose weights an engine shares; building it is collective.
+
+    Args:
+        setup: that of an actor.
+        policy_version: optimizer steps behind the weights.
+    """
+
+    def __init__(self, setup: RoleSetup, *, policy_version: int) -> None:
+        self.model = PackedModel(replace(setup, spec=replace(setup.spec, trainable=False)))
+        self.policy_version, self.optimizer = policy_version, self
+
+    def release(self) -> None:
+        """There is nothing that generation does not need."""
+
+
+def without_training(config: RunConfig, world_size: int) -> RunConfig:
+    """A config of the same model, rollouts, rewards and seeds in which nothing of training can be wrong.
+
+    Raises:
+        UserError: there is no validation file.
+    """
+    data, rollout = config.data, config.rollout
+    if not data.validation_files:
+        raise UserError(
+            "data.validation_files names no file",
+            source="data.validation_files",
+            expected="a file to evaluate on",
+            hint="give data.validation_files=[FILE.jsonl]",
+        )
+    longest = data.max_prompt_length + data.max_response_length
+    return replace(
+        config,
+        critic=CriticConfig(),
+        placement=PlacementConfig(),
+        reference=ReferenceConfig(),
+        # An estimator that asks for nothing but the policy.
+        algorithm=AlgorithmConfig(plugins=config.algorithm.plugins, adv_estimator="reinforce_plus_plus"),
+        data=replace(data, train_files=data.validation_files, weights=None, pass_rates=None, train_batch_size=1),
+        rollout=replace(rollout, n=world_size),
+        actor=replace(
+            config.actor,
+            ppo_mini_batch_size=None,
+            step_mode="eager",
+            max_tokens_per_microbatch=max(longest, config.actor.max_tokens_per_microbatch),
+        ),
+        trainer=replace(config.trainer, debug_rank=None, breakpoint_step=None, total_steps=1),
+    )
+
+
+class Evaluation:
+    """The policy in an engine, and what scores its responses; building it is collective.
+
+    Args:
+        config: from `without_training`.
+        inputs: of that config.
+        weights: what `config.model.path` names.
+    """
+
+    def __init__(self, config: RunConfig, inputs: RlInputs, weights: FoundWeights) -> None:
+        self._config, self._inputs, self._weights = config, inputs, weights
+        process, self._decode = init_distributed(group_timeout(config) / timedelta(minutes=1)), inputs.tokenizer.decode
+        roles = build_roles(
+            config, inputs, Parts(actor=partial(EvaluatedPolicy, policy_version=weights.policy_version))
+        )
+        self._members = build_rollout_members(config, inputs, roles, process, RunSinks())
+
+    def run(self, rollouts_dir: Path | None = None) -> dict[str, float]:
+        """Metrics of every validation set, `validation/<set>/<metric>`; collective.
+
+        Args:
+            rollouts_dir: rank 0 writes all rollouts to `<rollouts_dir>/<set>/rollouts/step_<N>.jsonl`.
+
+        Returns:
+            What a run writes, and "prompts", the number of them, "truncated", the share of the responses cut at
+            `data.max_response_length`, and pass@j for the powers of two below the number k of responses.
+        """
+        found: dict[str, list[Experience]] = {}
+        try:
+            with self._members.hybrid.rollout_mode():
+                metrics = self._members.collector.validate(self._inputs.validation, found.__setitem__)
+        finally:
+            self._members.collector.close()
+        for name, parts in found.items():
+            headers = join_headers([part.headers for part in parts]).rollouts
+            described = describe_set(headers, self._config.rollout.for_validation(name).n)
+            metrics |= {f"validation/{name}/{metric}": value for metric, value in described.items()}
+            if rollouts_dir is not None:
+                self._write(rollouts_dir / name, parts)
+        return metrics
+
+    def _write(self, directory: Path, parts: list[Experience]) -> None:
+        """Rank 0 writes the rollouts of a set; collective."""
+        texts, rows = TokenTexts(self._decode), []
+        for part in parts:
+            rollouts = part.fetch_rollouts(range(len(part.rewards)), self._decode)
+            rows += [rollout_row(rollout, texts, values) for rollout, values in rollouts]
+        if world().rank() == 0:
+            write_rows(directory, self._weights.step, rows)
+
+
+def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = None) -> dict[str, Any]:
+    """Validate the model or the checkpoint that `model.path` names, in the actor's layout; collective.
+
+    Args:
+        config: a run's; what it says of training is not looked at.
+        world_size: ranks.
+        rollouts_dir: see `Evaluation.run`.
+
+    Returns:
+        What was evaluated and how, and "metrics"; the same on every rank.
+
+    Raises:
+        UserError: bad input; on every rank alike, before any process group exists.
+    """
+    weights = find_weights(config.model.path)
+    config = without_training(replace(config, model=replace(config.model, path=str(weights.path))), world_size)
+    inputs = read_rl_inputs(config, world_size)
+    metrics: Mapping[str, float] = Evaluation(config, inputs, weights).run(rollouts_dir)
+    engine_layout = config.actor if inputs.plan.engine_is_actor else config.rollout
+    return {
+        "model": str(weights.path),
+        "step": weights.step,
+        "policy_version": weights.policy_version,
+        "layout": inputs.roles["actor"].layout.describe(),
+        "engine": config.rollout.engine,
+        "engine_tp_size": engine_layout.tensor_model_parallel_size,
+        "samples": config.rollout.validation_n,
+        "temperature": config.rollout.validation_temperature,
+        "seed": config.trainer.seed,
+        "metrics": dict(metrics),
+    }

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Around the program of a rank: whatever it raises becomes one message of the job.
+
+The traceback goes to the rank's log, the message (`failures.py`) to the console, once. Where all ranks have raised, the
+exception continues, marked as reported; a rank that fails alone ends its process, and the watchdogs end the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from megatron_rl.config.schema import RunConfig, TrainerConfig
+from megatron_rl.run.collective_ledger import describe_collectives
+from megatron_rl.run.reports import append, show
+from megatron_rl.run.watchdog import Watchdog, Watched
+from megatron_rl.observability.failures import FindSilent, Scene, explain, is_lost_peer
+from megatron_rl.observability.positions import Position
+from megatron_rl.types import EXIT_FAILED, EXIT_USER_ERROR, Preempted, UserError, mark_reported, reported_code
+
+_PORT = 5678  # that IDEs propose
+_LOCALHOST = "127.0.0.1"
+_PATIENCE_SECONDS = 7 * 24 * 3600.0
+
+
+def wait_for_debugger(config: RunConfig) -> RunConfig:
+    """Let the rank that is debugged wait until an IDE attaches to it, before the ranks meet.
+
+    Returns:
+        The config, with a limit for collectives that lets the other ranks wait.
+    """
+    if config.trainer.debug_rank is None:
+        return config
+    if int(os.environ.get("RANK", "0")) == config.trainer.debug_rank:
+        debugpy = importlib.import_module("debugpy")
+        debugpy.configure(subProcess=False)  # an engine's processes would wait for an IDE, too
+        _, port = debugpy.listen((_LOCALHOST, _PORT if _is_free(_PORT) else 0))
+        sys.stderr.write(
+            f"rank {config.trainer.debug_rank} waits for a debugger at {_LOCALHOST}:{port} of {socket.gethostname()}, "
+            "and the other ranks wait for it (docs/extending.md#debugging-a-rank)\n"
+        )
+        sys.stderr.flush()
+        debugpy.wait_for_client()
+    return config.with_sections({"trainer": {"collective_timeout": _PATIENCE_SECONDS}})
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_LOCALHOST, port))
+        except OSError:
+            return False
+    return True
+
+
+_TOGETHER_SECONDS = 3.0  # in which all ranks have come to the same failure, if they do
+_LOST_SECONDS = 5.0  # without a heartbeat where a connection is broken: the process is gone
+
+
+class Guard:
+    """Reports the failures of one rank.
+
+    Args:
+        watched: this rank.
+        watchdog: of this rank; None in a job of one.
+        release: called by `close`, after the watchdog has ended.
+    """
+
+    def __init__(self, watched: Watched, watchdog: Watchdog | None, release: Callable[[], None] = lambda: None) -> None:
+        self._watched, self._watchdog, self._release = watched, watchdog, release
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Report what the block raises, and raise it again where all ranks have raised; else the process ends."""
+        try:
+            yield
+        except Preempted:
+            raise
+        except Exception as error:
+            if reported_code(error) is None:
+                self._report(error)
+            raise
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """`reporting`, and `close` after an error: around what builds the parts of a run."""
+        try:
+            with self.reporting():
+                yield
+        except BaseException:
+            self.close()
+            raise
+
+    def stop_in_debugger(self, trainer: TrainerConfig, step: int) -> None:
+        """Stop where this returns to, if `trainer` names this rank and the step, and an IDE is attached."""
+        if step == trainer.breakpoint_step and self._watched.rank == trainer.debug_rank:
+            importlib.import_module("debugpy").breakpoint()
+
+    def positions(self) -> Sequence[Position | None]:
+        """The last heartbeat of every rank; nothing in a job of one."""
+        return self._watchdog.positions() if self._watchdog else ()
+
+    def _report(self, error: Exception) -> None:
+        watched, watchdog = self._watched, self._watchdog
+        recent = describe_collectives() if watchdog is not None else []
+        append(watched.log_file, "".join([*traceback.format_exception(error), *(f"collective: {x}\n" for x in recent)]))
+        scene = Scene.of(error, watched.rank, watched.timers.step, watched.log_file)
+        code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
+        try:
+            if watchdog is not None:
+                self._report_to_all(error, scene, code, watchdog)
+            else:
+                show(_describe(error, scene), watched.log_file)
+        except dist.DistError as caught:  # the store is gone, with the rank or the agent that kept it
+            append(watched.log_file, f"the job's store does not answer: {caught}")
+            show(_describe(error, scene), watched.log_file)
+        mark_reported(error, code)
+
+    def _report_to_all(self, error: Exception, scene: Scene, code: int, watchdog: Watchdog) -> None:
+        """Returns if all ranks have failed; ends the process otherwise."""
+        board, is_lost = watchdog.board, is_lost_peer(error)
+        watchdog.hand_over()
+        # A rank posts its report before it leaves: who finds a broken connection and no report was left without one.
+        if not (is_lost and board.is_posted) and board.claim():
+            board.post(_describe(error, scene, lambda: watchdog.find_silent(_LOST_SECONDS)), code)
+        are_together = board.have_all_come(self._watched.world_size, 0.0 if is_lost else _TOGETHER_SECONDS)
+        report = board.conclude()
+        if not are_together:
+            watchdog.leave(report.code if report else code)
+
+    def close(self) -> None:
+        """End the watchdog and give back what was caught."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+        self._release()
+
+
+def _describe(error: Exception, scene: Scene, find_silent: FindSilent = tuple) -> str:
+    """The message; of an error that does not know where it happened, with that."""
+    found = explain(error, scene, find_silent)
+    return f"{found}\n  where:    {scene}" if found is error else str(found)

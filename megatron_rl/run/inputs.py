@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run reads before it starts: models, tokenizer, prompts, rewards and plugins, each checked.
+
+The start and the dry run call the same function here, on every rank alike and before any process group exists: what a
+dry run lets pass is what starts. Torch is imported for the headers of the weights (`models.py`) and by plugins that
+need it, and by nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_rl.algorithms.catalog import find_loss_aggregation, find_policy_loss
+from megatron_rl.checkpoint.side_files import find_model_files
+from megatron_rl.config.batch_plan import BatchPlan, SftPlan
+from megatron_rl.config.data import DataConfig
+from megatron_rl.config.run_spec import RunSpec
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.pass_rates import select_by_pass_rate
+from megatron_rl.data.prompts import PromptSet, SftSet, load_prompts, load_sft_examples, name_files
+from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
+from megatron_rl.engines.protocol import StopStrings, Thoughts, find_engine
+from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan
+from megatron_rl.rewards.truths import check_truths
+from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models
+from megatron_rl.run.parts import NO_PARTS, Parts
+from megatron_rl.run.resolve import resolve, resolve_sft
+from megatron_rl.run.teacher_inputs import choose_teachers
+from megatron_rl.types import UserError
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """Prompts to train on and to validate on, the latter by set, and what is to be said of them, one line each."""
+
+    train: PromptSet
+    validation: dict[str, PromptSet]
+    notes: list[str]
+
+
+def read_prompts(config: RunConfig, tokenizer: Tokenizer, reward_plan: RewardPlan) -> PromptInputs:
+    """Read and check all prompts.
+
+    Raises:
+        UserError: a file, a row or a measured pass rate that is wrong or missing, ground truths that the reward
+            cannot use, or a prompt without a teacher.
+    """
+    data, tools, has_episodes = config.data, [], config.agents.has_episodes
+    if has_episodes:
+        from megatron_rl.agents import start_checks
+
+        tools = start_checks.list_tools(config.agents)
+    validation = {
+        name: load_prompts([file], tokenizer, data, limit=data.validation_limit, tools=tools)
+        for name, file in name_files(data.validation_files).items()
+    }
+    loaded = load_prompts(data.train_files, tokenizer, data, tools=tools)
+    train, notes = select_by_pass_rate(loaded, data, shaping=OVERLONG)
+    check_mixture(data, train.file_sizes)
+    choose_teachers(config, train.prompts)
+    prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
+    notes += check_truths(reward_plan, prompts)
+    if has_episodes:
+        notes += start_checks.check_episodes(config, tokenizer, train)
+    return PromptInputs(train, validation, notes)
+
+
+def check_mixture(config: DataConfig, sizes: Sequence[int]) -> None:
+    """Refuse weights of files of which one has no prompt (UserError)."""
+    empty = [file for file, size in zip(config.train_files, sizes, strict=True) if not size]
+    if config.weights is not None and empty:
+        raise UserError(
+            f"no prompt of {', '.join(empty)} is left",
+            source="data.weights and data.train_files",
+            expected="a prompt in each file that has a weight",
+            hint="raise data.max_prompt_length, widen data.pass_rate_range, or leave out the file and its weight",
+        )
+
+
+_NOT_READ = [] if HAS_TORCH else ["not checked: the headers of the weights, because torch is not installed"]
+
+
+@dataclass(frozen=True)
+class RlInputs:
+    """Everything an RL run reads before it starts.
+
+    Attributes:
+        spec: which roles it has.
+        roles: their models by name, in the order of `spec`.
+        tokenizer: of the policy.
+        stop_token_ids: that end its responses.
+        stop: texts that do; None: there are none.
+        thoughts: how its thoughts begin and end, where a budget bounds them.
+        plan: batch arithmetic for these prompts.
+        notes: settings that have no effect in this run, prompts that pass rates leave out, ground truths that a rule
+            cannot read, and models of which a part is read, one line each.
+    """
+
+    spec: RunSpec
+    roles: dict[str, RoleInputs]
+    tokenizer: Tokenizer
+    stop_token_ids: tuple[int, ...]
+    train: PromptSet
+    validation: dict[str, PromptSet]
+    reward_plan: RewardPlan
+    plan: BatchPlan
+    notes: list[str]
+    stop: StopStrings | None = None
+    thoughts: Thoughts | None = None
+
+
+@dataclass(frozen=True)
+class SftInputs:
+    """Everything an SFT run reads before it starts; `plan` is the batch arithmetic for these examples."""
+
+    actor: RoleInputs
+    data: SftSet
+    plan: SftPlan
+    notes: list[str]
+
+
+def plan_rl(config: RunConfig, world_size: int) -> BatchPlan:
+    """The batch arithmetic of an RL run before its prompts are read.
+
+    Raises:
+        UserError: a plugin or an estimator that is not there, or sizes that do not divide.
+    """
+    return BatchPlan.build(config, world_size, resolve(config))
+
+
+def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) -> RlInputs:
+    """Read and check the models, the prompts, the reward sources and the user's plugins.
+
+    Args:
+        config: after `parts.enter`.
+        world_size: number of ranks.
+        parts: given as objects.
+
+    Raises:
+        UserError: anything in them that is wrong.
+    """
+    spec = resolve(config)
+    find_policy_loss(config.algorithm.policy_loss)
+    find_loss_aggregation(config.algorithm.loss_agg_mode)
+    find_engine(config.rollout.engine)
+    BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
+    reward_plan = _read_reward_plan(config, parts)
+    roles, tokenizer = read_rl_models(config, spec, world_size)
+    noted = note_models(config, roles, config.rollout.engine)
+    policy = roles["actor"].shape
+    rollout, files = config.rollout, find_model_files(config.model.path)
+    stop_token_ids = find_stop_tokens(tokenizer, files, policy.vocab_size, rollout.stop_token_ids)
+    check_stop_strings(rollout.stop, tokenizer)
+    prompts = read_prompts(config, tokenizer, reward_plan)
+    _check_set_names(config, prompts.validation)
+    plan = BatchPlan.build(config, world_size, spec, len(prompts.train.prompts))
+    return RlInputs(
+        spec=spec,
+        roles=roles,
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids,
+        train=prompts.train,
+        validation=prompts.validation,
+        reward_plan=reward_plan,
+        plan=plan,
+        notes=_find_idle_settings(config, spec, plan) + prompts.notes + noted,
+        stop=StopStrings(rollout.stop, tokenizer.decode) if rollout.stop else None,
+        thoughts=_read_thoughts(config, tokenizer),
+    )
+
+
+def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
+    """How thoughts begin and end; None: no budget bounds them.
+
+    Raises:
+        UserError: the text that ends them is none, or leaves no room for an answer.
+    """
+    rollout, longest = config.rollout, config.data.max_response_length
+    budgets = [rollout.for_validation(name).thinking_budget for name in (*rollout.validation_sets, "")]
+    known = [budget for budget in (rollout.thinking_budget, *budgets) if budget is not None]
+    if not known:
+        return None
+    thoughts = Thoughts(rollout.thinking_end, tokenizer)
+    room = longest - len(thoughts.closing)
+    if max(known) >= room:
+        raise UserError(
+            f"rollout.thinking_budget = {max(known)} leaves no room for an answer",
+            source="rollout.thinking_budget",
+            expected=f"below {room}: data.max_response_length = {longest} less the {len(thoughts.closing)} tokens of "
+            "rollout.thinking_end",
+            hint="lower it, or raise data.max_response_length",
+        )
+    return thoughts
+
+
+def _check_set_names(config: RunConfig, validation: Mapping[str, PromptSet]) -> None:
+    """Refuse settings of a validation set that is not there (UserError)."""
+    for name in config.rollout.validation_sets:
+        if name not in validation:
+            raise UserError(
+                f"there is no validation set {name!r}",
+                source="rollout.validation_sets",
+                expected=f"of {', '.join(validation) or 'none: data.validation_files is empty'}",
+                hint="a set is called after its file",
+            )
+
+
+def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
+    """Read and check the model and the examples.
+
+    Raises:
+        UserError: anything in them that is wrong.
+    """
+    SftPlan.build(config, world_size)
+    find_loss_aggregation(config.algorithm.loss_agg_mode)
+    spec = resolve_sft(config)
+    roles, tokenizer = read_models(config, spec, world_size)
+    noted = note_models(config, roles)
+    data = load_sft_examples(config.data.train_files, tokenizer, config.data)
+    check_mixture(config.data, data.file_sizes)
+    plan = SftPlan.build(config, world_size, len(data.examples))
+    return SftInputs(roles["actor"], data, plan, _NOT_READ + noted)
+
+
+def _read_reward_plan(config: RunConfig, parts: Parts) -> RewardPlan:
+    """The reward sources; a reward model alone needs no list of components."""
+    reward = config.reward
+    if parts.reward_model is not None or (config.reward_model.path and not reward.components):
+        if parts.reward is not None or (parts.reward_model and config.reward_model.path):
+            raise UserError(
+                "a reward model beside another reward",
+                source="the objects that were passed",
+                expected="one of them",
+                hint="name the others with their weights in reward.components",
+            )
+        reward = replace(reward, components=[*reward.components, "1.0 model"])
+    return build_reward_plan(reward, config.data.max_response_length, parts.reward)
+
+
+def _find_idle_settings(config: RunConfig, spec: RunSpec, plan: BatchPlan) -> list[str]:
+    """A note for each setting whose effect the roles or the length of the run rule out; see `config/idle.py`."""
+    trainer, notes = config.trainer, []
+    if trainer.critic_warmup and "critic" not in spec.roles:
+        notes.append(f"ignored: trainer.critic_warmup={trainer.critic_warmup}, there is no critic")
+    if trainer.capture_step is not None and trainer.capture_step > (plan.total_steps or 0):
+        notes.append(f"ignored: trainer.capture_step={trainer.capture_step}, the run takes {plan.total_steps} steps")
+    absent = [role for role in config.placement.placed if role not in (*spec.roles, "rollout")]
+    notes += [f"ignored: placement.{role}={config.placement.text_of(role)}, there is no {role}" for role in absent]
+    return notes + _NOT_READ

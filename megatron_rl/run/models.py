@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models of roles as they lie on disk: shape, layout, weights and tokenizer, checked before anything is built.
+
+Torch is imported for the headers of the weights, and left out on a machine without it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_rl.checkpoint.side_files import MTP_ROLE, find_model_files, find_mtp_weights
+from megatron_rl.config.run_spec import RoleSpec, RunSpec
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.run.layouts import HAS_TORCH, check_machine, read_layout
+from megatron_rl.run.teacher_inputs import check_vocabularies
+from megatron_rl.types import UserError
+from megatron_rl.weights.adapters import make_adapter_shape
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.model_config import check_mtp, is_image_text, load_model_shape
+from megatron_rl.weights.support import check_engine, check_rollout_layout, check_router_replay
+
+_READ_BY_TRANSFORMERS = ("hf", "vllm", "vllm_server", "sglang")  # engines that read config.json with it
+
+
+@dataclass(frozen=True)
+class RoleInputs:
+    """A model on disk, and the layout that it is to have.
+
+    Attributes:
+        spec: of the role.
+        shape: of the model.
+        layout: on the ranks of the role.
+    """
+
+    spec: RoleSpec
+    shape: ModelShape
+    layout: ParallelLayout
+
+
+def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict[str, RoleInputs], Tokenizer]:
+    """Read and check the models of all roles and their layouts, and the policy's tokenizer.
+
+    Returns:
+        The models by role, in the order of `spec`; the tokenizer.
+
+    Raises:
+        UserError: missing or mismatching files, a layout that the model does not fit.
+    """
+    actor = _read_role(config, spec.roles["actor"], world_size)
+    if actor.spec.batch_invariant and HAS_TORCH:
+        from megatron_rl.run import bitwise
+
+        bitwise.check_bitwise(actor.shape, actor.layout.tp_size, config.rollout.engine)
+    tokenizer = load_tokenizer(
+        Path(config.model.tokenizer or find_model_files(config.model.path)),
+        reads_marks=config.data.special_tokens_in_contents,
+    )
+    _check_vocabulary(tokenizer, actor.shape, "model.tokenizer and model.path")
+    found = {"actor": actor}
+    for name, role in spec.roles.items():
+        if name == "reference":
+            found[name] = _read_reference(config, role, actor, world_size)
+        elif name != "actor":
+            found[name] = _read_role(config, role, world_size)
+            _check_vocabulary(tokenizer, found[name].shape, f"model.tokenizer and {role.path}")
+        if role.is_teacher:
+            check_vocabularies(config, role, tokenizer, (actor.shape, found[name].shape))
+    return found, tokenizer
+
+
+def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict[str, RoleInputs], Tokenizer]:
+    """The same of a run whose policy samples, in an engine that serves it.
+
+    Raises:
+        UserError: as `read_models`, or the engine, its layout, its adapters or the replay of routes does not fit the
+            policy, or the engine's library does not read its config.json.
+    """
+    roles, tokenizer = read_models(config, spec, world_size)
+    policy = roles["actor"].shape
+    adapters = make_adapter_shape(policy, config.actor.lora, "actor") if config.hybrid.lora == "adapter" else None
+    check_engine(policy, config.rollout.engine, config.rollout.quantization, adapters)
+    if HAS_TORCH and config.rollout.engine in _READ_BY_TRANSFORMERS:
+        _check_transformers(find_model_files(config.model.path), is_built=config.rollout.engine == "hf")
+    check_rollout_layout(policy, config.rollout.tensor_model_parallel_size)
+    check_router_replay(policy, config.actor.router_replay)
+    if config.actor.mtp_lr:
+        roles[MTP_ROLE] = _read_mtp(roles["actor"])
+    return roles, tokenizer
+
+
+def _read_mtp(actor: RoleInputs) -> RoleInputs:
+    """The layer behind the last one of the policy, on the ranks of its last stage."""
+    check_mtp(find_model_files(actor.spec.path))
+    spec = replace(actor.spec, name=MTP_ROLE, path=str(find_mtp_weights(Path(actor.spec.path))))
+    _check_weights(spec, actor.shape.mtp)
+    return RoleInputs(spec, actor.shape.mtp, actor.layout.last_stage)
+
+
+def note_models(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str | None = None) -> list[str]:
+    """A line for each image-text model, of which a part alone is read, and one of `check_machine`.
+
+    Args:
+        config: of the run.
+        roles: their models by name.
+        engine: of the policy; None if it samples nothing.
+
+    Raises:
+        UserError: torchrun has started ranks on a machine that cannot run them.
+    """
+    paths = dict.fromkeys(role.spec.path for role in roles.values())
+    seeing = [path for path in paths if is_image_text(find_model_files(path))]
+    notes = [f"{path} is an image-text model: its text part is used, and saved as a text model" for path in seeing]
+    return notes + check_machine(config, {name: (role.spec, role.shape) for name, role in roles.items()}, engine)
+
+
+def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs:
+    shape = load_model_shape(find_model_files(spec.path), head="lm" if spec.head == "logprob" else "score")
+    layout = read_layout(spec, config.placement.ranks_of(spec.name, world_size), shape, config.model.dtype)
+    _check_weights(spec, shape)
+    _check_positions(config, shape)
+    return RoleInputs(spec, shape, layout)
+
+
+def _read_reference(config: RunConfig, spec: RoleSpec, actor: RoleInputs, world_size: int) -> RoleInputs:
+    """A model like the actor's, in its layout on its own ranks; its files are read where they are others."""
+    if spec.path != actor.spec.path:
+        shape = load_model_shape(find_model_files(spec.path))
+        if shape != actor.shape:
+            raise UserError(
+                "the reference has another architecture than the policy",
+                source="reference.path",
+                expected=str(actor.shape),
+                hint="use a checkpoint of the same model",
+            )
+        _check_weights(spec, shape)
+    ranks = config.placement.ranks_of(spec.name, world_size)
+    return replace(actor, spec=spec, layout=read_layout(spec, ranks, actor.shape, config.model.dtype))
+
+
+def _check_transformers(model: Path, *, is_built: bool) -> None:
+    """Refuse a config.json of which transformers does not read, or build, what nobody else reads."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM  # slow imports, which the engines need
+
+    file = model / "config.json"
+    if json.loads(file.read_bytes())["model_type"] not in CONFIG_MAPPING:
+        return
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        if is_built:
+            with torch.device("meta"):
+                AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # of many types: each class of config checks its values by itself
+        raise UserError(
+            f"transformers cannot read it: {' '.join(str(error).split())[:300]}",
+            source=str(file),
+            expected="values of the types that transformers has",
+            hint="correct the value, or take the file from the model again",
+        ) from error
+
+
+def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:
+    """Compare the headers of the weights with the shape; a dry run on a machine without torch leaves it out."""
+    adapters = make_adapter_shape(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
+    if HAS_TORCH:
+        from megatron_rl.checkpoint import distributed, peft
+
+        distributed.check_weights(spec.path, shape, spec.may_lack)
+        if adapters is not None and spec.lora is not None and spec.lora.path is not None:
+            peft.check_adapters(spec.lora.path, adapters, f"{spec.section}.lora.path")
+
+
+def _check_positions(config: RunConfig, shape: ModelShape) -> None:
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > shape.max_position_embeddings:
+        raise UserError(
+            f"max_prompt_length + max_response_length = {longest} tokens",
+            source="data.max_*_length",
+            expected=f"at most the model's max_position_embeddings, {shape.max_position_embeddings}",
+            hint="shorten one of them or use a model with longer positions",
+        )
+
+
+def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> None:
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {shape.vocab_size}",
+            source=source,
+            expected="a tokenizer that fits the model",
+            hint="the two belong to different models",
+        )

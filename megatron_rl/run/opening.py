@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start of a run: its directory, the checkpoint that it resumes from and whether that fits, signals to stop it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.checkpoint.directory import find_newest_valid, find_step, read_manifest
+from megatron_rl.config.loading import dump_yaml
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.run.changes import Dependencies, check_dependencies, find_dependencies
+from megatron_rl.run.guard import Guard
+from megatron_rl.run.lock import RunLock
+from megatron_rl.run.watchdog import Watchdog, Watched
+from megatron_rl.observability.metrics import METRICS_FILE, has_records
+from megatron_rl.observability.run import Run
+from megatron_rl.parallel.collectives import open_store, raise_together, share_object, world
+from megatron_rl.types import UserError
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Catches the signals from its making to `close`; a signal to any rank counts for all.
+
+    Args:
+        log: told if they cannot be caught.
+
+    Attributes:
+        signal: that this rank has received; 0: none.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.signal, self._told = 0, False
+        self._previous, self._wakeup, self._previous_wakeup = {}, None, -1
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+            # Python runs `_note` when the main thread comes back from C++, which may be never: a collective without
+            # its peer. The interpreter writes the number of the signal here at once.
+            self._wakeup = socket.socketpair()
+            for end in self._wakeup:
+                end.setblocking(False)
+            self._previous_wakeup = signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
+        else:  # Ray Train runs a rank in a thread
+            log.info("signals are not caught: the program does not run in the main thread")
+
+    @property
+    def is_here(self) -> bool:
+        """True if this rank has received a signal; may be asked by another thread while the main thread waits."""
+        if not self.signal and self._wakeup is not None:
+            with contextlib.suppress(BlockingIOError):
+                self._told = self._told or any(number in STOP_SIGNALS for number in self._wakeup[0].recv(4096))
+        return self._told or bool(self.signal)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self.signal:
+            self.signal = number
+
+    def agreed(self, group: dist.ProcessGroup) -> str | None:
+        """Name of the signal that some rank has received, the same on all ranks; collective over `group`."""
+        received = torch.tensor(self.signal)
+        dist.all_reduce(received, dist.ReduceOp.MAX, group=group)
+        return signal.Signals(int(received)).name if received else None
+
+    def close(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._previous_wakeup)
+            for end in self._wakeup:
+                end.close()
+        self._previous, self._wakeup = {}, None
+
+
+_MODES = ("auto", "must", "never")
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run whose directory is open and whose sinks are not.
+
+    Attributes:
+        checkpoint: whole, to resume from; None: the run begins.
+        is_known: something of this run is in the directory already.
+        dependencies: what the run depends on and its checkpoints do not contain.
+        stop: what signals ask for.
+        lock: of the directory, held by rank 0.
+        guard: reports failures; its `close` gives the signals and the lock back, too.
+    """
+
+    run: Run
+    checkpoint: Path | None
+    is_known: bool
+    dependencies: Dependencies
+    stop: StopRequest
+    lock: RunLock
+    guard: Guard
+
+
+def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> OpenedRun:
+    """Open `trainer.run_dir` (or a new name that rank 0 chooses) and choose what to resume from; collective.
+
+    Raises:
+        UserError: the directory cannot be written, is in use, holds a finished run or one that must not be resumed,
+            none of its checkpoints is whole, what it depends on has changed, or the status page cannot be served;
+            raised on every rank.
+    """
+    group, error, taken_over = world(), None, None
+    name = f"{recipe.stem if recipe else 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
+    run_dir = Path(config.trainer.run_dir or share_object(f"checkpoints/runs/{name}", group))
+    run_dir = run_dir.absolute()  # a user's function may change the working directory
+    lock = RunLock(run_dir)
+    try:
+        if group.rank() == 0:
+            if config.observability.status_port is not None:
+                from megatron_rl.observability.status import check_address
+
+                check_address(config.observability.status_host, config.observability.status_port)
+            run_dir.mkdir(parents=True, exist_ok=True)
+            taken_over = lock.acquire()
+    except UserError as caught:
+        error = caught
+    except OSError as caught:
+        error = _explain_unwritable(caught)
+    raise_together(error, group)
+    try:
+        return _open_locked(config, run_dir, total_steps, lock, taken_over)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _open_locked(
+    config: RunConfig, run_dir: Path, total_steps: int, lock: RunLock, taken_over: str | None
+) -> OpenedRun:
+    group, run, error = world(), None, None
+    try:
+        settings = config.observability
+        # A frozen section is only read, which a Protocol's attributes cannot say.
+        run = Run(run_dir, dump_yaml(config), total_steps, settings, group.rank())  # pyright: ignore[reportArgumentType]
+    except OSError as caught:
+        error = _explain_unwritable(caught)
+    raise_together(error, group)
+    assert run is not None, "or its error was raised"
+    if taken_over:
+        run.log.warning("%s", taken_over)
+    is_known, is_finished = share_object((has_records(run_dir), run.is_finished), group)
+    checkpoint = choose_checkpoint(config.checkpoint.resume, run, is_known, group)
+    if is_finished and (checkpoint is None or checkpoint.parent != run.checkpoints):
+        raise _refuse(run_dir)
+    if checkpoint is not None and not config.trainer.val_only:
+        _check_steps(checkpoint, total_steps, is_finished, group)
+    dependencies = _find_dependencies(config, checkpoint, run, group)
+    stop = StopRequest(run.log)
+
+    def release() -> None:
+        stop.close()
+        lock.release()
+
+    guard = _start_guard(config, run, stop, release, group)
+    return OpenedRun(run, checkpoint, is_known, dependencies, stop, lock, guard)
+
+
+def _explain_unwritable(error: OSError) -> UserError:
+    return UserError(
+        f"cannot write the run directory: {error}",
+        source="trainer.run_dir",
+        expected="a directory on a disk that can be written",
+        hint="free some space there, or choose another place",
+    )
+
+
+def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, group: dist.ProcessGroup) -> Dependencies:
+    """Read by rank 0 and compared with what the checkpoint records; collective."""
+    found, error = {}, None
+    if group.rank() == 0:
+        try:
+            found = find_dependencies(config)
+            if checkpoint is not None:
+                saved = read_manifest(checkpoint)["state"].get("dependencies", {})
+                for line in check_dependencies(saved, found, config.checkpoint.allow_changes, checkpoint):
+                    run.log.warning("changed since the checkpoint: %s", line)
+        except UserError as caught:
+            error = caught
+        except OSError as caught:
+            error = UserError(
+                f"a file that the run depends on does not read: {caught}",
+                source=str(caught.filename),
+                expected="a file that can be read",
+                hint="look at its permissions and its disk",
+            )
+    raise_together(error, group)
+    return share_object(found, group)
+
+
+def _start_guard(
+    config: RunConfig, run: Run, stop: StopRequest, release: Callable[[], None], group: dist.ProcessGroup
+) -> Guard:
+    """What watches this rank and reports its failures, until it is closed; collective."""
+    watched, watchdog = (
+        Watched(
+            group.rank(),
+            group.size(),
+            run.timers,
+            config.trainer.collective_timeout,
+            run.log_file,
+            run.log,
+            lambda: stop.is_here,
+            any_place=torch.cuda.is_available(),
+            roles=config.placement.describe(group.size()),
+        ),
+        None,
+    )
+    if group.size() > 1:
+        watchdog = Watchdog(watched, open_store("watchdog", group))
+    return Guard(watched, watchdog, release)
+
+
+def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.ProcessGroup) -> Path | None:
+    """The checkpoint that `checkpoint.resume` means; collective.
+
+    The run's own newest whole one comes before a path elsewhere: a restarted job must not begin again.
+
+    Args:
+        resume: auto, must, never or a path.
+        run: says which checkpoints were skipped.
+        is_known: the run directory holds metrics.
+        group: all ranks.
+
+    Raises:
+        UserError: there is none where one must be; on every rank.
+    """
+    if resume == "never":
+        if is_known:
+            raise _refuse(run.dir)
+        return None
+    found = find_newest_valid(run.checkpoints, group)
+    for line in found.skipped:
+        run.log.warning("checkpoint skipped, it is not whole: %s", line)
+    if found.directory is None and found.skipped:
+        raise UserError(
+            f"none of the checkpoints is whole; the newest: {found.skipped[0]}",
+            source=str(run.checkpoints),
+            expected="one whole checkpoint",
+            hint="restore one, or choose another trainer.run_dir to begin a new run",
+        )
+    if resume in _MODES:
+        if found.directory is None and resume == "must":
+            raise UserError(
+                "there is no checkpoint",
+                source=f"checkpoint.resume=must, {run.checkpoints}",
+                expected="a run that was saved",
+                hint="set checkpoint.resume=auto to begin one",
+            )
+        return found.directory
+    path, root = find_step(Path(resume)), run.checkpoints.resolve()
+    if found.directory is None:
+        return path
+    if path.is_relative_to(root) and path != found.directory.resolve():
+        raise UserError(
+            f"{path.name} is not the newest checkpoint of this run, {found.directory.name} is",
+            source="checkpoint.resume",
+            expected="the newest checkpoint, or one of another run",
+            hint="remove the newer ones to go back in this run, or choose another trainer.run_dir",
+        )
+    return found.directory
+
+
+def _check_steps(checkpoint: Path, total_steps: int, is_finished: bool, group: dist.ProcessGroup) -> None:
+    """Refuse to resume where no step is left (one that was cut off after its last step has its end to write)."""
+    error = None
+    try:
+        step = read_manifest(checkpoint).get("step", 0)
+        if step > total_steps or (step == total_steps and is_finished):
+            error = UserError(
+                f"the run has taken {step} steps, {total_steps} are asked for",
+                source=str(checkpoint),
+                expected="steps that are left to take",
+                hint="raise trainer.total_steps (or total_epochs) to continue, or choose another trainer.run_dir",
+            )
+    except UserError as caught:
+        error = caught
+    raise_together(error, group)
+
+
+def _refuse(run_dir: Path) -> UserError:
+    return UserError(
+        f"{run_dir / METRICS_FILE} already holds the metrics of a run",
+        source="trainer.run_dir",
+        expected="a new or empty run directory",
+        hint="choose another trainer.run_dir, or remove this one",
+    )

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold before a run is built: its inputs are right, it fits into memory, its steps can be taken here."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.command_line import end_program_on_errors
+from megatron_rl.config.loading import load_config
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.run.guard import wait_for_debugger
+from megatron_rl.parallel.collectives import gather_objects, world
+from megatron_rl.planning.cluster import find_cluster, find_host
+from megatron_rl.run.build import launched_sizes
+from megatron_rl.run.inputs import RlInputs, SftInputs, read_rl_inputs, read_sft_inputs
+from megatron_rl.run.parts import Parts
+from megatron_rl.run.resolve import resolve
+from megatron_rl.training.step import check_step_mode
+from megatron_rl.types import UserError
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose inputs were read and checked.
+
+    Attributes:
+        recipe: names its default directory.
+        chosen: what `layout.mode` auto chose, in words.
+    """
+
+    config: RunConfig
+    inputs: RlInputs
+    recipe: Path | None
+    parts: Parts
+    chosen: list[str] = field(default_factory=list)
+
+    def agree(self) -> None:
+        """Refuse layouts that ranks have chosen for themselves and differ in; collective.
+
+        Raises:
+            UserError: the nodes are not alike, on every rank.
+        """
+        if self.chosen and any(found != self.chosen for found in gather_objects(self.chosen, world())):
+            raise UserError(
+                "the ranks come to different layouts",
+                source="layout.mode",
+                expected="nodes with equal memory",
+                hint="give the layout: tools/plan.py says which fit the smallest of the nodes",
+            )
+
+
+def prepare(
+    model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str], parts: Parts
+) -> Prepared:
+    """What a program of the user's own starts with; see `Trainer.from_hf_config`."""
+    end_program_on_errors()
+    source = config if isinstance(config, Mapping) else Path(config)
+    loaded = load_config(source, [*overrides, f"model.path={model_path}"])
+    for note in loaded.notes:
+        warnings.warn(note)
+    return check(loaded.config, source if isinstance(source, Path) else None, parts)
+
+
+def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
+    """Read the inputs of a run for the ranks that were launched, and check all that can be checked of them.
+
+    A rank that is debugged waits here for its debugger.
+
+    Raises:
+        UserError: bad input, on every rank alike.
+    """
+    config = parts.enter(config)
+    world_size, ranks_per_node = launched_sizes()
+    cluster, chosen = find_cluster(world_size, ranks_per_node), []
+    if config.layout.mode == "auto":
+        if parts.choose_layout is None:
+            raise UserError(
+                "layout.mode = 'auto' in a program that passes no planner",
+                source="layout.mode",
+                expected="from_hf_config(..., choose_layout=tools.planning.automatic.choose_layout)",
+                hint="or give the layout: tools/plan.py prints the settings of the fastest that fit",
+            )
+        here = cluster or find_host(world_size, ranks_per_node)
+        config, chosen = parts.choose_layout(config, resolve(config), here, recipe)
+    if cluster is not None and config.trainer.check_memory:
+        from megatron_rl.planning.admission import check_fits
+
+        check_fits(config, resolve(config), cluster)
+    inputs = read_rl_inputs(config, world_size, parts)
+    for role in inputs.spec.trained:
+        check_step_mode(role, inputs.roles[role.name].shape, config.model.dtype)
+    config = wait_for_debugger(config)
+    return Prepared(config, replace(inputs, notes=[*chosen, *inputs.notes]), recipe, parts, chosen)
+
+
+def check_sft(config: RunConfig) -> tuple[RunConfig, SftInputs]:
+    """The same for supervised fine-tuning; the config with which it starts, and its inputs.
+
+    Raises:
+        UserError: bad input, on every rank alike.
+    """
+    inputs = read_sft_inputs(config, launched_sizes()[0])
+    check_step_mode(inputs.actor.spec, inputs.actor.shape, config.model.dtype)
+    return wait_for_debugger(config), inputs

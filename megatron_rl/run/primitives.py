@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an algorithm is written with: `Trainer.train` is, and so is a loop of your own (docs/primitives.md).
+
+    samples = policy.sample(step)
+    samples.old_logprobs = policy.logprobs(samples)
+    samples.advantages = ...
+    for minibatch in policy.minibatches(samples):
+        policy.forward_backward(minibatch, loss)
+        policy.optim_step()
+
+Every call is collective: all ranks make the same ones. Layouts, packing, resharding and its certificate are below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from megatron_rl.config.loading import dump_yaml
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.prompts import PromptSet
+from megatron_rl.samples.estimate import find_rollouts
+from megatron_rl.samples.experience import Column, Experience
+from megatron_rl.samples.pack import Packer
+from megatron_rl.run.state import TrainedPart, TrainingState
+from megatron_rl.run.export import actor_export
+from megatron_rl.run.inputs import RlInputs
+from megatron_rl.training.roles.on_samples import ActorOnSamples, CriticOnSamples, PolicyOnSamples, RewardModelOnSamples
+from megatron_rl.rollout.generation import SampleGroups
+from megatron_rl.run.sampling import RolloutMembers
+from megatron_rl.types import Prompt, UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.training.roles.teachers import TeachersOnSamples
+
+
+class Policy(ActorOnSamples):
+    """The policy in training and in its engines.
+
+    Args:
+        role: the actor.
+        packer: packs for it.
+        sampling: the engines, the prompts and the rewards.
+        state: what is saved.
+        config: of the run.
+    """
+
+    def __init__(
+        self,
+        role: Any,
+        packer: Packer,
+        sampling: RolloutMembers,
+        state: TrainingState,
+        config: RunConfig,
+    ) -> None:
+        super().__init__(role, packer)
+        self.hybrid, self._collector, self._state, self._config = sampling.hybrid, sampling.collector, state, config
+        mtp = self.role.mtp
+        self._export = actor_export(config, self.model, None if mtp is None else mtp.model)
+
+    def sample(
+        self,
+        step: int,
+        prompts: Sequence[Prompt] | None = None,
+        n: int | None = None,
+        temperature: float | None = None,
+    ) -> Experience:
+        """Scored responses of the current weights.
+
+        Args:
+            step: part of every response's seed: equal steps give equal responses, of equal weights.
+            prompts: the same on every rank; None: the next `data.train_batch_size` ones, with the rounds and the
+                greedy responses that the algorithm asks for.
+            n, temperature: in place of `rollout`'s, with prompts; `logprobs` keeps `rollout.temperature`.
+
+        Raises:
+            UserError: a prompt is too long, or a reward failed; on every rank.
+        """
+        rollout, limit = self._config.rollout, self._config.data.max_prompt_length
+        for prompt in prompts or ():
+            if len(prompt.tokens) > limit:
+                raise UserError(
+                    f"a prompt of {len(prompt.tokens)} tokens",
+                    source=f"prompt_id {prompt.prompt_id}",
+                    expected=f"at most data.max_prompt_length = {limit}",
+                    hint="shorten it, or raise the limit",
+                )
+        with self.hybrid.rollout_mode():  # the engines take the actor's weights
+            if prompts is None:
+                return self._collector.collect(step)
+            sampling = self._collector.sampling(temperature)
+            return self._collector.generate(SampleGroups(prompts, rollout.n if n is None else n, sampling, step))
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether engines on ranks of their own generate beside training (docs/schedules.md)."""
+        return self._collector.runs_ahead
+
+    def run_ahead(self) -> None:
+        """Let them, until every rank that trains calls this too: before the next `sample`."""
+        if self.runs_ahead:
+            self._collector.run_ahead()
+
+    def validate(
+        self, validation: Mapping[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
+    ) -> dict[str, float]:
+        """Metrics of every validation set, `validation/<set>/<metric>`; `on_set` is told of the samples of each."""
+        with self.hybrid.rollout_mode():
+            return self._collector.validate(validation, on_set)
+
+    def expand(self, samples: Experience, values: Sequence[float] | np.ndarray) -> Column:
+        """One value per rollout, [num_rollouts], at each of its tokens in the loss; 0 elsewhere."""
+        batch = self.read(samples)
+        table = torch.tensor([*values, 0.0], dtype=torch.float32, device=batch.tokens.device)
+        rollouts = find_rollouts(samples.headers, batch)
+        return Column(torch.where(batch.loss_mask, table[rollouts], 0.0), samples.pack(self.packer))
+
+    def save(self, directory: str | Path, step: int) -> Path:
+        """Write `<directory>/step_<N>`: all trained roles with their optimizers, random numbers, place in the data.
+
+        `load`, a run (`checkpoint.resume`) and the tools read it.
+
+        Raises:
+            UserError: it cannot be written; on every rank.
+        """
+        return self._state.save(Path(directory), step, dump_yaml(self._config))
+
+    def load(self, directory: str | Path) -> int:
+        """Take up what `save` or a run has written, in any layout; returns the step that it ends.
+
+        Args:
+            directory: `step_<N>`, or one that has `latest`.
+
+        Raises:
+            UserError: it is not whole, or of another model; on every rank, and nothing was changed.
+        """
+        return self._state.load(Path(directory))
+
+    def export(self, directory: str | Path) -> None:
+        """Write the weights in Hugging Face format, with the tokenizer and the config of `model.path`."""
+        self._export(Path(directory))
+
+    def describe_reshard(self) -> dict[str, float]:
+        """Metrics of the last time that the engines took the weights."""
+        stats = self.hybrid.reshard_stats
+        return {
+            "reshard/bytes_moved": stats.bytes_moved,
+            "reshard/bytes_copied": stats.bytes_copied,
+            "reshard/bytes_aliased": stats.bytes_aliased,
+            "reshard/verified_tensors": self.hybrid.verified_tensors,
+        }
+
+    def close(self) -> None:
+        """Release the engines, and end the workers of the rewards."""
+        self._collector.close()
+
+
+@dataclass(frozen=True)
+class Primitives:
+    """What a loop is written with.
+
+    Attributes:
+        config, inputs: of the program: `inputs.plan` is its batch arithmetic, `inputs.tokenizer` the policy's.
+        policy, reference, critic, reward_model, teachers: None where the config has none.
+        state: what is saved of them.
+    """
+
+    config: RunConfig
+    inputs: RlInputs
+
+    policy: Policy
+    reference: PolicyOnSamples | None
+    critic: CriticOnSamples | None
+    reward_model: RewardModelOnSamples | None
+    state: TrainingState
+    teachers: TeachersOnSamples | None = None
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The roles that learn, by name, the same on every rank: what stands for one where it is not, too."""
+        roles = {"actor": self.policy.role} | ({"critic": self.critic.role} if self.critic else {})
+        return {name: TrainedPart(role.model.trained, role.optimizer) for name, role in roles.items()}

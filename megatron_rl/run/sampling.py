@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes the samples of a run: the engines with the actor's weights, the prompts and the rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.stream import PromptBatches, PromptStream
+from megatron_rl.samples.pack import Packer
+from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.parallel.collectives import Process, world
+from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.run.build import group_timeout
+from megatron_rl.run.engine import build_rollout
+from megatron_rl.run.inputs import RlInputs
+from megatron_rl.training.roles.on_samples import RewardModelOnSamples, score_all_rollouts
+from megatron_rl.run.parts import NO_PARTS, Parts
+from megatron_rl.rollout.collector import Collector, RewardSources
+from megatron_rl.rollout.generation import Generator, RolloutGenerator
+from megatron_rl.rollout.opening import open_stream
+from megatron_rl.rollout.stream import RolloutStream
+
+
+@dataclass(frozen=True)
+class RunSinks:
+    """What counts the seconds and responses of a run, and where its schedule is traced; by default nobody looks."""
+
+    timers: PhaseTimers = field(default_factory=PhaseTimers)
+    progress: RolloutProgress = field(default_factory=RolloutProgress)
+    trace: Path | None = None
+
+
+@dataclass(frozen=True)
+class RolloutMembers:
+    """What makes samples: weights in engines, prompts, what generates and scores, what is begun ahead."""
+
+    hybrid: Any
+    collector: Any
+    prompts: PromptBatches
+    stream: RolloutStream | None
+    reward_model: RewardModelOnSamples | None
+
+
+def build_rollout_members(
+    config: RunConfig,
+    inputs: RlInputs,
+    roles: Mapping[str, Any],
+    process: Process,
+    run: RunSinks,
+    parts: Parts = NO_PARTS,
+) -> RolloutMembers:
+    """Build the engine around the actor, and the rewards; collective.
+
+    Args:
+        config: of the run.
+        inputs: of the run.
+        roles: by name; an actor, and perhaps a reward model.
+        process: this rank.
+        run: counts phases, and shows how many responses are there.
+        parts: that are given as objects.
+    """
+    decode, model = inputs.tokenizer.decode, None
+    if "reward_model" in roles:
+        model = RewardModelOnSamples(
+            roles["reward_model"],
+            Packer(roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device),
+        )
+    data, train = config.data, inputs.train
+    order = PromptStream(
+        train.prompts, data.shuffle, config.trainer.seed, weights=data.weights, file_sizes=train.file_sizes
+    )
+    prompts = PromptBatches(order, data.train_batch_size)
+    if parts.rollouts:
+        return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, model)
+    read = inputs.stop.read if inputs.stop else decode
+    score = partial(score_all_rollouts, parts.reward_model, read) if parts.reward_model else model
+    rewards = RewardSources(
+        inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, read), score, inputs.spec.needs_greedy_baseline
+    )
+    texts = inputs.stop, inputs.thoughts
+    hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, *texts)
+    for role in (roles[name] for name in ("critic", "mtp") if name in roles):
+        hybrid.also_release(role.optimizer)
+    players = _open_players(generator, config, inputs.stop_token_ids)
+    stream = open_stream(
+        generator,
+        players,
+        prompts,
+        config,
+        is_apart=hybrid.is_apart,
+        timeout=group_timeout(config),
+        trace=run.trace,
+    )
+    collector = Collector(
+        generator=players,
+        rewards=rewards,
+        config=config,
+        stop_token_ids=inputs.stop_token_ids,
+        timers=run.timers,
+        group=world(),
+        stream=stream,
+    )
+    return RolloutMembers(hybrid, collector, prompts, stream, model)
+
+
+def _open_players(generator: RolloutGenerator, config: RunConfig, stop_token_ids: tuple[int, ...]) -> Generator:
+    """The engines' generator of responses, or one of episodes over it."""
+    if not config.agents.has_episodes:
+        return generator
+    from megatron_rl.rollout.episode_generation import open_episodes
+
+    return open_episodes(generator, config, stop_token_ids)

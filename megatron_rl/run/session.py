@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run of reinforcement learning around its steps: how it comes about, what it validates, saves and records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from megatron_rl.algorithms.kl import build_kl_controller
+from megatron_rl.config.placement import format_ranks
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.engines.modes import describe_modes
+from megatron_rl.samples.describe import text_rows
+from megatron_rl.run.checkpoints import Checkpoints
+from megatron_rl.run.opening import OpenedRun, open_run
+from megatron_rl.models.gpt import choose_transformer_impl
+from megatron_rl.parallel.collectives import gather_objects, init_distributed, memory_in_use, open_store, world
+from megatron_rl.run.build import group_timeout
+from megatron_rl.run.inputs import RlInputs
+from megatron_rl.run.parts import NO_PARTS, Parts
+from megatron_rl.run.building import build_primitives
+from megatron_rl.run.preparing import Prepared, check, prepare
+from megatron_rl.run.primitives import Primitives
+from megatron_rl.run.sampling import RunSinks
+from megatron_rl.training.fast_path import find_fast_paths, format_table
+from megatron_rl.training.profiling import StepProfiler
+from megatron_rl.types import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.capsule.recording import CapsuleRecorder
+
+
+def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, device: torch.device) -> Iterator[str]:
+    """Lines that say what runs, and what was found in the data."""
+    plan, hybrid, train = inputs.plan, primitives.policy.hybrid, inputs.train
+    impl = choose_transformer_impl(config.model.transformer_impl)
+    yield from (f"note: {note}" for note in inputs.notes)
+    why = inputs.spec.why_recompute
+    yield (
+        f"algorithm: {config.algorithm.adv_estimator}, {config.algorithm.policy_loss} loss; old_logprobs of "
+        + (f"a forward pass of their own: {why}" if why else "the update's first pass")
+    )
+    for role in inputs.roles.values():
+        where, is_actor = _describe_ranks(role.layout.ranks, plan.world_size), role.spec.name == "actor"
+        what = f", {config.model.dtype}, {impl} layers on {device}" if is_actor else ""
+        if where or role.spec.name != "reference":
+            yield f"{role.spec.title}: {role.layout.describe()}{where}{what}"
+    modes, engines = describe_modes(config.rollout, device), config.placement.ranks_of("rollout", plan.world_size)
+    yield (
+        f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of "
+        f"{'the actor, rank(s) ' if plan.engine_is_actor else 'tp='}{plan.engine_ranks}"
+        f"{_describe_ranks(engines, plan.world_size)}{modes and '; ' + modes}"
+    )
+    if k := config.schedule.max_staleness:
+        yield (
+            f"schedule: responses begin up to {k} step(s) ahead; at most {(1 + k) * plan.rollouts_per_step} have begun "
+            f"and were not learned from; updates {config.schedule.updates}, order {config.schedule.order}"
+        )
+    yield f"stop tokens: {', '.join(map(str, inputs.stop_token_ids))}"
+    stats = hybrid.reshard_stats
+    yield (
+        f"weights: transport {hybrid.transport}; per switch {stats.bytes_moved:,} bytes moved, "
+        f"{stats.bytes_copied:,} copied inside a rank, {stats.bytes_aliased:,} aliased; "
+        f"verify {config.hybrid.verify}"
+    )
+    yield f"prompts: {len(train.prompts)} ({train.num_truncated} truncated, {train.num_dropped} dropped)"
+    table = format_table(
+        find_fast_paths(
+            config.actor, config.model.dtype, config.model.transformer_impl, plan.dp_size, config.rollout.bitwise
+        )
+    )
+    yield from (f"  {line}" for line in (*table, *plan.formulas()))
+
+
+def _describe_ranks(ranks: range, world_size: int) -> str:
+    return f" on rank(s) {format_ranks(ranks)}" if len(ranks) < world_size else ""
+
+
+class Session:
+    """Roles, data and sinks of one run; building it is collective."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.config, self.inputs, self.plan = prepared.config, prepared.inputs, prepared.inputs.plan
+        self.process = init_distributed(group_timeout(self.config) / timedelta(minutes=1))
+        prepared.agree()
+        assert self.plan.total_steps is not None, "the data was read"
+        self.total_steps = self.plan.total_steps
+        opened = open_run(self.config, prepared.recipe, self.total_steps)
+        self.guard = opened.guard
+        with self.guard.building():
+            self._build(opened, prepared.parts)
+
+    def _build(self, opened: OpenedRun, parts: Parts) -> None:
+        """Everything that needs the process group and the run directory."""
+        config, trainer, inputs = self.config, self.config.trainer, self.inputs
+        self.run, timers = opened.run, opened.run.timers
+        self.profiler = StepProfiler(
+            self.run.dir,
+            steps=trainer.profile_steps,
+            ranks=trainer.profile_ranks,
+            rank=self.process.rank,
+            device=self.process.device,
+        )
+        timers.attach(
+            partial(memory_in_use, self.process.device), self.profiler.phase if self.profiler.is_used else None
+        )
+        progress = self.run.follow_rollouts(open_store("rollouts", world()))
+        sinks = RunSinks(timers, progress, self.run.dir / "schedule")
+        self.primitives = made = build_primitives(config, inputs, parts, self.process, sinks)
+        self.policy, self.reference, self.critic = made.policy, made.reference, made.critic
+        self.teachers = made.teachers
+        self.kl, self.trained = build_kl_controller(config.algorithm), made.trained
+        self.checkpoints = Checkpoints(
+            config,
+            opened,
+            replace(made.state, parts={**made.state.parts, "kl": self.kl}),
+            export=self.policy.export,
+            total_steps=self.total_steps,
+        )
+        self.capsule: CapsuleRecorder | None = None
+        if trainer.capture_step:
+            from megatron_rl.capsule.recording import CapsuleRecorder
+
+            self.capsule = CapsuleRecorder(
+                config, self.plan, self.run, self.trained, self.checkpoints.save_into, inputs.tokenizer.decode
+            )
+
+    @classmethod
+    def from_hf_config(
+        cls,
+        model_path: str | Path,
+        config: str | Path | Mapping[str, Any],
+        overrides: Sequence[str] = (),
+        **parts: Any,
+    ) -> Self:
+        """What `launch/pretrain_grpo.py` builds, for a program of the user's own that torchrun starts.
+
+        An error that the program lets through ends it as it ends the command line: one message in the job, and the
+        exit codes of docs/checkpoints.md.
+
+        Args:
+            model_path: directory of the policy in HF format, or a checkpoint of this package.
+            config: a recipe, or its settings as nested mappings.
+            overrides: `section.key=value`, as on the command line.
+            **parts: see `Parts`: reward, adv_estimator, policy_loss, engine, reward_model, actor, critic, reference.
+
+        Raises:
+            UserError: bad input; on every rank alike, before any process group exists.
+        """
+        return cls(prepare(model_path, config, overrides, Parts(**parts)))
+
+    @classmethod
+    def from_config(cls, config: RunConfig, recipe: Path | None = None, parts: Parts = NO_PARTS) -> Self:
+        """Check every input of a loaded config, then build the run.
+
+        Raises:
+            UserError: bad input, before any process group exists.
+        """
+        return cls(check(config, recipe, parts))
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Say what runs; report an error (see `Guard`); afterwards, also after one, release and close everything."""
+        try:
+            with self.guard.reporting():
+                self.run.log.info("run directory: %s", self.run.dir)
+                for line in describe_run(self.config, self.inputs, self.primitives, self.process.device):
+                    self.run.log.info("%s", line)
+                yield
+        except UserError:
+            self.checkpoints.commit()  # it was raised on every rank alike: what is being written can be finished
+            raise
+        finally:
+            self.close()
+
+    def steps(self) -> Iterator[int]:
+        """Count the steps; validate, save and record around them as the config says."""
+        total, trainer, run = self.total_steps, self.config.trainer, self.run
+        resumed = self.checkpoints.start()
+        if trainer.val_only:
+            self.validate(resumed or 0)
+            run.record(resumed or 0)
+            run.finish()
+            return
+        if resumed is None and trainer.val_before_train and self.inputs.validation:
+            self.validate(0)
+            run.record(0)
+            self.checkpoints.mark(0)
+            self.checkpoints.safe_point()
+        for step in range((resumed or 0) + 1, total + 1):
+            run.timers.begin_step(step)
+            with self.profiler.step(step), run.timers.phase("step"):
+                if self.capsule:
+                    self.capsule.begin(step)
+                self.guard.stop_in_debugger(trainer, step)
+                yield step
+                is_best = False
+                if self.inputs.validation and (step == total or trainer.test_freq and step % trainer.test_freq == 0):
+                    is_best = run.is_best(self.validate(step), trainer.best_metric)
+                self.checkpoints.end_step(step, is_best)
+            run.record(step)
+            self.checkpoints.safe_point()
+        self.checkpoints.finish()
+        run.finish()
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Metrics of every validation set, whose responses are written; collective."""
+        found: dict[str, list[Any]] = {}
+        with self.run.timers.phase("validation", swallow=True):
+            metrics = self.policy.validate(self.inputs.validation, found.__setitem__)
+        for name, parts in found.items() if self.config.trainer.log_validation else ():
+            self.run.write_validation(step, name, text_rows(parts, self.inputs.tokenizer.decode))
+        self.run.count(metrics)
+        return metrics
+
+    def count_elsewhere(self) -> None:
+        """Bring what roles without rank 0 have counted to the rank that writes it; collective."""
+        leaders = {role.layout.first_rank for role in self.inputs.roles.values()} - {0}
+        if leaders:
+            mine = (dict(self.run.series), self.run.timers.seen()) if self.process.rank in leaders else None
+            for found in gather_objects(mine, world()):
+                if found is not None:
+                    self.run.complete(*found)
+
+    def close(self) -> None:
+        """Release the engine, end reward workers and close the sinks (also after an error)."""
+        self.checkpoints.close()
+        self.policy.close()
+        self.run.close()

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning: the actor of RL, with next-token loss on the responses.
+
+Same parallelism, packing, optimizer and sinks as GRPO; it makes the policy that RL starts from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.stream import PromptBatches, PromptStream
+from megatron_rl.samples.experience import Experience, replicate
+from megatron_rl.samples.pack import Packer
+from megatron_rl.run.checkpoints import Checkpoints
+from megatron_rl.run.opening import OpenedRun, open_run
+from megatron_rl.run.state import TrainedPart, TrainingState
+from megatron_rl.parallel.collectives import init_distributed, world
+from megatron_rl.parallel.groups import build_groups
+from megatron_rl.run.build import build_role, group_timeout
+from megatron_rl.run.export import actor_export, side_files
+from megatron_rl.run.inputs import SftInputs
+from megatron_rl.training.roles.on_samples import ActorOnSamples, sft
+from megatron_rl.run.preparing import check_sft
+from megatron_rl.types import UserError
+
+
+class SftTrainer:
+    """Actor, data and sinks of one SFT run; building it is collective."""
+
+    def __init__(self, config: RunConfig, inputs: SftInputs, recipe: Path | None = None) -> None:
+        self.config, self.plan = config, inputs.plan
+        self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
+        assert self.plan.total_steps is not None, "the data was read"
+        self.total_steps = self.plan.total_steps
+        opened = open_run(config, recipe, self.total_steps)
+        self.run, self.guard = opened.run, opened.guard
+        with self.guard.building():
+            self._build(opened, inputs)
+
+    def _build(self, opened: OpenedRun, inputs: SftInputs) -> None:
+        """Everything that needs the process group and the run directory."""
+        config, plan = self.config, self.plan
+        groups = build_groups(inputs.actor.layout, group_timeout(config))
+        actor = build_role(config, inputs.actor, groups, self.total_steps)
+        # Every example has a prompt of its own.
+        layout = replace(config.actor, share_prompts=False)
+        packer = Packer(actor.model, layout, plan, config.algorithm, self.process.device)
+        watched = self.run.timers.watch(actor, forward_backward="update", optim_step="update")
+        self.actor = ActorOnSamples(watched, packer)
+        stream = PromptStream(
+            inputs.data.examples,
+            config.data.shuffle,
+            config.trainer.seed,
+            weights=config.data.weights,
+            file_sizes=inputs.data.file_sizes,
+        )
+        self.examples = PromptBatches(stream, config.data.train_batch_size)
+        self.checkpoints = Checkpoints(
+            config,
+            opened,
+            TrainingState(
+                {"actor": TrainedPart(actor.model.trained, actor.optimizer)},
+                {"prompts": self.examples},
+                {"actor": side_files(config, config.model.path)},
+            ),
+            export=actor_export(config, actor.model),
+            total_steps=self.total_steps,
+        )
+
+    def train(self) -> None:
+        """One optimizer step per batch; checkpoints as the config says, the last one at the end."""
+        resumed = self.checkpoints.start()
+        for step in range((resumed or 0) + 1, self.total_steps + 1):
+            self.run.timers.begin_step(step)
+            with self.run.timers.phase("step"):
+                self.guard.stop_in_debugger(self.config.trainer, step)
+                examples = next(self.examples)
+                samples = replicate(list(enumerate(examples)), [e.prompt for e in examples], world())
+                for minibatch in self.actor.minibatches(samples):
+                    self.actor.forward_backward(minibatch, sft)
+                    self.run.count(self.actor.optim_step())
+                self.describe(samples)
+                self.checkpoints.end_step(step)
+            self.run.record(step)
+            self.checkpoints.safe_point()
+        self.checkpoints.finish()
+        self.run.finish()
+
+    def describe(self, samples: Experience) -> None:
+        """Count what a batch is like."""
+        self.run.count(self.actor.describe_packing(samples))
+        headers = samples.headers
+        self.run.count(
+            {
+                "tokens/prompt": int(headers["num_prompt_tokens"].sum()),
+                "tokens/response": int(headers.num_response_tokens.sum()),
+            }
+        )
+
+
+def train_sft(config: RunConfig, recipe: Path | None) -> None:
+    """Run SFT from a loaded config: check every input, build the actor, train.
+
+    Raises:
+        UserError: bad input, before any process group exists.
+        Preempted: a signal asked the run to stop.
+    """
+    config, inputs = check_sft(config)
+    trainer = SftTrainer(config, inputs, recipe)
+    try:
+        with trainer.guard.reporting():
+            _introduce(trainer, inputs)
+            trainer.train()
+    except UserError:
+        trainer.checkpoints.commit()  # it was raised on every rank alike
+        raise
+    finally:
+        trainer.checkpoints.close()
+        trainer.run.close()
+
+
+def _introduce(trainer: SftTrainer, inputs: SftInputs) -> None:
+    """Say once what runs, and what was found in the data."""
+    say, data = trainer.run.log.info, inputs.data
+    say("run directory: %s", trainer.run.dir)
+    say(
+        "actor: %s, %s, %s layers on %s",
+        inputs.actor.layout.describe(),
+        trainer.config.model.dtype,
+        trainer.actor.model.transformer_impl,
+        trainer.process.device,
+    )
+    say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), data.num_truncated, data.num_dropped)
+    for line in trainer.plan.formulas():
+        say("  %s", line)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thread on every rank that ends a job that hangs or has failed elsewhere, and says why.
+
+Every look writes the rank's position (`positions.py`) to the job's store: the heartbeat. A rank whose program is seen
+in the same collective at every look for `limit` seconds *stalls*: it asks all ranks for their positions and their last
+collectives, every rank dumps the stacks of all its threads into its log, the first to stall reports who waits for whom,
+in which phase and group, and all ranks exit with EXIT_STALLED; the launcher restarts them. A report that another rank
+has posted (`guard.py`) ends this one, too, unless the program is about to end by itself. A rank that is asked to stop
+ends when another is gone, since the ranks can no longer agree on a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed.distributed_c10d import Store
+
+from megatron_rl.run.collective_ledger import describe_collectives
+from megatron_rl.run.reports import ReportBoard
+from megatron_rl.observability.failures import Scene, explain_lost
+from megatron_rl.observability.positions import Position, explain, find_position
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.types import EXIT_FAILED, EXIT_STALLED, UserError
+
+_ANSWER_SECONDS = 5.0  # a rank that looks every second answers sooner
+_SILENT_SECONDS = 15.0  # without a heartbeat: the process is gone, or nothing of it runs
+_GRACE_SECONDS = 3.0  # for a program that raises what another rank has reported already
+
+_Heard = dict[int, tuple[int, float]]  # rank -> its last look, and when it was heard of
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """What is watched.
+
+    Attributes:
+        rank, world_size: this rank and their number.
+        timers: tell the phases of the program.
+        limit: seconds that it may wait in one collective.
+        log_file: where the stacks go.
+        log: of the rank; rank 0's is shown on the console.
+        is_stopping: whether this rank was asked to stop.
+        any_place: take any place for a collective (CUDA: the program waits for the device, not in a collective).
+        roles: which ranks have which role, in words; empty: all have all.
+    """
+
+    rank: int
+    world_size: int
+    timers: PhaseTimers
+    limit: float
+    log_file: Path
+    log: logging.Logger
+    is_stopping: Callable[[], bool] = lambda: False
+    any_place: bool = False
+    roles: str = ""
+
+
+class Watchdog:
+    """Watches the thread that builds it until `close`.
+
+    Args:
+        watched: this rank.
+        store: a connection of its own, under a prefix of this run.
+
+    Attributes:
+        board: where the report of a failure is agreed on.
+    """
+
+    def __init__(self, watched: Watched, store: Store) -> None:
+        self._watched, self._store = watched, store
+        self.board = ReportBoard(store, watched.rank, watched.log_file)
+        self._program, self._position, self._since = threading.get_ident(), None, time.monotonic()
+        self._heard: _Heard = {}
+        self._looks, self._closing, self._is_handed_over = 0, threading.Event(), threading.Event()
+        self._interval = min(1.0, watched.limit / 20)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def hand_over(self) -> None:
+        """The program has failed and reports by itself: from now on this only gives signs of life."""
+        self._is_handed_over.set()
+
+    def close(self) -> None:
+        """Stop watching; the other ranks learn that this one has left in good order."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._thread.join(_ANSWER_SECONDS)
+
+    def positions(self) -> list[Position | None]:
+        """Where every rank was when its watchdog last looked; None: it has not looked yet. For any thread."""
+        return self._collect("beat")
+
+    def find_silent(self, seconds: float) -> list[Position]:
+        """Last positions of the ranks that have left, or give no sign of life for so long; none if all do.
+
+        Returns early when a report has been posted: then the silence has another reason.
+        """
+        deadline, heard = time.monotonic() + 2 * seconds, {}
+        while time.monotonic() < deadline and not self.board.is_posted:
+            silent = self._listen(heard, seconds, counts_closed=True)
+            if silent:
+                return silent
+            time.sleep(0.2)
+        return []
+
+    def _listen(self, heard: _Heard, seconds: float, *, counts_closed: bool) -> list[Position]:
+        """Ranks whose heartbeat has not changed for that long since the first call with `heard`."""
+        silent, now = [], time.monotonic()
+        for beat in self.positions():
+            if beat is None or beat.rank == self._watched.rank:
+                continue
+            looks, since = heard.get(beat.rank, (beat.looks, now))
+            since = since if beat.looks == looks else now
+            heard[beat.rank] = beat.looks, since
+            if counts_closed if beat.is_closed else now - since > seconds:
+                silent.append(beat)
+        return silent
+
+    def _run(self) -> None:
+        try:
+            self._look()  # a rank that dies in the next moment has been here
+            while not self._closing.wait(self._interval):
+                self._look()
+            if self._position is not None:
+                self._publish("beat", dataclasses.replace(self._position, is_closed=True))
+        except Exception as error:  # the store is gone, with the rank or the agent that kept it
+            if not self._closing.is_set():
+                self._watched.log.warning("watchdog: the job's store does not answer: %s", error)
+                self._watch_alone()
+
+    def _look(self) -> None:
+        seconds = self._update()
+        position = self._position
+        if position is None:
+            return
+        self._publish("beat", position)
+        if self._is_handed_over.is_set():
+            return
+        if self._store.check(["stalled"]) or self._is_stalled(position, seconds):
+            self._answer_stall(position)
+        elif self.board.is_posted:
+            self._follow()
+        elif self._watched.is_stopping():
+            self._end_if_peers_are_gone(position)
+
+    def _update(self) -> float:
+        """Look at the program; returns the seconds for which it has been seen at the same place."""
+        found, now = find_position(self._watched.rank, self._watched.timers, self._program), time.monotonic()
+        last, self._looks = self._position, self._looks + 1
+        if found is None or last is None or found != dataclasses.replace(last, seconds=0.0, looks=0, memory=0):
+            self._since = now
+        seconds = now - self._since
+        memory = self._watched.timers.memory
+        self._position = found and dataclasses.replace(found, seconds=seconds, looks=self._looks, memory=memory)
+        return seconds
+
+    def _is_stalled(self, position: Position, seconds: float) -> bool:
+        # Before the first phase the program may build something at one place for long, and waits for nobody.
+        is_waiting = position.operation is not None or (
+            self._watched.any_place and self._watched.timers.num_entered > 0
+        )
+        return is_waiting and seconds >= self._watched.limit and self._watched.world_size > 1
+
+    def _publish(self, key: str, position: Position) -> None:
+        self._store.set(f"{key}/{self._watched.rank}", position.encode())
+
+    def _collect(self, key: str) -> list[Position | None]:
+        """What the ranks have published; None: nothing yet."""
+        names = [f"{key}/{rank}" for rank in range(self._watched.world_size)]
+        return [Position.decode(self._store.get(name)) if self._store.check([name]) else None for name in names]
+
+    def _answer_stall(self, position: Position) -> None:
+        """Say where this rank is; the first to notice the stall collects the answers and explains it."""
+        is_first = self._store.add("stalled", 1) == 1
+        recent = tuple(describe_collectives())
+        self._publish("answer", dataclasses.replace(position, recent=recent))
+        self._dump_stacks(recent)
+        if is_first and self.board.claim():
+            self.board.post(str(self._explain_stall()), EXIT_STALLED)
+        self._conclude(EXIT_STALLED)
+
+    def _explain_stall(self) -> UserError:
+        """Collect the answers of all ranks, as far as they come."""
+        self.board.wait_for([f"answer/{rank}" for rank in range(self._watched.world_size)], _ANSWER_SECONDS)
+        answers = self._collect("answer")
+        silent = [rank for rank, answer in enumerate(answers) if answer is None]
+        limit, logs = self._watched.limit, self._watched.log_file.parent
+        roles = f"\n  roles: {self._watched.roles}" if self._watched.roles else ""
+        return UserError(
+            f"no progress in {limit:g} s (trainer.collective_timeout): {explain(answers, silent)}{roles}",
+            source=f"the watchdog of rank {self._watched.rank}",
+            expected="ranks that answer each other within that time",
+            hint=f"the stacks of all threads of rank N are in {logs}/rank<N>.log; raise trainer.collective_timeout if "
+            "the late rank was only slow",
+        )
+
+    def _follow(self) -> None:
+        """Another rank has failed: end here as well, if the program does not do that itself."""
+        if not self._is_handed_over.wait(_GRACE_SECONDS):
+            self._dump_stacks()
+            self._conclude(EXIT_FAILED)
+
+    def _end_if_peers_are_gone(self, position: Position) -> None:
+        gone = self._listen(self._heard, _SILENT_SECONDS, counts_closed=False)
+        if gone:
+            if self.board.claim():
+                watched = self._watched
+                scene = Scene(watched.rank, position.step, position.phase, watched.log_file)
+                lost = explain_lost(gone, scene, "asked to stop, and no checkpoint is possible")
+                self.board.post(str(lost), EXIT_FAILED)
+            self._dump_stacks()
+            self._conclude(EXIT_FAILED)
+
+    def _watch_alone(self) -> None:
+        """Without the store: end this rank when it stalls."""
+        while not self._closing.wait(self._interval):
+            if self._update() >= self._watched.limit and self._position and self._position.operation:
+                self._watched.log.error("no progress in %g s: %s", self._watched.limit, self._position.describe())
+                self._dump_stacks()
+                self.leave(EXIT_STALLED)
+
+    def _dump_stacks(self, recent: tuple[str, ...] = ()) -> None:
+        with contextlib.suppress(OSError), open(self._watched.log_file, "a", encoding="utf-8") as file:
+            rank = self._watched.rank
+            file.write("".join(f"collective of rank {rank}: {line}\n" for line in recent))
+            file.write(f"stacks of all threads of rank {rank}:\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    def _conclude(self, code: int) -> None:
+        report = self.board.conclude()
+        self.leave(report.code if report else code)
+
+    def leave(self, code: int) -> None:
+        """End the process at once."""
+        for handler in self._watched.log.handlers:
+            handler.flush()
+        sys.stdout.flush()
+        if self._watched.rank == 0:
+            time.sleep(1.0)  # it may keep the store that others still read
+        self._closing.set()
+        os._exit(code)

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TrainBatch: the packed tensors of one DP rank for one step, cut into minibatches and microbatches.
+
+All token-level tensors are flat `[t]` over the rank's microbatches in execution order; a minibatch or
+a microbatch is a slice of them, so what a role computes of a batch (`old_logprobs`) is aligned with it by
+construction. Each microbatch ends in a padding sequence where its length must be a multiple of
+something (TP sequence parallelism, context parallelism), must be that of a bucket (`buckets.py`), or would be zero;
+padding enters no loss and no metric. With buckets all that describes a microbatch has a shape of the ladder: behind its
+segments come empty ones, up to the number that there is room for.
+
+Where prefixes are shared (`prefix.py`) the first response of a group is packed behind the prompt, the others follow as
+segments of their own: position and predecessor of their first token continue from the prefix. All tokens behind a
+prompt have a row in these tensors, whatever shares them: each has a loss of its own. The model computes one row for all
+that share a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from megatron_rl.samples.shape_buckets import Buckets
+from megatron_rl.samples.microbatches import MicrobatchPlan
+from megatron_rl.samples.prefix import (
+    SegmentKeys,
+    SharedPrefixes,
+    build_segment_keys,
+    move_to_device,
+    pad_segment_keys,
+)
+from megatron_rl.parallel.kept_sets import PackedKeptSets
+from megatron_rl.types import Branch, KeptSets, LossLedger
+
+
+class Rows:
+    """Rows one behind the other, and the current microbatch's.
+
+    Attributes:
+        lengths: of the microbatch's segments.
+        paths: of each, the rows of its prefix and then its own, counted in rows that the model computes.
+        num_tokens, num_computed: rows of the microbatch, and how many of them the model computes.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.paths: list[np.ndarray] = []
+        self.num_tokens = self.num_computed = self._total = 0
+        self._last, self._path = np.empty(0, np.int32), np.empty(0, np.int64)  # tokens and rows of the last sequence
+        integers = np.empty(0, np.int64)
+        self._pieces = [(integers, integers, integers, np.empty(0, bool), integers, np.empty(0, np.float32))]
+        self._kept: list[KeptSets] = []
+        self._has_kept = False
+        self._own: list[np.ndarray] = []
+        self._instead: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def begin_microbatch(self) -> int:
+        """Forget the segments; returns the row it starts at."""
+        self.lengths, self.paths, self._own, self._instead = [], [], [], []
+        self._total += self.num_tokens
+        self.num_tokens = self.num_computed = 0
+        return self._total
+
+    def append(self, sequence: Branch, index: int, num_shared: int) -> None:
+        """Add sequence `index`, which shares its first `num_shared` tokens with the one before.
+
+        What is shared of its prompt has no row; the other rows are computed from the first token on that is not shared.
+        """
+        same = np.array_equal(sequence.tokens[:num_shared], self._last[:num_shared])
+        assert same, "sequences have in common what they share"
+        length, skipped = len(sequence.tokens), min(num_shared, sequence.num_prompt_tokens)
+        positions = np.arange(skipped, length)
+        rows, own, repeated = positions + (self.num_tokens - skipped), length - num_shared, num_shared - skipped
+        path = np.concatenate([self._path[:num_shared], np.arange(self.num_computed, self.num_computed + own)])
+        mask = sequence.sampled[skipped:] & (positions > 0)
+        self._pieces.append(
+            (
+                sequence.tokens[skipped:],
+                positions,
+                path[np.maximum(positions - 1, 0)],
+                mask,
+                np.full(len(positions), index),
+                sequence.logprobs[skipped:],
+            )
+        )
+        kept = sequence.kept or KeptSets.whole(length)
+        self._kept.append(KeptSets(kept.ids, kept.counts[skipped:]))  # a prompt has no ids
+        self._has_kept |= sequence.kept is not None
+        if own:
+            self.lengths.append(own)
+            self.paths.append(path)
+            self._own.append(rows[repeated:])
+        if (learned := np.flatnonzero(mask[:repeated])).size:
+            self._instead.append((path[skipped + learned], rows[learned]))
+        self._last, self._path = sequence.tokens, path
+        self.num_tokens += len(positions)
+        self.num_computed += own
+
+    def pad(self, length: int, max_seqlen: int | None = None) -> None:
+        """Segments of nothing, of at most `max_seqlen` tokens, until the microbatch computes `length` rows."""
+        while (missing := length - self.num_computed) > 0:
+            count = min(missing, max_seqlen or missing)
+            self.append(Branch.of_response(np.zeros(count, np.int32), count), -1, 0)
+
+    def find_computed(self) -> np.ndarray | None:
+        """See `MicrobatchSlice.computed`; of the current microbatch, [m] int64 or None."""
+        if self.num_computed == self.num_tokens:
+            return None
+        computed = np.concatenate(self._own)
+        for rows, others in self._instead:
+            computed[rows] = others
+        return computed
+
+    def pack_kept(self, device: torch.device) -> PackedKeptSets | None:
+        """Of all rows; None where no sequence has any."""
+        return PackedKeptSets.pack(self._kept, device) if self._has_kept else None
+
+    def build_columns(self) -> dict[str, np.ndarray]:
+        """Columns [t] of all rows."""
+        names = ("tokens", "positions", "predecessors", "mask", "ids", "logprobs")
+        columns = dict(zip(names, map(np.concatenate, zip(*self._pieces, strict=True)), strict=True))
+        return columns | {"logprobs": columns["logprobs"].astype(np.float32, copy=False)}
+
+
+@dataclass(frozen=True)
+class MicrobatchSlice:
+    """Where a microbatch lies in the flat tensors; `cu_seqlens` and `keys` are in rows that the model computes.
+
+    Attributes:
+        start, stop: its rows.
+        cu_seqlens: [num_segments + 1] int32; a segment is a sequence, or what is left of it behind a shared prefix.
+        max_seqlen: length of the longest segment.
+        keys: what each segment attends to, where some see a shared prefix; None: every segment itself.
+        is_bucketed: padded to a bucket; then `max_seqlen` is a bound that all microbatches of the bucket have in
+            common, and what is computed must have shapes that follow from the inputs' shapes.
+        computed: [m] int64, relative to the start, for each row that the model computes one that shares it, in the loss
+            where there is such a one. None: it computes all rows.
+    """
+
+    start: int
+    stop: int
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    keys: SegmentKeys | None = None
+    is_bucketed: bool = False
+    computed: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Packed tensors of one DP rank; `[t]` unless said, position 0 of each sequence is masked.
+
+    Attributes:
+        tokens: int64.
+        position_ids: int64, position inside the sequence (also where its prompt is packed elsewhere).
+        predecessors: int64, of the rows that the model computes of the same microbatch the one whose hidden state
+            predicts this token: the row before, or the last one of a shared prefix. Position 0 of a sequence names
+            itself: a valid row whose prediction means nothing.
+        loss_mask: bool, True on response tokens.
+        loss_weights: float32, what each token's loss counts for: `sum(loss_weights * loss)` over all
+            microbatches and DP ranks of a minibatch is the loss of that optimizer step.
+        sequence_ids: int64, index of the sequence, a branch of a rollout, in the step's list; -1 on padding.
+        rollout_logprobs: float32, from the engine.
+        old_logprobs, sum_pi_squared, ref_logprobs, advantages, values, returns, importance_weights: float32, where
+            they are known.
+        teacher_logprobs: float32, mean of the teachers, where there are any to add to the advantages.
+        teacher_top_k: [t, 2, k + 1] float32, `compute_linear_top_k` of the teacher, where it is learned from.
+        teacher_hidden: [t, h of the teacher] float32, likewise.
+        chosen: bool, tokens that the policy loss treats in another way, where it does.
+        update_logprobs, update_entropy: float32, of the policy when an optimizer step last used the token; the actor's
+            last pipeline stage writes them where there is room for them. NaN: no step has used it.
+        kept: what each token was drawn from; None: the whole vocabulary.
+        replayed_routes: [t, layers, choices] the experts of each token that the actor replays; see `RouteShape`.
+        routes_used: the same shape; a pass writes the experts that it chose where there is room for them: for
+            this rank's rows and layers.
+        flipped: bool; an update writes where a router would not have chosen the experts that it replays, likewise.
+        slices: one per microbatch.
+        minibatch_sizes: microbatches of each minibatch.
+        ledgers: what the loss of each minibatch must count, over all DP ranks; empty: not checked.
+        names: of the sequences, by sequence id, for messages; empty: they have none.
+    """
+
+    tokens: torch.Tensor
+    position_ids: torch.Tensor
+    predecessors: torch.Tensor
+    loss_mask: torch.Tensor
+    loss_weights: torch.Tensor
+    sequence_ids: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    slices: list[MicrobatchSlice]
+    minibatch_sizes: list[int]
+    old_logprobs: torch.Tensor | None = None
+    sum_pi_squared: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+    importance_weights: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None
+    teacher_top_k: torch.Tensor | None = None
+    teacher_hidden: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
+    update_logprobs: torch.Tensor | None = None
+    update_entropy: torch.Tensor | None = None
+    kept: PackedKeptSets | None = None
+    replayed_routes: torch.Tensor | None = None
+    routes_used: torch.Tensor | None = None
+    flipped: torch.Tensor | None = None
+    ledgers: Sequence[LossLedger] = ()
+    names: Sequence[str] = ()
+
+    def name_sequence(self, index: int) -> str:
+        """What a message calls a sequence."""
+        return self.names[index] if self.names else f"sequence {index}"
+
+    def column(self, name: str) -> torch.Tensor:
+        """Values that must be known by now."""
+        values = getattr(self, name)
+        assert values is not None, f"{name} is not known"
+        return values
+
+    def computed(self, column: torch.Tensor) -> torch.Tensor:
+        """Of a microbatch's column [t, ...], what belongs to the rows that the model computes, [m, ...]."""
+        rows = self.slices[0].computed
+        return column if rows is None else column[rows]
+
+    @property
+    def num_computed(self) -> int:
+        """Rows of a microbatch that the model computes."""
+        rows = self.slices[0].computed
+        return len(self.tokens if rows is None else rows)
+
+    def find_kept(self, places: torch.Tensor) -> PackedKeptSets | None:
+        """What the tokens at some places were drawn from, [t] standing for nothing; None: the whole vocabulary."""
+        return None if self.kept is None else self.kept.pad(1)[places]
+
+    def minibatch(self, index: int) -> TrainBatch:
+        """The batch of one optimizer step; tensors are views."""
+        first = sum(self.minibatch_sizes[:index])
+        part = self._part(self.slices[first : first + self.minibatch_sizes[index]])
+        return replace(part, ledgers=self.ledgers[index : index + 1])
+
+    def minibatches(self) -> Iterator[TrainBatch]:
+        """One batch per optimizer step."""
+        return map(self.minibatch, range(len(self.minibatch_sizes)))
+
+    def microbatches(self) -> list[TrainBatch]:
+        """One batch per forward/backward; tensors are views."""
+        return [self._part([piece]) for piece in self.slices]
+
+    def take_updates(self, other: TrainBatch) -> None:
+        """Copy what was recorded from a batch with the same tokens, if there is room for it."""
+        if self.update_logprobs is not None and self.update_entropy is not None:
+            assert other.update_logprobs is not None and other.update_entropy is not None, "it was given room as well"
+            self.update_logprobs.copy_(other.update_logprobs)
+            self.update_entropy.copy_(other.update_entropy)
+        if self.flipped is not None and other.flipped is not None:
+            self.flipped.copy_(other.flipped)
+
+    def _part(self, slices: list[MicrobatchSlice]) -> TrainBatch:
+        start, stop = slices[0].start, slices[-1].stop
+        moved = [replace(s, start=s.start - start, stop=s.stop - start) for s in slices]
+        part = self.map_tensors(lambda x: x[start:stop])
+        kept = None if self.kept is None else self.kept[start:stop]
+        return replace(part, kept=kept, slices=moved, minibatch_sizes=[len(slices)])
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
+        """The same with other tensors [t, ...]; slices and kept sets stay as they are."""
+        return replace(
+            self,
+            **{
+                item.name: function(value)
+                for item in fields(self)
+                if isinstance(value := getattr(self, item.name), torch.Tensor)
+            },
+        )
+
+
+def expand_to_tokens(values: Sequence[float] | np.ndarray, batch: TrainBatch) -> torch.Tensor:
+    """Give every token its sequence's value: [num_rollouts] -> [t] float32; 0 on padding."""
+    table = torch.tensor([*values, 0.0], dtype=torch.float32, device=batch.tokens.device)
+    return table[batch.sequence_ids]
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What the lengths of microbatches must be.
+
+    Attributes:
+        multiple: every one becomes a multiple of this, and at least this.
+        buckets: every microbatch gets one of these shapes. None: only `multiple` counts.
+        max_seqlen: no sequence is longer (with buckets; padding is cut into segments that are not); None: no bound.
+    """
+
+    multiple: int
+    buckets: Buckets | None = None
+    max_seqlen: int | None = None
+
+
+def build_train_batch(
+    sequences: Mapping[int, Branch] | Sequence[Branch],
+    sequence_weights: Sequence[float] | np.ndarray,
+    minibatch_plans: Sequence[tuple[Sequence[int], MicrobatchPlan]],
+    *,
+    dp_rank: int | None,
+    padding: Padding,
+    device: torch.device,
+    shared: SharedPrefixes | None = None,
+) -> TrainBatch:
+    """Pack the sequences of one DP rank.
+
+    Args:
+        sequences: branches of the step, at least this DP rank's.
+        sequence_weights: loss weight of each of their response tokens.
+        minibatch_plans: per minibatch, the indices of its sequences and their `plan_microbatches`.
+        dp_rank: whose microbatches to build; None: of a rank outside of the role, which has no token.
+        padding: what the lengths of the microbatches must be.
+        device: where the tensors live.
+        shared: what the sequences of the step have in common, which a microbatch puts in its own order. None packs
+            every sequence whole.
+    """
+    rows = Rows()
+    slices: list[MicrobatchSlice] = []
+    members_of: list[list[int]] = []
+    sizes: list[int] = []
+    for indices, plan in minibatch_plans:
+        sizes.append(0 if dp_rank is None else len(plan[dp_rank]))
+        if dp_rank is not None:
+            members_of += [[indices[i] for i in members] for members in plan[dp_rank]]
+    for members in members_of:
+        first = rows.begin_microbatch()
+        lengths = np.zeros(len(members), np.int64) if shared is None else shared.measure(members)
+        for index, num_shared in zip(members, lengths.tolist(), strict=True):
+            rows.append(sequences[index], index, num_shared)
+        slices.append(_close_microbatch(rows, first, padding, device))
+    flat = {name: move_to_device(column, device) for name, column in rows.build_columns().items()}
+    batch = TrainBatch(
+        tokens=flat["tokens"],
+        position_ids=flat["positions"],
+        predecessors=flat["predecessors"],
+        loss_mask=flat["mask"],
+        loss_weights=flat["logprobs"],
+        sequence_ids=flat["ids"],
+        rollout_logprobs=flat["logprobs"],
+        kept=rows.pack_kept(device),
+        slices=slices,
+        minibatch_sizes=sizes,
+    )
+    return replace(batch, loss_weights=expand_to_tokens(sequence_weights, batch) * batch.loss_mask)
+
+
+def _close_microbatch(rows: Rows, first: int, padding: Padding, device: torch.device) -> MicrobatchSlice:
+    """Pad the microbatch that began at row `first`, and describe it."""
+    size, buckets = rows.num_computed, padding.buckets
+    if buckets is None:
+        rows.pad(max(-(-size // padding.multiple), 1) * padding.multiple)
+    else:
+        rows.pad(buckets.find_size(size), padding.max_seqlen)
+    bounds, computed = np.cumsum([0, *rows.lengths]), rows.find_computed()
+    keys = build_segment_keys(rows.paths, rows.lengths, device)
+    longest, stop = max(rows.lengths), int(bounds[-1])
+    if buckets is not None:
+        assert computed is None, "prefix trees have no fixed shape"
+        # One more, so that there always is an empty segment: it owns the padding of the keys.
+        slots = buckets.find_slots(len(rows.lengths) + 1)
+        bounds = np.pad(bounds, (0, slots + 1 - len(bounds)), mode="edge")
+        longest = min(padding.max_seqlen or stop, stop)
+        if keys is not None:
+            keys = pad_segment_keys(keys, slots, buckets.find_num_keys(len(keys.index), stop), longest)
+    return MicrobatchSlice(
+        first,
+        first + rows.num_tokens,
+        move_to_device(bounds.astype(np.int32), device),
+        longest,
+        keys,
+        is_bucketed=buckets is not None,
+        computed=None if computed is None else move_to_device(computed, device),
+    )

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is logged about the rollouts of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.algorithms.losses import find_clipped
+from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.samples.estimate import loss_inputs
+from megatron_rl.samples.experience import Experience, find_runs
+from megatron_rl.samples.table import FINISH_REASONS, Headers
+from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
+from megatron_rl.observability.summary import NUM_BEST
+from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.rewards.answers import RESTATES
+from megatron_rl.types import SERVICE_FAILURES, Rollout
+
+
+def describe_rollouts(headers: Headers) -> dict[str, float]:
+    """Reward and length metrics of one step; all but the tokens count rollouts.
+
+    Rewards are averaged over the rollouts that have one; NaN if none has.
+    """
+    rollouts = headers.rollouts
+    groups = headers.split_rewarded(rollouts["reward"])
+    return {
+        "reward/mean": _mean(np.concatenate(groups)),
+        f"reward/{RESTATES}": 0.0,  # unless a rollout has the component
+        **{f"reward/{name}": _mean(_find_component(headers, name)) for name in sorted(headers.names)},
+        "reward/uninformative_groups": float(np.mean([not len(rewards) or np.ptp(rewards) == 0 for rewards in groups])),
+        "response/truncated": float(np.mean(rollouts["finish_reason"] == FINISH_REASONS.index("length"))),
+        "tokens/prompt": float(rollouts["num_prompt_tokens"].sum()),
+        "tokens/response": float(headers.num_response_tokens.sum()),
+    }
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")
+
+
+def _find_component(headers: Headers, name: str) -> np.ndarray:
+    """A component of the rollouts that have a reward; failures of the service are counted over all."""
+    rollouts = headers.rollouts
+    values = np.nan_to_num(rollouts.component(name))
+    return values if name == SERVICE_FAILURES else values[rollouts.has_reward]
+
+
+def describe_staleness(headers: Headers, version: int, optimizer_steps: int) -> dict[str, float]:
+    """How many steps of the main loop the weights that began each rollout are behind those that learn from it.
+
+    Args:
+        headers: of the step.
+        version: optimizer steps behind the current weights.
+        optimizer_steps: of a step.
+    """
+    staleness = (version - headers.rollouts["first_version"]) / optimizer_steps
+    return {
+        "schedule/staleness_mean": float(staleness.mean()),
+        "schedule/staleness_max": float(staleness.max()),
+    }
+
+
+def describe_sources(headers: Headers, sources: Sequence[str]) -> dict[str, float]:
+    """Mean reward of each data source, where a step has more than one.
+
+    Args:
+        headers: of the step.
+        sources: [num_groups] of the groups' prompts.
+    """
+    names, groups = np.array(sources), headers.split_rewarded(headers.rollouts["reward"])
+    names, rewards = np.repeat(names, [len(group) for group in groups]), np.concatenate(groups)
+    known = sorted(set(sources))
+    return {f"reward/{name}/mean": _mean(rewards[names == name]) for name in known} if len(known) > 1 else {}
+
+
+def describe_distributions(headers: Headers, batch: TrainBatch) -> dict[str, np.ndarray]:
+    """Distributions of one step, for histograms.
+
+    Returns:
+        Of all rollouts [num_rollouts]: length, and reward where there is one. Of the tokens in the loss in this rank's
+        batch, its DP replica's share of them: the advantage, and the trainer's log-prob before the update minus the
+        engine's.
+    """
+    gap = batch.column("old_logprobs") - batch.rollout_logprobs
+    return {
+        "distribution/response_length": headers.sum_per_rollout(headers.num_response_tokens),
+        "distribution/reward": headers.rollouts["reward"][headers.rollouts.has_reward],
+        "distribution/advantage": batch.column("advantages")[batch.loss_mask].float().cpu().numpy(),
+        "distribution/logprob_gap": gap[batch.loss_mask].float().cpu().numpy(),
+    }
+
+
+def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
+    """What the last update of each token was like, NaN before the first; {} where updates are not recorded.
+
+    Args:
+        batch: with `update_logprobs` and `update_entropy`.
+        algorithm: says which tokens are clipped.
+
+    Returns:
+        `ratio`, `entropy` and `clipped`, each [t] float32.
+    """
+    now = batch.update_logprobs
+    if now is None:
+        return {}
+    if not len(now):  # the actor is on other ranks
+        return dict.fromkeys(("ratio", "entropy", "clipped"), now)
+    inputs = replace(loss_inputs(batch), logprobs=now)
+    if algorithm.importance_sampling == "bypass":
+        inputs = replace(inputs, old_logprobs=batch.rollout_logprobs)
+    clipped = find_clipped(inputs, algorithm)
+    return {
+        "ratio": (now - inputs.old_logprobs).exp(),
+        "entropy": batch.column("update_entropy"),
+        "clipped": torch.where(now.isnan(), now, clipped.float()),
+    }
+
+
+def _describe_turns(rollout: Rollout, token_texts: TokenTexts) -> dict[str, Any]:
+    """The key "turns" where there are several, or something that nobody sampled; of a plain response nothing.
+
+    Each has its "branch", where it begins in the row's tokens ("start"), what stands before it that nobody sampled
+    ("observed"), and its "reward", if turns have any.
+    """
+    turns, start = [], 0
+    known = [branch.num_prompt_tokens for branch in rollout.branches]
+    for turn in find_runs(rollout.branches):
+        branch = rollout.branches[turn.branch]
+        turns.append(
+            {
+                "branch": turn.branch,
+                "start": start,
+                "observed": "".join(token_texts(branch.tokens[known[turn.branch] : turn.start])),
+                "reward": None if branch.rewards is None else float(branch.rewards[turn.stop - 1]),
+            }
+        )
+        known[turn.branch], start = turn.stop, start + turn.stop - turn.start
+    is_plain = all(not turn["observed"] and turn["reward"] is None for turn in turns) and len(rollout.branches) == 1
+    return {} if is_plain else {"turns": turns}
+
+
+def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dict[str, str]]:
+    """Which rollouts of a step are written: whole groups, and the three best, the worst and the longest rollout.
+
+    Among equal rewards, responses to different prompts come first.
+
+    Args:
+        headers: of the step.
+        num_groups: spread over the batch, others in each step; -1: all; 0: nothing is written.
+        step: of the run.
+
+    Returns:
+        Numbers of the rollouts, ascending; with `logged_as` those that are written for what they are, and with which
+        the rows are no sample of the step.
+    """
+    total = len(headers.group_sizes)
+    wanted = total if num_groups < 0 else min(num_groups, total)
+    if not wanted:
+        return {}
+    lengths, rewards = headers.sum_per_rollout(headers.num_response_tokens), headers.rollouts["reward"]
+    scored = np.flatnonzero(headers.rollouts.has_reward)
+    best = scored[np.lexsort((headers.rollouts["sample_index"][scored], -rewards[scored]))][:NUM_BEST]
+    extremes = dict.fromkeys(best.tolist(), "best")
+    if len(scored):
+        extremes[int(scored[rewards[scored].argmin()])] = "worst"
+    extremes[int(lengths.argmax())] = "longest"
+    found = {number: {"logged_as": name} for number, name in extremes.items()}
+    groups = (np.arange(wanted) * total // wanted + step) % total
+    found |= {number: {} for number in np.flatnonzero(np.isin(headers.rollouts["group"], groups)).tolist()}
+    return dict(sorted(found.items()))
+
+
+def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """One rollout as it is written to rollouts/step_<N>.jsonl.
+
+    Args:
+        rollout: scored.
+        token_texts: of the tokenizer.
+        values: of its tokens in the loss, by name.
+    """
+    return text_row(rollout) | {
+        "versions": rollout.versions.tolist(),
+        "tokens": rollout.response_tokens.tolist(),
+        "token_texts": token_texts(rollout.response_tokens.tolist()),
+        **_describe_turns(rollout, token_texts),
+        "rollout_logprobs": as_numbers(rollout.rollout_logprobs),
+        **token_fields(len(rollout.response_tokens), values),
+    }
+
+
+def text_rows(parts: Iterable[Experience], decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+    """All rollouts of a validation set without their tokens, on rank 0; none elsewhere; collective."""
+    found = (part.fetch_rollouts(range(len(part.rewards)), decode) for part in parts)
+    return [text_row(rollout) for rollouts in found for rollout, _ in rollouts]
+
+
+def text_row(rollout: Rollout) -> dict[str, Any]:
+    """One rollout without its tokens, as validation writes it."""
+    return {
+        "prompt_id": rollout.prompt.prompt_id,
+        "sample_index": rollout.sample_index,
+        "prompt": rollout.prompt.text,
+        "response": rollout.response,
+        "num_tokens": len(rollout.response_tokens),
+        "ground_truth": rollout.prompt.ground_truth,
+        "reward": rollout.reward,
+        "reward_components": rollout.reward_components,
+        "finish_reason": rollout.finish_reason,
+        "policy_version": rollout.policy_version,
+    }

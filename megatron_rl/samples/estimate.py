@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From log-probs and rewards to advantages: KL, the gap to the engine, estimators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.algorithms import advantages as estimation
+from megatron_rl.algorithms import covariance
+from megatron_rl.algorithms.catalog import CHOOSES_TOKENS
+from megatron_rl.algorithms.kl import compute_kl_penalty
+from megatron_rl.algorithms.losses import PolicyLossInputs
+from megatron_rl.algorithms.mismatch import (
+    compute_importance_weights,
+    finish_importance_weights,
+    finish_mismatch,
+    normalize_weights,
+    sum_mismatch,
+)
+from megatron_rl.algorithms.segments import Responses, mark_first
+from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.samples.experience import Experience
+from megatron_rl.samples.table import Headers
+from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.parallel.collectives import raise_together, reduce_scalars
+from megatron_rl.types import UserError
+
+
+def measure_kl(headers: Headers, batch: TrainBatch, kl_type: str, group: dist.ProcessGroup) -> np.ndarray:
+    """KL of each rollout, summed over its tokens in the loss, [num_rollouts]; the same on every rank; collective.
+
+    Args:
+        headers: of the step.
+        batch: old and reference log-probs.
+        kl_type: the estimator.
+        group: the DP group of the batch's role.
+    """
+    kl = _compute_kl(batch, kl_type).double()
+    per_rollout = torch.zeros(len(headers.rollouts) + 1, dtype=torch.float64, device=kl.device)
+    per_rollout.index_add_(0, find_rollouts(headers, batch), kl)  # padding (-1) falls into the last entry
+    dist.all_reduce(per_rollout, group=group)
+    return per_rollout[:-1].cpu().numpy()
+
+
+def _compute_kl(batch: TrainBatch, kl_type: str) -> torch.Tensor:
+    return compute_kl_penalty(batch.column("old_logprobs"), batch.column("ref_logprobs"), batch.loss_mask, kl_type)
+
+
+def find_rollouts(headers: Headers, batch: TrainBatch) -> torch.Tensor:
+    """Index of the rollout that each token belongs to, [t] int64; one more than the last on padding."""
+    table = torch.from_numpy(np.append(headers["rollout"], len(headers.rollouts)).astype(np.int64))
+    return table.to(batch.sequence_ids.device)[batch.sequence_ids]
+
+
+def compute_advantages(
+    samples: Experience,
+    batch: TrainBatch,
+    algorithm: AlgorithmConfig,
+    group: dist.ProcessGroup,
+    turn_rewards: torch.Tensor | None = None,
+) -> estimation.Advantages:
+    """Advantages (and returns, with a critic) of this rank's tokens; collective over `group`.
+
+    Args:
+        samples: rewards of all rollouts, and their KL where it is in the reward.
+        batch: old log-probs, reference log-probs and values where there are any.
+        algorithm: the estimator, with the current KL coefficient.
+        group: the actor's DP group.
+        turn_rewards: of the batch's packing.
+    """
+    headers = samples.headers
+    rewards = samples.rewards
+    kl, scores = None, rewards
+    if samples.kl_per_rollout is not None and algorithm.kl_in == "reward":
+        kl = _compute_kl(batch, algorithm.kl_type)
+        scores = rewards - algorithm.kl_coef * samples.kl_per_rollout
+    inputs = estimation.AdvantageInputs(
+        scores=scores,
+        group_sizes=headers.group_sizes,
+        baselines=samples.baselines,
+        token_rewards=estimation.compute_token_rewards(
+            headers["reward"] - headers["earlier_reward"],
+            kl,
+            algorithm.kl_coef,
+            batch.loss_mask,
+            batch.sequence_ids,
+            turn_rewards,
+        ),
+        values=batch.values,
+        loss_mask=batch.loss_mask,
+        sequence_ids=batch.sequence_ids,
+        rollout_ids=find_rollouts(headers, batch),
+        group=group,
+        old_logprobs=batch.old_logprobs,
+        sum_pi_squared=batch.sum_pi_squared,
+        importance_weights=batch.importance_weights,
+        has_reward=headers.rollouts.has_reward,
+    )
+    found = estimation.compute_advantages(inputs, algorithm)
+    if batch.teacher_logprobs is None:
+        return found
+    from megatron_rl.algorithms.distillation import compute_distillation_advantages
+
+    lesson = compute_distillation_advantages(
+        batch.teacher_logprobs, batch.column("old_logprobs"), batch.loss_mask, algorithm.distillation.coef
+    )
+    return replace(found, advantages=found.advantages + lesson)
+
+
+def _find_responses(headers: Headers, batch: TrainBatch, group: dist.ProcessGroup) -> Responses:
+    """The rollouts, whose branches may be on several ranks of the group; their sums are collective."""
+    rollouts, device = find_rollouts(headers, batch), batch.sequence_ids.device
+    begins_rollout = np.isin(np.arange(len(headers) + 1), headers.first_of_rollout)  # False for padding, the last one
+    is_first = mark_first(batch.sequence_ids) & torch.from_numpy(begins_rollout).to(device)[batch.sequence_ids]
+
+    def add_up(values: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(len(headers.rollouts) + 1, dtype=torch.float64, device=device)
+        sums.index_add_(0, rollouts, values.double())
+        dist.all_reduce(sums, group=group)
+        return sums[rollouts]
+
+    return Responses(is_first, add_up)
+
+
+def correct_mismatch(
+    headers: Headers, batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.ProcessGroup
+) -> tuple[torch.Tensor | None, dict[str, float]]:
+    """Gap between `old_logprobs` and the engine's log-probs, and the weights that correct for it; collective.
+
+    Args:
+        headers: of the step.
+        batch: old log-probs.
+        algorithm: the correction.
+        group: the DP group of the batch's role.
+
+    Returns:
+        Importance weights [t] or None, and the metrics `mismatch/...`.
+    """
+    device, old_logprobs = batch.tokens.device, batch.column("old_logprobs")
+    sums, maximum = sum_mismatch(old_logprobs, batch.rollout_logprobs, batch.loss_mask)
+    responses = _find_responses(headers, batch, group)
+    weights, counts = compute_importance_weights(
+        old_logprobs, batch.rollout_logprobs, batch.loss_mask, responses, algorithm
+    )
+    counts = {name: float(value) for name, value in counts.items()}
+    sums, counts = (reduce_scalars(part, dist.ReduceOp.SUM, group, device) for part in (sums, counts))
+    if weights is not None and algorithm.importance_normalize:
+        weights = normalize_weights(weights, counts)
+    maxima = reduce_scalars({"max": maximum}, dist.ReduceOp.MAX, group, device)
+    return weights, finish_mismatch(sums, maxima["max"]) | finish_importance_weights(counts)
+
+
+def measure_lags(batch: TrainBatch, lags: torch.Tensor, most: int, group: dist.ProcessGroup) -> dict[str, float]:
+    """The gap of `correct_mismatch` by the age of the weights that sampled a token; collective.
+
+    Args:
+        batch: old log-probs.
+        lags: [t] steps of the main loop between those weights and the current ones.
+        most: that there are.
+        group: the DP group of the batch's role.
+
+    Returns:
+        `mismatch/lag<N>`, the mean of |d| over the tokens of lag N, for each N that there is.
+    """
+    gaps = (batch.column("old_logprobs") - batch.rollout_logprobs).abs().double()
+    sums: dict[str, float] = {}
+    for lag in range(most + 1):
+        chosen = batch.loss_mask & (lags == lag)
+        sums |= {f"gap{lag}": float(gaps[chosen].sum()), f"count{lag}": float(chosen.sum())}
+    sums = reduce_scalars(sums, dist.ReduceOp.SUM, group, batch.tokens.device)
+    counted = [lag for lag in range(most + 1) if sums[f"count{lag}"]]
+    return {f"mismatch/lag{lag}": sums[f"gap{lag}"] / sums[f"count{lag}"] for lag in counted}
+
+
+def measure_stale_routes(headers: Headers, batch: TrainBatch, version: int, group: dist.ProcessGroup) -> float:
+    """Share of the tokens in the loss with routes to replay whose routes other weights have chosen; collective.
+
+    Args:
+        headers: of the step; a sequence has the routes of its last version.
+        batch: with the routes.
+        version: of the weights that learn.
+        group: the DP group of the batch's role.
+    """
+    routes, is_stale = batch.column("replayed_routes"), np.append(headers["last_version"] < version, False)
+    replayed = batch.loss_mask & (routes[:, 0, 0] != torch.iinfo(routes.dtype).max)
+    stale = replayed & torch.from_numpy(is_stale).to(routes.device)[batch.sequence_ids]
+    counts = {"stale": float(stale.sum()), "replayed": float(replayed.sum())}
+    counts = reduce_scalars(counts, dist.ReduceOp.SUM, group, routes.device)
+    return counts["stale"] / max(counts["replayed"], 1.0)
+
+
+def check_bits(batch: TrainBatch, is_current: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Compare `old_logprobs` with the engine's log-probs, bit for bit (rollout.bitwise); collective over DP.
+
+    Args:
+        batch: old log-probs.
+        is_current: [t] bool, the current weights sampled the token.
+        group: the DP group of the batch's role.
+
+    Raises:
+        UserError: on all ranks of the group; names the first token that has others.
+    """
+    ours, engine = batch.column("old_logprobs"), batch.rollout_logprobs
+    differs = (batch.loss_mask & is_current & (ours != engine)).nonzero()[:, 0].tolist()
+    error = None
+    if differs:
+        row = differs[0]
+        error = UserError(
+            f"{len(differs)} tokens whose log-probs are others in the engine than in the trainer: the first is token "
+            f"{int(batch.position_ids[row])} of {batch.name_sequence(int(batch.sequence_ids[row]))}, "
+            f"{float(engine[row])!r} in the engine and {float(ours[row])!r} in the trainer",
+            source="rollout.bitwise",
+            expected="the same bits",
+            hint="weights, masks, positions or one operation differ between the two (tools/check_parity.py finds the "
+            "layer); rollout.bitwise=false trains with the gap, which mismatch/max shows",
+        )
+    raise_together(error, group)
+
+
+def choose_tokens(batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.ProcessGroup) -> torch.Tensor | None:
+    """The tokens that the policy loss treats in another way, where it does that; collective."""
+    if algorithm.policy_loss not in CHOOSES_TOKENS:
+        return None
+    return covariance.choose_tokens(loss_inputs(batch), algorithm, group)
+
+
+def loss_inputs(batch: TrainBatch) -> PolicyLossInputs:
+    """The tokens of a batch, with the log-probs from before the update."""
+    old_logprobs = batch.column("old_logprobs")
+    return PolicyLossInputs(
+        old_logprobs, old_logprobs, batch.column("advantages"), batch.loss_mask, batch.sequence_ids, batch.chosen
+    )

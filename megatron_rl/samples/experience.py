@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experience: the scored sequences of a step.
+
+Every rank knows the headers of all sequences. Tokens are where they were generated, and with the roles that fetched
+their share of them. What a role computes of the tokens is a column; it stays in that role's packing until another role
+asks for it.
+
+    samples.values = critic.compute_values(samples)     # a column in the critic's packing
+    samples.read(actor's packer, ["values"])            # the actor fetches it into its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.samples.fetch import (
+    Fetched,
+    Holders,
+    Payload,
+    Read,
+    fetch,
+    fetch_branches,
+    for_readers,
+    hold,
+    plan_fetch,
+    split_values,
+)
+from megatron_rl.samples.pack import Packer, Packing
+from megatron_rl.samples.table import FINISH_REASONS, Headers, build_headers, join_headers
+from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.parallel.collectives import reduce_scalars
+from megatron_rl.types import Branch, Prompt, Rollout, RouteShape, Turn
+
+
+@dataclass(frozen=True)
+class Column:
+    """Values of the tokens behind the prompts.
+
+    Attributes:
+        values: [t, ...] in the packing.
+        packing: where they live.
+        holders: the ranks that have them; None: all that have the packing's tokens.
+    """
+
+    values: torch.Tensor
+    packing: Packing
+    holders: Holders | None = None
+
+
+class _Slot:
+    """Something of an Experience that is set once; None before, and where nothing computes it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, samples: Experience, owner: type | None = None) -> Any:
+        return samples.columns.get(self._name)
+
+    def __set__(self, samples: Experience, value: Any) -> None:
+        assert self._name not in samples.columns, f"{self._name} is there already"
+        if value is not None:
+            samples.columns[self._name] = value
+
+
+class Experience:
+    """Headers of all sequences of a step, the payload of those held here, and columns.
+
+    Args:
+        headers: the same on every rank.
+        prompts: of each group.
+        payload: the tokens that are here.
+        group: all ranks.
+        baselines: [num_groups] reward of the greedy response to each prompt (ReMax), NaN if it failed; or None.
+        metrics: about sampling.
+
+    Attributes:
+        columns: by name; set once, through the attributes of that name.
+        kl_per_rollout: [num_rollouts] KL to the reference, set once where there is one.
+        mismatch: metrics of the gap between policy and engine, set once `old_logprobs` are known.
+    """
+
+    old_logprobs = _Slot()
+    sum_pi_squared = _Slot()
+    ref_logprobs = _Slot()
+    values = _Slot()
+    importance_weights = _Slot()
+    mismatch = _Slot()
+    advantages = _Slot()
+    returns = _Slot()
+    chosen = _Slot()
+    lessons = _Slot()
+    teacher_logprobs = _Slot()
+    teacher_top_k = _Slot()
+    teacher_hidden = _Slot()
+    kl_per_rollout = _Slot()
+    update_logprobs = _Slot()
+    update_entropy = _Slot()
+    replayed_routes = _Slot()
+
+    def __init__(
+        self,
+        headers: Headers,
+        prompts: Sequence[Prompt],
+        payload: Payload,
+        group: dist.ProcessGroup,
+        *,
+        baselines: np.ndarray | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        self.headers, self.prompts, self.baselines = headers, prompts, baselines
+        self.metrics = dict(metrics or {})
+        self.columns: dict[str, Any] = {}
+        self._payload, self._group = payload, group
+        self._holders = Holders(headers["holder"], payload.ranks)
+        self._num_bytes = payload.num_bytes
+        self._packings: dict[Hashable, Packing] = {}
+        self._copies: dict[tuple[str, Hashable], torch.Tensor] = {}
+
+    def pack(self, packer: Packer) -> Packing:
+        """The packing of a role, made when it is first asked for; collective then."""
+        if packer.key not in self._packings:
+            self._packings[packer.key] = packer.pack(self.headers, self._fetch_branches)
+        return self._packings[packer.key]
+
+    def read(self, packer: Packer, names: Sequence[str] = ()) -> TrainBatch:
+        """A role's batch with some columns, as far as they exist; collective, where one must be fetched."""
+        packing = self.pack(packer)
+        return replace(
+            packing.batch, **{name: self._bring(name, packing, packer.key) for name in names if name in self.columns}
+        )
+
+    def fetch_rollouts(
+        self,
+        chosen: Sequence[int],
+        decode: Callable[[list[int]], str],
+        columns: Mapping[str, Column] | None = None,
+        *,
+        on_all: bool = False,
+    ) -> list[tuple[Rollout, dict[str, np.ndarray]]]:
+        """Rollouts whole, on rank 0 or on all ranks, none elsewhere; collective.
+
+        Args:
+            chosen: numbers of them, ascending.
+            decode: response tokens -> text.
+            columns: what else is wanted of their tokens, the same names on every rank.
+            on_all: every rank gets them.
+
+        Returns:
+            Each with its values: name -> [number of its tokens in the loss].
+        """
+        bounds = [*self.headers.first_of_rollout.tolist(), len(self.headers)]
+        parts = [range(bounds[number], bounds[number + 1]) for number in chosen]
+        is_wanted = np.isin(self.headers["rollout"], list(chosen))
+        readers = for_readers(is_wanted, range(self._group.size() if on_all else 1))
+        branches = self._fetch_branches(readers)
+        values: dict[str, dict[int, np.ndarray]] = {}
+        for name, column in (columns or {}).items():
+            found = self._fetch_column(column, readers)
+            values[name] = split_values(found.columns["values"], found.sequences, self.headers.num_response_tokens)
+        result = []
+        for part in (part for part in parts if part[0] in branches):
+            masks = [self._find_loss_tokens(i, branches[i]) for i in part]
+            kept = {
+                name: np.concatenate([pieces[i][mask] for i, mask in zip(part, masks, strict=True)])
+                for name, pieces in values.items()
+            }
+            result.append((self._restore(part[0], [branches[i] for i in part], decode), kept))
+        return result
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """The reward of each rollout, [num_rollouts] float64; rollouts of one prompt are adjacent."""
+        return self.headers.rollouts["reward"]
+
+    def count_bytes(self) -> int:
+        """Bytes that this rank has received for this step so far: headers, tokens and columns."""
+        return self._num_bytes
+
+    def measure_bytes(self) -> dict[str, float]:
+        """The metric `samples/bytes_per_rank`: bytes received by the rank that received most; collective."""
+        found = {"samples/bytes_per_rank": float(self._num_bytes)}
+        return reduce_scalars(found, dist.ReduceOp.MAX, self._group, torch.device("cpu"))
+
+    @classmethod
+    def join(cls, parts: Sequence[Experience], groups: Sequence[int], metrics: Mapping[str, float]) -> Experience:
+        """Some groups of several generations, in the order given, as of one generation.
+
+        Args:
+            parts: as they were generated, before anything is computed of them.
+            groups: which ones, counted over the parts.
+            metrics: about sampling.
+        """
+        headers, order = join_headers([part.headers for part in parts]).select_groups(groups)
+        prompts = [prompt for part in parts for prompt in part.prompts]
+        places = {int(old): new for new, old in enumerate(order)}
+        starts = np.cumsum([0, *(len(part.headers) for part in parts)]).tolist()
+        branches = {
+            places[start + index]: branch
+            for start, part in zip(starts, parts, strict=False)
+            for index, branch in part._payload.branches.items()
+            if start + index in places
+        }
+        payload = Payload(
+            branches,
+            parts[0]._payload.ranks,
+            sum(part.count_bytes() for part in parts),
+            any(part._payload.has_kept for part in parts),
+            parts[0]._payload.route_shape,
+            parts[0]._payload.has_episodes,
+        )
+        return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
+
+    def select(self, groups: Sequence[int]) -> tuple[Experience, np.ndarray]:
+        """Some groups as samples of which nothing is computed; and where each of their sequences stands here, [k]."""
+        if len(groups) == len(self.prompts):
+            return self, np.arange(len(self.headers))
+        _, order = self.headers.select_groups(groups)
+        return Experience.join([self], groups, {}), order
+
+    def take(self, column: Column, order: np.ndarray, part: Experience, packer: Packer) -> torch.Tensor:
+        """A column of some of the samples in a role's packing of all: [t, ...], NaN elsewhere; collective.
+
+        Args:
+            column: of `part`.
+            order: where each of its sequences stands here.
+            part: from `select`.
+            packer: of the role.
+        """
+        packing = self.pack(packer)
+        if column.packing is packing:
+            return column.values
+        holders = Holders(packing.holders.replica_of[order], packing.holders.ranks)
+        found = part._fetch_column(column, holders)
+        self._num_bytes += 0 if part is self else found.num_bytes
+        values = column.values.new_full((len(packing.batch.tokens), *column.values.shape[1:]), torch.nan)
+        values[packing.rows(order[found.sequences])] = found.columns["values"]
+        return values
+
+    def rescore(self, rewards: np.ndarray, name: str, scores: np.ndarray) -> Experience:
+        """The same samples, of which nothing was computed, with other rewards.
+
+        Args:
+            rewards: [num_rollouts].
+            name: of a further reward component.
+            scores: its values, [num_rollouts].
+        """
+        payload = replace(self._payload, num_bytes=self._num_bytes)
+        return Experience(self.headers.rescore(rewards, name, scores), self.prompts, payload, self._group)
+
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Note more about sampling."""
+        self.metrics |= metrics
+
+    def add_baselines(self, greedy: Experience) -> None:
+        """Note the rewards of the greedy responses to the prompts; NaN where there is none."""
+        self.baselines = np.where(greedy.headers.rollouts.has_reward, greedy.rewards, np.nan)
+        self._num_bytes += greedy.count_bytes()
+
+    def _fetch_branches(self, destination: Holders) -> dict[int, Branch]:
+        """The tokens of the sequences that this rank needs; collective."""
+        first = Holders(self._holders.replica_of, self._holders.ranks[:, :1])
+        fetches = [partial(self._fetch, source, destination) for source in (self._holders, first)]
+        return fetch_branches(self._payload, self.headers, *fetches)
+
+    def _bring(self, name: str, packing: Packing, key: Hashable) -> torch.Tensor:
+        """A column in a packing: as it is, or fetched once."""
+        column: Column = self.columns[name]
+        if column.packing is packing:
+            return column.values
+        if (name, key) not in self._copies:
+            found = self._fetch_column(column, packing.holders)
+            copy = column.values.new_zeros(len(packing.batch.tokens), *column.values.shape[1:])
+            copy[packing.rows(found.sequences)] = found.columns["values"]
+            self._copies[name, key] = copy
+        return self._copies[name, key]
+
+    def _fetch_column(self, column: Column, destination: Holders) -> Fetched:
+        size = column.values.shape[1:]
+
+        def read(_: str, sequences: np.ndarray) -> torch.Tensor:
+            return column.values[column.packing.rows(sequences)].flatten()
+
+        found = self._fetch(
+            column.holders or column.packing.holders,
+            destination,
+            self.headers.num_response_tokens * size.numel(),
+            {"values": column.values.dtype},
+            read,
+        )
+        return replace(found, columns={"values": found.columns["values"].view(-1, *size)})
+
+    def _fetch(
+        self, source: Holders, destination: Holders, lengths: np.ndarray, dtypes: Mapping[str, torch.dtype], read: Read
+    ) -> Fetched:
+        found = fetch(plan_fetch(self._group.rank(), source, destination), lengths, dtypes, read, self._group)
+        self._num_bytes += found.num_bytes
+        return found
+
+    def _find_loss_tokens(self, index: int, branch: Branch) -> np.ndarray:
+        """Which tokens of a sequence behind its prompt are in the loss."""
+        mask = branch.sampled & self.headers.rows["in_loss"][index]
+        mask[:1] = False
+        return mask[branch.num_prompt_tokens :]
+
+    def _restore(self, index: int, branches: list[Branch], decode: Callable[[list[int]], str]) -> Rollout:
+        """The rollout that begins with a sequence."""
+        row, turns = self.headers.rows[index], find_runs(branches)
+        if not self._payload.has_episodes:
+            turns = [Turn(0, turns[0].start, turns[-1].stop)]
+        rollout = Rollout(
+            self.prompts[row["group"]],
+            int(row["sample_index"]),
+            branches,
+            turns,
+            FINISH_REASONS[row["finish_reason"]],
+            reward=float(row["reward"]),
+            reward_components=self.headers.reported(index),
+        )
+        return replace(rollout, response=decode(rollout.answer_tokens.tolist()))
+
+
+def replicate(
+    rollouts: Sequence[tuple[int, Rollout]],
+    prompts: Sequence[Prompt],
+    group: dist.ProcessGroup,
+    *,
+    mask_truncated: bool = False,
+    baselines: np.ndarray | None = None,
+) -> Experience:
+    """The experience of rollouts that every rank has: examples, or recorded ones.
+
+    Args:
+        rollouts: with the index of their prompt, in order.
+        prompts: of each group.
+        group: all ranks.
+        mask_truncated: keep responses that were cut at the limit out of the loss.
+        baselines: as in `Experience`.
+    """
+    headers = build_headers(rollouts, holder=0, mask_truncated=mask_truncated)
+    has_kept = any(branch.kept is not None for _, rollout in rollouts for branch in rollout.branches)
+    found = [branch.routes for _, rollout in rollouts for branch in rollout.branches if branch.routes is not None]
+    route_shape = RouteShape.of(found[0]) if found else None
+    payload = hold(rollouts, headers, np.arange(group.size())[None], 0, has_kept, route_shape)
+    return Experience(headers, prompts, payload, group, baselines=baselines)
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The part of an Experience that one optimizer step learns from."""
+
+    samples: Experience
+    index: int
+
+
+def find_runs(branches: Sequence[Branch]) -> list[Turn]:
+    """The runs of sampled tokens: the turns of an episode."""
+    turns = []
+    for index, branch in enumerate(branches):
+        edges = np.flatnonzero(np.diff(branch.sampled, prepend=False, append=False))
+        turns += [Turn(index, int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
+    return turns

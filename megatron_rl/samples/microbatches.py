@@ -1,0 +1,498 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sequence goes into which microbatch of which DP rank (pure).
+
+Invariants (asserted in tests/packing/test_microbatches.py):
+
+* every sequence is in exactly one microbatch;
+* no microbatch exceeds the token budget, a shared prefix counted once per microbatch;
+* every DP rank has the same number of microbatches (pipeline schedules need it), a multiple of
+  `count_multiple`; there are as few as the heuristic finds, so some may be empty when sequences are few;
+* inside a microbatch sequences keep their order, that of `SharedPrefixes` where prefixes are shared, so that what is
+  computed can be put back by `TrainBatch.sequence_ids`;
+* sequences that share a prefix are taken apart only if they exceed the budget, or if that lowers the cost of the
+  heaviest rank, and where they share least;
+* the heaviest rank costs at most `_CLOSE` times that of the plain plan, in which nothing is shared: where groups leave
+  ranks idle, the plain plan is kept;
+* the result depends on the lengths only (costs are whole numbers): every rank computes the same plan.
+
+The cost of a sequence of s tokens is s + attention_ratio * s^2: everything that is linear in the tokens, plus
+causal attention.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice, pairwise
+
+import numpy as np
+
+from megatron_rl.samples.shape_buckets import Buckets
+from megatron_rl.samples.prefix import SharedPrefixes
+from megatron_rl.parallel.batch_invariant import MIN_ROWS
+
+_NO_UNIT = np.iinfo(np.int64).max  # cost of the lightest unit of a rank without units
+_TRIED_AT_ONCE = 256  # pairs of units, at first; as few are cheaper in Python than in numpy
+_GOOD_ENOUGH = 1.001  # cost of the heaviest rank over the mean at which the search ends
+
+
+def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.ndarray, max_tokens: int) -> None:
+    """Exchange units, in place, between the costliest rank and cheaper ones, as long as that makes it cheaper.
+
+    Args:
+        ranks: [dp_size][num_bins] -> units.
+        tokens: [num_units] int64; a bin holds at most `max_tokens` of them, before and after.
+        costs: [num_units] int64.
+        max_tokens: budget of a bin.
+    """
+    num_units, total = len(costs), int(costs.sum())
+    rank_of, units = _list_units([[*chain.from_iterable(rank)] for rank in ranks])
+    loads, lightest = np.zeros(len(ranks), np.int64), np.full(len(ranks), _NO_UNIT)
+    np.add.at(loads, rank_of, costs[units])
+    np.minimum.at(lightest, rank_of, costs[units])  # unit of each rank
+    last = len(ranks) - 1
+    by_load = sorted(load * len(ranks) + last - rank for rank, load in enumerate(loads.tolist()))
+    token_list, cost_list = [*tokens.tolist(), 0], [*costs.tolist(), 0]  # the last: of unit -1, "nothing"
+    for _ in range(8 * len(ranks)):
+        (least, low), (most, high) = divmod(by_load[0], len(ranks)), divmod(by_load[-1], len(ranks))
+        low, high = last - low, last - high
+        give = [cost_list[unit] for members in ranks[high] for unit in members]
+        if most * len(ranks) <= _GOOD_ENOUGH * total or len(give) < 2:
+            return  # a single unit is not less anywhere else
+        moved = None
+        if len(give) * sum(len(members) + 1 for members in ranks[low]) <= _TRIED_AT_ONCE:
+            moved = _exchange_few(ranks[high], ranks[low], most - least, token_list, cost_list, max_tokens)
+        if moved is None:  # with the cheapest rank, or there are too many pairs
+            order = np.argsort(-loads, kind="stable")
+            gaps = loads[high] - loads
+            gaps[order[np.count_nonzero(loads) : -1]] = 0  # ranks without units are alike: one of them is tried
+            is_possible = (gaps > min(give)) | ((gaps > 0) & (lightest < max(give)))
+            lows = order[is_possible[order]][::-1]
+            found, some, width = None, lows, 1 + _TRIED_AT_ONCE * len(ranks) // (num_units * len(give))
+            while len(lows) and found is None:  # most exchange with one of the first
+                some, lows, width = lows[:width], lows[width:], 2 * width
+                found = _exchange_best(ranks[high], [ranks[low] for low in some], gaps[some], tokens, costs, max_tokens)
+            if found is None:
+                return
+            low, moved = int(some[found[0]]), found[1]
+        by_load.pop()
+        by_load.remove(int(loads[low]) * len(ranks) + last - low)
+        for rank, more in ((high, -moved), (low, moved)):
+            loads[rank] += more
+            insort(by_load, int(loads[rank]) * len(ranks) + last - rank)
+            lightest[rank] = min((cost_list[unit] for members in ranks[rank] for unit in members), default=_NO_UNIT)
+
+
+def _exchange_few(
+    high: list[list[int]], low: list[list[int]], gap: int, tokens: list[int], costs: list[int], max_tokens: int
+) -> int | None:
+    """Exchange as `_exchange_best` does with one cheaper rank, pair after pair; returns the cost moved to it."""
+    rooms = [max_tokens - sum(tokens[unit] for unit in members) for members in low]
+    takes = [(unit, b) for b, members in enumerate(low) for unit in members] + [(-1, b) for b in range(len(low))]
+    nearest, pair = gap, None  # a distance below the gap: more than 0 moves, and less than the gap
+    for members in high:
+        room = max_tokens - sum(tokens[unit] for unit in members)
+        for unit in members:
+            for taken, b in takes:
+                distance = abs(2 * (costs[unit] - costs[taken]) - gap)
+                if distance < nearest and -room <= tokens[unit] - tokens[taken] <= rooms[b]:
+                    nearest, pair = distance, (members, unit, low[b], taken)
+    if pair is None:
+        return None
+    _exchange(*pair)
+    return costs[pair[1]] - costs[pair[3]]
+
+
+def _exchange_best(
+    high: list[list[int]],
+    lows: list[list[list[int]]],
+    gaps: np.ndarray,
+    tokens: np.ndarray,
+    costs: np.ndarray,
+    max_tokens: int,
+) -> tuple[int, int] | None:
+    """Exchange the pair that comes closest to moving half of the gap, or move one unit, with the first that can.
+
+    Returns:
+        Index of the cheaper rank in `lows`, and the cost moved to it; None if no exchange is possible.
+    """
+    bins = [members for rank in lows for members in rank]
+    give_bin, give = _list_units(high)
+    take_bin, take = _list_units(bins)
+    # "Nothing" can be taken in exchange, in every bin: unit -1 without tokens and cost.
+    take_bin = np.concatenate([take_bin, np.arange(len(bins))])
+    take = np.concatenate([take, np.full(len(bins), -1)])
+    take_rank = take_bin // (len(bins) // len(lows))
+    gap = gaps[take_rank]
+    take_tokens, take_costs = np.where(take < 0, 0, tokens[take]), np.where(take < 0, 0, costs[take])
+    more = tokens[give][:, None] - take_tokens[None]  # tokens that the low bin gains
+    room_low = max_tokens - np.bincount(take_bin, take_tokens, len(bins)).astype(np.int64)[take_bin]
+    room_high = (max_tokens - np.array([tokens[m].sum() for m in high], np.int64))[give_bin]
+    moved = costs[give][:, None] - take_costs[None]
+    is_possible = (moved > 0) & (moved < gap) & (more <= room_low) & (-more <= room_high[:, None])
+    can_take = take_rank[is_possible.any(axis=0)]
+    if len(can_take) == 0:
+        return None
+    low = int(can_take.min())
+    is_possible &= take_rank == low
+    distance = np.where(is_possible, np.abs(2 * moved - gap), np.iinfo(np.int64).max)
+    i, j = np.unravel_index(int(np.argmin(distance)), distance.shape)
+    _exchange(high[give_bin[i]], int(give[i]), bins[take_bin[j]], int(take[j]))
+    return low, int(moved[i, j])
+
+
+def _exchange(high: list[int], given: int, low: list[int], taken: int) -> None:
+    """Move a unit from one bin to another, and one back unless that is -1."""
+    high.remove(given)
+    low.append(given)
+    if taken >= 0:
+        low.remove(taken)
+        high.append(taken)
+
+
+def _list_units(bins: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The bin of each unit, and the unit."""
+    bin_of = np.repeat(np.arange(len(bins)), [len(members) for members in bins])
+    return bin_of, np.fromiter(chain.from_iterable(bins), np.int64, len(bin_of))
+
+
+MicrobatchPlan = list[list[list[int]]]  # [dp_size][num_microbatches] -> indices of sequences
+
+_COST_SCALE = 1024  # costs are whole numbers of this fraction of a token's linear cost
+_TRIED_ONE_BY_ONE = 64  # numbers of bins, before the smallest that fits is bisected
+_CLOSE = 1.05  # costs with a smaller ratio are as good as each other
+_MOST_ROUNDS = 16  # in which groups of overloaded ranks are taken apart
+_FEW_RANKS = 8  # overloaded: one group at a time is taken apart
+
+
+def find_pad_multiple(cp_size: int, sp_size: int, batch_invariant: bool) -> int:
+    """What the rows of a microbatch are a multiple of: all shards are equal, and have the rows that a product needs."""
+    return cp_size * math.lcm(sp_size, MIN_ROWS if batch_invariant else 1)
+
+
+def compute_attention_ratio(num_linear: float, num_heads: int, key_dim: int, value_dim: int) -> float:
+    """Cost of causal attention over s tokens in units of s^2 tokens' linear layers.
+
+    Multiply-adds of one layer: s^2 n (d + d_v) / 2 for scores and values together (half of them are masked), against
+    s times the elements of its matrices. The output layer and norms are left out.
+
+    Args:
+        num_linear: matrix elements that a token passes in a layer; in a mixture, only in its own experts.
+        num_heads: n, of queries.
+        key_dim, value_dim: d and d_v, channels of a head.
+    """
+    return num_heads * (key_dim + value_dim) / 2 / num_linear
+
+
+@dataclass(frozen=True)
+class _Workload:
+    """Tokens and cost of sequences that are packed together, [num_sequences] each, and what sharing saves."""
+
+    tokens: np.ndarray
+    costs: np.ndarray
+    attention_ratio: float
+    shared: SharedPrefixes | None
+
+    @classmethod
+    def measure(cls, lengths: Sequence[int], attention_ratio: float, shared: SharedPrefixes | None) -> _Workload:
+        tokens = np.asarray(lengths, np.int64)
+        return cls(tokens, _compute_costs(tokens, attention_ratio), attention_ratio, shared)
+
+    def sum_each(self, parts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and cost of each microbatch or part of one, members in their order."""
+        members, bounds = _join(parts)
+        sums = np.zeros((2, len(members) + 1), np.int64)
+        np.cumsum([self.tokens[members], self.costs[members]], axis=1, out=sums[:, 1:])
+        if self.shared is not None:
+            saved = self.shared.measure(members, bounds[:-1])
+            sums[:, 1:] -= np.cumsum([saved, _compute_costs(saved, self.attention_ratio)], axis=1)
+        tokens, costs = np.diff(sums[:, bounds])
+        return tokens, costs
+
+    def list_groups(self) -> list[list[int]]:
+        """Sequences that share something with each other, in their order."""
+        assert self.shared is not None
+        order = np.argsort(self.shared.places)
+        starts = np.flatnonzero(self.shared.num_shared == 0)
+        return [part.tolist() for part in np.split(order, starts[1:])] if len(order) else []
+
+    def sum_fully_shared(self) -> int:
+        """Cost of all sequences in one microbatch without a budget: nothing costs less."""
+        saved = np.zeros(0, np.int64) if self.shared is None else self.shared.num_shared
+        return int(self.costs.sum() - _compute_costs(saved, self.attention_ratio).sum())
+
+
+def _join(parts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The members of all parts, one after another, and where each part begins, and the end."""
+    bounds = np.cumsum([0, *map(len, parts)])
+    return np.fromiter(chain.from_iterable(parts), np.int64, int(bounds[-1])), bounds
+
+
+def _cut(members: list[int], saved: list[int]) -> list[list[int]]:
+    """Cut two sequences or more into parts that have more in common than all of them.
+
+    Args:
+        members: in their order.
+        saved: tokens that each has in common with the one before it; of the first, anything.
+    """
+    least = min(saved[1:])
+    starts = [0, *(i for i in range(1, len(members)) if saved[i] == least)]
+    return [members[i:j] for i, j in pairwise([*starts, len(members)])]
+
+
+def _compute_costs(tokens: np.ndarray, attention_ratio: float) -> np.ndarray:
+    return np.rint(_COST_SCALE * (tokens + attention_ratio * tokens.astype(np.float64) ** 2)).astype(np.int64)
+
+
+def plan_microbatches(
+    lengths: Sequence[int],
+    *,
+    dp_size: int,
+    max_tokens: int,
+    count_multiple: int = 1,
+    attention_ratio: float = 0.0,
+    shared: SharedPrefixes | None = None,
+) -> MicrobatchPlan:
+    """Split sequences into microbatches of at most `max_tokens` tokens, balanced over DP ranks by cost.
+
+    Longest-processing-time-first by tokens into `dp_size * k` bins, for the smallest k that fits; the bins are dealt
+    to the DP ranks by cost; then heavy ranks exchange sequences with light ones. With `shared`, groups take the place
+    of sequences.
+
+    Args:
+        lengths: tokens of each sequence, its prompt included.
+        dp_size: data parallel ranks.
+        max_tokens: budget of one microbatch; no sequence may be longer.
+        count_multiple: the number of microbatches per rank is a multiple of this.
+        attention_ratio: see `compute_attention_ratio`; 0 balances tokens.
+        shared: what sequences have in common, and is packed once; None packs every sequence whole.
+
+    Raises:
+        ValueError: a sequence is longer than the budget.
+    """
+    longest = max(lengths, default=0)
+    if longest > max_tokens:
+        raise ValueError(f"a sequence of {longest} tokens does not fit into a microbatch of {max_tokens}")
+    work = _Workload.measure(lengths, attention_ratio, shared)
+    arrange = partial(_plan_units, work=work, dp_size=dp_size, max_tokens=max_tokens, count_multiple=count_multiple)
+    singles = [[i] for i in range(len(lengths))]
+    if shared is None:
+        return arrange(singles)
+    units = _split_groups(work, max_tokens)
+    plan = arrange(units)
+    longest = int(work.costs.max(initial=0))
+    least = max(longest, work.sum_fully_shared() / dp_size)  # no plan's heaviest rank costs less
+    fewest = _round_up(-(-sum(lengths) // (dp_size * max_tokens)), count_multiple)  # the plain plan's microbatches
+    if max(_rank_costs(plan, work)) <= _CLOSE * least and len(plan[0]) <= fewest:
+        return plan
+    plain = arrange(singles)
+    plain_cost = max(_rank_costs(plain, work))
+    if plain_cost > _CLOSE * longest:
+        plan = _divide_groups(units, plan, work, arrange)
+    cost, has_fewer = max(_rank_costs(plan, work)), len(plain[0]) < len(plan[0])
+    return plain if plain_cost <= (cost * _CLOSE if has_fewer else cost / _CLOSE) else plan
+
+
+def _divide_groups(
+    units: list[list[int]], plan: MicrobatchPlan, work: _Workload, arrange: Callable[[list[list[int]]], MicrobatchPlan]
+) -> MicrobatchPlan:
+    """Take groups of overloaded ranks apart, as long as that makes the heaviest rank cheaper."""
+    loads = _rank_costs(plan, work)
+    for _ in range(min(2 * len(plan), _MOST_ROUNDS)):
+        if max(loads) <= max(_CLOSE * sum(loads) / len(loads), int(work.costs.max(initial=0))):
+            break
+        divided = _divide_overloaded(units, plan, loads, work)
+        better = plan if divided is None else arrange(divided)
+        better_loads = _rank_costs(better, work)
+        if divided is None or max(better_loads) >= max(loads):
+            break
+        units, plan, loads = divided, better, better_loads
+    return plan
+
+
+def _split_groups(work: _Workload, max_tokens: int) -> list[list[int]]:
+    """Sequences that share a prefix, in as few parts as the budget allows."""
+    groups = work.list_groups()
+    sizes = work.sum_each(groups)[0].tolist()
+    return [
+        unit
+        for group, size in zip(groups, sizes, strict=True)
+        for unit in ([group] if size <= max_tokens else _split_group(group, work, max_tokens))
+    ]
+
+
+def _split_group(members: list[int], work: _Workload, max_tokens: int) -> list[list[int]]:
+    """Sequences that share a prefix and exceed the budget together, in as few parts as it allows."""
+    assert work.shared is not None
+    saved = work.shared.measure(members).tolist()
+    parts, common = _cut(members, saved), min(saved[1:])
+    sizes = (work.sum_each(parts)[0] - common).tolist()
+    small = [i for i, size in enumerate(sizes) if size <= max_tokens - common]
+    bins = _fill_fewest_bins([sizes[i] for i in small], max_tokens - common)
+    units = [[index for i in found for index in parts[small[i]]] for found in bins if found]
+    large = [part for part, size in zip(parts, sizes, strict=True) if size > max_tokens - common]
+    return [*units, *(unit for part in large for unit in _split_group(part, work, max_tokens))]
+
+
+def _divide_overloaded(
+    units: list[list[int]], plan: MicrobatchPlan, loads: list[int], work: _Workload, few_ranks: int = _FEW_RANKS
+) -> list[list[int]] | None:
+    """The units, the costliest divisible one of each overloaded rank in as many parts as a rank's share needs.
+
+    Where no more than `few_ranks` are overloaded, that of the heaviest one in two.
+
+    Returns:
+        None if no unit can be divided.
+    """
+    assert work.shared is not None
+    share, costs = sum(loads) / len(loads), work.sum_each(units)[1].tolist()
+    rank_of = {i: rank for rank, microbatches in enumerate(plan) for members in microbatches for i in members}
+    heaviest: dict[int, int] = {}  # unit by rank
+    for u, unit in enumerate(units):
+        rank = rank_of[unit[0]]
+        if len(unit) > 1 and loads[rank] > _CLOSE * share:
+            heaviest[rank] = max(heaviest.get(rank, u), u, key=lambda v: (costs[v], -units[v][0]))
+    if sum(load > _CLOSE * share for load in loads) <= few_ranks:
+        heaviest = {rank: u for rank, u in heaviest.items() if rank == loads.index(max(loads))}
+        share = math.inf
+    if not heaviest:
+        return None
+    chosen = sorted(heaviest.values())
+    members, bounds = _join([units[u] for u in chosen])
+    saved = work.shared.measure(members, bounds[:-1]).tolist()
+    parts = [_cut(units[u], saved[i:j]) for u, (i, j) in zip(chosen, pairwise(bounds.tolist()), strict=True)]
+    part_costs = iter(work.sum_each([*chain.from_iterable(parts)])[1].tolist())
+    whole = set(range(len(units))) - set(chosen)
+    divided = [units[u] for u in sorted(whole)]
+    for u, pieces in zip(chosen, parts, strict=True):
+        bins = _fill_bins([*islice(part_costs, len(pieces))], max(2, math.ceil(costs[u] / share)))
+        assert bins is not None, "bins without a limit hold anything"
+        divided += [[i for piece in found for i in pieces[piece]] for found in bins if found]
+    return divided
+
+
+def _plan_units(
+    units: list[list[int]], work: _Workload, dp_size: int, max_tokens: int, count_multiple: int
+) -> MicrobatchPlan:
+    """Bins of units, dealt to ranks, balanced, and spelled out in sequences."""
+    tokens, costs = work.sum_each(units)
+    bins = _fill_fewest_bins(tokens.tolist(), max_tokens, dp_size, count_multiple)
+    ranks = _deal(bins, costs.tolist(), dp_size)
+    balance_ranks(ranks, tokens, costs, max_tokens)
+    place = range(len(work.tokens)) if work.shared is None else work.shared.places.tolist()
+    return [
+        [sorted(chain.from_iterable([units[unit] for unit in members]), key=place.__getitem__) for members in rank]
+        for rank in ranks
+    ]
+
+
+def _fill_fewest_bins(
+    lengths: list[int], max_tokens: int, multiple: int = 1, count_multiple: int = 1
+) -> list[list[int]]:
+    """Fill the smallest number of bins, `multiple` times a multiple of `count_multiple`, that the heuristic fits.
+
+    Where that is far above what the tokens need, it is bisected.
+    """
+    enough = -(-sum(lengths) // max_tokens) if max_tokens else 1
+    alone = sum(2 * length > max_tokens for length in lengths)  # no two of them fit into one bin
+    k = first = _round_up(-(-max(enough, alone) // multiple), count_multiple)
+    for k in range(first, first + _TRIED_ONE_BY_ONE * count_multiple, count_multiple):
+        if (bins := _fill_bins(lengths, multiple * k, max_tokens)) is not None:
+            return bins
+    step = count_multiple
+    while (bins := _fill_bins(lengths, multiple * (k + step), max_tokens)) is None:
+        k, step = k + step, 2 * step
+    while step > count_multiple:  # k does not fit, k + step does
+        half = step // count_multiple // 2 * count_multiple
+        found = _fill_bins(lengths, multiple * (k + half), max_tokens)
+        k, step, bins = (k + half, step - half, bins) if found is None else (k, half, found)
+    return bins
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-max(1, count) // multiple) * multiple
+
+
+def _fill_bins(lengths: list[int], num_bins: int, max_tokens: int | None = None) -> list[list[int]] | None:
+    """Longest first into the emptiest bin; None if a bin overflows."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [*range(num_bins)]  # load * num_bins + bin
+    limit = math.inf if max_tokens is None else (max_tokens + 1) * num_bins
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        key = heap[0] + lengths[index] * num_bins
+        if key >= limit:
+            return None
+        heapq.heapreplace(heap, key)
+        bins[key % num_bins].append(index)
+    return [sorted(members) for members in bins]
+
+
+def _deal(bins: list[list[int]], unit_costs: list[int], dp_size: int) -> list[list[list[int]]]:
+    """Give each rank as many bins: the heaviest remaining bin to the lightest rank that still has room."""
+    ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    costs = [sum(unit_costs[unit] for unit in members) for members in bins]
+    heap = [*range(dp_size)]  # load * dp_size + rank
+    for b in sorted(range(len(bins)), key=lambda b: (-costs[b], bins[b])):
+        key = heapq.heappop(heap)
+        rank = key % dp_size
+        ranks[rank].append(bins[b])
+        if len(ranks[rank]) < len(bins) // dp_size:
+            heapq.heappush(heap, key + costs[b] * dp_size)
+    return ranks
+
+
+def _rank_costs(plan: MicrobatchPlan, work: _Workload) -> list[int]:
+    costs = work.sum_each([members for rank in plan for members in rank])[1]
+    return costs.reshape(len(plan), -1).sum(1).tolist()
+
+
+def microbatch_sizes(plan: MicrobatchPlan, lengths: Sequence[int], shared: SharedPrefixes | None = None) -> list[int]:
+    """Tokens of all microbatches of a plan, without padding."""
+    work = _Workload.measure(lengths, 0.0, shared)
+    return work.sum_each([members for rank in plan for members in rank])[0].tolist()
+
+
+def packing_metrics(
+    plan: MicrobatchPlan,
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    pad_multiple: int = 1,
+    attention_ratio: float = 0.0,
+    shared: SharedPrefixes | None = None,
+    buckets: Buckets | None = None,
+) -> dict[str, float]:
+    """How good a plan is; arguments as for `plan_microbatches` and `build_train_batch`.
+
+    Returns:
+        packing/efficiency: real tokens over computed ones (with padding).
+        packing/padded_efficiency: what it would be, had every sequence been padded to the longest.
+        packing/budget_use: real tokens over microbatches times budget.
+        packing/imbalance: cost of the heaviest DP rank over the mean.
+        packing/prompt_repeats: with shared prompts, executed over unique prompt tokens (1: each prompt once).
+        packing/prefix_repeats: with shared prefixes of all tokens, computed over unique tokens, likewise.
+    """
+    work = _Workload.measure(lengths, attention_ratio, shared)
+    microbatches = [members for rank in plan for members in rank]
+    sizes = work.sum_each(microbatches)[0].tolist()
+    computed = sum(
+        buckets.find_size(size) if buckets else max(-(-size // pad_multiple), 1) * pad_multiple for size in sizes
+    )
+    loads = _rank_costs(plan, work)
+    metrics = {
+        "packing/efficiency": sum(sizes) / computed,
+        "packing/padded_efficiency": sum(lengths) / max(len(lengths) * max(lengths, default=0), 1),
+        "packing/budget_use": sum(sizes) / (len(microbatches) * max_tokens),
+        "packing/imbalance": max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0,
+    }
+    if shared is not None:
+        total = int(shared.shareable.sum())
+        members, bounds = _join(microbatches)
+        executed = total - int(shared.measure(members, bounds[:-1]).sum())
+        unique = total - int(shared.num_shared.sum())
+        metrics[f"packing/{shared.name}_repeats"] = executed / unique if unique else 1.0
+    return metrics

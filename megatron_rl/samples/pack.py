@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a role packs: privately, planned from the headers; it fetches the sequences that it trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from megatron_rl.algorithms.aggregation import aggregate
+from megatron_rl.algorithms.ledger import build_ledger
+from megatron_rl.config.batch_plan import BatchPlan, SftPlan
+from megatron_rl.config.options import find_options
+from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
+from megatron_rl.samples.fetch import Holders
+from megatron_rl.samples.table import Headers
+from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
+from megatron_rl.samples.shape_buckets import Buckets, padding_metrics
+from megatron_rl.samples.microbatches import MicrobatchPlan, microbatch_sizes, packing_metrics, plan_microbatches
+from megatron_rl.samples.prefix import SharedPrefixes, is_repeated, share_prompts
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.types import Branch, LossLedger, RouteShape
+
+FetchBranches = Callable[[Holders], Mapping[int, Branch]]
+
+
+class PackableModel(Protocol):
+    """What packing asks of a model; see `LaidOutModel`."""
+
+    layout: ParallelLayout
+    dp_rank: int | None
+    buckets: Buckets | None
+    pad_multiple: int
+    attention_ratio: float
+    microbatch_count_multiple: int
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A rank's share of a step in the layout of a role.
+
+    Attributes:
+        batch: what the rank trains on.
+        holders: the DP replica that has each sequence.
+        starts: [n] row of the first token behind the prompt; 0 for sequences that are elsewhere.
+        lengths: [n] tokens behind the prompt.
+        versions: [t] int32, optimizer steps behind the weights that sampled a token; without meaning elsewhere.
+        turn_rewards: [t] float32, of turns, at the last token of each; None: no turn here has a reward of its own.
+        routes: [t, layers, choices] the experts that the engine chose for each token; None: it did not tell.
+        metrics: how good the plan is, averaged over minibatches (padding by bucket: over the whole step).
+    """
+
+    batch: TrainBatch
+    holders: Holders
+    starts: np.ndarray
+    lengths: np.ndarray
+    versions: torch.Tensor
+    turn_rewards: torch.Tensor | None
+    routes: torch.Tensor | None
+    metrics: dict[str, float]
+
+    def rows(self, sequences: np.ndarray) -> torch.Tensor:
+        """Rows of the tokens behind the prompt of sequences that are here, one after another."""
+        lengths = self.lengths[sequences]
+        firsts = self.starts[sequences] - np.cumsum(lengths) + lengths
+        return torch.from_numpy(np.repeat(firsts, lengths) + np.arange(lengths.sum())).to(self.batch.tokens.device)
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Packs for one role.
+
+    Attributes:
+        model: whose layout decides.
+        config: the role's token budget, and what is shared.
+        plan: batch arithmetic.
+        algorithm: aggregation of the loss.
+        device: where the tensors live.
+    """
+
+    model: PackableModel
+    config: LayoutConfig
+    plan: BatchPlan | SftPlan
+    algorithm: AlgorithmConfig
+    device: torch.device
+
+    @property
+    def key(self) -> Hashable:
+        """Roles with equal keys have one packing, that of the first which needs it."""
+        model = self.model
+        return (
+            model.layout,
+            model.pad_multiple,
+            model.buckets,
+            self.config.max_tokens_per_microbatch,
+            self.config.share_prompts,
+        )
+
+    def pack(self, headers: Headers, fetch_branches: FetchBranches) -> Packing:
+        """Plan the microbatches of all DP replicas, fetch the sequences of this one, and build its batch.
+
+        Collective, as `fetch_branches` is.
+        """
+        layout, minibatches = self.model.layout, []
+        lengths, shared = headers["num_tokens"].tolist(), self._find_shared(headers)
+        for start, stop in pairwise(split_minibatches(headers, self.plan.rollouts_per_minibatch)):
+            part = None if shared is None else shared.part(start, stop)
+            minibatches.append(self._plan_minibatch(start, stop, lengths[start:stop], part))
+        replica_of = np.full(len(headers), -1)
+        for part in minibatches:
+            for replica, microbatches in enumerate(part.plan):
+                replica_of[[part.start + i for members in microbatches for i in members]] = replica
+        holders = Holders(replica_of, list_replicas(layout))
+        branches = {
+            index: branch if headers.rows["in_loss"][index] else replace(branch, sampled=np.zeros_like(branch.sampled))
+            for index, branch in fetch_branches(holders).items()
+        }
+        weights, ledgers = self._weigh(headers)
+        batch = build_train_batch(
+            branches,
+            weights,
+            [(range(part.start, part.stop), part.plan) for part in minibatches],
+            dp_rank=self.model.dp_rank,
+            device=self.device,
+            padding=Padding(self.model.pad_multiple, self.model.buckets, self.plan.longest_sequence),
+            shared=shared,
+        )
+        batch = replace(batch, ledgers=ledgers, names=[headers.name(i) for i in range(len(headers))])
+        starts = _find_starts(headers, batch)
+        versions = _place(branches, "versions", starts, batch)
+        return Packing(
+            batch,
+            holders,
+            starts,
+            headers.num_response_tokens,
+            torch.zeros_like(batch.tokens, dtype=torch.int32) if versions is None else versions,
+            _place(branches, "rewards", starts, batch),
+            _place_routes(branches, batch),
+            self._measure(minibatches),
+        )
+
+    def _find_shared(self, headers: Headers) -> SharedPrefixes | None:
+        if not self.config.share_prompts:
+            return None
+        if self.config.share_prompts == "tree":
+            return share_branches(headers)
+        return share_prompts(number_prompts(headers), headers["num_prompt_tokens"])
+
+    def _plan_minibatch(self, start: int, stop: int, lengths: list[int], shared: SharedPrefixes | None) -> _Minibatch:
+        model = self.model
+        plan = plan_microbatches(
+            lengths,
+            dp_size=model.layout.dp_size,
+            max_tokens=self.config.max_tokens_per_microbatch,
+            count_multiple=model.microbatch_count_multiple,
+            attention_ratio=model.attention_ratio,
+            shared=shared,
+        )
+        return _Minibatch(start, stop, lengths, shared, plan)
+
+    def _weigh(self, headers: Headers) -> tuple[np.ndarray, list[LossLedger]]:
+        """The loss weight of each token of each sequence, and the ledger of each minibatch; both count rollouts."""
+        mode, constant = self.algorithm.loss_agg_mode, self.algorithm.loss_scale_factor or self.plan.max_response_length
+        in_loss, size = headers.sum_per_rollout(headers.num_loss_tokens), self.plan.rollouts_per_minibatch
+        options = find_options(self.algorithm, mode)
+        parts = [in_loss[first : first + size].tolist() for first in range(0, len(in_loss), size)]
+        weights = np.concatenate([aggregate(mode, part, constant, options).weights for part in parts])
+        return weights[headers.rows["rollout"]], [build_ledger(mode, part, constant, options) for part in parts]
+
+    def _measure(self, minibatches: list[_Minibatch]) -> dict[str, float]:
+        buckets, metrics, sizes = self.model.buckets, [], []
+        for part in minibatches:
+            metrics.append(
+                packing_metrics(
+                    part.plan,
+                    part.lengths,
+                    self.config.max_tokens_per_microbatch,
+                    pad_multiple=self.model.pad_multiple,
+                    attention_ratio=self.model.attention_ratio,
+                    shared=part.shared,
+                    buckets=buckets,
+                )
+            )
+            sizes += microbatch_sizes(part.plan, part.lengths, part.shared)
+        padding = padding_metrics((size, buckets.find_size(size)) for size in sizes) if buckets else {}
+        return {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]} | padding
+
+
+@dataclass(frozen=True)
+class _Minibatch:
+    """The sequences [start, stop) of a step and their plan, in which they are counted from `start`."""
+
+    start: int
+    stop: int
+    lengths: list[int]
+    shared: SharedPrefixes | None
+    plan: MicrobatchPlan
+
+
+def split_minibatches(headers: Headers, rollouts_per_minibatch: int) -> list[int]:
+    """Where minibatches begin, in sequences, and where the last one ends."""
+    firsts = headers.first_of_rollout[::rollouts_per_minibatch]
+    return [*firsts.tolist(), len(headers)]
+
+
+def number_prompts(headers: Headers) -> np.ndarray:
+    """[n] a number per run of sequences with the same prompt (a branch may have less of it than the others).
+
+    One whose engine sent the prompt's tokens to other experts has a prompt of its own, which replays them.
+    """
+    names = ("prompt_id", "num_prompt_tokens", "prompt_routes")
+    return np.cumsum(np.any([np.diff(headers.rows[name], prepend=headers.rows[name][:1]) for name in names], axis=0))
+
+
+def share_branches(headers: Headers) -> SharedPrefixes:
+    """Rollouts share their prompt, and the branches of a rollout what they have in common: a prefix tree per prompt.
+
+    Those with most of the prompt come first, rollout after rollout: then neighbors of different rollouts share what
+    the later one has of the prompt, unless the engine sent it to other experts.
+    """
+    rows = headers.rows
+    runs = np.cumsum(np.diff(rows["prompt_id"], prepend=rows["prompt_id"][:1]) != 0)
+    order = np.lexsort((rows["place"], rows["rollout"], -rows["num_prompt_tokens"], runs))
+    rows, runs = rows[order], runs[order]
+    has_prompt = is_repeated(runs) & is_repeated(rows["prompt_routes"])
+    num_shared = np.where(
+        is_repeated(rows["rollout"]), rows["num_shared"], np.where(has_prompt, rows["num_prompt_tokens"], 0)
+    )
+    return SharedPrefixes(np.argsort(order), num_shared.astype(np.int64), headers["num_tokens"], "prefix")
+
+
+def list_replicas(layout: ParallelLayout) -> np.ndarray:
+    """Ranks of each DP replica, [dp_size, pp * cp * tp]."""
+    ranks = np.array(layout.ranks).reshape(layout.pp_size, layout.dp_size, -1)
+    return ranks.transpose(1, 0, 2).reshape(layout.dp_size, -1)
+
+
+def _find_starts(headers: Headers, batch: TrainBatch) -> np.ndarray:
+    """The row at which each sequence of a batch leaves its prompt behind."""
+    ids, positions = batch.sequence_ids.cpu().numpy(), batch.position_ids.cpu().numpy()
+    rows = np.flatnonzero((ids >= 0) & (positions == headers["num_prompt_tokens"][ids]))
+    starts = np.zeros(len(headers), np.int64)
+    starts[ids[rows]] = rows
+    return starts
+
+
+def _place(branches: Mapping[int, Branch], name: str, starts: np.ndarray, batch: TrainBatch) -> torch.Tensor | None:
+    """What the tokens behind the prompts have, where they are packed, 0 elsewhere; None where no branch has any."""
+    values: np.ndarray | None = None
+    for index, branch in branches.items():
+        found = getattr(branch, name)
+        if found is None:
+            continue
+        found = found[branch.num_prompt_tokens :]
+        values = np.zeros(len(batch.tokens), found.dtype) if values is None else values
+        values[starts[index] : starts[index] + len(found)] = found
+    return None if values is None else torch.from_numpy(values).to(batch.tokens.device)
+
+
+def _place_routes(branches: Mapping[int, Branch], batch: TrainBatch) -> torch.Tensor | None:
+    """The routes of all tokens; a shared prompt has the same in all of its sequences."""
+    known = {index: branch.routes for index, branch in branches.items() if branch.routes is not None}
+    if not known:
+        return None
+    ids, positions = batch.sequence_ids.cpu().numpy(), batch.position_ids.cpu().numpy()
+    routes = RouteShape.of(next(iter(known.values()))).unknown(len(ids))
+    bounds = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
+    for start, stop in pairwise(bounds):
+        if (found := known.get(int(ids[start]))) is not None:
+            routes[start:stop] = found[positions[start:stop]]
+    return torch.from_numpy(routes).to(batch.tokens.device)

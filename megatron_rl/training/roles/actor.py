@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actor: the policy in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
+from megatron_rl.algorithms.mismatch import compute_importance_weights, has_importance_weights
+from megatron_rl.algorithms.segments import Responses
+from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
+from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.parallel.collectives import share_object
+from megatron_rl.training.heads import LogprobHead
+from megatron_rl.training.optimizer import Optimizer
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.setup import RoleSetup
+from megatron_rl.training.step import StepLoss
+from megatron_rl.training.update import OptimizerStep, build_step, describe_ledgers
+
+# A loss of the user's: (microbatch, logprobs [t], entropy [t]) -> the loss, a scalar whose sum over all microbatches is
+# made smaller, and metrics by name: sums over the tokens in the loss, or maxima whose names begin with "max/".
+# `microbatch.loss_weights` [t] times a token loss, summed, is its mean over the minibatch by `algorithm.loss_agg_mode`.
+LossFunction = Callable[[TrainBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+_COUNTED = ("loss", "tokens", "weights")
+
+
+class Actor:
+    """A language model with an optimizer; building it is collective.
+
+    Attributes:
+        model, head, optimizer: its parts.
+        step: how its microbatches run.
+        mtp: the layer behind its last stage, in training (`Mtp`, or what stands for it on other stages); None: it is
+            not trained.
+    """
+
+    def __init__(self, setup: RoleSetup) -> None:
+        config = setup.spec.layout
+        assert isinstance(config, ActorConfig)
+        self.model = PackedModel(setup)
+        divergence, self._hidden = None, None
+        if setup.teacher is not None:
+            from megatron_rl.training.distillation import TeacherDivergence
+
+            divergence = TeacherDivergence(self.model, setup.teacher)
+        self.head = LogprobHead(self.model, setup.temperature, config.logprob_chunk_tokens, divergence)
+        self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
+        self.mtp: Any = None
+        if config.mtp_lr:
+            from megatron_rl.training.mtp import HiddenStatesKept
+
+            self._hidden = HiddenStatesKept(self.head)
+        self.step = build_step(self.model, self._hidden or self.head, self.optimizer, config)
+        self._update = OptimizerStep(self.step, "actor")
+        self._router_bias_rate = config.router_bias_rate
+        self._kl_coef = torch.zeros((), device=self.model.device)
+        self._is_first_pass = torch.zeros((), dtype=torch.bool, device=self.model.device)
+        self._policy_loss = StepLoss("policy", self._compute_policy_loss, self.model.device)
+        self._given_loss = StepLoss("given", _compute_given_loss, self.model.device)
+
+    @property
+    def policy_version(self) -> int:
+        """Optimizer steps behind the weights."""
+        return self.optimizer.steps
+
+    def attach_mtp(self, mtp: Any) -> None:
+        """Train the layer behind the last one from now on."""
+        self.mtp = mtp
+
+    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """Log-probs of the tokens in the loss, [t] float32, the same on every rank of the replica; 0 elsewhere."""
+        return self.model.compute_forward(batch, self.head)
+
+    def record_routes(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with room for the experts that the next pass over it chooses; itself where there are none."""
+        routing = self.model.routing
+        return batch if routing is None else replace(batch, routes_used=routing.make_room(batch))
+
+    def compute_sum_pi_squared(self, batch: TrainBatch) -> torch.Tensor:
+        """Sum over the vocabulary of squared probabilities where the tokens in the loss came from; as above."""
+        return self.model.compute_forward(batch, self.head.compute_sum_pi_squared)
+
+    def forward_backward(self, minibatch: TrainBatch, loss: AlgorithmConfig | LossFunction) -> None:
+        """The gradients of a loss over a minibatch, summed over microbatches and DP replicas.
+
+        Args:
+            minibatch: of this rank, with the columns that the loss reads. Without `old_logprobs` the policy loss takes
+                the log-probs that it is given, detached, and the importance weights that follow from them.
+            loss: the policy loss of an algorithm, or a function; see `LossFunction`.
+        """
+        if isinstance(loss, AlgorithmConfig):
+            self._kl_coef.fill_(loss.kl_coef)  # it moves during a run: it is read from the device
+            self._is_first_pass.fill_(minibatch.old_logprobs is None)
+            if minibatch.old_logprobs is None:  # what is computed keeps its inputs: others stand for them
+                others = minibatch.rollout_logprobs
+                weights = others if has_importance_weights(loss) else None
+                minibatch = replace(minibatch, old_logprobs=others, importance_weights=weights)
+            step_loss, settings = self._policy_loss, replace(loss, kl_coef=0.0)
+        else:
+            step_loss, settings = self._given_loss, loss
+        if self.model.routing is not None:
+            minibatch = replace(minibatch, flipped=torch.zeros_like(minibatch.loss_mask))
+        step_loss.set_settings(settings)
+        self._update.forward_backward(minibatch, step_loss)
+        hidden = [] if self._hidden is None else self._hidden.pop()
+        if self.mtp is not None:
+            from megatron_rl.training.mtp import list_inputs
+
+            self.mtp.forward_backward(minibatch, list_inputs(self.model, hidden, minibatch))
+
+    def optim_step(self) -> dict[str, float]:
+        """Use these gradients; returns metrics, the same on every rank.
+
+        For a function: its loss and the mean per token of each metric it reports, as `<its name>/<metric>`.
+        """
+        result = self._update.optim_step()
+        routing = self.model.routing
+        stages, rate = self.model.stages, self._router_bias_rate
+        beside = {} if routing is None else routing.finish(result.minibatch, stages, rate)
+        if self.mtp is not None:
+            groups = self.model.groups
+            beside |= share_object(self.mtp.optim_step(), groups.pp, groups.last_stage_rank)
+        totals, tokens = result.totals, max(result.totals["tokens"], 1.0)
+        if result.loss is self._given_loss:
+            name = getattr(result.loss.settings, "__name__", "loss")
+            reported = {
+                f"{name}/{key}": total if key.startswith("max/") else total / tokens
+                for key, total in totals.items()
+                if key not in _COUNTED
+            }
+            return {
+                f"{name}/loss": totals["loss"],
+                "policy/grad_norm": result.grad_norm,
+                "policy/lr": result.lr,
+                **reported,
+                **beside,
+            }
+        return {
+            "policy/loss": totals["loss"],
+            "policy/grad_norm": result.grad_norm,
+            "policy/lr": result.lr,
+            "policy/entropy": totals["entropy"] / tokens,
+            "policy/clip_fraction": totals["clipped"] / tokens,
+            "policy/ratio_max_deviation": totals["max/deviation"],
+            "kl/mean": totals["kl"] / tokens,
+            **({"distill/kl": totals["divergence"] / tokens} if "divergence" in totals else {}),
+            **{name: total / tokens for name, total in totals.items() if name.startswith("loss/")},
+            **describe_ledgers(result),
+            **beside,
+            **({} if result.adapter_norm is None else {"lora/norm": result.adapter_norm}),
+        }
+
+    def _compute_policy_loss(
+        self,
+        settings: AlgorithmConfig,
+        microbatch: TrainBatch,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor,
+        divergence: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if microbatch.update_logprobs is not None and microbatch.update_entropy is not None:
+            microbatch.update_logprobs.copy_(logprobs.detach())
+            microbatch.update_entropy.copy_(entropy.detach())
+        old_logprobs = torch.where(self._is_first_pass, logprobs.detach(), microbatch.column("old_logprobs"))
+        weights = microbatch.importance_weights
+        if weights is not None:
+            responses = Responses.of_sequences(microbatch.sequence_ids)  # of one branch each where these weights count
+            own, _ = compute_importance_weights(
+                old_logprobs, microbatch.rollout_logprobs, microbatch.loss_mask, responses, settings
+            )
+            weights = weights if own is None else torch.where(self._is_first_pass, own, weights)
+        inputs = PolicyLossInputs(
+            logprobs,
+            microbatch.rollout_logprobs if settings.importance_sampling == "bypass" else old_logprobs,
+            microbatch.column("advantages"),
+            microbatch.loss_mask,
+            microbatch.sequence_ids,
+            microbatch.chosen,
+        )
+        return compute_policy_loss(
+            inputs,
+            entropy,
+            microbatch.ref_logprobs,
+            weights,
+            microbatch.loss_weights,
+            replace(settings, kl_coef=self._kl_coef),
+            divergence,
+        )
+
+
+def _compute_given_loss(
+    function: LossFunction,
+    microbatch: TrainBatch,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    divergence: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss, metrics = function(microbatch, logprobs, entropy)
+    mask = microbatch.loss_mask
+    counted = {
+        "loss": loss.detach(),
+        "tokens": mask.sum().float(),
+        "weights": torch.where(mask, microbatch.loss_weights, 0.0).sum(),
+    }
+    return loss, counted | metrics

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer that predicts further tokens, in training: it learns to draft what the policy samples.
+
+It is trained on the policy's own responses and hidden states with an optimizer of its own. No gradient goes back into
+the policy, whose steps are the same with and without it, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megatron_rl.algorithms.losses import compute_sft_loss
+from megatron_rl.config.schema import ActorConfig
+from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.training.heads import LogprobHead
+from megatron_rl.training.mtp import MtpInputs, MtpPackedModel, shift_targets
+from megatron_rl.training.optimizer import Optimizer
+from megatron_rl.training.setup import RoleSetup
+from megatron_rl.training.step import StepLoss
+from megatron_rl.training.update import OptimizerStep, build_step
+
+
+class Mtp:
+    """The layer with its optimizer, on the ranks of the policy's last pipeline stage; building it is collective."""
+
+    def __init__(self, setup: RoleSetup) -> None:
+        section = setup.spec.layout
+        assert isinstance(section, ActorConfig)
+        config = replace(section, lr=section.mtp_lr, min_lr=min(section.min_lr, section.mtp_lr))
+        self.model = MtpPackedModel(setup)
+        head = LogprobHead(self.model, setup.temperature, config.logprob_chunk_tokens)
+        self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
+        self._update = OptimizerStep(build_step(self.model, head, self.optimizer, config), "mtp")
+        self._loss = StepLoss("MTP", _compute_loss, self.model.device)
+
+    def forward_backward(self, minibatch: TrainBatch, inputs: MtpInputs) -> None:
+        """The gradients of the negative log-likelihood of the tokens after the next.
+
+        Args:
+            minibatch: of the policy.
+            inputs: of the pass of the policy over it.
+        """
+        self.model.take(inputs)
+        self._update.forward_backward(shift_targets(minibatch, self.model.groups.dp), self._loss)
+
+    def optim_step(self) -> dict[str, float]:
+        """Use these gradients; returns metrics, the same on every rank of the layer."""
+        result = self._update.optim_step()
+        tokens = max(result.totals["tokens"], 1.0)
+        return {
+            "mtp/loss": result.totals["loss"],
+            "mtp/acceptance": result.totals["accepted"] / tokens,
+            "mtp/grad_norm": result.grad_norm,
+        }
+
+
+def _compute_loss(
+    settings: None, microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss, metrics = compute_sft_loss(logprobs, microbatch.loss_mask, microbatch.loss_weights)
+    # The share of drafts that are accepted is the sum of min(p, q): the mean of min(1, q / p) over tokens drawn from p.
+    accepted = (logprobs.detach() - microbatch.rollout_logprobs).clamp(max=0).exp()
+    return loss, metrics | {"accepted": torch.where(microbatch.loss_mask, accepted, 0.0).sum()}

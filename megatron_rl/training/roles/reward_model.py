@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward model: a frozen `*ForSequenceClassification` with one label that scores whole responses."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.training.heads import PositionScoreHead
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.setup import RoleSetup
+
+
+class RewardModel:
+    """A model with a score head, without gradients or optimizer, in a layout of its own; building it is collective.
+
+    Attributes:
+        model, head: its parts.
+    """
+
+    def __init__(self, setup: RoleSetup) -> None:
+        self.model = PackedModel(setup)
+        self.head = PositionScoreHead(self.model)
+
+    def compute_scores(self, batch: TrainBatch) -> torch.Tensor:
+        """The score at the last token of every sequence; collective over the role.
+
+        transformers takes the last token that is not `pad_token_id`, which is the same for sequences that do not
+        end in that token.
+
+        Args:
+            batch: of this DP rank; all of them together hold the rollouts 0, 1, ... once each.
+
+        Returns:
+            [num_rollouts] float32 by rollout, of all DP ranks, the same on every rank.
+        """
+        scores, group = self.model.compute_forward(batch, self.head), self.model.groups.dp
+        ends = torch.cat([piece.start + piece.cu_seqlens[1:].long() - 1 for piece in batch.slices])
+        ids = batch.sequence_ids[ends]
+        ends, ids = ends[ids >= 0], ids[ids >= 0]
+        count = batch.sequence_ids.max() + 1
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
+        table = torch.zeros(int(count), dtype=torch.float32, device=scores.device)
+        table[ids] = scores[ends]
+        dist.all_reduce(table, group=group)
+        return table

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers in buckets of bounded size: how a stream of pieces is cut (pure), and how it is exchanged.
+
+The stream from one rank to another is cut at the same places by both of them, because both see the
+same operations in the same order. In turn t a rank sends to the rank t places ahead and receives from
+the one t places behind, bucket by bucket, the next one packed while one travels: two buckets are in
+flight and two in preparation, half the configured size each. A large piece is a bucket of its own; where
+it is contiguous it is sent from, or received into, the parameter itself and needs no buffer at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.parallel.collectives import current_device
+from megatron_rl.transfer.computed import ComputedParam, SourceParams
+from megatron_rl.transfer.planner import TransferOp
+from megatron_rl.weights.shard_box import Box, box_shape, box_slices
+
+Bucket = list[TransferOp]
+
+
+def split_op(op: TransferOp, max_elements: int) -> Iterator[TransferOp]:
+    """Cut one transfer along its outermost dimensions into pieces of at most `max_elements`."""
+    if op.num_elements <= max_elements:
+        yield op
+        return
+    shape = box_shape(op.dst_box)
+    dim = next(i for i, size in enumerate(shape) if size > 1)
+    per_index = op.num_elements // shape[dim]
+    step = max(1, max_elements // per_index)
+    for first in range(0, shape[dim], step):
+        last = min(first + step, shape[dim])
+        part = replace(op, src_box=_cut(op.src_box, dim, first, last), dst_box=_cut(op.dst_box, dim, first, last))
+        yield from split_op(part, max_elements)
+
+
+def _cut(box: Box, dim: int, first: int, last: int) -> Box:
+    start = box[dim][0]
+    return (*box[:dim], (start + first, start + last), *box[dim + 1 :])
+
+
+def cut_into_buckets(ops: Iterable[TransferOp], max_elements: int) -> list[Bucket]:
+    """Fill buckets in order; none holds more than `max_elements` (at least 1).
+
+    A piece of at least an eighth of that is a bucket of its own; smaller ones are put together.
+    """
+    buckets: list[Bucket] = []
+    filled = max_elements
+    for op in ops:
+        for part in split_op(op, max_elements):
+            is_large = 8 * part.num_elements >= max_elements
+            if is_large or filled + part.num_elements > max_elements:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(part)
+            filled = max_elements if is_large else filled + part.num_elements
+    return buckets
+
+
+def find_device(*sides: SourceParams) -> torch.device:
+    """Where the parameters of a rank live; it may hold some on one side only, or on none."""
+    return next((tensor.device for side in sides for tensor in side.values()), current_device())
+
+
+@dataclass(frozen=True)
+class _ComputedPiece:
+    """A piece of a parameter that is computed when its bucket is packed."""
+
+    param: ComputedParam
+    box: Box
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(box_shape(self.box))
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def read(self) -> torch.Tensor:
+        return self.param[box_slices(self.box)]
+
+
+_Outgoing = torch.Tensor | _ComputedPiece
+_P = TypeVar("_P", torch.Tensor, _Outgoing)
+
+
+def _view(param: torch.Tensor | ComputedParam, box: Box) -> _Outgoing:
+    return param[box_slices(box)] if isinstance(param, torch.Tensor) else _ComputedPiece(param, box)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """One receive and one send under way."""
+
+    to: int
+    origin: int
+    works: list[dist.Work]
+    scattered: list[tuple[torch.Tensor, torch.Tensor]]  # (arrived, where it belongs); empty if it arrives in place
+
+
+class BucketTransport:
+    """Exchange the remote pieces of one rank's plan point to point.
+
+    Args:
+        sends: destination rank -> pieces.
+        receives: source rank -> pieces.
+        source, destination: this rank's parameters by name.
+        group: group whose rank numbers the plan uses.
+        bucket_bytes: the four staging buffers take at most twice this.
+        dtype: what travels: the type of the destination parameters.
+    """
+
+    def __init__(
+        self,
+        sends: Mapping[int, Sequence[TransferOp]],
+        receives: Mapping[int, Sequence[TransferOp]],
+        source: SourceParams,
+        destination: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup,
+        bucket_bytes: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._group, self._dtype, self._device = group, dtype, find_device(source, destination)
+        limit = max(1, bucket_bytes // 2 // dtype.itemsize)
+        self._sends = {
+            peer: [
+                [_view(source[op.src_param], op.src_box) for op in bucket] for bucket in cut_into_buckets(ops, limit)
+            ]
+            for peer, ops in sends.items()
+        }
+        self._receives = {
+            peer: [
+                [destination[op.dst_param][box_slices(op.dst_box)] for op in bucket]
+                for bucket in cut_into_buckets(ops, limit)
+            ]
+            for peer, ops in receives.items()
+        }
+        self._out_elements, self._in_elements = (
+            max(
+                (
+                    sum(piece.numel() for piece in bucket)
+                    for buckets in side.values()
+                    for bucket in buckets
+                    if self._direct(bucket) is None
+                ),
+                default=0,
+            )
+            for side in (self._sends, self._receives)
+        )
+        self._turns = self._order_turns()
+
+    def _order_turns(self) -> list[tuple[int, list[_Outgoing], int, list[torch.Tensor]]]:
+        """Bucket by bucket to every peer in turn, so that a piece which several peers want is still in the cache."""
+        rank, size = self._group.rank(), self._group.size()
+        turns = []
+        longest = max((len(buckets) for side in (self._sends, self._receives) for buckets in side.values()), default=0)
+        for index in range(longest):
+            for turn in range(1, size):
+                to, origin = (rank + turn) % size, (rank - turn) % size
+                outgoing, incoming = (
+                    buckets[index] if index < len(buckets) else []
+                    for buckets in (self._sends.get(to, []), self._receives.get(origin, []))
+                )
+                if outgoing or incoming:
+                    turns.append((to, outgoing, origin, incoming))
+        return turns
+
+    @property
+    def transient_bytes(self) -> int:
+        """Largest staging memory of one exchange on this rank."""
+        return 2 * (self._out_elements + self._in_elements) * self._dtype.itemsize
+
+    def _direct(self, bucket: Sequence[_Outgoing]) -> torch.Tensor | None:
+        """The parameter's own memory, flat, where the bucket is one contiguous piece of it."""
+        piece = bucket[0] if len(bucket) == 1 else None
+        if not isinstance(piece, torch.Tensor) or not piece.is_contiguous() or piece.dtype != self._dtype:
+            return None
+        return piece.view(-1)
+
+    def run(self) -> None:
+        """Exchange everything; collective over the ranks that have something to exchange.
+
+        Raises:
+            RuntimeError: a peer failed or did not answer in time; says which transfer was waited for.
+        """
+        out_buffers, in_buffers = self._buffers(self._out_elements), self._buffers(self._in_elements)
+        in_flight: list[_Exchange] = []
+        for number, (to, outgoing, origin, incoming) in enumerate(self._turns):
+            exchange = self._post(to, outgoing, out_buffers[number % 2], origin, incoming, in_buffers[number % 2])
+            in_flight.append(exchange)
+            if len(in_flight) == 2:
+                self._finish(in_flight.pop(0))
+        for exchange in in_flight:
+            self._finish(exchange)
+
+    def _buffers(self, size: int) -> list[torch.Tensor]:
+        return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(2)]
+
+    def _post(
+        self,
+        to: int,
+        outgoing: list[_Outgoing],
+        out_buffer: torch.Tensor,
+        origin: int,
+        incoming: list[torch.Tensor],
+        in_buffer: torch.Tensor,
+    ) -> _Exchange:
+        """Post one receive and one send (either may be empty); it travels while the next one is packed."""
+        operations, scattered = [], []
+        if incoming:
+            flat, scattered = self._stage(incoming, in_buffer)
+            operations.append(dist.P2POp(dist.irecv, flat, group=self._group, group_peer=origin))
+        if outgoing:
+            flat, packed = self._stage(outgoing, out_buffer)
+            for view, piece in packed:
+                view.copy_(piece if isinstance(piece, torch.Tensor) else piece.read())
+            operations.append(dist.P2POp(dist.isend, flat, group=self._group, group_peer=to))
+        return _Exchange(to, origin, dist.batch_isend_irecv(operations), scattered)
+
+    def _stage(self, pieces: Sequence[_P], buffer: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, _P]]]:
+        """What travels for a bucket, flat; and the places of its pieces in the buffer, where it needs that."""
+        direct = self._direct(pieces)
+        if direct is not None:
+            return direct, []
+        sizes = [piece.numel() for piece in pieces]
+        flat = buffer[: sum(sizes)]
+        return flat, [(part.view(piece.shape), piece) for part, piece in zip(flat.split(sizes), pieces, strict=True)]
+
+    def _finish(self, exchange: _Exchange) -> None:
+        try:
+            for work in exchange.works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self._group.rank()} gave up waiting for a bucket of a reshard "
+                f"(to rank {exchange.to}, from rank {exchange.origin}): {error}"
+            ) from error
+        for view, piece in exchange.scattered:
+            piece.copy_(view)

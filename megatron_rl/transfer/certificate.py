@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The certificate of a reshard: source and destination hold the same bits, tensor by tensor.
+
+The digest of a logical tensor does not depend on any layout: over its elements at row-major position i,
+
+    D = sum_i bits(x_i) * (2 i + 1)   modulo 2^64
+
+where bits(x_i) is the element's bit pattern. It is a sum over pieces, so each rank adds up its own and
+one all-reduce gives D. Every factor is odd: one wrong bit always changes D, two exchanged elements
+change it by 2 (i - j) (bits_j - bits_i), and a missing or stale piece by that piece's share.
+
+Each piece is counted once: on the source by its first owner, on the destination once in every engine.
+Padding that no logical tensor fills must be zero on both sides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.parallel.collectives import gather_objects
+from megatron_rl.transfer.classes import Shard
+from megatron_rl.transfer.computed import SourceParams
+from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume
+from megatron_rl.weights.tables import as_table
+
+_BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+_CHUNK_ELEMENTS = 1 << 20
+SAMPLE_SHARE = 0.02  # share of the bytes that one turn of `Certificate.verify` looks at
+
+
+class CertificateError(RuntimeError):
+    """Weights differ between training and rollout; names tensor, rank, box and both digests."""
+
+
+def compute_digest(piece: torch.Tensor, hf_box: Box, hf_shape: tuple[int, ...]) -> torch.Tensor:
+    """Share of one piece in its tensor's digest; int64 scalar (arithmetic wraps modulo 2^64).
+
+    Args:
+        piece: the elements, any strides; no dimension between the first and the last is cut.
+        hf_box: where they lie in the logical tensor.
+        hf_shape: its shape.
+    """
+    width = hf_shape[-1]
+    matrix = _bits(piece).reshape(-1, piece.shape[-1])
+    column_start = hf_box[-1][0]
+    row_start = hf_box[0][0] * math.prod(hf_shape[1:-1]) if len(hf_shape) > 1 else 0
+    columns = torch.arange(matrix.shape[1], dtype=torch.int64, device=piece.device) + column_start
+    total = torch.zeros((), dtype=torch.int64, device=piece.device)
+    step = max(1, _CHUNK_ELEMENTS // max(1, matrix.shape[1]))
+    for first in range(0, matrix.shape[0], step):
+        bits = matrix[first : first + step].to(torch.int64)  # at most _CHUNK_ELEMENTS at a time
+        rows = torch.arange(first, first + bits.shape[0], dtype=torch.int64, device=piece.device) + row_start
+        # sum over rows and columns of bits * (2 (row * width + column) + 1)
+        total += (bits.sum(1) * (2 * width * rows + 1)).sum() + (bits.sum(0) * (2 * columns)).sum()
+    return total
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a switch on this rank.
+
+    Attributes:
+        params: parameters by name; merged ones are compared as they are read.
+        counted: placements of this rank that it counts (replicas are counted by their first owner).
+        params_with_padding: parameters that may hold elements which no logical tensor fills.
+    """
+
+    params: SourceParams
+    counted: Sequence[ShardBox]
+    params_with_padding: Sequence[str]
+
+
+def count_once(shards: Sequence[Shard], rank: int) -> list[ShardBox]:
+    """The placements of `rank` whose box no earlier rank (or earlier placement) holds.
+
+    Args:
+        shards: in the order of their first ranks, as `group_shards` returns them.
+        rank: whose placements.
+    """
+    own = next((shard for shard in shards if shard.ranks[0] == rank), None)
+    if own is None:  # an earlier rank holds the same
+        return []
+    counted: dict[tuple[str, Box], ShardBox] = {}
+    for p in own.placements:
+        if box_volume(p.hf_box):
+            counted.setdefault((p.hf_name, p.hf_box), p)
+    mine = {name for name, _ in counted}
+    for shard in takewhile(lambda shard: shard is not own, shards):
+        table = as_table(shard.placements)
+        for _, name, kind in table.rows:
+            if name in mine:
+                counted.pop((name, table.boxes[kind][1]), None)
+    return list(counted.values())
+
+
+class Certificate:
+    """Compare both sides after a switch; collective.
+
+    Args:
+        shapes: logical tensors by name.
+        source, destination: this rank's sides; a source of another type is compared after conversion.
+        dtype: of the destination, in every engine.
+        num_engines, engine: engines in the job, and the one of this rank; -1: none, and its side has nothing.
+        group: all ranks.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        source: Side,
+        destination: Side,
+        *,
+        dtype: torch.dtype,
+        num_engines: int,
+        engine: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._shapes, self._source, self._destination = dict(shapes), source, destination
+        self._dtype = dtype
+        self._num_engines, self._engine, self._group = num_engines, engine, group
+        self._rotation = _split_by_share(self._shapes, SAMPLE_SHARE)
+
+    def verify(self, turn: int | None = None) -> int:
+        """Compare all tensors, or one turn of a rotating selection; returns how many.
+
+        Raises:
+            CertificateError: on every rank.
+        """
+        names = list(self._shapes) if turn is None else self._rotation[turn % len(self._rotation)]
+        padding = [*self._dirty_padding(self._source, "training"), *self._dirty_padding(self._destination, "rollout")]
+        digests = torch.zeros(1 + self._num_engines, len(names) + 1, dtype=torch.int64)
+        digests[:, -1] = len(padding)
+        column = {name: index for index, name in enumerate(names)}
+        for row, side in ((0, self._source), (1 + self._engine, self._destination)):
+            for placement, digest in self._digests(side, column):
+                digests[row, column[placement.hf_name]] += digest.cpu()
+        dist.all_reduce(digests, group=self._group)
+        wrong, is_dirty = (digests[1:] != digests[0]).nonzero().tolist(), bool(digests[0, -1] > 0)
+        if wrong or is_dirty:
+            self._raise_if_wrong(wrong, digests, names, padding)
+        return len(names)
+
+    def _digests(self, side: Side, wanted: Mapping[str, int]) -> list[tuple[ShardBox, torch.Tensor]]:
+        return [
+            (p, compute_digest(self._piece(side, p), p.hf_box, self._shapes[p.hf_name]))
+            for p in side.counted
+            if p.hf_name in wanted
+        ]
+
+    def _piece(self, side: Side, placement: ShardBox) -> torch.Tensor:
+        return side.params[placement.param][box_slices(placement.local_box)].to(self._dtype)
+
+    def _dirty_padding(self, side: Side, name: str) -> list[str]:
+        found = []
+        for param in side.params_with_padding:
+            tensor = side.params[param]
+            assert isinstance(tensor, torch.Tensor), "adapters are added to matrices without padding"
+            filled = max((p.local_box[0][1] for p in side.counted if p.param == param), default=None)
+            if filled is not None and filled < len(tensor) and tensor[filled:].count_nonzero():
+                found.append(f"{param} on rank {self._group.rank()} ({name}): rows {filled}:{len(tensor)} are not zero")
+        return found
+
+    def _raise_if_wrong(
+        self, wrong: list[list[int]], digests: torch.Tensor, names: list[str], padding: list[str]
+    ) -> None:
+        lines = [line for rank_lines in gather_objects(padding, self._group) for line in rank_lines]
+        for engine, index in wrong[:3]:
+            name = names[index]
+            lines.append(
+                f"{name}: training {_hex(digests[0, index])}, rollout engine {engine} "
+                f"{_hex(digests[1 + engine, index])}"
+            )
+            lines += self._locate(name)
+        if lines:
+            raise CertificateError("weights differ between training and rollout:\n  " + "\n  ".join(lines))
+
+    def _locate(self, name: str) -> list[str]:
+        """Pieces of a tensor whose destination differs from the source, cut along both sides' boxes."""
+        mine = {
+            key: [
+                (p.hf_box, self._group.rank(), p.param, self._piece(side, p).cpu())
+                for p in side.counted
+                if p.hf_name == name
+            ]
+            for key, side in (("source", self._source), ("destination", self._destination))
+        }
+        everyone = gather_objects(mine, self._group)  # one tensor, on the way to an error
+        truth = torch.empty(self._shapes[name], dtype=self._dtype)
+        for rank_pieces in everyone:
+            for box, _, _, piece in rank_pieces["source"]:
+                truth[box_slices(box)] = piece
+        found = []
+        for rank_pieces in everyone:
+            for box, rank, param, piece in rank_pieces["destination"]:
+                right = truth[box_slices(box)]
+                if not torch.equal(_bits(right), _bits(piece)):
+                    differing = int((_bits(right) != _bits(piece)).sum())
+                    found.append(
+                        f"  rank {rank} {param}, box {list(box)}: {differing} of {piece.numel()} elements, "
+                        f"digest {_hex(compute_digest(right, box, self._shapes[name]))} expected, "
+                        f"{_hex(compute_digest(piece, box, self._shapes[name]))} found"
+                    )
+        return found[:4]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _hex(digest: torch.Tensor) -> str:
+    return f"{int(digest) & (1 << 64) - 1:016x}"
+
+
+def _split_by_share(shapes: Mapping[str, tuple[int, ...]], share: float) -> list[list[str]]:
+    """Tensors in turns of about `share` of the elements each (at least one tensor)."""
+    sizes = {name: box_volume(tuple((0, n) for n in shape)) for name, shape in shapes.items()}
+    limit, turns, filled = share * sum(sizes.values()), [[]], 0
+    for name, size in sizes.items():
+        if turns[-1] and filled + size > limit:
+            turns.append([])
+            filled = 0
+        turns[-1].append(name)
+        filled += size
+    return turns

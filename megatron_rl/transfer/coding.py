@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actor's matrices on their way to engines that keep them in eight bits: codes and scales instead of elements.
+
+A code is computed where the actor has the element, and so half of the bytes of bfloat16 are moved. The scale of a row
+is that of the whole row, wherever its pieces lie: what an engine gets does not depend on the layout of the actor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.transfer.computed import CodedParam
+from megatron_rl.transfer.planner import group_shards
+from megatron_rl.transfer.move import Cargo, Way
+from megatron_rl.weights.row_quantization import SCALE_SUFFIX, CodeFormat, find_scales, list_scales
+from megatron_rl.weights.shard_box import ShardBox, box_slices
+
+
+class RowScales:
+    """The scales of the rows of some matrices; the same calls on every rank of the job.
+
+    Args:
+        cargo: the matrices.
+        way: between whom they are moved.
+        code_format: of the codes.
+
+    Attributes:
+        params: of this rank's parameters, by their names: [n, 1] float32.
+    """
+
+    def __init__(self, cargo: Cargo, way: Way, code_format: CodeFormat) -> None:
+        self._cargo, self._group = cargo, way.group
+        self._code_format: CodeFormat = code_format
+        rank, device = way.process.rank, way.process.device
+        self._pieces = list(cargo.source(rank)) if rank in way.actor_ranks else []
+        self._firsts: dict[str, int] = {}
+        total = 0
+        for name, size in cargo.shapes.items():
+            self._firsts[name], total = total, total + size[0]
+        self._rows = torch.zeros(total, 1, device=device)  # of all matrices, one after another
+        heights = {p.param: 0 for p in self._pieces}
+        for p in self._pieces:
+            heights[p.param] = max(heights[p.param], p.local_box[0][1])
+        self.params = {name: torch.ones(height, 1, device=device) for name, height in heights.items()}
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Find them again; collective."""
+        self._rows.zero_()
+        for p in self._pieces:
+            rows = self._find_rows(p)
+            piece = self._cargo.params[p.param][box_slices(p.local_box)]
+            torch.maximum(rows, piece.float().abs().amax(1, keepdim=True), out=rows)
+        dist.all_reduce(self._rows, dist.ReduceOp.MAX, group=self._group)
+        self._rows.copy_(find_scales(self._rows, self._code_format))
+        for p in self._pieces:
+            self.params[p.param][slice(*p.local_box[0])] = self._find_rows(p)
+
+    def _find_rows(self, piece: ShardBox) -> torch.Tensor:
+        """Of the rows of a piece, a view."""
+        first = self._firsts[piece.hf_name]
+        return self._rows[first + piece.hf_box[0][0] : first + piece.hf_box[0][1]]
+
+
+def split_cargo(cargo: Cargo, way: Way, code_format: CodeFormat, matrices: frozenset[str]) -> list[Cargo]:
+    """What stays as it is, the codes of the rest, and their scales.
+
+    Args:
+        cargo, way: what is moved, and between whom.
+        code_format: of the codes.
+        matrices: logical tensors that have codes in the engines.
+    """
+    coded = cargo.only(matrices.intersection(cargo.shapes))
+    scales = RowScales(coded, way, code_format)
+    params = {name: CodedParam(cargo.params[name], scale, code_format) for name, scale in scales.params.items()}
+    names = {p.param for shard in group_shards(coded.source, way.actor_key, way.actor_ranks) for p in shard.placements}
+    return [
+        replace(cargo.only(frozenset(cargo.shapes) - matrices), dtype=way.dtype),
+        replace(coded, params=params, computed=frozenset(names), dtype=torch.int8, prepare=scales.refresh),
+        Cargo(
+            {name: (size[0], 1) for name, size in coded.shapes.items()},
+            {name + SCALE_SUFFIX: scale for name, scale in scales.params.items()},
+            lambda rank: list_scales(coded.source(rank)),
+            lambda rank: list_scales(coded.destination(rank)),
+            dtype=torch.float32,
+        ),
+    ]

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Execute one rank's plan: pieces go straight into the destination parameters.
+
+Three ways, chosen piece by piece when the plan is made ready: copies inside the rank; copies out of the
+mapped memory of a peer on the same host (pull: no staging, no message); buckets point to point for
+the rest. No rank ever holds a tensor that it does not need. Views of every piece are made once, and copies
+of pieces that lie one behind the other on both sides, as the matrices of experts do, become one copy of a block.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.parallel.collectives import connect, current_device, gather_objects
+from megatron_rl.transfer.buckets import BucketTransport, find_device
+from megatron_rl.transfer.computed import SourceParams
+from megatron_rl.transfer.planner import RankPlan, TransferOp
+from megatron_rl.transfer.pull import export_params, map_params, missing_shared_memory
+from megatron_rl.types import UserError
+from megatron_rl.weights.shard_box import box_slices
+
+Copy = tuple[torch.Tensor, torch.Tensor]  # target, origin
+
+
+def join_copies(copies: Iterable[Copy]) -> list[Copy]:
+    """The same copies, those together that are alike and equally far apart on both sides.
+
+    Args:
+        copies: pieces of equal shape each; no two targets overlap.
+    """
+    ordered = sorted(copies, key=lambda copy: (_storage(copy[0]), _storage(copy[1]), copy[0].data_ptr()))
+    runs: list[list[Copy]] = []
+    for copy in ordered:
+        if runs and _continues(runs[-1], copy):
+            runs[-1].append(copy)
+        else:
+            runs.append([copy])
+    return [run[0] if len(run) == 1 else (_join([t for t, _ in run]), _join([o for _, o in run])) for run in runs]
+
+
+def _continues(run: list[Copy], copy: Copy) -> bool:
+    """Whether a copy is as far behind the last one of a run as that one is behind the one before it."""
+    for side in (0, 1):
+        last, piece = run[-1][side], copy[side]
+        if _storage(last) != _storage(piece) or _layout(last) != _layout(piece):
+            return False
+        step = piece.storage_offset() - last.storage_offset()
+        if step <= 0 or len(run) > 1 and step != last.storage_offset() - run[-2][side].storage_offset():
+            return False
+    return True
+
+
+def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
+    first, step = pieces[0], pieces[1].storage_offset() - pieces[0].storage_offset()
+    return first.as_strided((len(pieces), *first.shape), (step, *first.stride()))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+log = logging.getLogger(__name__)
+
+TRANSPORTS = ("auto", "pull", "buckets")
+
+
+@dataclass(frozen=True)
+class ReshardStats:
+    """What one reshard does on one rank, or (summed) on all of them; bytes.
+
+    Attributes:
+        bytes_pulled: copied out of a peer's memory.
+        bytes_received: arrived in buckets.
+        bytes_copied: copied inside the rank.
+        bytes_aliased: shared storage, nothing moved.
+    """
+
+    bytes_pulled: int = 0
+    bytes_received: int = 0
+    bytes_copied: int = 0
+    bytes_aliased: int = 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that crossed between ranks."""
+        return self.bytes_pulled + self.bytes_received
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How pieces cross between ranks.
+
+    Attributes:
+        bucket_bytes: bound on the staging memory of buckets: twice this.
+        name: "pull", "buckets", or "auto": pull from peers on the same host, buckets from others.
+        ranks_per_node: of this job, to judge whether shared memory suffices.
+    """
+
+    bucket_bytes: int
+    name: str = "buckets"
+    ranks_per_node: int = 1
+
+
+class Resharder:
+    """One rank's side of a reshard, made ready once and run after every optimizer step.
+
+    Args:
+        plan: this rank's.
+        source: this rank's source parameters by name; on CPU, pulling moves their storage into shared
+            memory (in place: every view follows).
+        destination: this rank's destination parameters by name; written in place.
+        group: group whose rank numbers the plan uses; building is collective.
+        transport: how pieces are to cross between ranks.
+        dtype: of every destination parameter; sources of another type are converted.
+        computed: names of source parameters of any rank that are computed when they are read: peers cannot map
+            them, and get them in buckets.
+
+    Attributes:
+        transport: what is really used: "pull", "buckets", or "pull+buckets".
+
+    Raises:
+        UserError: pull is asked for and impossible; raised on every rank.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        source: SourceParams,
+        destination: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup,
+        transport: Transport,
+        *,
+        dtype: torch.dtype,
+        computed: frozenset[str] = frozenset(),
+    ) -> None:
+        for name, tensor in destination.items():
+            if tensor.dtype != dtype:
+                raise ValueError(f"{name} is {tensor.dtype}; all destination parameters are to be {dtype}")
+        self._group = group
+        whole = {name: param for name, param in source.items() if isinstance(param, torch.Tensor)}
+        self.transport, mapped, near = _map_peers(plan, whole, group, transport)
+        if computed and self.transport == "pull":
+            self.transport = "pull+buckets"
+        copies = [(whole, op) for op in plan.local if op.src_param not in computed]
+        pulled = {
+            peer: [op for op in ops if op.src_param not in computed]
+            for peer, ops in plan.receives.items()
+            if peer in near
+        }
+        copies += [(mapped[peer], op) for peer, ops in pulled.items() for op in ops]
+        self._computed = [
+            (destination[op.dst_param][box_slices(op.dst_box)], source[op.src_param], box_slices(op.src_box))
+            for op in plan.local
+            if op.src_param in computed
+        ]
+        pairs = [
+            (destination[op.dst_param][box_slices(op.dst_box)], params[op.src_param][box_slices(op.src_box)])
+            for params, op in copies
+        ]
+        blocks = join_copies(pairs)
+        self._targets, self._origins = [target for target, _ in blocks], [origin for _, origin in blocks]
+        self._is_pulling = self.transport != "buckets"
+        receives, sends = (
+            {peer: [op for op in ops if peer not in near or op.src_param in computed] for peer, ops in side.items()}
+            for side in (plan.receives, plan.sends)
+        )
+        self._device = device = find_device(source, destination)
+        if self.transport != "pull":
+            connect(group, device)
+        self._buckets = BucketTransport(sends, receives, source, destination, group, transport.bucket_bytes, dtype)
+        self.stats = ReshardStats(
+            bytes_pulled=_num_bytes([op for ops in pulled.values() for op in ops], dtype),
+            bytes_received=_num_bytes([op for ops in receives.values() for op in ops], dtype),
+            bytes_copied=_num_bytes(plan.local, dtype),
+        )
+
+    @property
+    def transient_bytes(self) -> int:
+        """Staging memory of one run on this rank; 0 when everything is pulled."""
+        return self._buckets.transient_bytes
+
+    @torch.no_grad()
+    def run(self) -> ReshardStats:
+        """Move the weights; collective over the group. Returns this rank's bytes.
+
+        Raises:
+            RuntimeError: a peer failed or did not answer in time; says what was waited for.
+        """
+        if self._is_pulling:
+            self._meet("before")  # nobody reads a source that its owner is still writing
+        if self._targets:
+            # Not promised by torch, and one kernel for all pieces.
+            torch._foreach_copy_(self._targets, self._origins)  # pyright: ignore[reportPrivateImportUsage]
+        for target, origin, place in self._computed:
+            target.copy_(origin[place])
+        self._buckets.run()
+        if self._is_pulling:
+            self._meet("after")  # nobody overwrites a source that a peer is still reading
+        return self.stats
+
+    def _meet(self, when: str) -> None:
+        if self._device.type == "cuda":  # the barrier is the hosts': it orders nothing that a device has queued
+            torch.cuda.synchronize(self._device)
+        try:
+            dist.barrier(group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self._group.rank()} gave up waiting for the other ranks {when} the pull of a reshard: {error}"
+            ) from error
+
+
+def _num_bytes(ops: Sequence[TransferOp], dtype: torch.dtype) -> int:
+    return sum(op.num_elements for op in ops) * dtype.itemsize
+
+
+def _map_peers(
+    plan: RankPlan, source: Mapping[str, torch.Tensor], group: dist.ProcessGroup, transport: Transport
+) -> tuple[str, dict[int, dict[str, torch.Tensor]], set[int]]:
+    """The transport that is really used, the parameters of the peers that this rank pulls from, and all near ranks.
+
+    A rank and those near to it pull from each other, and need no bucket.
+    """
+    if transport.name == "buckets" or group.size() == 1:
+        return "buckets", {}, set()
+    missing = gather_objects(missing_shared_memory(source, transport.ranks_per_node), group)
+    if max(missing):
+        if transport.name == "auto":
+            return "buckets", {}, set()
+        raise UserError(
+            f"/dev/shm lacks {max(missing) >> 20} MiB for the weights that peers are to pull",
+            source="hybrid.transport=pull",
+            expected="room for the parameters of all ranks of the host",
+            hint="enlarge /dev/shm (docker: --shm-size), or use hybrid.transport=buckets",
+        )
+    exports = gather_objects(export_params(source), group)
+    near = {peer for peer, export in enumerate(exports) if export.host == exports[group.rank()].host}
+    mapped, failure = {}, ""
+    try:
+        mapped = {peer: map_params(exports[peer], current_device()) for peer in plan.receives if peer in near}
+    except RuntimeError as error:  # no link between two GPUs
+        failure = f"rank {group.rank()} cannot map a peer's memory: {str(error).splitlines()[0]}"
+    found = gather_objects((len(mapped) < len(plan.receives), failure), group)
+    failure = next((said for _, said in found if said), "")
+    if failure and transport.name == "auto":
+        if group.rank() == 0:
+            log.warning("weights travel in buckets: %s", failure)
+        return "buckets", {}, set()
+    is_remote = any(remote for remote, _ in found)
+    if transport.name == "pull" and (failure or is_remote):
+        raise UserError(
+            failure or "weights must come from another host",
+            source="hybrid.transport=pull",
+            expected="all ranks on one host, and a link between any two of its GPUs",
+            hint="use hybrid.transport=auto: pull where it can be done, buckets elsewhere",
+        )
+    return ("pull+buckets" if is_remote else "pull"), mapped, near

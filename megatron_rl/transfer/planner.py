@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan the move of weights between two layouts: the intersection of two lists of boxes.
+
+Pure and deterministic: each rank computes its own part of the plan from the same placements, and nothing
+is negotiated. Both sides are lists of `Shard`s, ranks that hold the same placements; what Megatron or vLLM
+are is not known here. Work is done once per class of tensors that are cut alike (`classes.py`).
+
+Invariants (asserted in tests/resharding/test_planner.py): every placed destination element is written
+exactly once; every element is read from a rank that holds it, near before far, every replica the same
+share; both ends of a pair list the same operations in the same order, that of the destination's placements.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from heapq import nsmallest
+from itertools import chain, cycle
+from operator import itemgetter
+from typing import TypeVar
+
+import numpy as np
+
+from megatron_rl.transfer.classes import Piece, Shard, TensorClass, TensorIndex, find_classes
+from megatron_rl.weights.shard_box import Box, ShardBox, box_volume, find_overlap, intersect, localize
+from megatron_rl.weights.tables import BoxPair, as_table
+
+_Piece = TypeVar("_Piece", bound=Hashable)
+
+
+@dataclass(slots=True)
+class SourceChoice:
+    """The source of every demanding rank.
+
+    Attributes:
+        owners: ranks that hold the pieces, ascending.
+        fixed: demanding rank -> its source for every piece.
+        leftover: ranks without a fixed source and the owners that may serve them; fewer ranks than owners.
+        load: pieces that each owner sends to ranks with a fixed source.
+    """
+
+    owners: tuple[int, ...]
+    fixed: dict[int, int] = field(default_factory=dict)
+    leftover: list[tuple[list[int], tuple[int, ...]]] = field(default_factory=list)
+    load: dict[int, int] = field(default_factory=dict)
+
+    def spread_leftover(self, volumes: Mapping[_Piece, int], turn: int) -> dict[_Piece, dict[int, int]]:
+        """Sources of the leftover ranks for each piece.
+
+        Args:
+            volumes: piece -> elements.
+            turn: where to begin among owners that have sent the same; lets different choices begin differently.
+
+        Returns:
+            piece -> (demanding rank -> source).
+        """
+        sent = dict.fromkeys(self.owners, 0)
+        place = {owner: (index - turn) % len(self.owners) for index, owner in enumerate(self.owners)}
+        sources: dict[_Piece, dict[int, int]] = {}
+        for piece, volume in sorted(volumes.items(), key=lambda item: -item[1]):
+            for owner, pieces in self.load.items():
+                sent[owner] += pieces * volume
+            chosen = sources[piece] = {}
+            for ranks, candidates in self.leftover:
+                least = nsmallest(len(ranks), candidates, key=lambda owner: (sent[owner], place[owner]))
+                for rank, owner in zip(ranks, least, strict=True):
+                    chosen[rank] = owner
+                    sent[owner] += volume
+        return sources
+
+
+def choose_sources(owners: Sequence[int], demanding: Sequence[int], ranks_per_node: int) -> SourceChoice:
+    """Choose for all demanding ranks; both sequences ascend.
+
+    Args:
+        owners: ranks that hold the pieces; at least one.
+        demanding: ranks that need a part of every one of them.
+        ranks_per_node: consecutive ranks that share a node.
+    """
+    if len(owners) == 1:
+        return SourceChoice(tuple(owners), dict.fromkeys(demanding, owners[0]))
+    choice = SourceChoice(tuple(owners), load=dict.fromkeys(owners, 0))
+    far = _serve_near(choice, demanding, ranks_per_node)
+    _serve_far(choice, far)
+    if len(set(choice.load.values())) == 1:  # equal loads do not change who has sent the least
+        return replace(choice, load={})
+    return choice
+
+
+def _serve_near(choice: SourceChoice, demanding: Sequence[int], ranks_per_node: int) -> list[int]:
+    """Serve the ranks whose node has an owner; returns the others."""
+    by_node: dict[int, list[int]] = {}
+    for owner in choice.owners:
+        by_node.setdefault(owner // ranks_per_node, []).append(owner)
+    far: list[int] = []
+    done = 0
+    for node, local in by_node.items():
+        start = bisect_left(demanding, node * ranks_per_node, done)
+        stop = bisect_left(demanding, (node + 1) * ranks_per_node, start)
+        far += demanding[done:start]
+        done = stop
+        themselves = set(local)
+        choice.fixed.update({rank: rank for rank in demanding[start:stop] if rank in themselves})
+        near = [rank for rank in demanding[start:stop] if rank not in themselves]
+        even = len(near) - len(near) % len(local)
+        _assign(choice, near[:even], cycle(local))
+        if near[even:]:
+            choice.leftover.append((near[even:], tuple(local)))
+    far += demanding[done:]
+    return far
+
+
+def _serve_far(choice: SourceChoice, far: list[int]) -> None:
+    """Serve ranks without an owner on their node: first level the owners' loads, then in turn."""
+    level, top = min(choice.load.values()), max(choice.load.values())
+    levelling: list[int] = []
+    while level < top:
+        below = [owner for owner in choice.owners if choice.load[owner] <= level]
+        if len(levelling) + len(below) > len(far):
+            break
+        levelling += below
+        level += 1
+    even = len(levelling)
+    if level == top:
+        even = len(far) - (len(far) - even) % len(choice.owners)
+    _assign(choice, far[:even], chain(levelling, cycle(choice.owners)))
+    if far[even:]:
+        choice.leftover.append((far[even:], choice.owners))
+
+
+def _assign(choice: SourceChoice, ranks: Sequence[int], owners: chain[int] | cycle[int]) -> None:
+    for rank, owner in zip(ranks, owners):
+        choice.fixed[rank] = owner
+        choice.load[owner] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOp:
+    """`dst_param[dst_box]` on `dst_rank` becomes `src_param[src_box]` of `src_rank`."""
+
+    hf_name: str
+    src_rank: int
+    src_param: str
+    src_box: Box
+    dst_rank: int
+    dst_param: str
+    dst_box: Box
+
+    @property
+    def is_local(self) -> bool:
+        """True if both ends are on one rank."""
+        return self.src_rank == self.dst_rank
+
+    @property
+    def num_elements(self) -> int:
+        """Size of the piece."""
+        return box_volume(self.dst_box)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's part of a plan.
+
+    Attributes:
+        rank: whose part.
+        local: copies inside the rank.
+        receives: source rank -> pieces, in plan order.
+        sends: destination rank -> pieces, in the receiver's order.
+    """
+
+    rank: int
+    local: tuple[TransferOp, ...]
+    receives: dict[int, tuple[TransferOp, ...]]
+    sends: dict[int, tuple[TransferOp, ...]]
+
+
+Flow = tuple[np.ndarray, np.ndarray, np.ndarray]  # source ranks, destination ranks, elements; [n] int64 each
+_Spread = dict[tuple[str, Piece], dict[int, int]]  # piece of a tensor -> leftover rank -> its source
+
+
+@dataclass(slots=True, eq=False)
+class _Route:
+    """All pieces with the same holders and the same destination shards, of any class."""
+
+    holders: tuple[int, ...]
+    destinations: tuple[int, ...]
+    turn: int
+    pieces: list[tuple[TensorClass, Piece]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a piece fills of a target: the same for all tensors of a class."""
+
+    piece: Piece
+    box: Box
+    dst_box: Box
+
+
+def group_shards(
+    placements_of: Callable[[int], Iterable[ShardBox]], key_of: Callable[[int], Hashable], ranks: Iterable[int]
+) -> list[Shard]:
+    """Group ranks that hold the same.
+
+    Args:
+        placements_of: the table of a rank; called once per shard.
+        key_of: equal for ranks that hold the same placements (the tp and pp coordinates, say).
+        ranks: ascending.
+
+    Returns:
+        Shards in the order of their first ranks.
+    """
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for rank in ranks:
+        members[key_of(rank)].append(rank)
+    return [Shard(tuple(found), as_table(placements_of(found[0]))) for found in members.values()]
+
+
+def plan_rank(rank: int, source: Sequence[Shard], destination: Sequence[Shard], *, ranks_per_node: int) -> RankPlan:
+    """Plan what one rank copies, receives and sends.
+
+    Args:
+        rank: whose part.
+        source: shards before the move; ranks in no shard hold nothing.
+        destination: shards after it.
+        ranks_per_node: consecutive ranks that share a node.
+
+    Raises:
+        ValueError: a piece of the rank's destination that no source holds, or that two different source
+            boxes hold in part (it would be written twice); the message names the tensor and the box.
+    """
+    return Planner(source, destination, ranks_per_node=ranks_per_node).plan(rank)
+
+
+class Planner:
+    """The index of one pair of layouts, from which any rank's plan can be read; see `plan_rank`."""
+
+    def __init__(self, source: Sequence[Shard], destination: Sequence[Shard], *, ranks_per_node: int) -> None:
+        self._source, self._destination = source, destination
+        self._ranks_per_node = ranks_per_node
+        self._source_of, self._destination_of = _shard_of_rank(source), _shard_of_rank(destination)
+        self._intersect = cache(intersect)  # a model has few distinct pairs of boxes
+        self._held, self._wanted = TensorIndex(source), TensorIndex(destination)
+        self._classes = find_classes(self._held, self._wanted)
+        self._ordinals = {name: number for number, name in enumerate(self._classes)}
+        self._routes: dict[Piece, _Route] = {}  # pieces that nobody needs have none
+        self._choose = cache(self._make_choice)  # of routes that `plan` asks for
+        self._index_routes()
+
+    def plan(self, rank: int) -> RankPlan:
+        """One rank's part of the plan; raises as `plan_rank` does."""
+        local: list[TransferOp] = []
+        receives: dict[int, list[TransferOp]] = defaultdict(list)
+        for op in self._incoming(rank):
+            (local if op.is_local else receives[op.src_rank]).append(op)
+        sends: dict[int, list[TransferOp]] = defaultdict(list)
+        for op in self._outgoing(rank):
+            sends[op.dst_rank].append(op)
+        return RankPlan(rank, tuple(local), _freeze(receives), _freeze(sends))
+
+    def flows(self) -> Iterator[Flow]:
+        """Source ranks, destination ranks and elements, for all ranks, without making operations.
+
+        A pair may come several times; equal ranks are copies inside the rank. Coverage is not checked.
+        """
+        for route in dict.fromkeys(self._routes.values()):
+            choice, leftover = self._make_choice(route)
+            total: dict[int, int] = defaultdict(int)
+            for tensors, piece in route.pieces:
+                for index, elements in self._demand(tensors, piece).items():
+                    total[index] += elements * len(tensors.names)
+            yield (
+                np.array(list(choice.fixed.values()), np.int64),
+                np.array(list(choice.fixed), np.int64),
+                np.array([total[self._destination_of[rank]] for rank in choice.fixed], np.int64),
+            )
+            for (name, piece), sources in leftover.items():
+                demand = self._demand(self._classes[name], piece)
+                yield (
+                    np.array(list(sources.values()), np.int64),
+                    np.array(list(sources), np.int64),
+                    np.array([demand[self._destination_of[rank]] for rank in sources], np.int64),
+                )
+
+    def _incoming(self, rank: int) -> Iterator[TransferOp]:
+        """Operations that fill this rank, in plan order."""
+        if rank not in self._destination_of:
+            return
+        table = self._wanted.tables[self._destination_of[rank]]
+        known: dict[tuple[TensorClass | None, Hashable], list[_Part]] = {}
+        for param, name, kind in table.rows:
+            tensors = self._classes.get(name)
+            if (tensors, kind) not in known:
+                known[tensors, kind] = self._find_parts(tensors, table.boxes[kind])
+                parts = [part.box for part in known[tensors, kind]]
+                _check_cover(parts, table.boxes[kind][1], name, f"rank {rank} parameter {param}")
+            for part in known[tensors, kind]:
+                yield self._make_op(name, part, self._find_source(name, part.piece, rank), rank, param)
+
+    def _find_parts(self, tensors: TensorClass | None, boxes: BoxPair) -> list[_Part]:
+        """Pieces that fill a target, in the order of the source."""
+        parts = ((piece, self._intersect(piece.box, boxes[1])) for piece in (tensors.pieces if tensors else ()))
+        return [_Part(piece, box, localize(box, boxes)) for piece, box in parts if box is not None]
+
+    def _outgoing(self, rank: int) -> Iterator[TransferOp]:
+        """Operations that this rank serves to others, in plan order for each of them."""
+        if rank not in self._source_of:
+            return
+        mine = self._serve(rank)
+        for index in sorted({index for served in mine.values() for _, ranks in served for index in ranks}):
+            table = self._wanted.tables[index]
+            for param, name, kind in self._wanted.list_rows(index, mine):
+                for piece, ranks in mine[name]:
+                    part = self._intersect(piece.box, table.boxes[kind][1]) if index in ranks else None
+                    if part is not None:
+                        first = self._make_op(
+                            name, _Part(piece, part, localize(part, table.boxes[kind])), rank, ranks[index][0], param
+                        )
+                        yield first
+                        for other in ranks[index][1:]:
+                            yield replace(first, dst_rank=other)
+
+    def _serve(self, rank: int) -> dict[str, list[tuple[Piece, dict[int, list[int]]]]]:
+        """Tensor name -> pieces that this rank sends, each with destination shard -> ranks."""
+        shard = self._source_of[rank]
+        fixed_of: dict[_Route, dict[int, list[int]]] = {}
+        mine: dict[str, list[tuple[Piece, dict[int, list[int]]]]] = {}
+        for name in dict.fromkeys(name for _, name, _ in self._held.tables[shard].rows):
+            for piece in self._classes[name].pieces:
+                route = self._routes.get(piece)
+                if route is None or shard not in piece.holders:
+                    continue
+                choice, leftover = self._choose(route)
+                if route not in fixed_of:
+                    fixed_of[route] = self._by_shard(choice.fixed, rank)
+                ranks = fixed_of[route]
+                if leftover:
+                    ranks = self._by_shard(choice.fixed | leftover[name, piece], rank)
+                mine.setdefault(name, []).append((piece, ranks))
+        return mine
+
+    def _by_shard(self, sources: dict[int, int], rank: int) -> dict[int, list[int]]:
+        """Destination shard -> other ranks whose source is `rank`."""
+        found: dict[int, list[int]] = {}
+        for other, source in sources.items():
+            if source == rank != other:
+                found.setdefault(self._destination_of[other], []).append(other)
+        return found
+
+    def _make_op(self, name: str, part: _Part, source: int, rank: int, param: str) -> TransferOp:
+        place, local_box = part.piece.holders[self._source_of[source]]
+        return TransferOp(
+            name,
+            source,
+            self._held.param(name, place),
+            localize(part.box, (local_box, part.piece.box)),
+            rank,
+            param,
+            part.dst_box,
+        )
+
+    def _find_source(self, name: str, piece: Piece, rank: int) -> int:
+        choice, leftover = self._choose(self._routes[piece])
+        return choice.fixed[rank] if rank in choice.fixed else leftover[name, piece][rank]
+
+    def _make_choice(self, route: _Route) -> tuple[SourceChoice, _Spread]:
+        """Sources of a route."""
+        owners = _merge_ranks(self._source, route.holders)
+        choice = choose_sources(owners, _merge_ranks(self._destination, route.destinations), self._ranks_per_node)
+        if not choice.leftover:
+            return choice, {}
+        pieces = [
+            (self._ordinals[name], number, name, piece)
+            for number, (tensors, piece) in enumerate(route.pieces)
+            for name in tensors.names
+        ]
+        volumes = {(name, piece): box_volume(piece.box) for _, _, name, piece in sorted(pieces, key=itemgetter(0, 1))}
+        return choice, choice.spread_leftover(volumes, route.turn)
+
+    def _index_routes(self) -> None:
+        """Find who needs each piece, and join pieces with the same answer to routes."""
+        routes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Route] = {}
+        for tensors in dict.fromkeys(self._classes.values()):
+            for piece in tensors.pieces:
+                needed = tuple(
+                    sorted(
+                        {
+                            index
+                            for box, indices in tensors.targets
+                            if self._intersect(piece.box, box)
+                            for index in indices
+                        }
+                    )
+                )
+                if needed:
+                    holders = tuple(piece.holders)
+                    route = routes.setdefault((holders, needed), _Route(holders, needed, len(routes), []))
+                    route.pieces.append((tensors, piece))
+                    self._routes[piece] = route
+
+    def _demand(self, tensors: TensorClass, piece: Piece) -> dict[int, int]:
+        """Destination shard -> elements of the piece that each of its ranks needs."""
+        demand: dict[int, int] = defaultdict(int)
+        for box, indices in tensors.targets:
+            part = self._intersect(piece.box, box)
+            if part is not None:
+                for index in indices:
+                    demand[index] += box_volume(part)
+        return demand
+
+
+def _check_cover(parts: Sequence[Box], target: Box, name: str, where: str) -> None:
+    """Raise unless the parts fill the target, each element once."""
+    overlap, covered = find_overlap(parts), sum(map(box_volume, parts))
+    if overlap is not None:
+        raise ValueError(f"{name}{list(target)} for {where}: two different source boxes place its {list(overlap)}")
+    if covered != box_volume(target):
+        raise ValueError(
+            f"{name}{list(target)} for {where}: the source places {covered} of its {box_volume(target)} elements"
+        )
+
+
+def _shard_of_rank(shards: Sequence[Shard]) -> dict[int, int]:
+    """Rank -> index of its shard."""
+    shard_of: dict[int, int] = {}
+    for index, shard in enumerate(shards):
+        for rank in shard.ranks:
+            if shard_of.setdefault(rank, index) != index:
+                raise ValueError(f"rank {rank} is in two shards, {shard_of[rank]} and {index}")
+    return shard_of
+
+
+def _merge_ranks(shards: Sequence[Shard], indices: Sequence[int]) -> list[int]:
+    return sorted(rank for index in indices for rank in shards[index].ranks)
+
+
+def _freeze(ops: dict[int, list[TransferOp]]) -> dict[int, tuple[TransferOp, ...]]:
+    return {peer: tuple(ops[peer]) for peer in sorted(ops)}

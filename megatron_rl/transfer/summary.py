@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan costs: bytes per link class, balance, staging memory, and seconds on links of given speed.
+
+Everything is counted from *flows*, arrays of (source rank, destination rank, elements): `Planner.flows` makes them
+per class of pieces without making operations, so that thousands of ranks are counted exactly, not sampled.
+
+Predictions are lower bounds from bandwidth alone: no latency, no packing, no contention between ranks
+that share a link, every rank with a link of its own per class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.transfer.planner import Flow
+from megatron_rl.types import UserError
+
+
+@dataclass(frozen=True)
+class ReshardSummary:
+    """Bytes of one reshard.
+
+    Attributes:
+        num_ranks: ranks of the job.
+        bytes_kept: need not leave their rank (copied inside it, or aliased), all ranks together.
+        bytes_within_node: cross between ranks of a node, all ranks together.
+        bytes_across_nodes: cross between nodes, all ranks together.
+        max_egress_within: most bytes that one rank sends inside its node; likewise the other three.
+        egress_balance: most bytes that one rank sends to others over the mean of all ranks (1 if nothing moves).
+        transient_bytes: staging memory of one rank: two buckets if anything crosses nodes, else 0 (pulled).
+    """
+
+    num_ranks: int
+    bytes_kept: int
+    bytes_within_node: int
+    bytes_across_nodes: int
+    max_egress_within: int
+    max_egress_across: int
+    max_ingress_within: int
+    max_ingress_across: int
+    egress_balance: float
+    transient_bytes: int
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that cross between ranks, all ranks together."""
+        return self.bytes_within_node + self.bytes_across_nodes
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Bytes per second and direction of one rank's links, inside a node and between nodes."""
+
+    within_node: float
+    across_nodes: float
+
+    def __post_init__(self) -> None:
+        if min(self.within_node, self.across_nodes) <= 0:
+            raise UserError(
+                f"bandwidths {self.within_node} and {self.across_nodes} bytes/s",
+                source="link bandwidths",
+                expected="numbers greater than 0",
+                hint="NVLink has about 400e9, a 400 Gb/s NIC 50e9",
+            )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a switch and what they are spent on.
+
+    Attributes:
+        seconds: of the critical path.
+        critical: its link class and direction, "egress across nodes" say; "nothing moves" if it is empty.
+    """
+
+    seconds: float
+    critical: str
+
+
+def summarize(
+    flows: Iterable[Flow], *, num_ranks: int, itemsize: int, ranks_per_node: int, bucket_bytes: int
+) -> ReshardSummary:
+    """Count the flows of all ranks.
+
+    Args:
+        flows: of `Planner.flows`; a pair may come several times.
+        num_ranks: ranks of the job.
+        itemsize: bytes per element on the wire.
+        ranks_per_node: consecutive ranks that share a node.
+        bucket_bytes: size of a staging bucket.
+    """
+    kept = 0
+    egress, ingress = (np.zeros((2, num_ranks), np.int64) for _ in range(2))  # [across][rank]
+    for origins, ranks, elements in flows:
+        leaves = origins != ranks
+        kept += int(elements[~leaves].sum())
+        origins, ranks, elements = origins[leaves], ranks[leaves], elements[leaves]
+        across = (origins // ranks_per_node != ranks // ranks_per_node).astype(np.int64)
+        np.add.at(egress, (across, origins), elements)
+        np.add.at(ingress, (across, ranks), elements)
+    sent = egress.sum(0)
+    (within, across), (egress_within, egress_across), (ingress_within, ingress_across) = (
+        (elements * itemsize).tolist() for elements in (egress.sum(1), egress.max(1), ingress.max(1))
+    )
+    return ReshardSummary(
+        num_ranks,
+        kept * itemsize,
+        bytes_within_node=within,
+        bytes_across_nodes=across,
+        max_egress_within=egress_within,
+        max_egress_across=egress_across,
+        max_ingress_within=ingress_within,
+        max_ingress_across=ingress_across,
+        egress_balance=int(sent.max()) * num_ranks / int(sent.sum()) if sent.any() else 1.0,
+        transient_bytes=2 * bucket_bytes if across else 0,
+    )
+
+
+def predict_seconds(summary: ReshardSummary, bandwidths: Bandwidths) -> Prediction:
+    """The busiest rank's busiest link; links of different class and direction work at the same time."""
+    paths = {
+        "egress within node": summary.max_egress_within / bandwidths.within_node,
+        "ingress within node": summary.max_ingress_within / bandwidths.within_node,
+        "egress across nodes": summary.max_egress_across / bandwidths.across_nodes,
+        "ingress across nodes": summary.max_ingress_across / bandwidths.across_nodes,
+    }
+    critical = max(paths, key=lambda name: paths[name])
+    return Prediction(paths[critical], critical if paths[critical] else "nothing moves")
