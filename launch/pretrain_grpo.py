@@ -6,10 +6,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.config.command_line import leave, run_command  # noqa: E402
-from megatron_rl.config.loading import LoadedConfig  # noqa: E402
 from megatron_rl.config.schema import RunConfig  # noqa: E402
+from megatron_rl.run.command_line import leave, run_command  # noqa: E402
 from megatron_rl.run.inputs import plan_rl, read_rl_inputs  # noqa: E402
+from megatron_rl.run.loading import LoadedConfig  # noqa: E402
 from megatron_rl.run.resolve import resolve  # noqa: E402
 
 

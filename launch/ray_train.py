@@ -24,9 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl.config.command_line import run_command  # noqa: E402
-from megatron_rl.config.loading import LoadedConfig  # noqa: E402
+from megatron_rl.run.command_line import run_command  # noqa: E402
 from megatron_rl.run.inputs import plan_rl, read_rl_inputs  # noqa: E402
+from megatron_rl.run.loading import LoadedConfig  # noqa: E402
 from megatron_rl.types import UserError  # noqa: E402
 
 

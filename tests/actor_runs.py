@@ -19,12 +19,12 @@ from role_setups import make_setup, take_step
 from distributed import run_ranks
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
-from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
-from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import Coordinates, ParallelLayout
-from megatron_rl.training.roles.actor import Actor
+from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.roles.actor import Actor
 from megatron_rl.types import Branch
 from megatron_rl.weights.experts import split_huggingface_experts
 from megatron_rl.weights.families import Head

@@ -23,14 +23,14 @@ import torch  # noqa: E402
 
 import megatron_rl  # noqa: E402
 from launch import pretrain_grpo, pretrain_sft  # noqa: E402
-from megatron_rl.config.command_line import leave, run_command  # noqa: E402
 from megatron_rl.engines.local.transformers import HuggingFaceEngine  # noqa: E402
-from megatron_rl.transfer.executor import Resharder  # noqa: E402
 from megatron_rl.rewards.scorer import Scorer  # noqa: E402
-from megatron_rl.training.roles.actor import Actor  # noqa: E402
-from megatron_rl.run.inputs import plan_rl, read_rl_inputs  # noqa: E402
 from megatron_rl.rollout.generation import RolloutGenerator  # noqa: E402
+from megatron_rl.run.command_line import leave, run_command  # noqa: E402
 from megatron_rl.run.grpo import Trainer  # noqa: E402
+from megatron_rl.run.inputs import plan_rl, read_rl_inputs  # noqa: E402
+from megatron_rl.training.roles.actor import Actor  # noqa: E402
+from megatron_rl.transfer.executor import Resharder  # noqa: E402
 
 TOO_MUCH = 1 << 47  # bytes; more than the address space of a process
 

@@ -34,7 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_rl"
 # Imported by launch/pretrain_grpo.py before it trains, whatever its config says.
-PLAIN_RUN = (f"{PACKAGE}.config.command_line", f"{PACKAGE}.roles.inputs", f"{PACKAGE}.trainer.grpo")
+PLAIN_RUN = (f"{PACKAGE}.run.command_line", f"{PACKAGE}.run.inputs", f"{PACKAGE}.run.grpo")
 # What one response was called on its way; views of it (Branch, Turn, rows of a batch) are not among them.
 RECORDS = ("Generation", "Sample", "PackedSequence", "SftExample", "Response", "Rollout")
 # Tensors (data, sequence_parallel), megatron-core's scheduler (num_steps), multiprocessing.Value (value).

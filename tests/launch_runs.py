@@ -22,7 +22,8 @@ from typing import NoReturn
 import torch
 from torch.distributed import TCPStore
 
-from megatron_rl.config.loading import dump_yaml, load_config
+from megatron_rl.config.rendering import dump_yaml
+from megatron_rl.run.loading import load_config
 from rl_runs import overrides_for
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.loading import load_config
 from megatron_rl.planning.admission import read_shape
 from megatron_rl.planning.cluster import GIB, Cluster, Job, build_job
+from megatron_rl.run.loading import load_config
 from megatron_rl.run.resolve import resolve
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import model_shape_from_config

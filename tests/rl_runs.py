@@ -16,8 +16,8 @@ import yaml
 
 import megatron_rl.run.grpo as trainer_module  # heavy imports once, in the parent
 import megatron_rl.run.sft as sft_module
-from megatron_rl.config.loading import load_config
 from megatron_rl.engines.vllm.vllm_library import prepare_vllm
+from megatron_rl.run.loading import load_config
 from megatron_rl.run.parts import Parts
 from megatron_rl.types import UserError
 from tiny_models import ENGINE_SIZES, save_tiny_model

@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import LayoutConfig, ModelConfig
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.weights.families import SCORE_HEAD
 from megatron_rl.weights.model_config import load_model_shape

@@ -31,7 +31,7 @@ SHARED_WITHIN_LAYER = {"types", "extension"}
 # The rooms that may import megatron.core; vllm may be imported in one file of the package.
 MEGATRON_CORE_ROOMS = {"parallel", "models", "training", "checkpoint"}
 # Rooms whose job includes talking to the terminal.
-PRINTING_ROOMS = {"observability", "lifecycle", "launch", "tools"}
+PRINTING_ROOMS = {"observability", "run", "launch", "tools"}
 
 MAX_FUNCTION_LINES = 60
 
@@ -44,8 +44,7 @@ BEHIND_DOORS = (
     "algorithms.distillation",
     "capsule.",
     "checkpoint.peft",
-    "config.huggingface",
-    "config.verl.",
+    "compat.",
     "models.delta_net",
     "models.experts",
     "models.latent_attention",

@@ -25,9 +25,9 @@ _ROADS = """
   |
  rollout       responses from engines, scored by rewards
   |
- experience    headers on every rank; each role fetches its tokens and packs them (packing)
+ samples       headers on every rank; each role fetches its tokens and packs them
   |
- training      columns: old log-probs, reference log-probs, values (roles)
+ training      columns: old log-probs, reference log-probs, values
   |
  algorithms    advantages and losses, with global denominators
   |
@@ -45,7 +45,7 @@ _ROADS = """
   |
  training      optimizer steps
   |
- weight_sync   moves the weights by a plan of resharding and certifies them
+ transfer      moves the weights by a plan and certifies them
   |
  engines       the engine's own parameters
   |

@@ -21,7 +21,6 @@ from unittest.mock import patch
 import torch
 from pydantic.fields import FieldInfo
 
-from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.vllm.vllm_arguments import list_engine_arguments, list_engine_environment
@@ -29,6 +28,7 @@ from megatron_rl.engines.vllm.vllm_library import prepare_vllm, register_codes, 
 from megatron_rl.engines.vllm.vllm_limits import check_options
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.planning.admission import find_shape, read_shape
+from megatron_rl.run.loading import load_config
 from megatron_rl.run.resolve import resolve
 from megatron_rl.weights.adapters import AdapterShape, make_adapter_shape
 from megatron_rl.weights.families import ModelShape

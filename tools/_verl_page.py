@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+from megatron_rl.compat.verl.groups import GROUPS
+from megatron_rl.compat.verl.kinds import Ignored, Only, Renamed, SameAs
+from megatron_rl.compat.verl.tables import ALIASES, PATTERNS
 from megatron_rl.config.fields import list_fields
 from megatron_rl.config.rendering import render
-from megatron_rl.config.verl.groups import GROUPS
-from megatron_rl.config.verl.kinds import Ignored, Only, Renamed, SameAs
-from megatron_rl.config.verl.tables import ALIASES, PATTERNS
 
 _INTRODUCTION = """\
 # verl's names

@@ -25,9 +25,9 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.directory import resolve_weights
-from megatron_rl.config.command_line import leave
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.parallel.collectives import init_distributed
+from megatron_rl.run.command_line import leave
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tools._layouts import read_training_layout

@@ -33,10 +33,10 @@ from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
 from megatron_rl.algorithms.mismatch import compute_importance_weights, normalize_weights
 from megatron_rl.algorithms.segments import Responses
 from megatron_rl.algorithms.value_loss import compute_value_loss
-from megatron_rl.config.loading import load_config
+from megatron_rl.compat.verl.kl import KL_TYPES
+from megatron_rl.compat.verl.losses import AGGREGATIONS, ESTIMATORS, LOSS_MODES
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.config.verl.kl import KL_TYPES
-from megatron_rl.config.verl.losses import AGGREGATIONS, ESTIMATORS, LOSS_MODES
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 from tools._verl_checkout import load_verl
 

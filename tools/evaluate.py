@@ -21,9 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
-from megatron_rl.config.command_line import end_program, leave
-from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.run.command_line import end_program, leave
+from megatron_rl.run.loading import load_config
 
 # The schema asks for them; an evaluation does not look at them.
 _NOT_READ = ("data.train_files=[none]", "data.weights=null", "data.pass_rates=null", "data.train_batch_size=1")

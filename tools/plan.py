@@ -22,10 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
-from megatron_rl.config.loading import load_config
 from megatron_rl.planning.admission import explain_problem, read_job
 from megatron_rl.planning.cluster import GIB, RESERVE, Cluster, Job
 from megatron_rl.planning.steptime import Assumptions
+from megatron_rl.run.loading import load_config
 from megatron_rl.run.resolve import resolve
 from megatron_rl.types import UserError
 from tools.planning.lengths import read_lengths

@@ -31,9 +31,9 @@ from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.rendering import config_to_dict
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.samples.experience import Experience
 from megatron_rl.observability.run import Run
 from megatron_rl.parallel.collectives import world
+from megatron_rl.samples.experience import Experience
 from megatron_rl.types import UserError
 
 CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE, STATE = "capsule", "rollouts.jsonl", "values.safetensors", "state"

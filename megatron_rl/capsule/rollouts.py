@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.checkpoint.files import FileRecord, write_file
-from megatron_rl.samples.experience import Experience, replicate
 from megatron_rl.parallel.collectives import world
+from megatron_rl.samples.experience import Experience, replicate
 from megatron_rl.transfer.executor import ReshardStats
 from megatron_rl.types import KeptSets, Prompt, Rollout, UserError
 

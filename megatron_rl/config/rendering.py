@@ -63,7 +63,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def format_help(width: int = 100) -> str:
-    """Every setting with its type, default, unit and meaning, imported plugins included; then the verl names.
+    """Every setting with its type, default, unit and meaning, imported plugins included.
 
     Args:
         width: columns of the text.
@@ -77,7 +77,6 @@ def format_help(width: int = 100) -> str:
             if info.section == section:
                 lines += _describe(info, width)
         blocks.append("\n".join(lines) + "\n")
-    blocks.append(_describe_aliases(width))
     return "\n".join(blocks)
 
 
@@ -93,20 +92,3 @@ def render(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return json.dumps(value) if isinstance(value, str) and "\n" in value else str(value)
-
-
-def _describe_aliases(width: int) -> str:
-    from megatron_rl.config.verl.groups import GROUPS
-    from megatron_rl.config.verl.kinds import Renamed
-    from megatron_rl.config.verl.tables import ALIASES
-
-    renamed = [(name, alias.target) for name, alias in ALIASES.items() if isinstance(alias, Renamed)]
-    pairs = [(name, target) for name, target in renamed if name != target]
-    pairs += [(" + ".join(group.names), group.meaning) for group in GROUPS]
-    lines = ["[verl names]  accepted in recipes and on the command line"]
-    for name, target in sorted(pairs):
-        lines += textwrap.wrap(f"{name} -> {target}", width - 2, initial_indent="  ", subsequent_indent="      ")
-    others = sorted(name for name, alias in ALIASES.items() if not isinstance(alias, Renamed))
-    text = f"Without effect or with one value only (reasons: docs/verl_keys.md): {', '.join(others)}."
-    lines += textwrap.wrap(text, width - 2, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
-    return "\n".join(lines) + "\n"

@@ -17,8 +17,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.models.attention_backends import Segments, build_segments, choose_attention_backend
 from megatron_rl.models.rotary import RotaryTable, compute_rotary_table
-from megatron_rl.samples.batch import MicrobatchSlice
 from megatron_rl.parallel.ulysses import shard_rows
+from megatron_rl.samples.batch import MicrobatchSlice
 from megatron_rl.weights.families import FAMILIES, ModelShape
 
 if TYPE_CHECKING:

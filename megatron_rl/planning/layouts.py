@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 
 from megatron_rl.config.batch_plan import BatchPlan, divisors
-from megatron_rl.config.loading import check_config
+from megatron_rl.config.checks import check_config
 from megatron_rl.planning.cluster import GIB, Job, check_layout
 from megatron_rl.planning.communication import ACROSS, Workload, link_of, list_traffic
 from megatron_rl.planning.memory import Phase, RankMemory, compute_memory, find_smallest_cache

@@ -20,9 +20,6 @@ from megatron_rl.config.sampling import SamplingSettings
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.samples.experience import Experience
-from megatron_rl.samples.fetch import hold
-from megatron_rl.samples.table import FINISH_REASONS, Headers, build_headers, gather_headers, join_headers
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import gather_objects, raise_together, reduce_scalars
 from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scores
@@ -30,6 +27,9 @@ from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rewards.validation import compute_validation_metrics, estimate_pass_at_k
 from megatron_rl.rollout.generation import Generator, SampleGroups
 from megatron_rl.rollout.stream import RolloutStream
+from megatron_rl.samples.experience import Experience
+from megatron_rl.samples.fetch import hold
+from megatron_rl.samples.table import FINISH_REASONS, Headers, build_headers, gather_headers, join_headers
 from megatron_rl.types import FAILED, Prompt, Rollout, UserError
 
 

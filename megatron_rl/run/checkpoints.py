@@ -20,12 +20,12 @@ from megatron_rl.checkpoint.files import explain_os_error
 from megatron_rl.checkpoint.manifest import RunContent
 from megatron_rl.checkpoint.resuming import load_training_state
 from megatron_rl.checkpoint.saving import CheckpointSaver, RankState, SaveOutcome, save_now
-from megatron_rl.config.loading import dump_yaml
+from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.parallel.collectives import raise_together, world
 from megatron_rl.run.changes import describe_changes
 from megatron_rl.run.opening import OpenedRun
 from megatron_rl.run.state import TrainingState
-from megatron_rl.parallel.collectives import raise_together, world
 from megatron_rl.types import EXIT_PREEMPTED, Preempted, UserError
 
 

@@ -16,12 +16,12 @@ from megatron_rl.engines.protocol import EngineSpec, EngineWeights, ProbedEngine
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, align_group_names, share_object, world
-from megatron_rl.transfer.aliasing import find_aliases
-from megatron_rl.training.roles.actor import Actor
-from megatron_rl.run.build import group_timeout
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.serving import open_channel
+from megatron_rl.run.build import group_timeout
 from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.roles.actor import Actor
+from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.weights.shard_box import ShardBox
 

@@ -16,6 +16,8 @@ import torch
 from megatron_rl.algorithms.kl import measure_for_target
 from megatron_rl.algorithms.mismatch import has_importance_weights
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.observability.rollout_log import TokenTexts
+from megatron_rl.run.session import Session
 from megatron_rl.samples.describe import (
     choose_logged,
     describe_distributions,
@@ -35,8 +37,6 @@ from megatron_rl.samples.estimate import (
     measure_stale_routes,
 )
 from megatron_rl.samples.experience import Column, Experience
-from megatron_rl.observability.rollout_log import TokenTexts
-from megatron_rl.run.session import Session
 
 
 class Trainer(Session):

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.directory import find_newest_valid, find_step, read_manifest
-from megatron_rl.config.loading import dump_yaml
+from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.observability.metrics import METRICS_FILE, has_records
+from megatron_rl.observability.run import Run
+from megatron_rl.parallel.collectives import open_store, raise_together, share_object, world
 from megatron_rl.run.changes import Dependencies, check_dependencies, find_dependencies
 from megatron_rl.run.guard import Guard
 from megatron_rl.run.lock import RunLock
 from megatron_rl.run.watchdog import Watchdog, Watched
-from megatron_rl.observability.metrics import METRICS_FILE, has_records
-from megatron_rl.observability.run import Run
-from megatron_rl.parallel.collectives import open_store, raise_together, share_object, world
 from megatron_rl.types import UserError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

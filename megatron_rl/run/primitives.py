@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megatron_rl.config.loading import dump_yaml
+from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSet
+from megatron_rl.rollout.generation import SampleGroups
+from megatron_rl.run.export import actor_export
+from megatron_rl.run.inputs import RlInputs
+from megatron_rl.run.sampling import RolloutMembers
+from megatron_rl.run.state import TrainedPart, TrainingState
 from megatron_rl.samples.estimate import find_rollouts
 from megatron_rl.samples.experience import Column, Experience
 from megatron_rl.samples.pack import Packer
-from megatron_rl.run.state import TrainedPart, TrainingState
-from megatron_rl.run.export import actor_export
-from megatron_rl.run.inputs import RlInputs
 from megatron_rl.training.roles.on_samples import ActorOnSamples, CriticOnSamples, PolicyOnSamples, RewardModelOnSamples
-from megatron_rl.rollout.generation import SampleGroups
-from megatron_rl.run.sampling import RolloutMembers
 from megatron_rl.types import Prompt, UserError
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from megatron_rl.samples.shape_buckets import Buckets
+from megatron_rl.parallel.kept_sets import PackedKeptSets
 from megatron_rl.samples.microbatches import MicrobatchPlan
 from megatron_rl.samples.prefix import (
     SegmentKeys,
@@ -31,7 +31,7 @@ from megatron_rl.samples.prefix import (
     move_to_device,
     pad_segment_keys,
 )
-from megatron_rl.parallel.kept_sets import PackedKeptSets
+from megatron_rl.samples.shape_buckets import Buckets
 from megatron_rl.types import Branch, KeptSets, LossLedger
 
 

@@ -12,13 +12,13 @@ import torch
 
 from megatron_rl.algorithms.losses import find_clipped
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
+from megatron_rl.observability.summary import NUM_BEST
+from megatron_rl.rewards.answers import RESTATES
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.estimate import loss_inputs
 from megatron_rl.samples.experience import Experience, find_runs
 from megatron_rl.samples.table import FINISH_REASONS, Headers
-from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
-from megatron_rl.observability.summary import NUM_BEST
-from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.rewards.answers import RESTATES
 from megatron_rl.types import SERVICE_FAILURES, Rollout
 
 

@@ -23,10 +23,10 @@ from megatron_rl.algorithms.mismatch import (
 )
 from megatron_rl.algorithms.segments import Responses, mark_first
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.parallel.collectives import raise_together, reduce_scalars
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.table import Headers
-from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.parallel.collectives import raise_together, reduce_scalars
 from megatron_rl.types import UserError
 
 

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.parallel.collectives import reduce_scalars
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.fetch import (
     Fetched,
     Holders,
@@ -34,8 +36,6 @@ from megatron_rl.samples.fetch import (
 )
 from megatron_rl.samples.pack import Packer, Packing
 from megatron_rl.samples.table import FINISH_REASONS, Headers, build_headers, join_headers
-from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.parallel.collectives import reduce_scalars
 from megatron_rl.types import Branch, Prompt, Rollout, RouteShape, Turn
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.samples.table import Headers
 from megatron_rl.parallel.collectives import current_device, exchange_bytes
+from megatron_rl.samples.table import Headers
 from megatron_rl.types import Branch, KeptSets, Rollout, RouteShape
 
 Read = Callable[[str, np.ndarray], torch.Tensor]  # (column, sequences held here) -> their values, one after another

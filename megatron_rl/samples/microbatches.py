@@ -31,9 +31,9 @@ from itertools import chain, islice, pairwise
 
 import numpy as np
 
-from megatron_rl.samples.shape_buckets import Buckets
-from megatron_rl.samples.prefix import SharedPrefixes
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
+from megatron_rl.samples.prefix import SharedPrefixes
+from megatron_rl.samples.shape_buckets import Buckets
 
 _NO_UNIT = np.iinfo(np.int64).max  # cost of the lightest unit of a rank without units
 _TRIED_AT_ONCE = 256  # pairs of units, at first; as few are cheaper in Python than in numpy

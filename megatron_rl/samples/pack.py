@@ -16,13 +16,13 @@ from megatron_rl.algorithms.ledger import build_ledger
 from megatron_rl.config.batch_plan import BatchPlan, SftPlan
 from megatron_rl.config.options import find_options
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
-from megatron_rl.samples.fetch import Holders
-from megatron_rl.samples.table import Headers
+from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
-from megatron_rl.samples.shape_buckets import Buckets, padding_metrics
+from megatron_rl.samples.fetch import Holders
 from megatron_rl.samples.microbatches import MicrobatchPlan, microbatch_sizes, packing_metrics, plan_microbatches
 from megatron_rl.samples.prefix import SharedPrefixes, is_repeated, share_prompts
-from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.samples.shape_buckets import Buckets, padding_metrics
+from megatron_rl.samples.table import Headers
 from megatron_rl.types import Branch, LossLedger, RouteShape
 
 FetchBranches = Callable[[Holders], Mapping[int, Branch]]

@@ -18,9 +18,9 @@ from hashlib import blake2b
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.samples.prefix import arrange_branches
 from megatron_rl.parallel.collectives import gather_flat
 from megatron_rl.rewards.validation import name_answer
+from megatron_rl.samples.prefix import arrange_branches
 from megatron_rl.types import FAILED, SERVICE_FAILURES, Branch, Rollout, has_reward
 
 FINISH_REASONS = ("stop", "length", "turns", "timeout", "error")

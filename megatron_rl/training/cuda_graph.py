@@ -35,8 +35,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_all_rng_states, model_parallel_cuda_manual_seed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.groups import list_gather_buffers
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.training.step import Shape, StaticStep, StepLoss, describe_shape, find_shape

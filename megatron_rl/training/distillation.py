@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from megatron_rl.algorithms.distillation import compute_top_k_divergence
 from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.models.stages import HiddenStatesModel
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.chunked_divergence import compute_linear_divergence, compute_linear_logprobs_of
 from megatron_rl.parallel.chunked_logprobs import OutputSoftmax
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import LearnedTeacher
 from megatron_rl.weights.megatron_layout import megatron_placements

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.stages import HiddenStatesModel, ScoreModel
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.chunked_logprobs import (
     OutputSoftmax,
@@ -24,6 +23,7 @@ from megatron_rl.parallel.chunked_logprobs import (
     compute_linear_sum_pi_squared,
 )
 from megatron_rl.parallel.ulysses import combine_shards
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.packed_model import PackedModel
 
 if TYPE_CHECKING:

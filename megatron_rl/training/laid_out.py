@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.zero_checks import FULLY_SHARDED
-from megatron_rl.samples.shape_buckets import Buckets, build_buckets
-from megatron_rl.samples.microbatches import compute_attention_ratio, find_pad_multiple
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.samples.microbatches import compute_attention_ratio, find_pad_multiple
+from megatron_rl.samples.shape_buckets import Buckets, build_buckets
 from megatron_rl.transfer.computed import SourceParams
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters, make_adapter_shape
 from megatron_rl.weights.families import ModelShape

@@ -28,15 +28,15 @@ from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.packed_sequences import PackedSequences, build_packed_sequences
 from megatron_rl.models.stages import local_values
 from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.pairs import find_pair
 from megatron_rl.parallel.ulysses import shard_rows
-from megatron_rl.transfer.computed import SourceParams
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.reduction import EarlyReduction, wrap_stages
 from megatron_rl.training.setup import RoleSetup
+from megatron_rl.transfer.computed import SourceParams
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
 from megatron_rl.weights.shard_box import check_placements
 

@@ -25,9 +25,9 @@ from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.models.attention import PackedAttention
 from megatron_rl.models.packed_sequences import CachedRows, PackedSequences, build_packed_sequences
 from megatron_rl.models.routing import RowRoutes
+from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.samples.batch import MicrobatchSlice
 from megatron_rl.samples.prefix import SegmentKeys, move_to_device
-from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.training.next_tokens import draw_next_tokens
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import KeptSets, UserError

@@ -12,10 +12,10 @@ import torch
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import LayoutConfig, ModelConfig
-from megatron_rl.samples.batch import Padding, build_train_batch
-from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.samples.batch import Padding, build_train_batch
+from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.collectives import share_object
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.training.reduction import reduce_early

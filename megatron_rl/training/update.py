@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms.ledger import check_ledger, is_ledger_met, ledger_metrics
 from megatron_rl.config.schema import TrainedConfig
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.collectives import broadcast_tensors, gather_objects
 from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.training.step import EagerStep, StaticStep, StepLoss

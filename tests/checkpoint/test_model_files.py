@@ -22,8 +22,8 @@ from megatron_rl.checkpoint.model_files import ModelFiles, decode_mxfp4
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.transfer.planner import group_shards
 from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.transfer.planner import group_shards
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import split_huggingface_experts
 from megatron_rl.weights.model_config import load_model_shape

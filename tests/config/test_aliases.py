@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.compat.verl.aliases import alias_names
+from megatron_rl.compat.verl.groups import GROUPS
+from megatron_rl.compat.verl.kinds import Renamed, SameAs
+from megatron_rl.compat.verl.tables import ALIASES, PATTERNS
 from megatron_rl.config.fields import list_fields
-from megatron_rl.config.loading import LoadedConfig, _is_ours, load_config
 from megatron_rl.config.sources import Setting
-from megatron_rl.config.verl.aliases import alias_names
-from megatron_rl.config.verl.groups import GROUPS
-from megatron_rl.config.verl.kinds import Renamed, SameAs
-from megatron_rl.config.verl.tables import ALIASES, PATTERNS
 from megatron_rl.run.inputs import plan_rl
+from megatron_rl.run.loading import LoadedConfig, _is_ours, load_config
 from megatron_rl.types import UserError
 from tools._verl_page import format_page
 

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from launch_runs import ROOT, environment
-from megatron_rl.config.command_line import run_command
+from megatron_rl.run.command_line import run_command
 from megatron_rl.run.inputs import plan_rl, read_rl_inputs
 from megatron_rl.types import Preempted, UserError, mark_reported
 
@@ -22,7 +22,7 @@ USER_ERROR = "error: a\n  source:   b\n  expected: c\n  hint:     d\n"
 SETTINGS = ["model.path=m", "data.train_files=[x]", "data.train_batch_size=8"]
 PROGRAM = {"name": "x", "description": "", "build_plan": plan_rl, "read_inputs": read_rl_inputs}
 SCRIPT = """
-from megatron_rl.config.command_line import end_program_on_errors
+from megatron_rl.run.command_line import end_program_on_errors
 from megatron_rl.types import Preempted, UserError, mark_reported
 end_program_on_errors()
 end_program_on_errors()
@@ -96,7 +96,7 @@ def test_what_nobody_foresaw_before_there_is_a_log_keeps_its_traceback(capsys: p
 LEAVING = """
 import atexit, sys, threading, time
 import torch.distributed as dist
-from megatron_rl.config.command_line import leave
+from megatron_rl.run.command_line import leave
 
 class Loud:
     def __del__(self):

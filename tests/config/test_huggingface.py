@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.compat.huggingface import ALIASES, GROUPS
+from megatron_rl.compat.verl.kinds import Renamed
 from megatron_rl.config.fields import list_fields
-from megatron_rl.config.huggingface import ALIASES, GROUPS
-from megatron_rl.config.loading import LoadedConfig, load_config
-from megatron_rl.config.verl.kinds import Renamed
+from megatron_rl.run.loading import LoadedConfig, load_config
 from megatron_rl.types import UserError
 
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]

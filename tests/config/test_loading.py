@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.compat.verl.aliases import format_names
 from megatron_rl.config.fields import list_fields
-from megatron_rl.config.loading import config_to_dict, dump_yaml, format_help, load_config
+from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 
 RECIPE = """\
@@ -283,13 +285,13 @@ def test_help_names_every_setting_with_type_default_and_unit() -> None:
     for name, info in list_fields().items():
         assert f"  {name}  ({info.describe_type()}; " in text
     assert "data.train_batch_size  (integer; required)  [prompts]" in text
-    assert "data.val_files -> data.validation_files" in text
+    assert "data.val_files -> data.validation_files" in format_names()
 
 
 def test_loading_needs_no_torch() -> None:
     """Covers config and batch plan; tests/launch/test_dry_run.py has the whole dry run."""
     code = (
-        "import sys; from megatron_rl.config.loading import load_config; "
+        "import sys; from megatron_rl.run.loading import load_config; "
         "from megatron_rl.run.inputs import plan_rl; "
         f"plan_rl(load_config(None, {MINIMAL!r}).config, 2); "
         "sys.exit('torch' in sys.modules)"

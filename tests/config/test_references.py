@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.loading import load_config
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 
 BASE = "model: {path: policy}\ndata: {train_files: train.jsonl, train_batch_size: 8, max_prompt_length: 100}\n"

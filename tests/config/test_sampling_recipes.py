@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.loading import dump_yaml, load_config
+from megatron_rl.config.rendering import dump_yaml
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 
 MINIMAL = ["model.path=m", "data.train_files=[t.jsonl]", "data.train_batch_size=8"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config.loading import load_config
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config.loading import load_config
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 
 GIVEN = ["model.path=m", "data.train_files=[t.jsonl]", "data.train_batch_size=8"]

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from megatron_rl.config.command_line import _split
-from megatron_rl.config.loading import load_config
+from megatron_rl.run.command_line import _split
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

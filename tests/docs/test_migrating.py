@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megatron_rl.config.fields import list_fields, section_classes
-from megatron_rl.config.loading import load_config
+from megatron_rl.run.loading import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -389,7 +389,8 @@ def test_server_that_is_started_ends_with_what_it_has_started(tmp_path: Path) ->
 def test_server_ends_with_its_rank(tmp_path: Path) -> None:
     """Which is killed, and so cannot end anything itself."""
     program = (
-        "import sys, time; from pathlib import Path; from megatron_rl.engines.servers.server_client import ServerProcess\n"
+        "import sys, time; from pathlib import Path\n"
+        "from megatron_rl.engines.servers.server_client import ServerProcess\n"
         "server = ServerProcess(['sleep', '100'], {}, Path(sys.argv[1]))\n"
         "print(server._process.pid, flush=True); time.sleep(100)\n"
     )

@@ -22,6 +22,8 @@ from distributed import run_ranks
 from megatron_rl.algorithms.advantages import AdvantageInputs, register_advantage_estimator
 from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, find_policy_loss
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.describe import describe_rollouts, describe_sources
 from megatron_rl.samples.estimate import (
     compute_advantages,
@@ -32,8 +34,6 @@ from megatron_rl.samples.estimate import (
 )
 from megatron_rl.samples.experience import Column, Experience, replicate
 from megatron_rl.samples.pack import Packer, Packing
-from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import Branch, Rollout
 
 PROMPTS = [make_prompt(5), make_prompt(3)]

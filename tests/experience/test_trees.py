@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from sample_rollouts import ROLLOUTS
 
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.fetch import Holders
 from megatron_rl.samples.pack import Packer, Packing, share_branches
 from megatron_rl.samples.table import build_headers
-from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import Branch, Prompt, Rollout
 from tools.benchmarks.bench_trees import ForkedEpisodes, count_unique_tokens
 

@@ -35,7 +35,7 @@ from chat_templates import write_chat_tokenizer
 from distributed import run_ranks
 from golden_runs import make_golden_task
 from megatron_rl.config.fields import FieldInfo, list_fields
-from megatron_rl.config.loading import load_config
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 from rl_runs import import_engine, overrides_for, sft_module, sft_overrides, trainer_module
 from tiny_models import ENGINE_SIZES, save_tiny_model

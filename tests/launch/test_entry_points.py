@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launch.pretrain_grpo import train
-from megatron_rl.config.command_line import run_command
+from megatron_rl.run.command_line import run_command
 from megatron_rl.run.inputs import plan_rl, read_rl_inputs
 from tools import make_toy_task
 
@@ -71,9 +71,9 @@ def test_help_lists_every_setting() -> None:
 @pytest.mark.parametrize(("policy", "expected"), [("truncate", (64, "truncated")), ("drop", (None, "dropped"))])
 def test_long_prompts_are_truncated_or_dropped_and_counted(toy: Path, policy: str, expected: tuple) -> None:
     """The other two policies keep a count instead of raising."""
-    from megatron_rl.config.loading import load_config
     from megatron_rl.data.prompts import load_prompts
     from megatron_rl.data.tokenizer import load_tokenizer
+    from megatron_rl.run.loading import load_config
 
     config = load_config(RECIPE, [*task_arguments(toy), f"data.overlong_prompts={policy}", "data.max_prompt_length=5"])
     found = load_prompts([f"{toy}/train.jsonl"], load_tokenizer(toy / "model"), config.config.data)
@@ -86,7 +86,7 @@ def test_a_rank_speaks_for_itself_where_the_first_found_no_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr("megatron_rl.config.command_line._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("megatron_rl.run.command_line._PATIENCE_SECONDS", 0.0)
     status = run_command(
         [str(RECIPE), "actor.learning_rate=1"],
         name="pretrain_grpo",

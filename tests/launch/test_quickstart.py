@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from launch_runs import ROOT, environment
-from megatron_rl.config.loading import load_config
 from megatron_rl.run.inputs import plan_rl
+from megatron_rl.run.loading import load_config
 
 # Instead of starting ranks it appends how it was called.
 RECORDER = '#!/bin/sh\nprintf "%s\\n" "$*" >> torchrun_calls\n'

@@ -21,7 +21,7 @@ import yaml
 
 import megatron_rl.run.grpo as trainer_module
 from distributed import run_ranks
-from megatron_rl.config.loading import load_config
+from megatron_rl.run.loading import load_config
 from tiny_models import engine_sizes, save_tiny_model
 from tools import prepare_prompts
 

@@ -19,8 +19,9 @@ import pytest
 from dap_client import DapClient
 from distributed import run_ranks
 from launch_runs import ROOT, environment
-from megatron_rl.config.loading import dump_yaml, load_config
 from megatron_rl.config.observability_checks import check_debug_rank
+from megatron_rl.config.rendering import dump_yaml
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 from rl_runs import overrides_for, read_records, train
 
@@ -29,7 +30,7 @@ PROGRAM = """
 import logging
 import sys
 from pathlib import Path
-from megatron_rl.config.loading import load_config
+from megatron_rl.run.loading import load_config
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.guard import Guard
 from megatron_rl.run.watchdog import Watched

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.run.opening import StopRequest
-from megatron_rl.run.watchdog import Watchdog, Watched
 from megatron_rl.observability.rank_log import log_path, open_rank_log
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel import pairs
 from megatron_rl.parallel.collectives import broadcast_tensors, open_store, world
+from megatron_rl.run.opening import StopRequest
+from megatron_rl.run.watchdog import Watchdog, Watched
 
 LIMIT = 1.0
 

@@ -25,10 +25,10 @@ from megatron_rl.models import gpt
 from megatron_rl.models.gpt import ColumnParallelLinear, ModuleSpec, build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.transformer_config import build_transformer_config
-from megatron_rl.samples.batch import Padding, build_train_batch
-from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.samples.batch import Padding, build_train_batch
+from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import Branch, UserError

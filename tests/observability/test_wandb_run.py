@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import (
     ActorConfig,
     DataConfig,
@@ -25,6 +24,7 @@ from megatron_rl.config.schema import (
     ObservabilityConfig,
     RunConfig,
 )
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

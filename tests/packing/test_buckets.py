@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
-from megatron_rl.samples.shape_buckets import Buckets, build_buckets, padding_metrics
 from megatron_rl.samples.prefix import share_prompts
+from megatron_rl.samples.shape_buckets import Buckets, build_buckets, padding_metrics
 from megatron_rl.types import Branch
 
 CPU = torch.device("cpu")

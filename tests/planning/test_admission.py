@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS
-from megatron_rl.config.loading import load_config
 from megatron_rl.planning.admission import check_fits, find_shape, read_job
 from megatron_rl.planning.cluster import Cluster, describe_cluster, find_cluster
+from megatron_rl.run.loading import load_config
 from megatron_rl.run.resolve import resolve
 from megatron_rl.types import UserError
 

@@ -21,14 +21,14 @@ from storage_watch import measure_peak
 from actor_runs import ALGORITHM, Case, build_actor
 from distributed import run_ranks
 from megatron_rl.algorithms.aggregation import aggregate
-from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
-from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.planning.cluster import Cluster, Job, build_job
 from megatron_rl.planning.memory import compute_memory
-from megatron_rl.training.roles.actor import Actor
+from megatron_rl.run.loading import load_config
 from megatron_rl.run.resolve import resolve
+from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
+from megatron_rl.samples.microbatches import plan_microbatches
+from megatron_rl.training.roles.actor import Actor
 from megatron_rl.types import Branch
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import draw_tokens, save_tiny_model

@@ -34,26 +34,26 @@ GPU_BYTES = 80 << 30
 fake_cuda.install(GPU_BYTES, 4)
 
 from megatron_rl.checkpoint.rng import read_rng, restore_rng
-from megatron_rl.config.loading import load_config
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RolloutConfig, TrainedConfig
 from megatron_rl.config.server import ServerConfig
-from megatron_rl.engines.servers import served
 from megatron_rl.engines.modes import fit_to_device
 from megatron_rl.engines.protocol import EngineSpec
+from megatron_rl.engines.servers import served
 from megatron_rl.engines.servers.server_apis import VllmServer
 from megatron_rl.engines.servers.server_sglang import SglangServer
 from megatron_rl.models import attention_backends
 from megatron_rl.parallel.collectives import Process, current_device, init_distributed, memory_in_use
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.planning.cluster import find_cluster
-from megatron_rl.transfer import pull
-from megatron_rl.transfer.executor import Resharder
 from megatron_rl.run.bitwise import check_bitwise
+from megatron_rl.run.loading import load_config
 from megatron_rl.training.fast_path import find_fast_paths
 from megatron_rl.training.policy_engine import PolicyEngine
 from megatron_rl.training.profiling import StepProfiler
 from megatron_rl.training.step import check_step_mode
+from megatron_rl.transfer import pull
+from megatron_rl.transfer.executor import Resharder
 from megatron_rl.types import UserError
 from tools.replay import replaying
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from role_setups import take_step
 
 from distributed import run_ranks
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.groups import build_groups, list_gather_buffers
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training import reduction
 from megatron_rl.types import UserError
 from step_runs import Setup, build_ragged_batch, build_role, compare_modes

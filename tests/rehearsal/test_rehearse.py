@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.loading import load_config
+from megatron_rl.run.loading import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "launch/recipes/qwen2.5_0.5b_gsm8k.yaml"

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.transfer import buckets
-from megatron_rl.transfer import executor
+from megatron_rl.transfer import buckets, executor
 from megatron_rl.transfer.executor import Resharder, Transport
 from megatron_rl.transfer.planner import RankPlan, group_shards, plan_rank
 from megatron_rl.types import UserError

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.samples.table import Headers, build_headers, join_headers
 from megatron_rl.rollout.collector import find_informative
+from megatron_rl.samples.table import Headers, build_headers, join_headers
 from megatron_rl.types import Prompt, Rollout, UserError
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config.loading import load_config
 from megatron_rl.models import attention_backends
+from megatron_rl.run.loading import load_config
 from tools import _gpu_probes as probes
 from tools import first_gpu_run as ladder
 

@@ -10,8 +10,8 @@ import yaml
 
 from distributed import run_ranks
 from golden_runs import compare, observe
-from megatron_rl.config.loading import load_config
 from megatron_rl.run.grpo import Trainer
+from megatron_rl.run.loading import load_config
 from rl_runs import overrides_for, train
 
 GIVEN = ["data.validation_files=[]", "rollout.engine=hf", "actor.pipeline_model_parallel_size=2"]

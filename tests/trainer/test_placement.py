@@ -15,12 +15,12 @@ import pytest
 
 from distributed import run_ranks
 from golden_runs import compare, make_golden_task, observe
-from megatron_rl.config.loading import load_config
+from megatron_rl.run.grpo import Trainer
+from megatron_rl.run.loading import load_config
+from megatron_rl.run.parts import Parts
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.critic import Critic
-from megatron_rl.run.parts import Parts
-from megatron_rl.run.grpo import Trainer
 from rl_runs import overrides_for, read_records, train
 
 # Bitwise: the log-probs of a response do not depend on the engine that it came from, nor on what ran beside it.

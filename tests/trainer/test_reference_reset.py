@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from distributed import run_ranks
-from megatron_rl.config.loading import load_config
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 from rl_runs import layout_overrides, overrides_for, read_records, train
 

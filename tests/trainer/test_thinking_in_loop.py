@@ -15,7 +15,7 @@ import pytest
 from sabotage import Blow, kill, read_rollouts
 
 from distributed import run_ranks
-from megatron_rl.config.loading import load_config
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 from rl_runs import make_task, overrides_for, read_records, train
 

@@ -33,11 +33,11 @@ from actor_runs import (
 from distributed import run_ranks
 from megatron_rl.checkpoint.huggingface import ShardedModel, check_checkpoint, save_huggingface
 from megatron_rl.config.schema import CriticConfig
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.transfer.planner import group_shards
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.roles.critic import Critic
+from megatron_rl.transfer.planner import group_shards
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import draw_tokens, save_tiny_model
 

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from actor_runs import ALGORITHM, Case, build_actor, build_batch, merge_weights, train_with_transformers
 from distributed import run_ranks
-from megatron_rl.config.loading import load_config
 from megatron_rl.models.experts import list_matrices
 from megatron_rl.run.inputs import read_rl_inputs
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import split_huggingface_experts
 from megatron_rl.weights.model_config import load_model_shape

@@ -17,9 +17,9 @@ import torch
 from role_setups import take_step
 
 from distributed import run_ranks
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.types import Branch, Rollout
 from tiny_models import VOCAB_SIZE, save_tiny_model
 from tools.benchmarks._bench_actor import build_bench_actor

@@ -37,22 +37,22 @@ from megatron_rl.config.schema import (
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.samples.batch import Padding, build_train_batch
-from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.transfer.certificate import CertificateError
-from megatron_rl.transfer.computed import ScaledParam
-from megatron_rl.transfer.executor import Resharder
+from megatron_rl.rollout.generation import SampleGroups
 from megatron_rl.run.build import build_role
 from megatron_rl.run.engine import build_rollout
 from megatron_rl.run.export import actor_export
 from megatron_rl.run.models import RoleInputs
 from megatron_rl.run.resolve import resolve
-from megatron_rl.rollout.generation import SampleGroups
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.samples.batch import Padding, build_train_batch
+from megatron_rl.samples.microbatches import plan_microbatches
+from megatron_rl.transfer.certificate import CertificateError
+from megatron_rl.transfer.computed import ScaledParam
+from megatron_rl.transfer.executor import Resharder
 from megatron_rl.transfer.hybrid_engine import HybridEngine
+from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.rollout_layout import huggingface_placements

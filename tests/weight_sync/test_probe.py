@@ -16,8 +16,8 @@ import torch.distributed as dist
 from distributed import run_ranks
 from megatron_rl.engines.build import AbsentEngine, EngineTables
 from megatron_rl.engines.protocol import Probed, Sampled
-from megatron_rl.types import UserError
 from megatron_rl.transfer.probe import ProbedWeights
+from megatron_rl.types import UserError
 
 TOKENS = np.array([5, 6, 7], np.int32)
 

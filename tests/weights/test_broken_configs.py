@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.loading import load_config
 from megatron_rl.run.inputs import read_rl_inputs
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.config_checks import MOST_MATRICES

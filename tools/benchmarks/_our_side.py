@@ -22,8 +22,8 @@ import torch
 from megatron_rl.parallel.collectives import current_device, init_distributed
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.roles.actor import Actor
 from megatron_rl.run.grpo import Trainer
+from megatron_rl.training.roles.actor import Actor
 from tools.benchmarks._bench_actor import ALGORITHM, build_bench_actor, build_bench_batch
 from tools.benchmarks._step_contest import (
     KL_COEF,

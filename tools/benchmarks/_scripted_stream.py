@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.config.loading import load_config
 from megatron_rl.data.stream import PromptBatches, PromptStream
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.sampling import SamplingConfig
@@ -22,6 +21,7 @@ from megatron_rl.rollout.order import SampleOrder
 from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
 from megatron_rl.rollout.serving import Channel
 from megatron_rl.rollout.stream import Clock, RolloutStream
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import Prompt
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
 from tools.planning.lengths import LengthModel

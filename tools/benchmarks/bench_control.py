@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.config.command_line import leave
 from megatron_rl.engines.protocol import Request
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import gather_objects, init_distributed, world
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.serving import Channel, ControlMessage, open_channel
+from megatron_rl.run.command_line import leave
 
 LIMIT = 0.01
 

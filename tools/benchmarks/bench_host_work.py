@@ -26,12 +26,12 @@ import numpy as np
 import torch
 
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.samples.describe import describe_rollouts
 from megatron_rl.samples.fetch import Holders, plan_fetch
 from megatron_rl.samples.pack import Packer
 from megatron_rl.samples.table import HEADER, Headers, build_headers
-from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.types import Branch, Prompt, Rollout, Turn
 
 GROUP_SIZE = 8

@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl import Trainer
-from megatron_rl.config.loading import load_config
-from megatron_rl.samples.experience import Experience
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.collectives import gather_objects, world
+from megatron_rl.run.loading import load_config
+from megatron_rl.run.parts import Parts
+from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.samples.experience import Experience
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.critic import Critic
-from megatron_rl.run.parts import Parts
 from megatron_rl.training.roles.reference import Reference
 
 LIMIT, WARMUP = 1.15, 2

@@ -28,10 +28,10 @@ import numpy as np
 import psutil
 import torch.distributed as dist
 
-from megatron_rl.config.command_line import end_program
-from megatron_rl.config.loading import load_config
-from megatron_rl.samples.experience import Experience
+from megatron_rl.run.command_line import end_program
 from megatron_rl.run.grpo import Trainer
+from megatron_rl.run.loading import load_config
+from megatron_rl.samples.experience import Experience
 
 
 class SoakTrainer(Trainer):

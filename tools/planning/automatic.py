@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_rl.config.loading import override
 from megatron_rl.config.placement import AutoLayoutConfig
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
@@ -19,6 +18,7 @@ from megatron_rl.planning.cluster import GIB, Cluster, Job
 from megatron_rl.planning.layouts import Candidate, check_job, find_problem, list_candidates
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.planning.steptime import Assumptions, build_workload
+from megatron_rl.run.loading import override
 from megatron_rl.types import UserError
 from tools.planning.lengths import read_lengths
 from tools.planning.schedule_choice import Option, choose_schedule, recommend

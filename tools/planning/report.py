@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.batch_plan import BatchPlan
-from megatron_rl.samples.microbatches import packing_metrics, plan_microbatches
 from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.communication import ACROSS, WITHIN, Traffic, Workload, list_traffic
 from megatron_rl.planning.layouts import (
@@ -23,6 +22,7 @@ from megatron_rl.planning.layouts import (
 )
 from megatron_rl.planning.memory import RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.steptime import Assumptions, StepTime, build_workload, predict_step
+from megatron_rl.samples.microbatches import packing_metrics, plan_microbatches
 from tools.planning.switch import SwitchPlan, plan_switch
 
 _MAX_PACKED = 20_000  # rollouts of a minibatch that are packed to show how it goes

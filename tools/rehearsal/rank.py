@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.planning.cluster import Job
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.step import StepLoss
 from megatron_rl.transfer.hybrid_engine import HybridEngine

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import torch
 
 from megatron_rl.checkpoint import saving
-from megatron_rl.run.state import TrainedPart
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.memory import count_step_tokens
+from megatron_rl.run.state import TrainedPart
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.roles.teachers import ask_teacher
 
 

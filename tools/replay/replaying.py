@@ -22,10 +22,10 @@ from megatron_rl.checkpoint.directory import find_problems, find_problems_togeth
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state
 from megatron_rl.checkpoint.side_files import CONFIG_DIR
-from megatron_rl.config.loading import load_config
 from megatron_rl.config.placement import PlacementConfig
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.parallel.collectives import share_object
+from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tools.replay.comparing import compare_sections

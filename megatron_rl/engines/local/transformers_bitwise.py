@@ -13,8 +13,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from megatron_rl.models.attention_backends import Segments, attend, build_segments
-from megatron_rl.samples.prefix import SegmentKeys
 from megatron_rl.parallel.batch_invariant import multiply
+from megatron_rl.samples.prefix import SegmentKeys
 
 ATTENTION = "megatron_rl_tiled"
 

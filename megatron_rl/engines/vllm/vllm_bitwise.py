@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from megatron_rl.models.attention_backends import Segments, attend, build_segments
-from megatron_rl.samples.prefix import SegmentKeys
 from megatron_rl.parallel.batch_invariant import multiply
 from megatron_rl.parallel.vocab_parallel import compute_all_logprobs
+from megatron_rl.samples.prefix import SegmentKeys
 
 ENGINE_ARGUMENTS: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 

@@ -13,8 +13,8 @@ from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
 from megatron_rl.algorithms.mismatch import compute_importance_weights, has_importance_weights
 from megatron_rl.algorithms.segments import Responses
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.parallel.collectives import share_object
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import PackedModel

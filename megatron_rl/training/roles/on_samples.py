@@ -16,13 +16,13 @@ import torch
 from megatron_rl.algorithms.losses import compute_sft_loss
 from megatron_rl.algorithms.old_logprobs import find_early_reader_of_loss
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.parallel.collectives import broadcast_tensors, share_object, world
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.experience import Column, Experience, Minibatch
 from megatron_rl.samples.fetch import Holders
 from megatron_rl.samples.pack import Packer
-from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.parallel.collectives import broadcast_tensors, share_object, world
-from megatron_rl.training.roles.actor import LossFunction
 from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.roles.actor import LossFunction
 from megatron_rl.types import Rollout, UserError
 
 

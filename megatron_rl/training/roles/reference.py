@@ -10,9 +10,9 @@ import torch
 
 from megatron_rl.models.stages import local_values
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.setup import RoleSetup
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from megatron_rl.compat.verl.kinds import Alias, Ignored, Only, Renamed
 from megatron_rl.config.schema import LayoutConfig
-from megatron_rl.config.verl.kinds import Alias, Ignored, Only, Renamed
 
 OFF = ((-1, 0),)
 BUDGET = "max_tokens_per_microbatch bounds every forward pass"

@@ -3,7 +3,7 @@
 
 Road of a setting: read with its place (`sources.py`), references `${section.key}` resolved, plugins
 imported, which declare settings of their own (`options.py`), verl names translated
-(`verl/aliases.py`), the command line put over the recipe, type checked (`fields.py`), sections built,
+(`compat/verl/aliases.py`), the command line put over the recipe, type checked (`fields.py`), sections built,
 settings without effect put aside (`idle.py`), sanity checked (`checks.py`). Every
 refusal names the value, its setting, its place and what would be accepted.
 Nothing here imports torch, so that a dry run starts at once.
@@ -32,7 +32,6 @@ from megatron_rl.config.fields import (
 )
 from megatron_rl.config.idle import put_aside
 from megatron_rl.config.options import PREFIX, build_options, list_options
-from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sources import RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
 from megatron_rl.extension.plugins import load_plugins
@@ -102,8 +101,6 @@ def _error(setting: Setting, found: str) -> UserError:
         hint="write the value itself",
     )
 
-
-__all__ = ["LoadedConfig", "check_config", "config_to_dict", "dump_yaml", "format_help", "load_config", "read_settings"]
 
 _PLUGINS = "algorithm.plugins"
 
@@ -194,7 +191,7 @@ def read_settings(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[s
 
 def _aliases() -> Any:
     """Import the names of other projects, which a config in our own does not need."""
-    from megatron_rl.config.verl import aliases
+    from megatron_rl.compat.verl import aliases
 
     return aliases
 

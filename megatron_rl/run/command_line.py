@@ -24,9 +24,9 @@ from types import TracebackType
 from typing import NoReturn, Protocol, TextIO
 
 from megatron_rl.config.batch_plan import BatchPlan, SftPlan
-from megatron_rl.config.loading import LoadedConfig, load_config, read_settings
 from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.run.loading import LoadedConfig, load_config, read_settings
 from megatron_rl.types import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -97,7 +97,7 @@ def run_command(
     is_first = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
         _import_plugins(argv, is_first)
-        _say(_USAGE.format(name=name, description=description) + "\n" + format_help(), is_first)
+        _say(_USAGE.format(name=name, description=description) + _list_settings(), is_first)
         return 0
     try:
         flags, recipe, arguments = _split(argv)
@@ -127,6 +127,12 @@ def run_command(
     except (Exception, KeyboardInterrupt) as error:
         return end_program(error)
     return 0
+
+
+def _list_settings() -> str:
+    from megatron_rl.compat.verl.aliases import format_names
+
+    return "\n".join(("", format_help(), format_names()))
 
 
 def _refuse_auto() -> UserError:

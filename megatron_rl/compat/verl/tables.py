@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_rl.config.verl.kinds import Alias, Ignored, Only, Renamed, SameAs
-from megatron_rl.config.verl.losses import AGGREGATIONS, ESTIMATORS
-from megatron_rl.config.verl.role_tables import (
+from megatron_rl.compat.verl.kinds import Alias, Ignored, Only, Renamed, SameAs
+from megatron_rl.compat.verl.losses import AGGREGATIONS, ESTIMATORS
+from megatron_rl.compat.verl.role_tables import (
     BUDGET,
     FSDP,
     FUSED,

@@ -2,27 +2,28 @@
 """Turn the names that users of verl, and of TRL, know into ours.
 
 verl's tables are in `tables.py` (one name at a time) and `groups.py` (names that are read together);
-`docs/verl_keys.md` is made from both. TRL's are in `config/huggingface.py`. Invariant: nothing is dropped silently;
+`docs/verl_keys.md` is made from both. TRL's are in `compat/huggingface.py`. Invariant: nothing is dropped silently;
 whatever has no effect comes back as a note, and whatever would change the result is an error.
 """
 
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megatron_rl.config import huggingface
+from megatron_rl.compat import huggingface
+from megatron_rl.compat.verl import groups, tables
+from megatron_rl.compat.verl.groups import take_parts
+from megatron_rl.compat.verl.kinds import Ignored, Only, Renamed, SameAs
+from megatron_rl.compat.verl.kl import note
+from megatron_rl.compat.verl.losses import find_defaults
+from megatron_rl.compat.verl.tables import PATTERNS
 from megatron_rl.config.fields import FieldInfo, unknown_key_error
 from megatron_rl.config.sources import Setting, describe
-from megatron_rl.config.verl import groups, tables
-from megatron_rl.config.verl.groups import take_parts
-from megatron_rl.config.verl.kinds import Ignored, Only, Renamed, SameAs
-from megatron_rl.config.verl.kl import note
-from megatron_rl.config.verl.losses import find_defaults
-from megatron_rl.config.verl.tables import PATTERNS
 from megatron_rl.types import UserError
 
 # Hydra's mark for a value that must be given elsewhere, and an empty section that a reference left.
@@ -173,3 +174,17 @@ def _ignore_all(pattern: str, members: Sequence[Setting]) -> str:
 def _same(value: Any, other: Any) -> bool:
     """Equality in which True is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def format_names(width: int = 100) -> str:
+    """List the verl names for `--help`, in lines of `width` columns."""
+    renamed = [(name, alias.target) for name, alias in tables.ALIASES.items() if isinstance(alias, Renamed)]
+    pairs = [(name, target) for name, target in renamed if name != target]
+    pairs += [(" + ".join(group.names), group.meaning) for group in groups.GROUPS]
+    lines = ["[verl names]  accepted in recipes and on the command line"]
+    for name, target in sorted(pairs):
+        lines += textwrap.wrap(f"{name} -> {target}", width - 2, initial_indent="  ", subsequent_indent="      ")
+    others = sorted(name for name, alias in tables.ALIASES.items() if not isinstance(alias, Renamed))
+    text = f"Without effect or with one value only (reasons: docs/verl_keys.md): {', '.join(others)}."
+    lines += textwrap.wrap(text, width - 2, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+    return "\n".join(lines) + "\n"

@@ -8,10 +8,10 @@ units; a test compares both. Source: trl/trainer/grpo_config.py at commit 006d32
 
 from __future__ import annotations
 
+from megatron_rl.compat.verl.groups import AliasGroup
+from megatron_rl.compat.verl.kinds import Alias, Ignored, Only, Renamed
+from megatron_rl.compat.verl.kl import Combined, Parts, look_up, note, read_boolean
 from megatron_rl.config.sources import ASSUMED, Setting
-from megatron_rl.config.verl.groups import AliasGroup
-from megatron_rl.config.verl.kinds import Alias, Ignored, Only, Renamed
-from megatron_rl.config.verl.kl import Combined, Parts, look_up, note, read_boolean
 from megatron_rl.types import UserError
 
 _ENGINE = "the engine decides"
