@@ -89,7 +89,7 @@ class Row:
 _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Settings, recipes and the command line": (
         "A name, a type, a bound, or settings that do not go together.",
-        ("config/", "roles/resolve", "launch/"),
+        ("config/", "compat/", "run/resolve", "run/loading", "run/command_line", "launch/"),
     ),
     "Batch sizes": (
         "Prompts, responses, minibatches and token budgets that do not divide or do not fit.",
@@ -97,33 +97,33 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Layouts, placement and memory": (
         "Ranks that do not suffice, sizes that do not divide, models that do not fit.",
-        ("config/placement", "parallel/", "planning/", "tools/planning/"),
+        ("config/placement", "parallel/", "planning/", "run/layouts", "tools/planning/"),
     ),
     "Model directories and families": (
         "Missing or damaged files, architectures and options of config.json that are not supported, adapters.",
-        ("weights/", "models/", "roles/models", "roles/teacher_inputs", "checkpoint/huggingface", "checkpoint/peft"),
+        ("weights/", "models/", "run/models", "checkpoint/huggingface", "checkpoint/peft"),
     ),
     "Data, prompts and tokenizers": (
         "Files, rows, columns, chat templates and lengths.",
-        ("data/", "roles/inputs", "extension/reasoning_gym"),
+        ("data/", "run/inputs", "extension/reasoning_gym"),
     ),
     "Rewards": ("Rules, functions, workers, services and ground truths.", ("rewards/",)),
     "Algorithms and plugins": (
         "Estimators, losses, aggregations, and your own files.",
-        ("algorithms/", "extension/", "experience/"),
+        ("algorithms/", "extension/", "samples/"),
     ),
     "Engines, sampling and servers": (
         "What an engine cannot serve, servers that fail, responses that are not what was asked for.",
-        ("engines/", "weight_sync/", "rollout/", "roles/bitwise"),
+        ("engines/", "transfer/probe", "transfer/coding", "rollout/", "run/bitwise"),
     ),
     "Environments, tools and episodes": ("Your environment, its processes, and chat templates.", ("agents/",)),
     "The run stops during training": (
         "A loss, a norm, a rank or a phase that fails after the start.",
-        ("training/", "trainer/", "roles/", "observability/failures", "lifecycle/watchdog", "resharding/"),
+        ("training/", "run/", "observability/failures", "transfer/"),
     ),
     "Checkpoints, resuming and conversion": (
         "Directories, damaged or missing files, a second job, inputs that have changed.",
-        ("checkpoint/", "lifecycle/", "tools/conversion/"),
+        ("checkpoint/", "run/checkpoints", "run/changes", "run/lock", "run/opening", "run/state", "tools/conversion/"),
     ),
     "Logs, metrics and pages": (
         "Run directories, W&B, the status page, the viewer.",

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.schema import DataConfig
+from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.data.chat import keep_tokens, read_messages, read_tools, shorten_messages
 from megatron_rl.data.marks import remove_guards
 from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
@@ -255,3 +255,27 @@ def _refuse_empty(kept: int, dropped: int, files: list[str], cfg: DataConfig) ->
             expected="at least one prompt",
             hint="raise data.max_prompt_length",
         )
+
+
+def choose_teachers(config: RunConfig, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """The prompts about which each teacher is asked, by the index of the prompt; every teacher is in it.
+
+    Raises:
+        UserError: a prompt that `algorithm.distillation.choose_by` gives no teacher.
+    """
+    column, everything = config.algorithm.distillation.choose_by, list(range(len(prompts)))
+    if column is None:
+        return dict.fromkeys(config.teachers, everything)
+    teacher_of = {value: name for name, teacher in config.teachers.items() for value in teacher.values or [name]}
+    found: dict[str, list[int]] = {name: [] for name in config.teachers}
+    for index, prompt in enumerate(prompts):
+        value = prompt.row.get(column, prompt.data_source if column == "data_source" else None)
+        if value not in teacher_of:
+            raise UserError(
+                f"{column} = {value!r} of prompt_id {prompt.prompt_id} names no teacher",
+                source="algorithm.distillation.choose_by and data.train_files",
+                expected=f"one of {', '.join(teacher_of)}",
+                hint="add the value to teachers.NAME.values, or remove the row",
+            )
+        found[teacher_of[value]].append(index)
+    return found

@@ -7,7 +7,7 @@ Torch is imported for the headers of the weights, and left out on a machine with
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.run.layouts import HAS_TORCH, check_machine, read_layout
-from megatron_rl.run.teacher_inputs import check_vocabularies
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.families import ModelShape
@@ -69,7 +68,7 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
             found[name] = _read_role(config, role, world_size)
             _check_vocabulary(tokenizer, found[name].shape, f"model.tokenizer and {role.path}")
         if role.is_teacher:
-            check_vocabularies(config, role, tokenizer, (actor.shape, found[name].shape))
+            _check_vocabularies(config, role, tokenizer, (actor.shape, found[name].shape))
     return found, tokenizer
 
 
@@ -193,4 +192,36 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> N
             source=source,
             expected="a tokenizer that fits the model",
             hint="the two belong to different models",
+        )
+
+
+def _check_vocabularies(config: RunConfig, role: RoleSpec, tokenizer: Tokenizer, sizes: Sequence[ModelShape]) -> None:
+    """Refuse a teacher to which the policy's token ids mean something else.
+
+    Args:
+        config: of the run.
+        role: of the teacher.
+        tokenizer: of the policy.
+        sizes: the policy's shape, and the teacher's.
+
+    Raises:
+        UserError: a token has another id, or the teacher has no logits for tokens whose distribution is compared.
+    """
+    theirs = load_tokenizer(find_model_files(Path(role.path))).read_vocabulary()
+    differing = [token for token, index in tokenizer.read_vocabulary().items() if theirs.get(token) != index]
+    if differing:
+        raise UserError(
+            f"{len(differing)} of the policy's tokens have other ids in the tokenizer of {role.title}, such as "
+            f"{differing[0]!r}",
+            source=f"{role.section}.path and model.path",
+            expected="one vocabulary: a teacher scores the token ids that the policy has sampled",
+            hint="choose a teacher of the policy's family",
+        )
+    student, teacher = sizes
+    if config.algorithm.distillation.kind == "full" and teacher.vocab_size < student.vocab_size:
+        raise UserError(
+            f"{role.title} has {teacher.vocab_size} logits, the policy {student.vocab_size}",
+            source=f"{role.section}.path and algorithm.distillation.kind",
+            expected="a logit of the teacher for each of the policy's",
+            hint="set algorithm.distillation.kind=top_k",
         )

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron_rl.algorithms.distillation import finish_divergences, mix_logprobs, sum_divergences
 from megatron_rl.config.distillation import DistillationConfig
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.prompts import choose_teachers
 from megatron_rl.parallel.collectives import reduce_scalars
-from megatron_rl.run.teacher_inputs import choose_teachers
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.experience import Column, Experience
 from megatron_rl.samples.pack import Packer
