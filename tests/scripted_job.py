@@ -22,7 +22,7 @@ from megatron_rl.agents.transcript import Tail
 from megatron_rl.config.agents import AgentsConfig
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.schema import RewardConfig, RolloutConfig
-from megatron_rl.data.stream import PromptBatches, PromptStream
+from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig

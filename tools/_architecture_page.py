@@ -60,7 +60,7 @@ _PLACES_HEAD = "| topic | file | name |\n|---|---|---|"
 # Topic -> file of the package, and the name in it; a test looks them up.
 PLACES = (
     ("the algorithm, line by line", "run/grpo.py", "Trainer"),
-    ("prompts of a step, and their order", "data/stream.py", "PromptBatches"),
+    ("prompts of a step, and their order", "data/prompt_order.py", "PromptBatches"),
     ("seeds of responses", "engines/sampling.py", "derive_seed"),
     ("choice of the engine that serves a sample", "rollout/dispatch.py", "assign_engines"),
     ("steps of an engine", "rollout/serving.py", "serve"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.transfer.classes import Shard, TensorIndex, find_classes
-from megatron_rl.transfer.summary import Bandwidths
+from megatron_rl.transfer.plan_summary import Bandwidths
 from megatron_rl.weights.shard_box import box_volume
 
 

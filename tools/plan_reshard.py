@@ -22,8 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
+from megatron_rl.transfer.plan_summary import Bandwidths, predict_seconds, summarize
 from megatron_rl.transfer.planner import Planner
-from megatron_rl.transfer.summary import Bandwidths, predict_seconds, summarize
 from megatron_rl.types import UserError
 from tools._gather_path import predict_gather_seconds, summarize_gather
 from tools._layouts import read_layouts, read_shape

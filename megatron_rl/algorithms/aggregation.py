@@ -17,7 +17,7 @@ from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the d
     find_loss_aggregation,
     register_loss_aggregation,
 )
-from megatron_rl.algorithms.inputs import AggregationInputs, SequenceWeights
+from megatron_rl.algorithms.plugin_types import AggregationInputs, SequenceWeights
 from megatron_rl.types import UserError
 
 

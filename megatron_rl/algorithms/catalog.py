@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from megatron_rl.algorithms.inputs import AdvantageInputs, Advantages, AggregationInputs, PolicyLossInputs
+    from megatron_rl.algorithms.plugin_types import AdvantageInputs, Advantages, AggregationInputs, PolicyLossInputs
 
 AdvantageEstimator = Callable[["AdvantageInputs", AlgorithmConfig], "torch.Tensor | Advantages"]
 PolicyLoss = Callable[

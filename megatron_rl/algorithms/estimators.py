@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.inputs import AdvantageInputs, Advantages
+from megatron_rl.algorithms.plugin_types import AdvantageInputs, Advantages
 from megatron_rl.config.schema import AlgorithmConfig
 
 _STD_EPSILON = 1e-6

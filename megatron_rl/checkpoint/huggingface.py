@@ -22,10 +22,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_rl.checkpoint.draft_layers import find_drafts, forget_drafts
 from megatron_rl.checkpoint.files import Unit, publish, split_units, write_file
 from megatron_rl.checkpoint.model_files import ModelFiles, list_copies
-from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, read_headers
+from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors, read_headers
 from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files, read_config
 from megatron_rl.checkpoint.torch_dist import dtype_name
 from megatron_rl.parallel.collectives import raise_together
@@ -34,8 +33,12 @@ from megatron_rl.transfer.executor import Resharder, Transport
 from megatron_rl.transfer.planner import plan_rank
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
+from megatron_rl.weights.model_config import MTP_KEYS
 from megatron_rl.weights.packed_experts import FileTensor, join_turns, list_file_tensors
 from megatron_rl.weights.shard_box import ShardBox, box_slices, full_box
+
+_KEYS = (*MTP_KEYS, "mtp_num_hidden_layers")
+
 
 T = TypeVar("T")
 
@@ -310,3 +313,24 @@ def gather_on_first(
         mine = {name: tensor for name, tensor in tensors.items() if name in names}
         Resharder(plan, model.params, mine, group, Transport(bucket_bytes), dtype=dtype).run()
     return tensors
+
+
+def find_drafts(directory: Path, shape: ModelShape) -> dict[str, Path]:
+    """Return the file of each tensor of the layers that predict further tokens (of DeepSeek-V3, GLM-4.5, Qwen3-Next).
+
+    Engines draft with them. Unless `actor.mtp_lr` trains one, exports copy them from the model that the run began with.
+
+    Args:
+        directory: of a model; it may have a config.json alone.
+        shape: of the model.
+    """
+    config = json.loads((directory / "config.json").read_bytes())
+    may_have = shape.delta_net is not None or any(config.get(key) for key in _KEYS)  # Qwen3-Next's does not tell
+    if not may_have or not any(directory.glob("*.safetensors")):
+        return {}
+    return {name: file for name, file in index_safetensors(directory).items() if shape.is_draft(name)}
+
+
+def forget_drafts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a model without layers that predict further tokens."""
+    return {key: 0 if key in _KEYS else value for key, value in config.items()}

@@ -24,8 +24,8 @@ from megatron_rl.engines.waiting import WaitingRequests
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import RouteShape
+from megatron_rl.weights.placement_tables import PlacementTable, as_table
 from megatron_rl.weights.support import check_rollout_layout
-from megatron_rl.weights.tables import PlacementTable, as_table
 
 
 @dataclass(frozen=True)

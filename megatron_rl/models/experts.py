@@ -5,7 +5,7 @@ Tokens come sorted by expert. A product of all of them is one call of torch's `g
 Hopper on. It reads rows of whole 16 bytes; where they are not, and where the bits of a row or the size of a weight that
 is dequantized matter more, experts are multiplied one after the other. Elsewhere the two are equal bit for bit on CPU.
 
-Tables see one matrix per expert, under the names that `weights/experts.py` makes of the parameter's.
+Tables see one matrix per expert, under the names that `weights/fused_experts.py` makes of the parameter's.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.models.gated_activation import GatedActivation
-from megatron_rl.models.lora import AdaptedLinear, AdaptedMatrix, LinearAdapter, find_adapter
+from megatron_rl.models.lora_linears import AdaptedLinear, AdaptedMatrix, LinearAdapter, find_adapter
 from megatron_rl.models.quantized import list_quantized_linears, multiply_quantized
 from megatron_rl.parallel import batch_invariant
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.weights.adapters import AdapterShape
-from megatron_rl.weights.experts import ROW_BYTES, name_expert, split_experts
+from megatron_rl.weights.fused_experts import ROW_BYTES, name_expert, split_experts
 from megatron_rl.weights.nf4 import QuantizedMatrix
 
 

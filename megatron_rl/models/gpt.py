@@ -30,9 +30,8 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_rl.models.attention import PackedAttention
+from megatron_rl.models.attention import BlockedSelfAttention, NormedSelfAttention, PackedAttention
 from megatron_rl.models.gated_activation import GatedActivation
-from megatron_rl.models.mixers import choose_mixer
 from megatron_rl.models.rms_norm import RMSNorm
 from megatron_rl.models.stages import HiddenStatesModel, MtpModel, ScoreModel
 from megatron_rl.models.trial import find_failure
@@ -233,3 +232,17 @@ def _mark_tensor_parallel_weights(model: GPTModel) -> None:
             if isinstance(weight, torch.nn.Parameter) and not hasattr(weight, "tensor_model_parallel"):
                 split_dim = 1 if isinstance(module, RowParallelLinear) else 0
                 set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=split_dim, stride=1)
+
+
+def choose_mixer(shape: ModelShape, layer: int) -> tuple[type, dict[str, Any]]:
+    """The module of a layer, and what it is given beside megatron-core's parameters."""
+    if layer in shape.delta_layers:
+        from megatron_rl.models.delta_net import GatedDeltaNet
+
+        return GatedDeltaNet, {"sizes": shape.delta_net}
+    if shape.latent is not None:
+        from megatron_rl.models.latent_attention import LatentSelfAttention
+
+        return LatentSelfAttention, {"sizes": shape.latent}
+    has_wide_norms = "q.norm" in shape.layer_kinds(layer).values()
+    return NormedSelfAttention if has_wide_norms else BlockedSelfAttention, {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
-from megatron_rl.models.lora import adapt_linear
+from megatron_rl.models.lora_linears import adapt_linear
 from megatron_rl.models.quantized import QuantizedLinear
 from megatron_rl.weights.adapters import AdapterShape
 

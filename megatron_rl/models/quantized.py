@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.weights.experts import name_expert
+from megatron_rl.weights.fused_experts import name_expert
 from megatron_rl.weights.nf4 import QuantizedMatrix
 
 

@@ -9,7 +9,10 @@ know who read the run's output, to so many connections at a time, and to each fo
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import hmac
+import html
 import ipaddress
 import json
 import logging
@@ -27,10 +30,12 @@ from typing import Any
 
 from megatron_rl.observability.durable import replace_text
 from megatron_rl.observability.metrics import NumberRecord, Sink, is_validation_accuracy, step_of
-from megatron_rl.observability.page_template import read_template
 from megatron_rl.observability.positions import Position
 from megatron_rl.observability.tensorboard import shorten
 from megatron_rl.types import UserError
+
+_SCRIPTS = ("parts.js", "page.js")
+
 
 STATUS_FILE = "status.html"
 _PARTS = Path(__file__).parent / "status_page"
@@ -348,3 +353,29 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing on the console."""
+
+
+def read_template(folder: Path, title: str, connect: str = "'none'") -> str:
+    """The page with its style and its script in it.
+
+    Args:
+        folder: holds page.html with `{{title}}`, `{{policy}}`, `{{style}}` and `{{script}}`, page.css, page.js, and
+            maybe parts.js, which comes before it.
+        title: any text.
+        connect: what the script may connect to, as a content security policy says it.
+    """
+    page, style = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
+    script = "".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS if (folder / name).exists())
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    escaped = html.escape(title).replace("{", "&#123;")  # nor is it taken for a place of the template
+    values = {"style": style, "policy": policy, "title": escaped, "script": script}
+    for name, value in values.items():
+        page = page.replace(f"{{{{{name}}}}}", value)
+    return page
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -24,8 +24,8 @@ from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import DTYPE_BYTES
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
-from megatron_rl.weights.experts import find_fused
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape, is_layer_matrix
+from megatron_rl.weights.fused_experts import find_fused
 from megatron_rl.weights.megatron_layout import (
     PADDED_PARAMETERS,
     ROUTER_BIAS,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.stream import PromptBatches
+from megatron_rl.data.prompt_order import PromptBatches
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.rollout.generation import Generator, RolloutGenerator
 from megatron_rl.rollout.order import SampleOrder

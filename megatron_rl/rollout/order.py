@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.stream import PromptBatches
+from megatron_rl.data.prompt_order import PromptBatches
 from megatron_rl.engines.protocol import Request
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
 from megatron_rl.types import Prompt

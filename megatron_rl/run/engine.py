@@ -18,7 +18,7 @@ from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, align_group_names, share_object, world
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.serving import open_channel
-from megatron_rl.run.build import group_timeout
+from megatron_rl.run.roles import group_timeout
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.transfer.aliasing import find_aliases
@@ -30,7 +30,7 @@ def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> En
     """Weights of servers, or of what stands for them on this rank, with the probe; other engines' weights stay."""
     if config.rollout.engine not in SERVER_ENGINES:
         return weights
-    from megatron_rl.training.scoring import score_sequences
+    from megatron_rl.training.frozen_policy import score_sequences
     from megatron_rl.transfer.probe import ProbedWeights
 
     layout = actor.model.layout

@@ -18,9 +18,9 @@ from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, PlacementCo
 from megatron_rl.observability.rollout_log import TokenTexts, write_rows
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.rollout.collector import describe_set
-from megatron_rl.run.build import build_roles, group_timeout
 from megatron_rl.run.inputs import RlInputs, read_rl_inputs
 from megatron_rl.run.parts import Parts
+from megatron_rl.run.roles import build_roles, group_timeout
 from megatron_rl.run.sampling import RunSinks, build_rollout_members
 from megatron_rl.samples.describe import rollout_row
 from megatron_rl.samples.experience import Experience

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.vllm.vllm_limits import check_cpu_limits
-from megatron_rl.parallel.heads import check_context_parallel
-from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.parallel.layout import ParallelLayout, check_context_parallel
 from megatron_rl.planning.cluster import DTYPE_BYTES, check_layout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
-from megatron_rl.weights.experts import ROW_BYTES
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.fused_experts import ROW_BYTES
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 

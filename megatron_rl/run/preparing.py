@@ -12,13 +12,13 @@ from typing import Any
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.collectives import gather_objects, world
 from megatron_rl.planning.cluster import find_cluster, find_host
-from megatron_rl.run.build import launched_sizes
 from megatron_rl.run.command_line import end_program_on_errors
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import RlInputs, SftInputs, read_rl_inputs, read_sft_inputs
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.parts import Parts
 from megatron_rl.run.resolve import resolve
+from megatron_rl.run.roles import launched_sizes
 from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import UserError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.stream import PromptBatches, PromptStream
+from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, world
@@ -19,10 +19,10 @@ from megatron_rl.rollout.collector import Collector, RewardSources
 from megatron_rl.rollout.generation import Generator, RolloutGenerator
 from megatron_rl.rollout.opening import open_stream
 from megatron_rl.rollout.stream import RolloutStream
-from megatron_rl.run.build import group_timeout
 from megatron_rl.run.engine import build_rollout
 from megatron_rl.run.inputs import RlInputs
 from megatron_rl.run.parts import NO_PARTS, Parts
+from megatron_rl.run.roles import group_timeout
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.roles.on_samples import RewardModelOnSamples, score_all_rollouts
 

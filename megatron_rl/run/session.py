@@ -19,7 +19,6 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.modes import describe_modes
 from megatron_rl.models.gpt import choose_transformer_impl
 from megatron_rl.parallel.collectives import gather_objects, init_distributed, memory_in_use, open_store, world
-from megatron_rl.run.build import group_timeout
 from megatron_rl.run.building import build_primitives
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.inputs import RlInputs
@@ -27,6 +26,7 @@ from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.run.parts import NO_PARTS, Parts
 from megatron_rl.run.preparing import Prepared, check, prepare
 from megatron_rl.run.primitives import Primitives
+from megatron_rl.run.roles import group_timeout
 from megatron_rl.run.sampling import RunSinks
 from megatron_rl.samples.describe import text_rows
 from megatron_rl.training.fast_path import find_fast_paths, format_table
@@ -34,7 +34,7 @@ from megatron_rl.training.profiling import StepProfiler
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
-    from megatron_rl.capsule.recording import CapsuleRecorder
+    from megatron_rl.capsule.recorder import CapsuleRecorder
 
 
 def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, device: torch.device) -> Iterator[str]:
@@ -126,7 +126,7 @@ class Session:
         )
         self.capsule: CapsuleRecorder | None = None
         if trainer.capture_step:
-            from megatron_rl.capsule.recording import CapsuleRecorder
+            from megatron_rl.capsule.recorder import CapsuleRecorder
 
             self.capsule = CapsuleRecorder(
                 config, self.plan, self.run, self.trained, self.checkpoints.save_into, inputs.tokenizer.decode

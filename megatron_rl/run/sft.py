@@ -11,15 +11,15 @@ from datetime import timedelta
 from pathlib import Path
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.stream import PromptBatches, PromptStream
+from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
-from megatron_rl.run.build import build_role, group_timeout
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.export import actor_export, side_files
 from megatron_rl.run.inputs import SftInputs
 from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.run.preparing import check_sft
+from megatron_rl.run.roles import build_role, group_timeout
 from megatron_rl.run.state import TrainedPart, TrainingState
 from megatron_rl.samples.experience import Experience, replicate
 from megatron_rl.samples.pack import Packer

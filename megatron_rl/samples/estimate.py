@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import advantages as estimation
-from megatron_rl.algorithms import covariance
+from megatron_rl.algorithms import policy_losses as covariance
 from megatron_rl.algorithms.catalog import CHOOSES_TOKENS
 from megatron_rl.algorithms.kl import compute_kl_penalty
 from megatron_rl.algorithms.losses import PolicyLossInputs

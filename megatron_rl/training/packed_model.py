@@ -41,8 +41,8 @@ from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
 from megatron_rl.weights.shard_box import check_placements
 
 if TYPE_CHECKING:
-    from megatron_rl.training.adapters import Adapters
-    from megatron_rl.training.routing import Routing
+    from megatron_rl.training.adapted_model import Adapters
+    from megatron_rl.training.router_replay import Routing
 
 # (hidden states of the last stage, microbatch) -> tensors [t, ...] of the whole microbatch; see `heads.py`
 Head = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, ...]]
@@ -99,7 +99,7 @@ class PackedModel(LaidOutModel):
         self._fill(spec, setup.seed)
         self.routing: Routing | None = None
         if setup.shape.num_experts:
-            from megatron_rl.training.routing import Routing
+            from megatron_rl.training.router_replay import Routing
 
             sequence_parallel = spec.layout.sequence_parallel
             self.routing = Routing(setup.shape, groups, sequence_parallel=sequence_parallel, device=self.device)
@@ -149,7 +149,7 @@ class PackedModel(LaidOutModel):
             whole = {name: param for name, param in params.items() if isinstance(param, torch.Tensor)}
             load_weights(Path(spec.path), self.shape, placements, whole, may_lack=spec.may_lack)
             return
-        from megatron_rl.training.adapters import fill_adapted
+        from megatron_rl.training.adapted_model import fill_adapted
 
         fill_adapted(self, params, spec, seed)
 
@@ -157,7 +157,7 @@ class PackedModel(LaidOutModel):
         """Return the parameters by name, without adapters; those in NF4 are among them."""
         if self.adapters is None and not self.shape.num_experts:
             return {name: local_values(p) for name, p in self.stages.named_parameters()}
-        from megatron_rl.training.adapters import list_params
+        from megatron_rl.training.adapted_model import list_params
 
         return list_params(self.stages)
 
@@ -172,7 +172,7 @@ class PackedModel(LaidOutModel):
         """What training changes and a checkpoint holds: the model, or its adapters."""
         if self.adapters is None:
             return self
-        from megatron_rl.training.adapters import Adapters
+        from megatron_rl.training.adapted_model import Adapters
 
         return Adapters.of(self, self.adapters)
 
@@ -180,7 +180,7 @@ class PackedModel(LaidOutModel):
         """The parameters of this rank with their adapters, added when a piece is read."""
         if self.adapters is None:
             return self.params
-        from megatron_rl.training.adapters import merge_adapters
+        from megatron_rl.training.adapted_model import merge_adapters
 
         return {**self.params, **merge_adapters(self.stages)}
 

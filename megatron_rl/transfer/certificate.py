@@ -26,8 +26,8 @@ import torch.distributed as dist
 from megatron_rl.parallel.collectives import gather_objects
 from megatron_rl.transfer.classes import Shard
 from megatron_rl.transfer.computed import SourceParams
+from megatron_rl.weights.placement_tables import as_table
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume
-from megatron_rl.weights.tables import as_table
 
 _BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 _CHUNK_ELEMENTS = 1 << 20

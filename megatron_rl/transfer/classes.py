@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, Row, Rows, as_table
 from megatron_rl.weights.shard_box import Box, ShardBox, box_volume
-from megatron_rl.weights.tables import BoxPair, PlacementTable, Row, Rows, as_table
 
 Cut = tuple[Rows, Hashable]  # rows of the table, kind
 Targets = tuple[tuple[Box, tuple[int, ...]], ...]  # boxes of a tensor and the destination shards that place them

@@ -30,8 +30,8 @@ from megatron_rl.transfer.executor import ReshardStats
 from megatron_rl.transfer.move import Cargo, Move, Way, split_types
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements, separate_placements
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.placement_tables import PlacementTable, as_table
 from megatron_rl.weights.row_quantization import CodeFormat, list_matrices
-from megatron_rl.weights.tables import PlacementTable, as_table
 
 
 class SourceModel(Protocol):

@@ -19,8 +19,8 @@ from megatron_rl.transfer.computed import SourceParams
 from megatron_rl.transfer.executor import Resharder, Transport
 from megatron_rl.transfer.planner import group_shards, plan_rank
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
+from megatron_rl.weights.placement_tables import as_table
 from megatron_rl.weights.shard_box import ShardBox
-from megatron_rl.weights.tables import as_table
 
 
 @dataclass(frozen=True)

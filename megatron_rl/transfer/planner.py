@@ -25,8 +25,8 @@ from typing import TypeVar
 import numpy as np
 
 from megatron_rl.transfer.classes import Piece, Shard, TensorClass, TensorIndex, find_classes
+from megatron_rl.weights.placement_tables import BoxPair, as_table
 from megatron_rl.weights.shard_box import Box, ShardBox, box_volume, find_overlap, intersect, localize
-from megatron_rl.weights.tables import BoxPair, as_table
 
 _Piece = TypeVar("_Piece", bound=Hashable)
 

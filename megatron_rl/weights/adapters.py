@@ -19,9 +19,9 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.delta_nets import DeltaNetSizes
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
 from megatron_rl.weights.family import LatentSizes, SigmoidRouter
+from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, Rows
 from megatron_rl.weights.rope import restore_rope_scaling
 from megatron_rl.weights.shard_box import columns, full_box, rows
-from megatron_rl.weights.tables import BoxPair, PlacementTable, Rows
 
 # Matrix in PEFT -> its kind; the matrices of a fused parameter in its order.
 _ATTENTION = {"q_proj": "q.weight", "k_proj": "k.weight", "v_proj": "v.weight", "o_proj": "o"}

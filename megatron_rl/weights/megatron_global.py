@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import FUSED_KINDS, SCORE_HEAD, ModelShape
 from megatron_rl.weights.megatron_layout import layer_parameter
+from megatron_rl.weights.placement_tables import list_parts
 from megatron_rl.weights.shard_box import Box, full_box, rows
-from megatron_rl.weights.tables import list_parts
 
 Table = dict[str, tuple["GlobalPlacement", ...]]
 

@@ -25,9 +25,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megatron_rl.weights.delta_nets import CONV_PARTS, PROJECTION_KINDS
-from megatron_rl.weights.experts import name_expert
 from megatron_rl.weights.families import DENSE, MTP_KINDS, SCORE_HEAD, SHARED, ModelShape
-from megatron_rl.weights.tables import PlacementTable, Row, Rows, Share, list_parts, split_boxes
+from megatron_rl.weights.fused_experts import name_expert
+from megatron_rl.weights.placement_tables import PlacementTable, Row, Rows, Share, list_parts, split_boxes
 
 if TYPE_CHECKING:
     from megatron_rl.parallel.layout import ParallelLayout

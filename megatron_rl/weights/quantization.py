@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.tables import PlacementTable
+from megatron_rl.weights.placement_tables import PlacementTable
 
 BLOCK = 64
 KINDS = frozenset({"q.weight", "k.weight", "v.weight", "o", "gate", "up", "down", "qkv", "gate_up"})

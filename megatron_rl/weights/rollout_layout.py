@@ -19,8 +19,8 @@ from functools import lru_cache
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.packed_experts import is_packed
+from megatron_rl.weights.placement_tables import PlacementTable, Rows, Share, list_parts, split_boxes
 from megatron_rl.weights.shard_box import ShardBox, full_box
-from megatron_rl.weights.tables import PlacementTable, Rows, Share, list_parts, split_boxes
 
 VLLM_VOCAB_MULTIPLE = 64
 VLLM_PADDED_PARAMETERS = ("model.embed_tokens.weight", "model.embedding.weight", "lm_head.weight")

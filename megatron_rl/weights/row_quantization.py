@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.placement_tables import PlacementTable, as_table
 from megatron_rl.weights.shard_box import ShardBox
-from megatron_rl.weights.tables import PlacementTable, as_table
 
 CodeFormat = Literal["int8", "fp8"]
 SCALE_SUFFIX = "_scale"  # of a parameter's name: its scales [n, 1] float32

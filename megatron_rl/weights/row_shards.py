@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import DENSE, FUSED_KINDS, SHARED, ModelShape
 from megatron_rl.weights.megatron_layout import find_shares, megatron_placements, padded_vocab_size
-from megatron_rl.weights.tables import BoxPair, PlacementTable, Share, split_boxes
+from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, Share, split_boxes
 
 if TYPE_CHECKING:
     from megatron_rl.parallel.layout import ParallelLayout

@@ -22,9 +22,9 @@ from scripted_policy import QUESTION
 
 from megatron_rl.agents.conversations import Conversations
 from megatron_rl.agents.endpoint import Endpoint, Sample
+from megatron_rl.agents.endpoint_server import EndpointServer
 from megatron_rl.agents.environment import Task
 from megatron_rl.agents.episode import Opening, Setup
-from megatron_rl.agents.server import EndpointServer
 from megatron_rl.agents.worker import read_tokenizer
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"

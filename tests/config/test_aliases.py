@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_rl.compat.verl.aliases import alias_names
-from megatron_rl.compat.verl.groups import GROUPS
 from megatron_rl.compat.verl.kinds import Renamed, SameAs
-from megatron_rl.compat.verl.tables import ALIASES, PATTERNS
+from megatron_rl.compat.verl.name_groups import GROUPS
+from megatron_rl.compat.verl.name_tables import ALIASES, PATTERNS
 from megatron_rl.config.fields import list_fields
 from megatron_rl.config.sources import Setting
 from megatron_rl.run.inputs import plan_rl

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.compat.huggingface import ALIASES, GROUPS
+from megatron_rl.compat.trl import ALIASES, GROUPS
 from megatron_rl.compat.verl.kinds import Renamed
 from megatron_rl.config.fields import list_fields
 from megatron_rl.run.loading import LoadedConfig, load_config

@@ -27,7 +27,7 @@ from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.carried import NOTHING, pack_responses, unpack_responses
 from megatron_rl.rollout.serving import generate
-from megatron_rl.training.scoring import build_policy
+from megatron_rl.training.frozen_policy import build_policy
 from megatron_rl.types import RouteShape, UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, engine_sizes, save_tiny_model

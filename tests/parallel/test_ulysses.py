@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from distributed import run_ranks
-from megatron_rl.parallel.heads import check_context_parallel
+from megatron_rl.parallel.layout import check_context_parallel
 from megatron_rl.parallel.ulysses import combine_shards, exchange_to_heads, exchange_to_tokens, shard_rows
 from megatron_rl.types import UserError
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.classes import Shard, TensorIndex, find_classes
+from megatron_rl.transfer.plan_summary import summarize
 from megatron_rl.transfer.planner import Planner
-from megatron_rl.transfer.summary import summarize
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.placement_tables import PlacementTable, as_table
 from megatron_rl.weights.shard_box import ShardBox
-from megatron_rl.weights.tables import PlacementTable, as_table
 from rank_plans import plan_flows
 from shards import make_shape, place_megatron, place_vllm
 from tools.planning import switch

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.classes import Shard
+from megatron_rl.transfer.plan_summary import Bandwidths, ReshardSummary, predict_seconds, summarize
 from megatron_rl.transfer.planner import Planner
-from megatron_rl.transfer.summary import Bandwidths, ReshardSummary, predict_seconds, summarize
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox, box_volume, rows

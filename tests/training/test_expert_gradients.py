@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
 from megatron_rl.models.routing import RoutedRouter
-from megatron_rl.weights.experts import name_expert, split_experts
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.fused_experts import name_expert, split_experts
 from megatron_rl.weights.shard_box import box_slices
 from tiny_models import save_tiny_model
 

@@ -31,7 +31,7 @@ from actor_runs import (
 )
 from distributed import run_ranks
 from megatron_rl.models.routing import RoutingCounts
-from megatron_rl.training.routing import describe_routing, split_layers
+from megatron_rl.training.router_replay import describe_routing, split_layers
 from megatron_rl.types import RouteShape
 from tiny_models import save_tiny_model
 

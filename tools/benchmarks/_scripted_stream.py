@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.data.stream import PromptBatches, PromptStream
+from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.rollout_progress import RolloutProgress

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from megatron_rl.checkpoint.draft_layers import find_drafts
+from megatron_rl.checkpoint.huggingface import find_drafts
 from megatron_rl.checkpoint.model_files import ModelFiles
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape

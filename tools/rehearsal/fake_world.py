@@ -17,7 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.models import attention_backends
 from megatron_rl.parallel import groups as group_module
-from megatron_rl.training import adapters, packed_model, routing
+from megatron_rl.training import adapted_model as adapters
+from megatron_rl.training import packed_model
+from megatron_rl.training import router_replay as routing
 from megatron_rl.transfer.certificate import Certificate
 
 assert fake_collectives, "registers what collectives make of fake tensors"

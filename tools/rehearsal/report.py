@@ -26,9 +26,9 @@ _UNPLANNED = ("engine", "release", "restore", "save")
 _AXES = {"tp": "TP", "cp": "CP", "pp": "PP", "dp": "DP", "dp_cp": "DP", "ep": "EP", "tp_ep": "EP", "expt_dp": "DP"}
 _AXES["embd"] = "embedding"
 # The one wait of an update and that of its routers, and what an eager step waits for besides, per microbatch.
-_ONE_WAIT = ("megatron_rl/training/update.py", "megatron_rl/training/routing.py")
+_ONE_WAIT = ("megatron_rl/training/update.py", "megatron_rl/training/router_replay.py")
 _WAITS_OF_EAGER = (
-    "megatron_rl/training/heads.py",
+    "megatron_rl/training/token_heads.py",
     "megatron/core/transformer/moe/",
     "megatron_rl/models/experts.py",  # where they are multiplied one after the other
     "megatron/core/pipeline_parallel/p2p_communication.py",  # shapes ahead of messages, in an interleaved pipeline

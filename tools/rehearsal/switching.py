@@ -24,9 +24,9 @@ from megatron_rl.transfer import executor, hybrid_engine
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.weights.adapters import separate_placements
 from megatron_rl.weights.megatron_layout import padded_vocab_size
+from megatron_rl.weights.placement_tables import as_table
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
 from megatron_rl.weights.shard_box import ShardBox
-from megatron_rl.weights.tables import as_table
 from tools.rehearsal.ledger import Ledger
 
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from megatron_rl.capsule.fingerprints import Fingerprints, StoredRole
 from megatron_rl.capsule.record import Section, decode_sections
-from megatron_rl.capsule.recording import CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE
+from megatron_rl.capsule.recorder import CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE
 from megatron_rl.capsule.rollouts import Recording, read_rollouts
 from megatron_rl.checkpoint.directory import find_problems, find_problems_together, read_manifest
 from megatron_rl.checkpoint.pieces import SavedRole

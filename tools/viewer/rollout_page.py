@@ -21,8 +21,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from megatron_rl.observability.page_template import read_template
 from megatron_rl.observability.rollout_log import as_numbers
+from megatron_rl.observability.status import read_template
 from megatron_rl.types import UserError, has_reward
 
 _PARTS = Path(__file__).parent

@@ -2,7 +2,7 @@
 """Turn the names that users of verl, and of TRL, know into ours.
 
 verl's tables are in `tables.py` (one name at a time) and `groups.py` (names that are read together);
-`docs/verl_keys.md` is made from both. TRL's are in `compat/huggingface.py`. Invariant: nothing is dropped silently;
+`docs/verl_keys.md` is made from both. TRL's are in `compat/trl.py`. Invariant: nothing is dropped silently;
 whatever has no effect comes back as a note, and whatever would change the result is an error.
 """
 
@@ -15,13 +15,14 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megatron_rl.compat import huggingface
-from megatron_rl.compat.verl import groups, tables
-from megatron_rl.compat.verl.groups import take_parts
+from megatron_rl.compat import trl as huggingface
+from megatron_rl.compat.verl import name_groups as groups
+from megatron_rl.compat.verl import name_tables as tables
 from megatron_rl.compat.verl.kinds import Ignored, Only, Renamed, SameAs
-from megatron_rl.compat.verl.kl import note
-from megatron_rl.compat.verl.losses import find_defaults
-from megatron_rl.compat.verl.tables import PATTERNS
+from megatron_rl.compat.verl.kl_names import note
+from megatron_rl.compat.verl.loss_names import find_defaults
+from megatron_rl.compat.verl.name_groups import take_parts
+from megatron_rl.compat.verl.name_tables import PATTERNS
 from megatron_rl.config.fields import FieldInfo, unknown_key_error
 from megatron_rl.config.sources import Setting, describe
 from megatron_rl.types import UserError

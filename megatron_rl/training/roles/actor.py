@@ -15,11 +15,11 @@ from megatron_rl.algorithms.segments import Responses
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.collectives import share_object
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.step import StepLoss
+from megatron_rl.training.token_heads import LogprobHead
 from megatron_rl.training.update import OptimizerStep, build_step, describe_ledgers
 
 # A loss of the user's: (microbatch, logprobs [t], entropy [t]) -> the loss, a scalar whose sum over all microbatches is
@@ -45,7 +45,7 @@ class Actor:
         self.model = PackedModel(setup)
         divergence, self._hidden = None, None
         if setup.teacher is not None:
-            from megatron_rl.training.distillation import TeacherDivergence
+            from megatron_rl.training.teacher_divergence import TeacherDivergence
 
             divergence = TeacherDivergence(self.model, setup.teacher)
         self.head = LogprobHead(self.model, setup.temperature, config.logprob_chunk_tokens, divergence)

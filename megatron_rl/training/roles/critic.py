@@ -8,11 +8,11 @@ import torch
 from megatron_rl.algorithms.value_loss import compute_value_loss, finish_explained_variance
 from megatron_rl.config.schema import CriticConfig
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training.heads import ValueHead
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.step import StepLoss
+from megatron_rl.training.token_heads import ValueHead
 from megatron_rl.training.update import OptimizerStep, build_step, describe_ledgers
 
 

@@ -10,10 +10,10 @@ import torch
 
 from megatron_rl.models.stages import local_values
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.setup import RoleSetup
+from megatron_rl.training.token_heads import LogprobHead
 
 
 class BaseOfActor:
@@ -28,7 +28,7 @@ class BaseOfActor:
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """As `Reference` does, with the adapters left out."""
-        from megatron_rl.models.lora import without_adapters
+        from megatron_rl.models.lora_linears import without_adapters
 
         with without_adapters(self.model.stages):
             return self.model.compute_forward(batch, self.head)

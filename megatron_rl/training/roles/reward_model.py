@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training.heads import PositionScoreHead
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
+from megatron_rl.training.token_heads import PositionScoreHead
 
 
 class RewardModel:

@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.checkpoint.peft import load_adapters
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.models.experts import list_matrices
-from megatron_rl.models.lora import HALVES, AdaptedLinear, freeze_model, is_trained
+from megatron_rl.models.lora_linears import HALVES, AdaptedLinear, freeze_model, is_trained
 from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.layout import ParallelLayout
@@ -24,8 +24,8 @@ from megatron_rl.transfer.computed import MergedParam, ScaledParam, SourceParams
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.nf4 import QuantizedMatrix
+from megatron_rl.weights.placement_tables import PlacementTable
 from megatron_rl.weights.shard_box import ShardBox, box_slices, check_placements
-from megatron_rl.weights.tables import PlacementTable
 
 
 class FilledModel(Protocol):

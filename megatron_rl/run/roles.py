@@ -75,7 +75,7 @@ def _find_class(spec: RoleSpec) -> Callable[[RoleSetup], Any]:
     elif spec.name == "reward_model":
         from megatron_rl.training.roles.reward_model import RewardModel as found
     else:
-        from megatron_rl.training.roles.mtp import Mtp as found
+        from megatron_rl.training.roles.mtp_layer import Mtp as found
     return found
 
 

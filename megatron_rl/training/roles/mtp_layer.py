@@ -14,11 +14,11 @@ import torch
 from megatron_rl.algorithms.losses import compute_sft_loss
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.mtp import MtpInputs, MtpPackedModel, shift_targets
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.step import StepLoss
+from megatron_rl.training.token_heads import LogprobHead
 from megatron_rl.training.update import OptimizerStep, build_step
 
 

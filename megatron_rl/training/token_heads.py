@@ -27,7 +27,7 @@ from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.packed_model import PackedModel
 
 if TYPE_CHECKING:
-    from megatron_rl.training.distillation import TeacherDivergence
+    from megatron_rl.training.teacher_divergence import TeacherDivergence
 
 
 class LogprobHead:

@@ -8,9 +8,9 @@ units; a test compares both. Source: trl/trainer/grpo_config.py at commit 006d32
 
 from __future__ import annotations
 
-from megatron_rl.compat.verl.groups import AliasGroup
 from megatron_rl.compat.verl.kinds import Alias, Ignored, Only, Renamed
-from megatron_rl.compat.verl.kl import Combined, Parts, look_up, note, read_boolean
+from megatron_rl.compat.verl.kl_names import Combined, Parts, look_up, note, read_boolean
+from megatron_rl.compat.verl.name_groups import AliasGroup
 from megatron_rl.config.sources import ASSUMED, Setting
 from megatron_rl.types import UserError
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_rl.compat.verl.kl import Combined, Parts, look_up, note
+from megatron_rl.compat.verl.kl_names import Combined, Parts, look_up, note
 from megatron_rl.config.sources import ASSUMED, Setting, describe
 
 _ACTOR = "actor_rollout_ref.actor"
