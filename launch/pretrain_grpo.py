@@ -17,21 +17,27 @@ def check_memory(
     config: RunConfig, recipe: Path | None, world_size: int, memory_gib: float, gpus_per_node: int | None
 ) -> tuple[RunConfig, list[str], str]:
     """Lay the run out if it says so, and refuse what does not fit into GPUs of this size."""
-    from megatron_rl.planning.admission import check_fits, describe_cluster
-    from megatron_rl.planning.automatic import choose_layout
-    from megatron_rl.rollout.dispatch import assign_engines
+    from megatron_rl.planning.admission import check_fits
+    from megatron_rl.planning.cluster import describe_cluster
+    from tools.planning.automatic import choose_layout
 
     cluster, chosen = describe_cluster(world_size, memory_gib, gpus_per_node), []
     if config.layout.mode == "auto":
-        config, chosen = choose_layout(config, resolve(config), cluster, recipe, assign_engines)
+        config, chosen = choose_layout(config, resolve(config), cluster, recipe)
     return config, chosen, check_fits(config, resolve(config), cluster, recipe)
 
 
 def train(loaded: LoadedConfig, recipe: Path | None) -> None:
     """Train; the heavy imports happen here, after the config has been checked."""
     from megatron_rl import Trainer
+    from megatron_rl.roles.parts import NO_PARTS, Parts
 
-    Trainer.from_config(loaded.config, recipe).train()
+    parts = NO_PARTS
+    if loaded.config.layout.mode == "auto":
+        from tools.planning.automatic import choose_layout
+
+        parts = Parts(choose_layout=choose_layout)
+    Trainer.from_config(loaded.config, recipe, parts).train()
 
 
 if __name__ == "__main__":

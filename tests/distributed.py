@@ -74,7 +74,12 @@ class _Files:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0, dying: tuple[int, ...] = ()
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 180.0,
+    dying: tuple[int, ...] = (),
+    grace: float = GRACE_SECONDS,
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on every rank of a new gloo world and return the results by rank.
 
@@ -87,6 +92,7 @@ def run_ranks(
         *args: handed to ``fn`` as they are.
         timeout: seconds for the whole call, including the start.
         dying: ranks that are meant to die; the others continue, and the result of these is None.
+        grace: seconds that the other ranks have to fail by themselves after the first one.
 
     Returns:
         What ``fn`` returned on rank 0, 1, ...; must be picklable. Tensors come back as CPU copies.
@@ -111,7 +117,7 @@ def run_ranks(
                 children[-1].start()
             gc.unfreeze()
             survivors = [rank for rank in range(world_size) if rank not in dying]
-            _wait_for_results([children[r] for r in survivors], [files[r] for r in survivors], timeout)
+            _wait_for_results([children[r] for r in survivors], [files[r] for r in survivors], timeout, grace)
             return [None if rank in dying else _load(files[rank].result) for rank in range(world_size)]
         finally:
             os.close(release_read)
@@ -175,11 +181,11 @@ def _prepare_child(rank: int, world_size: int, files: _Files, port: int) -> None
     torch.manual_seed(0)
 
 
-def _wait_for_results(children: list[BaseProcess], files: list[_Files], timeout: float) -> None:
+def _wait_for_results(children: list[BaseProcess], files: list[_Files], timeout: float, grace: float) -> None:
     deadline = time.monotonic() + timeout
     while not all(entry.result.exists() for entry in files):
         if any(_has_failed(child, entry) for child, entry in zip(children, files, strict=True)):
-            _wait_for_more_failures(children, files)
+            _wait_for_more_failures(children, files, grace)
             raise AssertionError(_describe_failures(children, files))
         if time.monotonic() > deadline:
             raise AssertionError(_describe_hang(children, files, timeout))
@@ -193,8 +199,8 @@ def _has_failed(child: BaseProcess, entry: _Files) -> bool:
     return child.exitcode is not None and not entry.result.exists()
 
 
-def _wait_for_more_failures(children: list[BaseProcess], files: list[_Files]) -> None:
-    deadline = time.monotonic() + GRACE_SECONDS
+def _wait_for_more_failures(children: list[BaseProcess], files: list[_Files], grace: float) -> None:
+    deadline = time.monotonic() + grace
     while time.monotonic() < deadline:
         ranks = zip(children, files, strict=True)
         if all(_has_failed(child, entry) or entry.result.exists() for child, entry in ranks):

@@ -26,13 +26,15 @@ import subprocess
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_rl"
+# Imported by launch/pretrain_grpo.py before it trains, whatever its config says.
+PLAIN_RUN = (f"{PACKAGE}.config.command_line", f"{PACKAGE}.roles.inputs", f"{PACKAGE}.trainer.grpo")
 # What one response was called on its way; views of it (Branch, Turn, rows of a batch) are not among them.
 RECORDS = ("Generation", "Sample", "PackedSequence", "SftExample", "Response", "Rollout")
 # Tensors (data, sequence_parallel), megatron-core's scheduler (num_steps), multiprocessing.Value (value).
@@ -66,10 +68,25 @@ class Tree:
     @cached_property
     def imports(self) -> dict[str, set[str]]:
         """Module -> modules of the package that it imports, inside of functions and under TYPE_CHECKING too."""
-        return {name: set(self._imports_of(name)) - {name} for name in self.modules}
+        return {name: set(self._imports_of(ast.walk(tree))) - {name} for name, tree in self.modules.items()}
 
-    def _imports_of(self, name: str) -> Iterator[str]:
-        for node in ast.walk(self.modules[name]):
+    @cached_property
+    def loaded(self) -> dict[str, set[str]]:
+        """Module -> modules of the package that importing it imports."""
+        return {name: set(self._imports_of(_walk_loaded(tree))) - {name} for name, tree in self.modules.items()}
+
+    def find_closure(self, roots: Iterable[str]) -> set[str]:
+        """Return the modules that importing some of them loads: those that no function imports when it is called."""
+        found, todo = set[str](), [*roots]
+        while todo:
+            name = todo.pop()
+            if name not in found:
+                found.add(name)
+                todo += self.loaded[name]
+        return found
+
+    def _imports_of(self, nodes: Iterable[ast.AST]) -> Iterator[str]:
+        for node in nodes:
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -81,6 +98,15 @@ class Tree:
                     if candidate in self.modules and candidate != PACKAGE:
                         yield candidate
                         break
+
+
+def _walk_loaded(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when a module is imported."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function) or (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            continue
+        yield child
+        yield from _walk_loaded(child)
 
 
 def count_train_lines(tree: Tree) -> int:
@@ -265,9 +291,13 @@ def format_figures(tree: Tree) -> str:
     """All figures, one line each, with what makes them up."""
     outside, circles = count_outside_attributes(tree), find_circles(tree.imports)
     signatures = list_long_signatures(tree)
-    widest = sorted(((len(found), name) for name, found in tree.imports.items()), reverse=True)[:5]
+    widest = sorted(((len(found), name) for name, found in tree.loaded.items()), reverse=True)[:5]
     root, records = list_root_modules(tree), list_records(tree)
+    closure = tree.find_closure(PLAIN_RUN)
     rows = [
+        ("modules of the package", len(tree.texts), ""),
+        ("modules of a plain run", len(closure), ""),
+        ("lines of a plain run", sum(len(tree.texts[name].splitlines()) for name in closure), ""),
         ("lines of the package", sum(len(text.splitlines()) for text in tree.texts.values()), ""),
         ("lines of Trainer.train", count_train_lines(tree), ""),
         ("modules in the root", len(root), ", ".join(name.split(".")[1] for name in root)),

@@ -7,6 +7,7 @@ A launcher's ranks import everything first, a dozen CPU seconds each; forks of a
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -104,6 +105,16 @@ def fork_ranks(
     stdout, stderr = (stream.read_text() for stream in streams)
     codes = "".join(f"  exitcode  : {rank.exitcode}\n" for rank in ranks if rank.exitcode)
     return subprocess.CompletedProcess([], failed, stdout, stderr + codes)
+
+
+def run_script(script: Path, *arguments: object) -> int:
+    """Be the interpreter of a script: for `fork_ranks`."""
+    sys.argv = [str(script), *map(str, arguments)]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
 
 
 def _be_rank(program: Callable[[], int], rank: int, world_size: int, port: int, streams: list[Path]) -> NoReturn:

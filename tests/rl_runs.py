@@ -18,9 +18,13 @@ import megatron_rl.trainer.grpo as trainer_module  # heavy imports once, in the 
 import megatron_rl.trainer.sft as sft_module
 from megatron_rl.config.loading import load_config
 from megatron_rl.engines.vllm_library import prepare_vllm
+from megatron_rl.roles.parts import Parts
 from megatron_rl.types import UserError
 from tiny_models import ENGINE_SIZES, save_tiny_model
 from tools._metrics_page import find_metric
+from tools.planning.automatic import choose_layout
+
+PARTS = Parts(choose_layout=choose_layout)
 
 
 def make_task(directory: Path, tags: Sequence[str] = ()) -> None:
@@ -107,7 +111,7 @@ def train(rank: int, world_size: int, overrides: Sequence[str]) -> str | None:
     """One rank of the program, as the entry point runs it; returns the error's text, if any."""
     os.environ["WORLD_SIZE"] = str(world_size)
     try:
-        trainer_module.Trainer.from_config(load_config(None, overrides).config).train()
+        trainer_module.Trainer.from_config(load_config(None, overrides).config, parts=PARTS).train()
     except UserError as error:
         return str(error)
     return None
@@ -149,6 +153,12 @@ def import_engine() -> None:
         importlib.import_module(f"vllm.{name}")
     for name in ("figure", "projections", "backends.backend_agg"):  # of the picture of a run
         importlib.import_module(f"matplotlib.{name}")
+    # An engine puts these in place when it is built, by a pass over all modules that takes most of its start.
+    current_platform = importlib.import_module("vllm.platforms").current_platform
+    if not hasattr(current_platform, "_overrides_are_here"):
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+        type(current_platform)._overrides_are_here = True
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:

@@ -32,11 +32,11 @@ from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.carried import CarriedResponses
 from megatron_rl.rollout.collector import Collector, RewardSources
-from megatron_rl.rollout.control import open_channel
 from megatron_rl.rollout.episodes import Episodes
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.order import STRIDE, SampleOrder
 from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
+from megatron_rl.rollout.serving import open_channel
 from megatron_rl.rollout.stream import Clock, RolloutStream, Taken
 from megatron_rl.rollout.trace import ScheduleTrace, read_trace
 from megatron_rl.types import Prompt, Rollout

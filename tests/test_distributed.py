@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -137,6 +138,19 @@ def test_a_rank_that_exits_is_named() -> None:
     with pytest.raises(AssertionError, match=r"rank 0 exited \(exit code 3\)") as caught:
         run_ranks(leave, 2)
     assert "SystemExit: 4" in str(caught.value)
+
+
+def test_a_rank_that_leaves_late_is_reported_within_the_grace() -> None:
+    """Rank 0 of a run stays for a second after the others, for it may keep the store that they still read."""
+
+    def leave(rank: int, world_size: int) -> None:
+        dist.barrier()
+        time.sleep(1.5 if rank == 0 else 0.0)
+        os._exit(2)
+
+    with pytest.raises(AssertionError, match="2 of 2 ranks failed") as caught:
+        run_ranks(leave, 2, grace=30.0)
+    assert "rank 0 exited (exit code 2)" in str(caught.value)
 
 
 def test_a_hang_shows_the_stack_of_every_rank() -> None:

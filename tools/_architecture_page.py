@@ -56,9 +56,37 @@ _ROADS = """
 [Extending](extending.md#inside-the-package) says where changes go.
 """
 
+_PLACES_HEAD = "| topic | file | name |\n|---|---|---|"
+# Topic -> file of the package, and the name in it; a test looks them up.
+PLACES = (
+    ("the algorithm, line by line", "trainer/grpo.py", "Trainer"),
+    ("prompts of a step, and their order", "data/stream.py", "PromptBatches"),
+    ("seeds of responses", "engines/sampling.py", "derive_seed"),
+    ("choice of the engine that serves a sample", "rollout/dispatch.py", "assign_engines"),
+    ("steps of an engine", "rollout/serving.py", "serve"),
+    ("end of a sampling phase", "rollout/phase.py", "open_phase_end"),
+    ("samples that may begin ahead of their step", "rollout/window.py", "find_window"),
+    ("partial rollouts, kept and resumed", "rollout/carried.py", "CarriedResponses"),
+    ("dynamic sampling: groups that are drawn again", "rollout/collector.py", "Collector"),
+    ("episodes of several turns", "rollout/episodes.py", "Episodes"),
+    ("the engine's sleep, and the move of weights", "weight_sync/hybrid_engine.py", "HybridEngine"),
+    ("proof that weights arrived", "resharding/certificate.py", "Certificate"),
+    ("headers of a step's samples, known to every rank", "experience/table.py", "Headers"),
+    ("sequences -> microbatches", "packing/microbatches.py", "plan_microbatches"),
+    ("denominators of the loss", "algorithms/aggregation.py", "aggregate"),
+    ("batch arithmetic and its refusals", "config/batch_plan.py", "BatchPlan"),
+    ("refusals of context parallelism", "parallel/heads.py", "check_context_parallel"),
+    ("an optimizer step", "training/update.py", "OptimizerStep"),
+    ("capture of a step as a CUDA graph", "training/cuda_graph.py", "GraphStep"),
+    ("the end of a rank that hangs", "lifecycle/watchdog.py", "Watchdog"),
+    ("checkpoints: when, and of which parts", "lifecycle/checkpoints.py", "Checkpoints"),
+    ("alarms", "observability/health.py", "HealthMonitor"),
+)
+
 
 def format_page() -> str:
     """The page, the highest layer first."""
     rows = sorted(ROOMS.items(), key=lambda item: -item[1].layer)
     table = [f"| {room.layer} | `{name}` | {room.does} |" for name, room in rows]
-    return _HEAD + "\n".join(table) + "\n" + _ROADS
+    places = [f"| {topic} | `megatron_rl/{file}` | `{name}` |" for topic, file, name in PLACES]
+    return "\n".join([_HEAD + "\n".join(table), _ROADS, "## Places\n", _PLACES_HEAD, *places, ""])

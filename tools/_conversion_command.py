@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron_rl.checkpoint.conversion import DTYPES
-from megatron_rl.checkpoint.units import Progress, Workers
 from megatron_rl.types import UserError
+from tools.conversion.conversion import DTYPES
+from tools.conversion.units import Progress, Workers
 
 _LINE_SECONDS = 10.0
 

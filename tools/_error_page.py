@@ -93,11 +93,11 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Batch sizes": (
         "Prompts, responses, minibatches and token budgets that do not divide or do not fit.",
-        ("config/batch_plan", "config/sft_plan"),
+        ("config/batch_plan",),
     ),
     "Layouts, placement and memory": (
         "Ranks that do not suffice, sizes that do not divide, models that do not fit.",
-        ("config/placement", "parallel/", "planning/"),
+        ("config/placement", "parallel/", "planning/", "tools/planning/"),
     ),
     "Model directories and families": (
         "Missing or damaged files, architectures and options of config.json that are not supported, adapters.",
@@ -105,7 +105,7 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Data, prompts and tokenizers": (
         "Files, rows, columns, chat templates and lengths.",
-        ("data/", "roles/prompt_inputs", "roles/inputs", "extension/reasoning_gym"),
+        ("data/", "roles/inputs", "extension/reasoning_gym"),
     ),
     "Rewards": ("Rules, functions, workers, services and ground truths.", ("rewards/",)),
     "Algorithms and plugins": (
@@ -123,10 +123,13 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Checkpoints, resuming and conversion": (
         "Directories, damaged or missing files, a second job, inputs that have changed.",
-        ("checkpoint/", "lifecycle/"),
+        ("checkpoint/", "lifecycle/", "tools/conversion/"),
     ),
-    "Logs, metrics and pages": ("Run directories, W&B, the status page, the viewer.", ("observability/",)),
-    "Replays": ("Capsules and their replay.", ("capsule/",)),
+    "Logs, metrics and pages": (
+        "Run directories, W&B, the status page, the viewer.",
+        ("observability/", "tools/viewer/"),
+    ),
+    "Replays": ("Capsules and their replay.", ("capsule/", "tools/replay/")),
     "Tools, benchmarks and rehearsals": ("Arguments and inputs of commands beside training.", ("",)),
 }
 

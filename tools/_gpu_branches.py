@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_rl"
 _GPU_LIBRARIES = ("flash_attn", "transformer_engine", "torch.nn.attention.varlen")
-_APART = ("rehearsal/", "parallel/cpu_runtime.py")  # what stands in for GPUs
+_APART = ("parallel/cpu_runtime.py",)  # what stands in for GPUs
 _LEAVING = (ast.Return, ast.Raise, ast.Continue)
 _HARMLESS = ("is_available", "Stream", "CUDAGraph")  # asked for everywhere, or types
 

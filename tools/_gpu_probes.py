@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
 NUMBERS = Path(__file__).with_name("first_gpu_numbers.json")
 if __name__ == "__main__" and "--pretend" in sys.argv:
-    from megatron_rl.rehearsal.cuda_guard import load_guard
+    from tools.rehearsal.cuda_guard import load_guard
 
     load_guard()  # before torch
 
@@ -187,7 +187,7 @@ def _pretend(probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Ask a GPU of 80 GiB that is not there."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from megatron_rl.rehearsal import fake_cuda
+    from tools.rehearsal import fake_cuda
 
     fake_cuda.install(80 * GIB, 8)
     with FakeTensorMode():

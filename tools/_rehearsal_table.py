@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
 
 from megatron_rl.planning.cluster import GIB
-from megatron_rl.rehearsal.report import SMALL, Found, compare_rank
+from tools.rehearsal.report import SMALL, Found, compare_rank
 from tools.rehearse import read_rehearsed_job
 
 

@@ -12,18 +12,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
-from megatron_rl.rehearsal.cuda_guard import load_guard
+from tools.rehearsal.cuda_guard import load_guard
 
 
 def main(rank: int, file: Path, arguments: list[str]) -> None:
     """Entry point."""
     load_guard()  # before torch
-    from megatron_rl.rehearsal import fake_cuda
+    from tools.rehearsal import fake_cuda
     from tools.rehearse import read_rehearsed_job
 
     job = read_rehearsed_job(arguments)[0]
     fake_cuda.install(job.cluster.memory_bytes, job.cluster.gpus_per_node)
-    from megatron_rl.rehearsal.rank import rehearse_rank
+    from tools.rehearsal.rank import rehearse_rank
 
     file.write_text(json.dumps(rehearse_rank(job, rank)), encoding="utf-8")
 

@@ -93,7 +93,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             hint="start more ranks with torchrun",
         )
     process = init_distributed(timeout_minutes=30)
-    from megatron_rl.parity.check import ParityCheck, run_parity  # imports megatron-core and transformers: seconds
+    from tools.parity.check import ParityCheck, run_parity  # imports megatron-core and transformers: seconds
 
     return run_parity(
         ParityCheck(
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         report = compare(options)
-        from megatron_rl.parity.report import format_report
+        from tools.parity.report import format_report
 
         if dist.get_rank() == 0:
             print(format_report(report))

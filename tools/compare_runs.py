@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
-from megatron_rl.observability.comparison import describe_comparison, plot_comparison
 from megatron_rl.types import UserError
+from tools.viewer.comparison import describe_comparison, plot_comparison
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
-from megatron_rl.checkpoint.conversion import DTYPES, convert_to_megatron
 from tools._conversion_command import add_output_options, run_conversion
+from tools.conversion.conversion import DTYPES, convert_to_megatron
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
-from megatron_rl.checkpoint.conversion import DTYPES, CheckpointWeights, convert_to_huggingface
 from tools._conversion_command import add_output_options, run_conversion
+from tools.conversion.conversion import DTYPES, CheckpointWeights, convert_to_huggingface
 
 
 def build_parser() -> argparse.ArgumentParser:

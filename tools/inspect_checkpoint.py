@@ -19,8 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
-from megatron_rl.checkpoint.inspection import describe_checkpoint, verify_checkpoint
 from megatron_rl.types import UserError
+from tools.conversion.inspection import describe_checkpoint, verify_checkpoint
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -25,14 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from megatron_rl.config.loading import load_config
 from megatron_rl.planning.admission import explain_problem, read_job
 from megatron_rl.planning.cluster import GIB, RESERVE, Cluster, Job
-from megatron_rl.planning.lengths import read_lengths
-from megatron_rl.planning.methods import compare_methods, format_methods, methods_to_dict
-from megatron_rl.planning.report import format_plan, make_plan, save_plot, to_dict
-from megatron_rl.planning.schedule_choice import choose_schedule, format_schedules, schedules_to_dict
 from megatron_rl.planning.steptime import Assumptions
 from megatron_rl.roles.resolve import resolve
-from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.types import UserError
+from tools.planning.lengths import read_lengths
+from tools.planning.methods import compare_methods, format_methods, methods_to_dict
+from tools.planning.report import format_plan, make_plan, save_plot, to_dict
+from tools.planning.schedule_choice import choose_schedule, format_schedules, schedules_to_dict
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -117,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         plan = make_plan(job, assumed)
         schedules = None
         if lengths is not None and plan.problem is None:
-            schedules = choose_schedule(job, plan.switch.prediction.seconds, lengths, assumed, assign_engines)
+            schedules = choose_schedule(job, plan.switch.prediction.seconds, lengths, assumed)
         methods = compare_methods(job, assumed, resolve)
         found = (
             to_dict(plan)

@@ -26,11 +26,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
 from megatron_rl.planning.cluster import Job
-from megatron_rl.rehearsal.cuda_guard import compile_guard
-from megatron_rl.rehearsal.report import find_problems, format_ranks, list_rank_classes
 from megatron_rl.types import UserError
 from tools.plan import build_parser as build_plan_parser
 from tools.plan import read_plan_job
+from tools.rehearsal.cuda_guard import compile_guard
+from tools.rehearsal.report import find_problems, format_ranks, list_rank_classes
 
 _ONE_RANK = Path(__file__).with_name("_rehearse_rank.py")
 

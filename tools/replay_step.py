@@ -23,9 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 import torch.distributed as dist
 
 from megatron_rl import Trainer
-from megatron_rl.capsule.comparing import compare_sections, format_report, make_report
 from megatron_rl.capsule.record import Section, StepObserver
-from megatron_rl.capsule.replaying import Capsule, is_same_layout, make_config, open_capsule, restore_state
 from megatron_rl.capsule.rollouts import RecordedRollouts
 from megatron_rl.checkpoint.manifest import list_packages
 from megatron_rl.config.command_line import end_program, leave
@@ -33,6 +31,8 @@ from megatron_rl.experience.experience import Experience
 from megatron_rl.parallel.collectives import raise_together, share_object
 from megatron_rl.roles.parts import Parts
 from megatron_rl.types import UserError
+from tools.replay.comparing import compare_sections, format_report, make_report
+from tools.replay.replaying import Capsule, is_same_layout, make_config, open_capsule, restore_state
 
 
 class ReplayTrainer(Trainer):

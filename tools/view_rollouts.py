@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
-from megatron_rl.observability.rollout_page import write_page
 from megatron_rl.types import UserError
+from tools.viewer.rollout_page import write_page
 
 
 def read_steps(text: str) -> range:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.checkpoint.conversion_checks import check_global_shapes
 from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
 from megatron_rl.checkpoint.pieces import make_weight_pieces
 from megatron_rl.checkpoint.torch_dist import METADATA_FILE, ChunkReader
+from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_global import megatron_global_placements
+from megatron_rl.weights.megatron_global import Table, megatron_global_placements
 from megatron_rl.weights.shard_box import ShardBox
 
 
@@ -29,6 +29,35 @@ def check_weights(directory: str | Path, shape: ModelShape, may_lack: Collection
         return
     table = {name: places for name, places in megatron_global_placements(shape).items() if name not in may_lack}
     check_global_shapes(ChunkReader(directory), table, directory)
+
+
+def check_global_shapes(reader: ChunkReader, table: Table, weights: Path) -> None:
+    """Compare a checkpoint with the model that its config describes; padded rows of the vocabulary may be there."""
+    if any(key.endswith(".lora_A.weight") for key in reader.tensors):
+        raise UserError(
+            "the checkpoint holds adapters, and not the model that they belong to",
+            source=str(weights),
+            expected="the weights of a whole model",
+            hint="the checkpoint's directory huggingface/ is in PEFT's format: start from it by actor.lora.path, or "
+            "make one model of both with PEFT's merge_and_unload()",
+        )
+    wrong = []
+    for key, shape in {place.key: place.shape for places in table.values() for place in places}.items():
+        found = reader.tensors.get(key, ((), None))[0]
+        is_padded = (
+            key in ("embedding.word_embeddings.weight", "output_layer.weight")
+            and found[1:] == shape[1:]
+            and found[:1] >= shape[:1]
+        )
+        if found != shape and not is_padded:
+            wrong.append(f"{key} is {list(found) if found else 'missing'}, config.json says {list(shape)}")
+    if wrong:
+        raise UserError(
+            f"{len(wrong)} tensor(s) do not match: {'; '.join(wrong[:3])}",
+            source=str(weights),
+            expected="the tensors that config.json describes",
+            hint="config.json and checkpoint belong to two models",
+        )
 
 
 @torch.no_grad()

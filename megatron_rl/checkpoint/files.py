@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -214,3 +214,40 @@ def _free_bytes(directory: Path) -> int:
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     return shutil.disk_usage(directory).free
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One output file.
+
+    Attributes:
+        file: its name.
+        tensors: names of the logical tensors in it.
+        num_bytes: of their elements.
+    """
+
+    file: str
+    tensors: tuple[str, ...]
+    num_bytes: int
+
+
+def split_units(sizes: Mapping[str, int], max_bytes: int, name_file: Callable[[int, int], str]) -> list[Unit]:
+    """Fill files with tensors in order.
+
+    Args:
+        sizes: tensor -> bytes.
+        max_bytes: a file ends before it would exceed this (a larger tensor has a file of its own).
+        name_file: (index from 0, number of files) -> name.
+    """
+    batches: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if batches[-1] and filled + size > max_bytes:
+            batches.append([])
+            filled = 0
+        batches[-1].append(name)
+        filled += size
+    return [
+        Unit(name_file(index, len(batches)), tuple(batch), sum(sizes[name] for name in batch))
+        for index, batch in enumerate(batches)
+    ]

@@ -23,12 +23,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.draft_layers import find_drafts, forget_drafts
-from megatron_rl.checkpoint.files import publish, write_file
+from megatron_rl.checkpoint.files import Unit, publish, split_units, write_file
 from megatron_rl.checkpoint.model_files import ModelFiles, list_copies
 from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, read_headers
 from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files, read_config
 from megatron_rl.checkpoint.torch_dist import dtype_name
-from megatron_rl.checkpoint.units import Unit, split_units
 from megatron_rl.parallel.collectives import raise_together
 from megatron_rl.resharding.classes import Shard
 from megatron_rl.resharding.executor import Resharder, Transport

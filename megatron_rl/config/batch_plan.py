@@ -19,6 +19,86 @@ from megatron_rl.config.schema import DataConfig, LayoutConfig, RunConfig
 from megatron_rl.types import UserError
 
 
+@dataclass(frozen=True)
+class SftPlan:
+    """Batch arithmetic of fine-tuning, from the config and the world size; `total_steps`: None while the data decides.
+
+    A batch is one minibatch, in which every example counts as a rollout.
+    """
+
+    world_size: int
+    dp_size: int
+    train_batch_size: int
+    max_tokens_per_microbatch: int
+    longest_sequence: int
+    max_response_length: int
+    num_examples: int | None
+    total_steps: int | None
+
+    @classmethod
+    def build(cls, cfg: RunConfig, world_size: int, num_examples: int | None = None) -> SftPlan:
+        """Derive the plan.
+
+        Raises:
+            UserError: sizes that do not divide or do not fit, with the nearest values that do.
+        """
+        if cfg.trainer.val_only:
+            raise UserError(
+                "trainer.val_only = True, and supervised fine-tuning has no validation",
+                source="trainer.val_only",
+                expected="false",
+                hint="evaluate by tools/evaluate.py",
+            )
+        if cfg.layout.mode == "auto":
+            raise UserError(
+                "layout.mode = 'auto' in supervised fine-tuning, which the planner does not know",
+                source="layout.mode",
+                expected="given",
+                hint="give the layout of the section actor",
+            )
+        if cfg.placement.placed:
+            raise UserError(
+                f"placement.{cfg.placement.placed[0]} in supervised fine-tuning, which has one role",
+                source=f"placement.{cfg.placement.placed[0]}",
+                expected="null",
+                hint="remove the section placement",
+            )
+        check_debug_rank(cfg, world_size)
+        dp_size = check_ranks(cfg.actor, range(world_size), "actor")
+        check_longest_sequence(cfg.data, cfg.actor, "actor")
+        check_data_size(cfg, num_examples)
+        return cls(
+            world_size=world_size,
+            dp_size=dp_size,
+            train_batch_size=cfg.data.train_batch_size,
+            max_tokens_per_microbatch=cfg.actor.max_tokens_per_microbatch,
+            longest_sequence=cfg.data.max_prompt_length + cfg.data.max_response_length,
+            max_response_length=cfg.data.max_response_length,
+            num_examples=num_examples,
+            total_steps=count_steps(cfg, num_examples),
+        )
+
+    @property
+    def rollouts_per_minibatch(self) -> int:
+        """Examples per optimizer step."""
+        return self.train_batch_size
+
+    def formulas(self) -> list[str]:
+        """Each derived number with its formula."""
+        batch = self.train_batch_size
+        lines = [
+            f"dp_size = world_size / (tp * pp * cp) = {self.dp_size}",
+            f"examples per optimizer step = train_batch_size = {batch}, in microbatches of at most "
+            f"{self.max_tokens_per_microbatch} tokens per DP rank",
+        ]
+        if self.num_examples is not None and self.total_steps is not None:
+            lines.append(
+                f"epochs = total_steps * train_batch_size / examples = {self.total_steps} * {batch} / "
+                f"{self.num_examples} = {self.total_steps * batch / self.num_examples:.2f}"
+            )
+        return lines
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
     """Every number that follows from the config and the world size.
@@ -238,7 +318,7 @@ def _count_engine_ranks(cfg: RunConfig, world_size: int) -> int:
         raise UserError(
             f"world_size {world_size} is no multiple of rollout.tensor_model_parallel_size {rollout_tp_size}",
             source="world size (torchrun), or placement.rollout, and rollout.tensor_model_parallel_size",
-            expected=f"rollout.tensor_model_parallel_size of {_either(_nearestdivisors(world_size, rollout_tp_size))}"
+            expected=f"rollout.tensor_model_parallel_size of {_either(_nearest_divisors(world_size, rollout_tp_size))}"
             f", or a world size of {_either(_nearest_multiples(world_size, rollout_tp_size))}",
             hint="each rollout engine takes that many ranks, and no rank may be left over",
         )
@@ -252,7 +332,7 @@ def _check_batches(cfg: RunConfig, spec: RunSpec, num_train_prompts: int | None)
         raise UserError(
             f"data.train_batch_size {batch} is no multiple of actor.ppo_mini_batch_size {mini}",
             source="data.train_batch_size and actor.ppo_mini_batch_size",
-            expected=f"ppo_mini_batch_size of {_either(_nearestdivisors(batch, mini))}, or train_batch_size of "
+            expected=f"ppo_mini_batch_size of {_either(_nearest_divisors(batch, mini))}, or train_batch_size of "
             f"{_either(_nearest_multiples(batch, mini))}",
             hint="both are counted in prompts; each optimizer step takes the same number",
         )
@@ -314,7 +394,7 @@ def divisors(value: int) -> list[int]:
     return [size for size in range(1, value + 1) if value % size == 0]
 
 
-def _nearestdivisors(value: int, wanted: int) -> list[int]:
+def _nearest_divisors(value: int, wanted: int) -> list[int]:
     """The divisors of `value` next to `wanted` on either side."""
     below = [size for size in divisors(value) if size < wanted]
     above = [size for size in divisors(value) if size > wanted]

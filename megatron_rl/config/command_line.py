@@ -23,11 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Protocol, TextIO
 
-from megatron_rl.config.batch_plan import BatchPlan
+from megatron_rl.config.batch_plan import BatchPlan, SftPlan
 from megatron_rl.config.loading import LoadedConfig, load_config, read_settings
 from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.types import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a recipe and a command line to a checked `RunConfig`.
 
-Road of a setting: read with its place (`sources.py`), references resolved (`references.py`), plugins
+Road of a setting: read with its place (`sources.py`), references `${section.key}` resolved, plugins
 imported, which declare settings of their own (`options.py`), verl names translated
 (`verl/aliases.py`), the command line put over the recipe, type checked (`fields.py`), sections built,
 settings without effect put aside (`idle.py`), sanity checked (`checks.py`). Every
@@ -11,6 +11,7 @@ Nothing here imports torch, so that a dry run starts at once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,13 +32,76 @@ from megatron_rl.config.fields import (
 )
 from megatron_rl.config.idle import put_aside
 from megatron_rl.config.options import PREFIX, build_options, list_options
-from megatron_rl.config.references import resolve_references
 from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sources import RECIPE, Setting, read_mapping, read_overrides, read_recipe
-from megatron_rl.config.verl.aliases import alias_names, alias_target, find_ranks, translate
+from megatron_rl.config.sources import RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
 from megatron_rl.extension.plugins import load_plugins
 from megatron_rl.types import UserError
+
+_REFERENCE = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")
+_SELECT = "oc.select:"
+
+
+def resolve_references(settings: Sequence[Setting]) -> list[Setting]:
+    """Put values in the place of references.
+
+    Args:
+        settings: in order; of two with the same name the later one is referred to.
+
+    Raises:
+        UserError: a reference to itself, to a setting that is not given, or of another kind.
+    """
+    latest = {setting.name: setting for setting in settings}
+    return [
+        replace(setting, value=_resolve(setting.value, setting, latest, (setting.name,)), text=None)
+        if _has_reference(setting.value)
+        else setting
+        for setting in settings
+    ]
+
+
+def _has_reference(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def _resolve(value: Any, setting: Setting, latest: Mapping[str, Setting], path: tuple[str, ...]) -> Any:
+    if not _has_reference(value):
+        return value
+    whole = _REFERENCE.fullmatch(value)
+    if whole:
+        return _look_up(whole[1], setting, latest, path)
+    text = _REFERENCE.sub(lambda match: str(_look_up(match[1], setting, latest, path)), value)
+    if "${" in text:
+        raise _error(setting, f"{setting.name} = {value!r} contains an interpolation")
+    return text
+
+
+def _look_up(body: str, setting: Setting, latest: Mapping[str, Setting], path: tuple[str, ...]) -> Any:
+    is_select = body.startswith(_SELECT)
+    name, _, default = body.removeprefix(_SELECT).partition(",") if is_select else (body, "", "")
+    name = _absolute(name.strip(), path[-1])
+    if name in path:
+        raise _error(setting, f"{setting.name} refers to itself: {' -> '.join((*path, name))}")
+    if name in latest:
+        return _resolve(latest[name].value, setting, latest, (*path, name))
+    if is_select:
+        return yaml.safe_load(default) if default.strip() else None
+    raise _error(setting, f"{setting.name} = '${{{body}}}' contains an interpolation of a name that is not given")
+
+
+def _absolute(name: str, place: str) -> str:
+    levels = len(name) - len(name.lstrip("."))
+    return ".".join([*place.split(".")[:-levels], name[levels:]]) if levels else name
+
+
+def _error(setting: Setting, found: str) -> UserError:
+    return UserError(
+        found,
+        source=setting.source,
+        expected="a plain value, ${section.key}, ${.key} or ${oc.select:section.key,default}",
+        hint="write the value itself",
+    )
+
 
 __all__ = ["LoadedConfig", "check_config", "config_to_dict", "dump_yaml", "format_help", "load_config", "read_settings"]
 
@@ -76,8 +140,13 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     teachers = _name_teachers(given)
     fields = list_fields(teachers) | list_options()
     settings = _gather_mappings(given, fields)
-    translated, notes = translate(settings, fields)
-    chosen = _choose(translated, fields)
+    notes: list[str] = []
+    num_ranks = None
+    if not all(_is_ours(setting, fields) for setting in settings):
+        num_ranks = _aliases().find_ranks(settings)
+        settings, notes = _aliases().translate(settings, fields)
+    notes = _find_contradictions(settings) + notes
+    chosen = _choose(settings, fields)
     _require_all(chosen, fields, recipe)
     sources = {name: choice.source for name, choice in chosen.items()}
     values = {name: choice.value for name, choice in chosen.items()}
@@ -89,7 +158,7 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     sections["algorithm"] = replace(sections["algorithm"], options=options)
     config, idle = put_aside(RunConfig(**sections), sources)
     check_config(config, sources)
-    return LoadedConfig(config, [*notes, *idle], sources, find_ranks(settings))
+    return LoadedConfig(config, [*notes, *idle], sources, num_ranks)
 
 
 def _name_teachers(settings: Sequence[Setting]) -> list[str]:
@@ -112,9 +181,9 @@ def read_settings(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[s
     settings += read_overrides(
         overrides,
         fields,
-        _boolean_names(fields),
-        alias_names(),
-        lambda name, source: unknown_key_error(name, source, fields, alias_names()),
+        lambda name: _is_boolean(name, fields),
+        lambda name: name in _aliases().alias_names(),
+        lambda name, source: unknown_key_error(name, source, fields, _aliases().alias_names()),
     )
     settings = resolve_references(_without_empty_sections([_expand_layout(setting) for setting in settings]))
     plugins = _choose([setting for setting in settings if setting.name == _PLUGINS], fields)
@@ -123,9 +192,51 @@ def read_settings(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[s
     return settings
 
 
-def _boolean_names(fields: Mapping[str, FieldInfo]) -> set[str]:
-    ours = {name for name, info in fields.items() if info.kind is bool}
-    return ours | {name for name in alias_names() if alias_target(name) in ours}
+def _aliases() -> Any:
+    """Import the names of other projects, which a config in our own does not need."""
+    from megatron_rl.config.verl import aliases
+
+    return aliases
+
+
+def _is_boolean(name: str, fields: Mapping[str, FieldInfo]) -> bool:
+    ours = name if name in fields else _aliases().alias_target(name)
+    return ours in fields and fields[ours].kind is bool
+
+
+def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
+    """Whether a name is ours, with a value that no other project gives another meaning.
+
+    Hydra's mark for a value that is given elsewhere is `???`; -1 is verl's "never", `~/` a user's home there.
+    """
+    value = setting.value
+    if setting.name not in fields or value in ("???", {}, -1):
+        return False
+    texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+    return not any(text.startswith("~/") or text.endswith("_vectorized") for text in texts)
+
+
+def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
+    """GAE needs a critic; groups of responses without a section critic, or critic.enable off, speak against one."""
+    values = {setting.name: setting for setting in settings}
+    estimator, critic, n = (values.get(name) for name in ("algorithm.adv_estimator", "critic.enable", "rollout.n"))
+    if estimator is None or estimator.value != "gae" or (critic is not None and critic.value is True):
+        return []
+    if critic is not None and critic.value is False:
+        sign = f"{describe(critic)} switches it off"
+    elif (
+        n is not None
+        and isinstance(n.value, int)
+        and n.value > 1
+        and not any(name.startswith("critic.") for name in values)
+    ):
+        sign = f"{describe(n)} asks for groups, as runs without a critic do"
+    else:
+        return []
+    return [
+        f"contradiction: {describe(estimator)} needs a critic, and {sign}; set algorithm.adv_estimator=grpo for a "
+        "run without a critic, or critic.enable=true to train one (the default with gae)"
+    ]
 
 
 def override(config: RunConfig, overrides: Sequence[str], source: str) -> RunConfig:

@@ -18,9 +18,6 @@ import yaml
 from megatron_rl.config.fields import FieldInfo, list_fields, section_classes
 from megatron_rl.config.options import list_options
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.verl.groups import GROUPS
-from megatron_rl.config.verl.kinds import Renamed
-from megatron_rl.config.verl.tables import ALIASES
 
 _SYNTAX = """\
 Settings are given in the recipe (nested sections) and on the command line, which wins:
@@ -99,6 +96,10 @@ def render(value: Any) -> str:
 
 
 def _describe_aliases(width: int) -> str:
+    from megatron_rl.config.verl.groups import GROUPS
+    from megatron_rl.config.verl.kinds import Renamed
+    from megatron_rl.config.verl.tables import ALIASES
+
     renamed = [(name, alias.target) for name, alias in ALIASES.items() if isinstance(alias, Renamed)]
     pairs = [(name, target) for name, target in renamed if name != target]
     pairs += [(" + ".join(group.names), group.meaning) for group in GROUPS]

@@ -10,7 +10,7 @@ unknown and values may have the wrong type.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,8 +163,8 @@ def _repeated_error(name: str, first: str, second: str) -> UserError:
 def read_overrides(
     arguments: Sequence[str],
     fields: Mapping[str, FieldInfo],
-    boolean_names: Collection[str],
-    aliases: Collection[str],
+    is_boolean: Callable[[str], bool],
+    is_alias: Callable[[str], bool],
     unknown: Callable[[str, str], UserError],
 ) -> list[Setting]:
     """Read overrides from the command line, in their order.
@@ -172,8 +172,8 @@ def read_overrides(
     Args:
         arguments: what follows the recipe on the command line.
         fields: the settings, for the Megatron spelling `--leaf value`.
-        boolean_names: full names that may stand as a flag without a value.
-        aliases: further names, which may be flags where no leaf has that name.
+        is_boolean: whether a full name may stand as a flag without a value.
+        is_alias: whether a name of another project is read, which may be a flag where no leaf has that name.
         unknown: makes the error for an unknown leaf from (name, source).
 
     Raises:
@@ -192,9 +192,9 @@ def read_overrides(
                 expected=_SYNTAX,
                 hint="quote values that contain spaces",
             )
-        name = _flag_name(name, fields, aliases, unknown) if is_flag else name.lstrip("+")  # '+key=value' as in Hydra
+        name = _flag_name(name, fields, is_alias, unknown) if is_flag else name.lstrip("+")  # '+key=value' as in Hydra
         if not separator:
-            text = _take_value(name, rest, boolean_names)
+            text = _take_value(name, rest, is_boolean)
         settings.append(Setting(name, _parse_value(name, text), "command line", COMMAND_LINE, text))
     return settings
 
@@ -203,12 +203,15 @@ _ROLES_LIKE_THE_ACTOR = ("critic", "reward_model", "teachers")
 
 
 def _flag_name(
-    flag: str, fields: Mapping[str, FieldInfo], aliases: Collection[str], unknown: Callable[[str, str], UserError]
+    flag: str,
+    fields: Mapping[str, FieldInfo],
+    is_alias: Callable[[str], bool],
+    unknown: Callable[[str, str], UserError],
 ) -> str:
     name = flag[2:].replace("-", "_")
     if "." in name:
         return name
-    candidates = leaf_candidates(name, fields) or [alias for alias in aliases if alias == name]
+    candidates = leaf_candidates(name, fields) or ([name] if is_alias(name) else [])
     if not candidates:
         raise unknown(name, "command line")
     if f"actor.{name}" in candidates:  # Megatron's flags describe the model that is trained
@@ -223,9 +226,9 @@ def _flag_name(
     return candidates[0]
 
 
-def _take_value(name: str, rest: deque[str], boolean_names: Collection[str]) -> str:
+def _take_value(name: str, rest: deque[str], is_boolean: Callable[[str], bool]) -> str:
     following = rest[0] if rest else "--"
-    if name in boolean_names:
+    if is_boolean(name):
         return rest.popleft() if following.lower() in _BOOLEAN_WORDS else "true"
     if following.startswith("--"):
         raise UserError(
@@ -251,3 +254,13 @@ def _parse_value(name: str, text: str) -> Any:
             expected="a YAML scalar or list, e.g. 8, 1e-6, true, text, [a, b]",
             hint="quote special characters",
         ) from error
+
+
+def describe(setting: Setting) -> str:
+    """`name=value (place)`."""
+    return f"{setting.name}={_shown(setting.value)} ({setting.source})"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron_rl.engines.protocol import Request, Sampled
-from megatron_rl.engines.stopping import StopStrings
+from megatron_rl.engines.sampling import StopStrings
 from megatron_rl.types import KeptSets, RouteShape, UserError
 
 

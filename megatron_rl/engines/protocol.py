@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.engines.stopping import StopStrings
-from megatron_rl.engines.thoughts import Thoughts
+from megatron_rl.engines.sampling import SamplingConfig, StopStrings, Thoughts
 from megatron_rl.extension.registry import Deferred, add_entry, find_entry
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import KeptSets, RouteShape

@@ -1,10 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sampling contract for the engine and for the trainer's scoring, and seeds that depend on nothing else."""
+"""One sampling contract for the engine and for the trainer's scoring, and seeds that depend on nothing else.
+
+Stop strings end a response with the token that completes one of them, and all its tokens are learned from; rewards read
+the text before the string. Special tokens have no text, nor does a character of which bytes are missing.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_rl.types import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.data.tokenizer import Tokenizer
+
+
+_CLOSING_TAG = re.compile(r"</\w+>|\[/\w+\]")
+
+
+class Thoughts:
+    """The tags around a thought, and the tokens that end one that takes too long.
+
+    Args:
+        closing: text with the closing tag, such as </think>; the opening one is the same without the slash.
+        tokenizer: of the policy.
+
+    Attributes:
+        closing: [s] int32 tokens of that text.
+
+    Raises:
+        UserError: the text has no closing tag, or the tokenizer cannot write it.
+    """
+
+    def __init__(self, closing: str, tokenizer: Tokenizer) -> None:
+        found = _CLOSING_TAG.search(closing)
+        tag = found.group() if found else ""
+        self._tags, self._tokenizer = (tag.replace("/", ""), tag), tokenizer
+        self.closing = np.array(tokenizer.encode(closing), np.int32)
+        if not tag or tag not in self._read(self.closing.tolist()):
+            raise UserError(
+                f"the text {closing!r} ends no thought: its tokens are {self.closing.tolist()}",
+                source="rollout.thinking_end",
+                expected="a text with a closing tag, such as </think> or [/THINK], that the tokenizer writes and reads",
+                hint="take the tag from the model's chat template, or set rollout.thinking_budget=null",
+            )
+
+    def are_open(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens, the prompt's and the response's, end inside a thought."""
+        text = self._read(tokens)
+        opening, closing = map(text.rfind, self._tags)
+        return opening > closing
+
+    def _read(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, keep=self._tags)
+
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_MORE_TOKENS = 8  # special ones, and the first, of which some tokenizers drop a leading space
+
+
+class StopStrings:
+    """Looks for the strings at the end of responses.
+
+    Args:
+        strings: not empty; none of them is.
+        decode: token ids -> text.
+    """
+
+    def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]) -> None:
+        self._strings, self._decode = tuple(strings), decode
+        self._most_tokens = max(len(text.encode()) for text in strings) + _MORE_TOKENS
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Whether the last one of these sampled tokens completes a string; only the last few are looked at."""
+        return bool(len(tokens)) and self._find([*map(int, tokens[-self._most_tokens :])]) is not None
+
+    def read(self, tokens: Sequence[int]) -> str:
+        """The text of a response, up to the string that its last token completes."""
+        tokens = [*map(int, tokens)]
+        end = self._find(tokens) if self.ends(tokens) else None
+        return self._decode(tokens)[:end]
+
+    def _find(self, tokens: list[int]) -> int | None:
+        """Return the start of the string that the last token completes; of several, the one that is complete first."""
+        before, text = len(self._decode(tokens[:-1]).rstrip(_BROKEN)), self._decode(tokens)
+        starts = {string: text.find(string, max(0, before - len(string) + 1)) for string in self._strings}
+        found = [string for string, start in starts.items() if start >= 0]
+        return starts[min(found, key=lambda string: starts[string] + len(string))] if found else None
 
 
 @dataclass(frozen=True)

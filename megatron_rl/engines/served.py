@@ -25,9 +25,8 @@ import numpy as np
 from megatron_rl.engines.protocol import EngineSpec, Probed, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.server_apis import OpenAiServer, ServerApi, VllmServer
-from megatron_rl.engines.server_client import ServerClient, ServerFailure
+from megatron_rl.engines.server_client import ServerClient, ServerFailure, ServerProcess, find_free_port
 from megatron_rl.engines.server_key import KEY_VARIABLE, find_key
-from megatron_rl.engines.server_process import ServerProcess, find_free_port
 from megatron_rl.engines.staged_weights import StagedWeights
 from megatron_rl.parallel.collectives import align_group_names, make_group, share_object
 from megatron_rl.types import UserError

@@ -15,8 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_rl.engines.protocol import Request, RolloutEngine, Sampled
-from megatron_rl.engines.sampling import derive_seed
-from megatron_rl.engines.thoughts import Thoughts
+from megatron_rl.engines.sampling import Thoughts, derive_seed
 from megatron_rl.types import KeptSets, complete_routes
 
 

@@ -23,10 +23,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from megatron_rl.engines.gumbel import add_gumbel_noise
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
-from megatron_rl.engines.stopping import StopStrings
-from megatron_rl.engines.truncation import truncate
+from megatron_rl.engines.sampling import StopStrings
+from megatron_rl.engines.truncation import add_gumbel_noise, truncate
 from megatron_rl.engines.waiting import WaitingRequests
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.parallel.vocab_parallel import compute_all_logprobs

@@ -57,3 +57,17 @@ def truncate(
         left = torch.where(is_early[:, None], left, scaled)
     counts = keep.sum(-1, dtype=torch.int32)
     return left, KeptSets(ids[keep].int().cpu().numpy(), counts.cpu().numpy())
+
+
+def add_gumbel_noise(scaled: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
+    """Noise on top of logits: their largest is then a sample of `softmax(scaled)` (the Gumbel-max trick).
+
+    Args:
+        scaled: [b, v] logits over the temperature, float32.
+        generators: of each row, on the CPU; each is advanced by v numbers.
+
+    Returns:
+        [b, v].
+    """
+    noise = torch.stack([torch.rand(scaled.shape[1], generator=g) for g in generators])
+    return scaled - (-noise.clamp_min(1e-20).log()).log().to(scaled.device)

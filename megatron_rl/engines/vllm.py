@@ -31,6 +31,7 @@ from megatron_rl.engines.vllm_arguments import list_engine_arguments, list_engin
 from megatron_rl.engines.vllm_bitwise import make_batch_invariant
 from megatron_rl.engines.vllm_experts import RouteRecorder, find_packed_experts, list_params
 from megatron_rl.engines.vllm_library import (
+    find_world,
     pack_experts,
     prepare_vllm,
     register_codes,
@@ -41,7 +42,6 @@ from megatron_rl.engines.vllm_library import (
 from megatron_rl.engines.vllm_limits import check_cpu_limits, check_options
 from megatron_rl.engines.vllm_lora import list_adapter_params
 from megatron_rl.engines.vllm_truncation import KeptSetRecorder, list_extra_args
-from megatron_rl.engines.vllm_world import find_world
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements

@@ -18,13 +18,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_rl.engines.protocol import EngineSpec
@@ -35,6 +38,54 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.row_quantization import CodeFormat
 from megatron_rl.weights.support import check_engine
+
+
+def find_world(spec: EngineSpec, parallel_state: Any) -> AbstractContextManager[None]:
+    """What vLLM is built in: the job; the ranks of this engine, where only a part of the job has engines.
+
+    Args:
+        spec: of the engine.
+        parallel_state: vLLM's module of that name.
+    """
+    if spec.ranks is None or len(spec.ranks) == spec.process.world_size:
+        return nullcontext()
+    first = spec.process.rank - spec.find_place(spec.process.rank)
+    return _own_world(range(first, first + spec.config.tensor_model_parallel_size), parallel_state)
+
+
+@contextmanager
+def _own_world(ranks: range, parallel_state: Any) -> Iterator[None]:
+    """While vLLM is built in the block, it sees these ranks only, which all enter it after `align_group_names`."""
+    new_group, get_world_size = dist.new_group, dist.get_world_size
+    init_world_group, init_model_parallel_group = (
+        parallel_state.init_world_group,
+        parallel_state.init_model_parallel_group,
+    )
+
+    def make_group(members: Sequence[int], **options: Any) -> Any:
+        if dist.get_rank() not in members:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return new_group(members, use_local_synchronization=True, **options)
+
+    def count_ranks(group: dist.ProcessGroup | None = None) -> int:
+        return len(ranks) if group is None else get_world_size(group)
+
+    def make_world(_: Sequence[int], *arguments: Any) -> Any:
+        return init_world_group(list(ranks), *arguments)
+
+    def make_groups(places: Sequence[Sequence[int]], *arguments: Any, **options: Any) -> Any:
+        return init_model_parallel_group([[ranks[place] for place in some] for some in places], *arguments, **options)
+
+    with ExitStack() as patches:
+        for module, name, stand_in in (
+            (dist, "new_group", make_group),
+            (dist, "get_world_size", count_ranks),
+            (parallel_state, "init_world_group", make_world),
+            (parallel_state, "init_model_parallel_group", make_groups),
+        ):
+            patches.enter_context(patch.object(module, name, stand_in))
+        yield
+
 
 # Read by vLLM at import: offline, quiet, no telemetry, no plugins, no engine process of its own.
 _ENVIRONMENT = {

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megatron_rl.algorithms import advantages as estimation
 from megatron_rl.algorithms import covariance
 from megatron_rl.algorithms.catalog import CHOOSES_TOKENS
-from megatron_rl.algorithms.distillation import compute_distillation_advantages
 from megatron_rl.algorithms.kl import compute_kl_penalty
 from megatron_rl.algorithms.losses import PolicyLossInputs
 from megatron_rl.algorithms.mismatch import (
@@ -104,6 +103,8 @@ def compute_advantages(
     found = estimation.compute_advantages(inputs, algorithm)
     if batch.teacher_logprobs is None:
         return found
+    from megatron_rl.algorithms.distillation import compute_distillation_advantages
+
     lesson = compute_distillation_advantages(
         batch.teacher_logprobs, batch.column("old_logprobs"), batch.loss_mask, algorithm.distillation.coef
     )

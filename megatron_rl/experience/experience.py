@@ -20,9 +20,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.experience.fetch import Fetched, Holders, Read, fetch, for_readers, plan_fetch
+from megatron_rl.experience.fetch import (
+    Fetched,
+    Holders,
+    Payload,
+    Read,
+    fetch,
+    fetch_branches,
+    for_readers,
+    hold,
+    plan_fetch,
+    split_values,
+)
 from megatron_rl.experience.pack import Packer, Packing
-from megatron_rl.experience.payload import Payload, fetch_branches, hold, split_values
 from megatron_rl.experience.table import FINISH_REASONS, Headers, build_headers, join_headers
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import reduce_scalars

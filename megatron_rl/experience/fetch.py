@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of sequences on their way from the ranks that hold them to those that need them.
+"""Values of sequences, tokens first, on their way from the ranks that hold them to those that need them.
 
 The plan is a pure function of who holds and who needs, which every rank knows from the headers: each rank works out
 its own part, and both sides of a transfer list its sequences in the same order. What lies on the rank already is not
@@ -8,14 +8,16 @@ sent. Executing a plan is one all-to-all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.experience.table import Headers
 from megatron_rl.parallel.collectives import current_device, exchange_bytes
+from megatron_rl.types import Branch, KeptSets, Rollout, RouteShape
 
 Read = Callable[[str, np.ndarray], torch.Tensor]  # (column, sequences held here) -> their values, one after another
 
@@ -137,3 +139,152 @@ def fetch(
 
 def _as_bytes(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.to(device).contiguous().view(torch.uint8)
+
+
+# (values of each sequence [n], columns, what looks them up here) -> those that this rank needs; collective
+Fetch = Callable[[np.ndarray, Mapping[str, torch.dtype], Read], Fetched]
+_PAYLOAD = {"logprobs": torch.float32, "tokens": torch.int32, "sampled": torch.bool}
+_VERSIONS, _REWARDS = {"versions": torch.int32}, {"rewards": torch.float32}  # where they are needed
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The tokens that are here.
+
+    Attributes:
+        branches: by index of the sequence.
+        ranks: [num_replicas, width] the ranks on which the sequences of each holder are.
+        num_bytes: that this rank has received for it.
+        has_kept: some tokens of the step were drawn from kept sets; the same on every rank.
+        route_shape: of the routes of the tokens; None: there are none. The same on every rank.
+        has_episodes: rollouts may have several turns. Else tokens between two that were sampled were put in.
+    """
+
+    branches: Mapping[int, Branch]
+    ranks: np.ndarray
+    num_bytes: int = 0
+    has_kept: bool = False
+    route_shape: RouteShape | None = None
+    has_episodes: bool = True
+
+
+def hold(
+    held: Iterable[tuple[int, Rollout]],
+    headers: Headers,
+    ranks: np.ndarray,
+    num_bytes: int,
+    has_kept: bool = False,
+    route_shape: RouteShape | None = None,
+    has_episodes: bool = True,
+) -> Payload:
+    """The payload of this rank.
+
+    Args:
+        held: the rollouts that are here, with the index of their prompt in the step.
+        headers: of the step.
+        ranks, num_bytes, has_kept, route_shape, has_episodes: as in `Payload`.
+    """
+    firsts = headers.rollouts.rows
+    starts = dict(
+        zip(
+            zip(firsts["group"].tolist(), firsts["sample_index"].tolist(), strict=True),
+            headers.first_of_rollout.tolist(),
+            strict=True,
+        )
+    )
+    return Payload(
+        {
+            starts[index, rollout.sample_index] + place: branch
+            for index, rollout in held
+            for place, branch in enumerate(rollout.branches)
+        },
+        ranks,
+        num_bytes,
+        has_kept,
+        route_shape,
+        has_episodes,
+    )
+
+
+def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_first: Fetch) -> dict[int, Branch]:
+    """The tokens of the sequences that this rank needs, by their index; collective.
+
+    Args:
+        payload: what is here.
+        headers: of the step.
+        fetch: brings values of the sequences from where they are held to this rank.
+        fetch_from_first: the same from the first rank of each holder, which alone knows the rewards of turns.
+    """
+    rows = headers.rows
+    has_versions = bool((rows["first_version"] != rows["last_version"]).any())
+
+    def read(name: str, sequences: np.ndarray) -> torch.Tensor:
+        found = [(i, getattr(payload.branches[i], name)) for i in sequences.tolist()]
+        arrays = [np.zeros(lengths[i], np.float32) if array is None else array for i, array in found]
+        return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.empty(0, dtype=dtypes[name])
+
+    dtypes = _PAYLOAD | _VERSIONS | _REWARDS
+    lengths = headers["num_tokens"]
+    found = fetch(lengths, _PAYLOAD | (_VERSIONS if has_versions else {}), read)
+    kept = _fetch_kept(payload, lengths, fetch) if payload.has_kept else {}
+    routes = _fetch_routes(payload, payload.route_shape, lengths, fetch) if payload.route_shape else {}
+    columns = {name: split_values(values, found.sequences, lengths) for name, values in found.columns.items()}
+    if rows["has_turn_rewards"].any():
+        judged = fetch_from_first(lengths, _REWARDS, read)
+        columns["rewards"] = split_values(judged.columns["rewards"], judged.sequences, lengths)
+    of_version = {v: np.broadcast_to(np.int32(v), max(lengths, default=0)) for v in {*rows["last_version"].tolist()}}
+    return {
+        i: Branch(
+            columns["tokens"][i],
+            columns["sampled"][i],
+            columns["logprobs"][i],
+            columns["versions"][i] if "versions" in columns else of_version[int(rows["last_version"][i])][: lengths[i]],
+            int(rows["num_prompt_tokens"][i]),
+            kept.get(i),
+            columns["rewards"][i] if rows["has_turn_rewards"][i] else None,
+            routes.get(i),
+        )
+        for i in found.sequences.tolist()
+    }
+
+
+def _fetch_kept(payload: Payload, lengths: np.ndarray, fetch: Fetch) -> dict[int, KeptSets]:
+    """Fetch the sets that the tokens were drawn from: first their sizes, which give the number of ids."""
+
+    def read(name: str, sequences: np.ndarray) -> torch.Tensor:
+        branches = [payload.branches[i] for i in sequences.tolist()]
+        sets = [branch.kept or KeptSets.whole(len(branch.tokens)) for branch in branches]
+        found = np.concatenate([np.empty(0, np.int32), *(getattr(kept, name) for kept in sets)])
+        return torch.from_numpy(found) if len(found) else torch.empty(0, dtype=torch.int32)
+
+    found = fetch(lengths, {"counts": torch.int32}, read)
+    counts = split_values(found.columns["counts"], found.sequences, lengths)
+    sizes = np.zeros(len(lengths), np.int64)  # known of what is held here, and of what comes
+    for index, branch in payload.branches.items():
+        sizes[index] = 0 if branch.kept is None else len(branch.kept.ids)
+    for index, array in counts.items():
+        sizes[index] = array.sum()
+    found = fetch(sizes, {"ids": torch.int32}, read)
+    ids = split_values(found.columns["ids"], found.sequences, sizes)
+    return {index: KeptSets(ids[index], counts[index]) for index in counts}
+
+
+def _fetch_routes(payload: Payload, shape: RouteShape, lengths: np.ndarray, fetch: Fetch) -> dict[int, np.ndarray]:
+    """The routes of the sequences, [s, layers, choices] each; unknown where a sequence came without."""
+
+    def read(name: str, sequences: np.ndarray) -> torch.Tensor:
+        branches = [payload.branches[i] for i in sequences.tolist()]
+        found = [shape.unknown(len(b.tokens)) if b.routes is None else b.routes for b in branches]
+        return torch.from_numpy(np.concatenate([shape.unknown(0), *found]).ravel())
+
+    sizes = lengths * (shape.layers * shape.choices)
+    found = fetch(sizes, {"routes": torch.from_numpy(shape.unknown(0)).dtype}, read)
+    parts = split_values(found.columns["routes"], found.sequences, sizes)
+    return {i: part.reshape(-1, shape.layers, shape.choices) for i, part in parts.items()}
+
+
+def split_values(values: torch.Tensor, sequences: np.ndarray, lengths: np.ndarray) -> dict[int, np.ndarray]:
+    """Values of sequence after sequence, by the index of the sequence; `lengths` are of all sequences."""
+    array, stops = values.cpu().numpy(), np.cumsum(lengths[sequences]).tolist()
+    bounds = zip([0, *stops], stops, strict=False)
+    return {i: array[start:stop] for i, (start, stop) in zip(sequences.tolist(), bounds, strict=True)}

@@ -13,10 +13,9 @@ import torch
 
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.ledger import build_ledger
-from megatron_rl.config.batch_plan import BatchPlan
+from megatron_rl.config.batch_plan import BatchPlan, SftPlan
 from megatron_rl.config.options import find_options
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
-from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.experience.fetch import Holders
 from megatron_rl.experience.table import Headers
 from megatron_rl.packing.batch import Padding, TrainBatch, build_train_batch

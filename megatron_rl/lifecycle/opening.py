@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start of a run: whose directory it is, which checkpoint it resumes from, and whether that still fits."""
+"""The start of a run: its directory, the checkpoint that it resumes from and whether that fits, signals to stop it."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import signal
+import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -17,13 +23,67 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.lifecycle.changes import Dependencies, check_dependencies, find_dependencies
 from megatron_rl.lifecycle.guard import Guard
 from megatron_rl.lifecycle.lock import RunLock
-from megatron_rl.lifecycle.stop_request import StopRequest
 from megatron_rl.lifecycle.watchdog import Watchdog, Watched
 from megatron_rl.observability.metrics import METRICS_FILE, has_records
 from megatron_rl.observability.run import Run
-from megatron_rl.observability.status import check_address
 from megatron_rl.parallel.collectives import open_store, raise_together, share_object, world
 from megatron_rl.types import UserError
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Catches the signals from its making to `close`; a signal to any rank counts for all.
+
+    Args:
+        log: told if they cannot be caught.
+
+    Attributes:
+        signal: that this rank has received; 0: none.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.signal, self._told = 0, False
+        self._previous, self._wakeup, self._previous_wakeup = {}, None, -1
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+            # Python runs `_note` when the main thread comes back from C++, which may be never: a collective without
+            # its peer. The interpreter writes the number of the signal here at once.
+            self._wakeup = socket.socketpair()
+            for end in self._wakeup:
+                end.setblocking(False)
+            self._previous_wakeup = signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
+        else:  # Ray Train runs a rank in a thread
+            log.info("signals are not caught: the program does not run in the main thread")
+
+    @property
+    def is_here(self) -> bool:
+        """True if this rank has received a signal; may be asked by another thread while the main thread waits."""
+        if not self.signal and self._wakeup is not None:
+            with contextlib.suppress(BlockingIOError):
+                self._told = self._told or any(number in STOP_SIGNALS for number in self._wakeup[0].recv(4096))
+        return self._told or bool(self.signal)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self.signal:
+            self.signal = number
+
+    def agreed(self, group: dist.ProcessGroup) -> str | None:
+        """Name of the signal that some rank has received, the same on all ranks; collective over `group`."""
+        received = torch.tensor(self.signal)
+        dist.all_reduce(received, dist.ReduceOp.MAX, group=group)
+        return signal.Signals(int(received)).name if received else None
+
+    def close(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._previous_wakeup)
+            for end in self._wakeup:
+                end.close()
+        self._previous, self._wakeup = {}, None
+
 
 _MODES = ("auto", "must", "never")
 
@@ -66,6 +126,8 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
     try:
         if group.rank() == 0:
             if config.observability.status_port is not None:
+                from megatron_rl.observability.status import check_address
+
                 check_address(config.observability.status_host, config.observability.status_port)
             run_dir.mkdir(parents=True, exist_ok=True)
             taken_over = lock.acquire()

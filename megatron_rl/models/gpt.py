@@ -31,12 +31,9 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl.models.attention import PackedAttention
-from megatron_rl.models.experts import GatedActivation, GroupedExperts
-from megatron_rl.models.linears import adapt_layer
+from megatron_rl.models.gated_activation import GatedActivation
 from megatron_rl.models.mixers import choose_mixer
 from megatron_rl.models.rms_norm import RMSNorm
-from megatron_rl.models.routing import BiasedRouter, RoutedLayer, RoutedRouter
-from megatron_rl.models.sandwich_layer import OutputNormLayer, SandwichLayer
 from megatron_rl.models.stages import HiddenStatesModel, MtpModel, ScoreModel
 from megatron_rl.models.trial import find_failure
 from megatron_rl.parallel.collectives import current_device
@@ -107,9 +104,14 @@ def build_layer_spec(
     attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
     kinds = {*shape.layer_kinds(layer_number).values()}
     if "mlp_output_norm" in kinds:
+        from megatron_rl.models.sandwich_layer import OutputNormLayer, SandwichLayer
+
         spec.module = SandwichLayer if "mlp_norm" in kinds else OutputNormLayer
     mlps = [mlp]
     if num_experts:
+        from megatron_rl.models.experts import GroupedExperts
+        from megatron_rl.models.routing import BiasedRouter, RoutedLayer, RoutedRouter
+
         moe: Any = moe_utils
         moe.__dict__.setdefault("te_general_gemm", None)  # 0.16.1 without TE: NameError in every router
         spec.module = RoutedLayer
@@ -131,6 +133,8 @@ def build_layer_spec(
             for part in mlps:
                 part.linear_fc1, part.linear_fc2 = te.TEColumnParallelLinear, te.TERowParallelLinear
     if adapters is not None:
+        from megatron_rl.models.linears import adapt_layer
+
         adapt_layer(config, adapters, attention, None if num_experts else mlp)
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if config.qk_layernorm or shape.latent is not None:

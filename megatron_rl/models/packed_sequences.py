@@ -10,17 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.models.attention_backends import Segments, build_segments, choose_attention_backend
-from megatron_rl.models.delta_rule import SequenceRows, build_sequence_rows
 from megatron_rl.models.rotary import RotaryTable, compute_rotary_table
-from megatron_rl.models.routing import RowRoutes
 from megatron_rl.packing.batch import MicrobatchSlice
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.weights.families import FAMILIES, ModelShape
+
+if TYPE_CHECKING:
+    from megatron_rl.models.delta_rule import SequenceRows
+    from megatron_rl.models.routing import RowRoutes
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,11 @@ def build_packed_sequences(
         numbers = frozenset(layer + 1 for layer in shape.sliding_layers)
         own = table(theta=shape.sliding_rope_theta) if shape.sliding_rope_theta else rotary_table
         sliding = numbers, replace(segments, window=shape.sliding_window), own
+    sequence_rows = None
+    if shape.delta_net:
+        from megatron_rl.models.delta_rule import build_sequence_rows
+
+        sequence_rows = build_sequence_rows(segments, shape.delta_net.kernel)
     return PackedSequences(
         qkv_format="thd",
         segments=segments,
@@ -122,5 +130,5 @@ def build_packed_sequences(
         rotary_table=rotary_table,
         sliding=sliding,
         unrotated_layers=frozenset(layer + 1 for layer in shape.unrotated_layers),
-        sequence_rows=build_sequence_rows(segments, shape.delta_net.kernel) if shape.delta_net else None,
+        sequence_rows=sequence_rows,
     )

@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
+from torch.distributed.tensor import DTensor
 
 from megatron_rl.models.heads import ScoreHead
-from megatron_rl.models.latent_attention import ReplicatedLinear
+
+
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a parameter or a gradient that this rank has: the tensor, or its shard."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class HiddenStatesModel(GPTModel):
@@ -52,6 +58,8 @@ class MtpModel(HiddenStatesModel):
     """
 
     def __init__(self, config: TransformerConfig, block: Any, **options: Any) -> None:
+        from megatron_rl.models.latent_attention import ReplicatedLinear
+
         super().__init__(config, block, **options)
         del self.output_layer
         norm = block.layer_norm  # of `TransformerBlockSubmodules`, which megatron-core takes for a layer's spec

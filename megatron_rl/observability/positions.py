@@ -22,6 +22,7 @@ from megatron_rl.observability.timers import PhaseTimers
 
 _PACKAGE = "megatron_rl"
 _DISTRIBUTED = "torch.distributed"
+_WAITING = (_DISTRIBUTED, "megatron_rl.parallel.pairs")  # modules in which a rank waits for others
 _COLLECTIVES = "megatron_rl.parallel.collectives"  # who calls it says more
 _SHOWN = 3  # of the last collectives of a late rank, in a report
 
@@ -78,7 +79,7 @@ def find_place(frame: FrameType) -> tuple[str | None, tuple[int, ...] | None, st
     """What a thread is doing, from its innermost frame: `operation`, `ranks` and `caller` of a `Position`."""
     operation, ranks = None, None
     outer: FrameType | None = frame
-    while outer is not None and _module(outer).startswith(_DISTRIBUTED):
+    while outer is not None and _module(outer).startswith(_WAITING):
         name = outer.f_code.co_name
         operation = operation if name in ("wrapper", "func_wrapper") else name
         ranks = ranks or _ranks_of(outer)

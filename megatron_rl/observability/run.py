@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import yaml
@@ -40,12 +40,13 @@ from megatron_rl.observability.progress import Pace, ProgressDisplay
 from megatron_rl.observability.rank_log import close_rank_log, log_path, open_rank_log, read_warnings
 from megatron_rl.observability.rollout_log import write_rows
 from megatron_rl.observability.rollout_progress import RolloutCount, RolloutProgress
-from megatron_rl.observability.status import STATUS_FILE, Positions, StatusFile, StatusPage
 from megatron_rl.observability.summary import SUMMARY_FILE, find_best_responses, format_response, write_summary
 from megatron_rl.observability.tensorboard import TensorBoard, is_due
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.observability.wandb_run import WandbRun
 from megatron_rl.types import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.observability.status import Positions
 
 STOPPED_FILE = "stopped.json"
 _ROOM_BYTES = 1 << 20  # without which no run begins
@@ -154,6 +155,8 @@ class Run:
         for record in records:
             self._health.add(step_of(record), record)
         if settings.status_port is not None:
+            from megatron_rl.observability.status import STATUS_FILE, StatusFile, StatusPage
+
             page = StatusPage(
                 self.dir.resolve().name,
                 settings.status_host,
@@ -167,6 +170,8 @@ class Run:
             add(StatusFile(page, self.dir / STATUS_FILE))
             self.log.info("status page: %s", page.url)
         if settings.wandb != "off":
+            from megatron_rl.observability.wandb_run import WandbRun
+
             add(
                 WandbRun(
                     self.dir,

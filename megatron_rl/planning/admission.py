@@ -7,12 +7,11 @@ The same planner serves `tools/plan.py`, a dry run that is told the memory of a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.planning.cluster import GIB, RESERVE, Cluster, Job, build_job
+from megatron_rl.planning.cluster import GIB, Cluster, Job, build_job
 from megatron_rl.planning.layouts import Candidate, Problem, check_job, find_nearest, find_problem, list_candidates
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.planning.steptime import Assumptions, build_workload
@@ -117,60 +116,3 @@ def check_fits(config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path 
         f"planned memory: at most {fullest.peak.total / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB per GPU, "
         f'in phase "{fullest.peak.name}" on rank {fullest.rank}{offloaded}'
     )
-
-
-def describe_cluster(
-    world_size: int, memory_gib: float, gpus_per_node: int | None = None, host_memory_bytes: int | None = None
-) -> Cluster:
-    """A cluster known by its size only, with default links and `RESERVE`.
-
-    Args:
-        world_size: accelerators.
-        memory_gib: of each.
-        gpus_per_node: default: 8, or all where there are fewer.
-        host_memory_bytes: of a node, if it is known.
-
-    Raises:
-        UserError: the nodes would not be equal.
-    """
-    per_node = gpus_per_node or min(8, world_size)
-    if per_node < 1 or world_size % per_node:
-        raise UserError(
-            f"{world_size} ranks on nodes of {per_node} GPUs",
-            source="--gpus-per-node",
-            expected="equal nodes",
-            hint="give --gpus-per-node N with N a divisor of the number of ranks",
-        )
-    memory = int(memory_gib * GIB)
-    return Cluster(
-        nodes=world_size // per_node,
-        gpus_per_node=per_node,
-        memory_bytes=memory,
-        reserve_bytes=int(RESERVE * memory),
-        host_memory_bytes=host_memory_bytes,
-    )
-
-
-def find_cluster(world_size: int, ranks_per_node: int) -> Cluster | None:
-    """The cluster that this process runs on, its GPUs as large as the smallest here; None without GPUs."""
-    import psutil
-    import torch  # a dry run does without
-
-    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-    if not sizes:
-        return None
-    per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size
-    return describe_cluster(world_size, min(sizes) / GIB, per_node, psutil.virtual_memory().total)
-
-
-def find_host(world_size: int, ranks_per_node: int) -> Cluster:
-    """The hosts that this process runs on without GPUs; the ranks of one have equal parts of its memory.
-
-    Speeds are roughly what a core or two have: they only rank layouts.
-    """
-    import psutil
-
-    per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size
-    found = describe_cluster(world_size, psutil.virtual_memory().total / per_node / GIB, per_node)
-    speeds = {"flops": 1e11, "memory_bandwidth": 2e10, "within_node": 5e9, "across_nodes": 1e9}
-    return replace(found, has_fused_attention=False, **speeds)

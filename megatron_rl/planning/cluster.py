@@ -20,6 +20,7 @@ from megatron_rl.weights.support import check_training_layout
 
 GIB = 1 << 30
 RESERVE = 0.05  # share of the memory
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,3 +246,60 @@ def build_job(
     default = {role.name: shape if role.head == "logprob" else scores for role in spec.laid_out}
     shapes = default | dict(scoring or {})
     return Job(config, spec, shapes | {"actor": shape}, cluster)
+
+
+def describe_cluster(
+    world_size: int, memory_gib: float, gpus_per_node: int | None = None, host_memory_bytes: int | None = None
+) -> Cluster:
+    """A cluster known by its size only, with default links and `RESERVE`.
+
+    Args:
+        world_size: accelerators.
+        memory_gib: of each.
+        gpus_per_node: default: 8, or all where there are fewer.
+        host_memory_bytes: of a node, if it is known.
+
+    Raises:
+        UserError: the nodes would not be equal.
+    """
+    per_node = gpus_per_node or min(8, world_size)
+    if per_node < 1 or world_size % per_node:
+        raise UserError(
+            f"{world_size} ranks on nodes of {per_node} GPUs",
+            source="--gpus-per-node",
+            expected="equal nodes",
+            hint="give --gpus-per-node N with N a divisor of the number of ranks",
+        )
+    memory = int(memory_gib * GIB)
+    return Cluster(
+        nodes=world_size // per_node,
+        gpus_per_node=per_node,
+        memory_bytes=memory,
+        reserve_bytes=int(RESERVE * memory),
+        host_memory_bytes=host_memory_bytes,
+    )
+
+
+def find_cluster(world_size: int, ranks_per_node: int) -> Cluster | None:
+    """The cluster that this process runs on, its GPUs as large as the smallest here; None without GPUs."""
+    import psutil
+    import torch  # a dry run does without
+
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    if not sizes:
+        return None
+    per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size
+    return describe_cluster(world_size, min(sizes) / GIB, per_node, psutil.virtual_memory().total)
+
+
+def find_host(world_size: int, ranks_per_node: int) -> Cluster:
+    """The hosts that this process runs on without GPUs; the ranks of one have equal parts of its memory.
+
+    Speeds are roughly what a core or two have: they only rank layouts.
+    """
+    import psutil
+
+    per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size
+    found = describe_cluster(world_size, psutil.virtual_memory().total / per_node / GIB, per_node)
+    speeds = {"flops": 1e11, "memory_bandwidth": 2e10, "within_node": 5e9, "across_nodes": 1e9}
+    return replace(found, has_fused_attention=False, **speeds)

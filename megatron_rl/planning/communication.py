@@ -16,9 +16,9 @@ from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.cluster import Cluster, Job
+from megatron_rl.planning.cluster import DTYPE_BYTES, Cluster, Job
 from megatron_rl.planning.gathered import count_gathered
-from megatron_rl.planning.parameters import DTYPE_BYTES, Upkeep, compute_role_bytes, list_chunks
+from megatron_rl.planning.parameters import Upkeep, compute_role_bytes, list_chunks
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
 

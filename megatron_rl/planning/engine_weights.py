@@ -13,8 +13,7 @@ from functools import lru_cache
 from megatron_rl.config.server import SERVER_ENGINES
 from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.cluster import Job
-from megatron_rl.planning.parameters import DTYPE_BYTES
+from megatron_rl.planning.cluster import DTYPE_BYTES, Job
 from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters
 from megatron_rl.weights.families import ModelShape

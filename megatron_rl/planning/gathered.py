@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.parameters import DTYPE_BYTES, list_chunks
+from megatron_rl.planning.cluster import DTYPE_BYTES
+from megatron_rl.planning.parameters import list_chunks
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.row_shards import find_shard_places
 

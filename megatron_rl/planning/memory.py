@@ -17,16 +17,10 @@ from megatron_rl.config.schema import LayoutConfig
 from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.activations import compute_activation_bytes
-from megatron_rl.planning.cluster import Job, build_layout
+from megatron_rl.planning.cluster import DTYPE_BYTES, Job, build_layout
 from megatron_rl.planning.engine_weights import count_own_bytes, count_staged_bytes
 from megatron_rl.planning.gathered import GatheredBytes, compute_gathered_bytes
-from megatron_rl.planning.parameters import (
-    DTYPE_BYTES,
-    RoleBytes,
-    Upkeep,
-    compute_role_bytes,
-    list_chunks,
-)
+from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_bytes, list_chunks
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.quantization import is_quantized
 

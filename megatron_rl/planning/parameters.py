@@ -22,6 +22,7 @@ from functools import lru_cache
 from megatron_rl.config.schema import LayoutConfig, TrainedConfig
 from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.cluster import DTYPE_BYTES
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.experts import find_fused
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape, is_layer_matrix
@@ -35,7 +36,6 @@ from megatron_rl.weights.megatron_layout import (
 from megatron_rl.weights.quantization import count_bytes, is_quantized
 from megatron_rl.weights.row_shards import find_shard_places
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _GRADIENT_BYTES = _MOMENT_BYTES = _MAIN_BYTES = 4
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 # The order in which megatron-core's modules register their parameters.

@@ -3,13 +3,14 @@
 
 Three ways, chosen piece by piece when the plan is made ready: copies inside the rank; copies out of the
 mapped memory of a peer on the same host (pull: no staging, no message); buckets point to point for
-the rest. No rank ever holds a tensor that it does not need. Views of every piece are made once.
+the rest. No rank ever holds a tensor that it does not need. Views of every piece are made once, and copies
+of pieces that lie one behind the other on both sides, as the matrices of experts do, become one copy of a block.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +19,54 @@ import torch.distributed as dist
 from megatron_rl.parallel.collectives import connect, current_device, gather_objects
 from megatron_rl.resharding.buckets import BucketTransport, find_device
 from megatron_rl.resharding.computed import SourceParams
-from megatron_rl.resharding.copies import join_copies
 from megatron_rl.resharding.planner import RankPlan, TransferOp
 from megatron_rl.resharding.pull import export_params, map_params, missing_shared_memory
 from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import box_slices
+
+Copy = tuple[torch.Tensor, torch.Tensor]  # target, origin
+
+
+def join_copies(copies: Iterable[Copy]) -> list[Copy]:
+    """The same copies, those together that are alike and equally far apart on both sides.
+
+    Args:
+        copies: pieces of equal shape each; no two targets overlap.
+    """
+    ordered = sorted(copies, key=lambda copy: (_storage(copy[0]), _storage(copy[1]), copy[0].data_ptr()))
+    runs: list[list[Copy]] = []
+    for copy in ordered:
+        if runs and _continues(runs[-1], copy):
+            runs[-1].append(copy)
+        else:
+            runs.append([copy])
+    return [run[0] if len(run) == 1 else (_join([t for t, _ in run]), _join([o for _, o in run])) for run in runs]
+
+
+def _continues(run: list[Copy], copy: Copy) -> bool:
+    """Whether a copy is as far behind the last one of a run as that one is behind the one before it."""
+    for side in (0, 1):
+        last, piece = run[-1][side], copy[side]
+        if _storage(last) != _storage(piece) or _layout(last) != _layout(piece):
+            return False
+        step = piece.storage_offset() - last.storage_offset()
+        if step <= 0 or len(run) > 1 and step != last.storage_offset() - run[-2][side].storage_offset():
+            return False
+    return True
+
+
+def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
+    first, step = pieces[0], pieces[1].storage_offset() - pieces[0].storage_offset()
+    return first.as_strided((len(pieces), *first.shape), (step, *first.stride()))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from megatron_rl.rewards.answers import extract_answer
 from megatron_rl.rewards.mathematics import compare_answers
-from megatron_rl.rewards.public_sets import find_scorer
 
 AnswerPolicy = Literal["marked", "any"]
 
@@ -65,12 +64,18 @@ def marks_answer(response: str, ground_truth: Any = "", data_source: str = "") -
     return float(bool(extract_answer(response, data_source)))
 
 
+def _score_as_verl(response: str, ground_truth: Any, data_source: str) -> float | dict[str, float]:
+    from megatron_rl.rewards.public_sets import find_scorer
+
+    return find_scorer(data_source)(response, ground_truth)
+
+
 # Name in a config -> rule(response, ground_truth, data_source, answer).
 RULES: dict[str, Callable[[str, Any, str, AnswerPolicy], float | dict[str, float]]] = {
     "exact": lambda response, truth, source, answer: exact_match(response, truth),
     "math": score_math,
     "format": lambda response, truth, source, answer: marks_answer(response, truth, source),
-    "by_data_source": lambda response, truth, source, answer: find_scorer(source)(response, truth),
+    "by_data_source": lambda response, truth, source, answer: _score_as_verl(response, truth, source),
 }
 
 

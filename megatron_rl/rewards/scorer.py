@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import psutil
@@ -25,9 +25,11 @@ from megatron_rl.rewards.functions import RewardFunction
 from megatron_rl.rewards.plan import RewardPlan, add_components, compute_reward, keep_reward
 from megatron_rl.rewards.rules import RULES, list_truths
 from megatron_rl.rewards.scoring import Score, compute_score
-from megatron_rl.rewards.service import RewardService
-from megatron_rl.rewards.workers import WorkerPool
 from megatron_rl.types import Rollout
+
+if TYPE_CHECKING:
+    from megatron_rl.rewards.service import RewardService
+    from megatron_rl.rewards.workers import WorkerPool
 
 _END_SECONDS = 5.0
 
@@ -83,17 +85,21 @@ class Scorer:
     def __init__(self, plan: RewardPlan, config: RewardConfig, decode: Callable[[Sequence[int]], str]) -> None:
         self._plan, self._decode = plan, decode
         functions = [(spec.target, spec.setting) for spec in plan.sources if spec.function]
-        self._pool = (
-            WorkerPool(
+        self._pool: WorkerPool | None = None
+        if config.workers and functions:
+            from megatron_rl.rewards.workers import WorkerPool
+
+            self._pool = WorkerPool(
                 functions, config.workers, config.timeout_seconds, answer=config.answer, secrets=config.worker_secrets
             )
-            if config.workers and functions
-            else None
-        )
+        self._services: list[RewardService] = []
         self._sources: list[RewardSource] = []
         for spec in plan.sources:
             if spec.function is None:
-                self._sources.append(RewardService(spec.target, config, spec.setting))
+                from megatron_rl.rewards.service import RewardService
+
+                self._services.append(RewardService(spec.target, config, spec.setting))
+                self._sources.append(self._services[-1])
             elif self._pool is None:
                 self._sources.append(FunctionInRank(spec.function))
             else:
@@ -165,9 +171,8 @@ class Scorer:
         psutil.wait_procs(self._left_behind, timeout=_END_SECONDS)
         if self._pool is not None:
             self._pool.close()
-        for source in self._sources:
-            if isinstance(source, RewardService):
-                source.close()
+        for service in self._services:
+            service.close()
 
 
 def _restates(rollout: Rollout) -> bool:

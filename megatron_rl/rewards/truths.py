@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from megatron_rl.rewards.answers import extract_answer
 from megatron_rl.rewards.mathematics import is_readable
 from megatron_rl.rewards.plan import RewardPlan
-from megatron_rl.rewards.public_sets import find_scorer
 from megatron_rl.rewards.rules import list_truths
 from megatron_rl.rewards.scoring import shorten
 from megatron_rl.types import Prompt, UserError
@@ -29,6 +28,8 @@ def check_truths(plan: RewardPlan, prompts: Sequence[Prompt]) -> list[str]:
     """
     targets = {source.target: source.setting for source in plan.sources}
     if "by_data_source" in targets:
+        from megatron_rl.rewards.public_sets import find_scorer
+
         for data_source in sorted({prompt.data_source for prompt in prompts}):
             find_scorer(data_source)
     for rule in _COMPARES_TEXTS:

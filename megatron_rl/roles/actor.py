@@ -15,9 +15,7 @@ from megatron_rl.algorithms.segments import Responses
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import share_object
-from megatron_rl.training.distillation import TeacherDivergence
 from megatron_rl.training.heads import LogprobHead
-from megatron_rl.training.mtp import HiddenStatesKept, list_inputs
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
@@ -45,11 +43,18 @@ class Actor:
         config = setup.spec.layout
         assert isinstance(config, ActorConfig)
         self.model = PackedModel(setup)
-        divergence = None if setup.teacher is None else TeacherDivergence(self.model, setup.teacher)
+        divergence, self._hidden = None, None
+        if setup.teacher is not None:
+            from megatron_rl.training.distillation import TeacherDivergence
+
+            divergence = TeacherDivergence(self.model, setup.teacher)
         self.head = LogprobHead(self.model, setup.temperature, config.logprob_chunk_tokens, divergence)
         self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
         self.mtp: Any = None
-        self._hidden = HiddenStatesKept(self.head) if config.mtp_lr else None
+        if config.mtp_lr:
+            from megatron_rl.training.mtp import HiddenStatesKept
+
+            self._hidden = HiddenStatesKept(self.head)
         self.step = build_step(self.model, self._hidden or self.head, self.optimizer, config)
         self._update = OptimizerStep(self.step, "actor")
         self._router_bias_rate = config.router_bias_rate
@@ -104,6 +109,8 @@ class Actor:
         self._update.forward_backward(minibatch, step_loss)
         hidden = [] if self._hidden is None else self._hidden.pop()
         if self.mtp is not None:
+            from megatron_rl.training.mtp import list_inputs
+
             self.mtp.forward_backward(minibatch, list_inputs(self.model, hidden, minibatch))
 
     def optim_step(self) -> dict[str, float]:

@@ -8,29 +8,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.groups import ParallelGroups, join_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.roles.absent import AbsentRole
-from megatron_rl.roles.actor import Actor
-from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.models import RoleInputs
-from megatron_rl.roles.mtp import Mtp
 from megatron_rl.roles.parts import Parts
-from megatron_rl.roles.reference import BaseOfActor, Reference
-from megatron_rl.roles.reward_model import RewardModel
-from megatron_rl.roles.teacher import AbsentTeacher, Teacher
 from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.setup import LearnedTeacher, RoleSetup
-
-_ROLES: dict[str, Callable[[RoleSetup], Any]] = {
-    "actor": Actor,
-    "reference": Reference,
-    "critic": Critic,
-    "reward_model": RewardModel,
-    "mtp": Mtp,
-}
 
 
 def launched_sizes() -> tuple[int, int]:
@@ -54,9 +40,10 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
         mine = groups[role.layout]
         make = parts.roles.get(name)
         if mine is None:
-            stand_in = AbsentTeacher if role.spec.is_teacher else AbsentRole
-            roles[name] = stand_in(LaidOutModel(role.spec, role.shape, role.layout))
+            roles[name] = _find_stand_in(role.spec)(LaidOutModel(role.spec, role.shape, role.layout))
         elif role.spec.shares and make is None:
+            from megatron_rl.roles.reference import BaseOfActor
+
             roles[name] = BaseOfActor(roles[role.spec.shares])
         else:
             steps, teacher = _count_updates(name, config, inputs), _find_teacher(config, inputs)
@@ -64,6 +51,32 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
     if "mtp" in roles:
         roles["actor"].attach_mtp(roles["mtp"])
     return roles
+
+
+def _find_stand_in(spec: RoleSpec) -> Callable[[LaidOutModel], Any]:
+    """The class that stands for a role on the ranks without it."""
+    if spec.is_teacher:
+        from megatron_rl.roles.teacher import AbsentTeacher as stand_in
+    else:
+        from megatron_rl.roles.absent import AbsentRole as stand_in
+    return stand_in
+
+
+def _find_class(spec: RoleSpec) -> Callable[[RoleSetup], Any]:
+    """The class of a role; a run imports those that it has."""
+    if spec.is_teacher:
+        from megatron_rl.roles.teacher import Teacher as found
+    elif spec.name == "actor":
+        from megatron_rl.roles.actor import Actor as found
+    elif spec.name == "reference":
+        from megatron_rl.roles.reference import Reference as found
+    elif spec.name == "critic":
+        from megatron_rl.roles.critic import Critic as found
+    elif spec.name == "reward_model":
+        from megatron_rl.roles.reward_model import RewardModel as found
+    else:
+        from megatron_rl.roles.mtp import Mtp as found
+    return found
 
 
 def _count_updates(name: str, config: RunConfig, inputs: RlInputs) -> int:
@@ -99,7 +112,7 @@ def build_role(
         make: the user's own class; None: ours.
         teacher: of an actor that learns from distributions.
     """
-    return (make or (Teacher if inputs.spec.is_teacher else _ROLES[inputs.spec.name]))(
+    return (make or _find_class(inputs.spec))(
         RoleSetup(
             spec=inputs.spec,
             model=config.model,

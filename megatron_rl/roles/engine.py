@@ -5,23 +5,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.server import SERVER_ENGINES
 from megatron_rl.engines.build import BuiltEngine, build_engine
-from megatron_rl.engines.protocol import EngineSpec, StopStrings, Thoughts
+from megatron_rl.engines.protocol import EngineSpec, EngineWeights, ProbedEngine, StopStrings, Thoughts
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, align_group_names, share_object, world
 from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.build import group_timeout
-from megatron_rl.roles.probe import probe_weights
-from megatron_rl.rollout.control import open_channel
 from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.serving import open_channel
+from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
 from megatron_rl.weights.shard_box import ShardBox
+
+
+def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> EngineWeights:
+    """Weights of servers, or of what stands for them on this rank, with the probe; other engines' weights stay."""
+    if config.rollout.engine not in SERVER_ENGINES:
+        return weights
+    from megatron_rl.training.scoring import score_sequences
+    from megatron_rl.weight_sync.probe import ProbedWeights
+
+    layout = actor.model.layout
+
+    def score(sequences: Sequence[np.ndarray], skip: Sequence[int], temperature: float) -> list[np.ndarray]:
+        found = None
+        if isinstance(actor.model, PackedModel):
+            found = [scores.numpy() for scores in score_sequences(actor.model, sequences, skip, temperature)]
+        return share_object(found, world(), layout.first_rank) if layout.world_size < world().size() else found or []
+
+    ask = weights.probe if isinstance(weights, ProbedEngine) else lambda: None
+    return ProbedWeights(weights, ask, score, config.model.dtype, world())
 
 
 def build_rollout(

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
-from megatron_rl.checkpoint.peft import save_adapters
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.collectives import raise_together, world
 from megatron_rl.resharding.planner import group_shards
-from megatron_rl.training.adapters import Adapters
 from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.weights.shard_box import ShardBox
@@ -32,11 +30,13 @@ def actor_export(config: RunConfig, model: LaidOutModel, mtp: LaidOutModel | Non
     model_files = find_model_files(base)
 
     def write(model: PackedModel, directory: Path) -> None:
-        part = model.trained
+        part: Any = model.trained
         params: Any = part.params  # tensors: what is in NF4 is not trained
         shards = group_shards(part.placements, part.shard_key, model.layout.ranks)
         trained = ShardedModel(model.shape, shards, params, model.groups.world, model.dtype)
-        if isinstance(part, Adapters):
+        if model.adapters is not None:
+            from megatron_rl.checkpoint.peft import save_adapters
+
             save_adapters(directory, trained, part.shape, config.actor.lora, base)
             return
         if mtp is not None:

@@ -8,24 +8,75 @@ need it, and by nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.algorithms.catalog import find_loss_aggregation, find_policy_loss
 from megatron_rl.checkpoint.side_files import find_model_files
-from megatron_rl.config.batch_plan import BatchPlan
+from megatron_rl.config.batch_plan import BatchPlan, SftPlan
+from megatron_rl.config.data import DataConfig
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sft_plan import SftPlan
-from megatron_rl.data.prompts import PromptSet, SftSet, load_sft_examples
+from megatron_rl.data.pass_rates import select_by_pass_rate
+from megatron_rl.data.prompts import PromptSet, SftSet, load_prompts, load_sft_examples, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.engines.protocol import StopStrings, Thoughts, find_engine
-from megatron_rl.rewards.plan import RewardPlan, build_reward_plan
+from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan
+from megatron_rl.rewards.truths import check_truths
 from megatron_rl.roles.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models
 from megatron_rl.roles.parts import NO_PARTS, Parts
-from megatron_rl.roles.prompt_inputs import check_mixture, read_prompts
 from megatron_rl.roles.resolve import resolve, resolve_sft
+from megatron_rl.roles.teacher_inputs import choose_teachers
 from megatron_rl.types import UserError
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """Prompts to train on and to validate on, the latter by set, and what is to be said of them, one line each."""
+
+    train: PromptSet
+    validation: dict[str, PromptSet]
+    notes: list[str]
+
+
+def read_prompts(config: RunConfig, tokenizer: Tokenizer, reward_plan: RewardPlan) -> PromptInputs:
+    """Read and check all prompts.
+
+    Raises:
+        UserError: a file, a row or a measured pass rate that is wrong or missing, ground truths that the reward
+            cannot use, or a prompt without a teacher.
+    """
+    data, tools, has_episodes = config.data, [], config.agents.has_episodes
+    if has_episodes:
+        from megatron_rl.agents import start_checks
+
+        tools = start_checks.list_tools(config.agents)
+    validation = {
+        name: load_prompts([file], tokenizer, data, limit=data.validation_limit, tools=tools)
+        for name, file in name_files(data.validation_files).items()
+    }
+    loaded = load_prompts(data.train_files, tokenizer, data, tools=tools)
+    train, notes = select_by_pass_rate(loaded, data, shaping=OVERLONG)
+    check_mixture(data, train.file_sizes)
+    choose_teachers(config, train.prompts)
+    prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
+    notes += check_truths(reward_plan, prompts)
+    if has_episodes:
+        notes += start_checks.check_episodes(config, tokenizer, train)
+    return PromptInputs(train, validation, notes)
+
+
+def check_mixture(config: DataConfig, sizes: Sequence[int]) -> None:
+    """Refuse weights of files of which one has no prompt (UserError)."""
+    empty = [file for file, size in zip(config.train_files, sizes, strict=True) if not size]
+    if config.weights is not None and empty:
+        raise UserError(
+            f"no prompt of {', '.join(empty)} is left",
+            source="data.weights and data.train_files",
+            expected="a prompt in each file that has a weight",
+            hint="raise data.max_prompt_length, widen data.pass_rate_range, or leave out the file and its weight",
+        )
+
 
 _NOT_READ = [] if HAS_TORCH else ["not checked: the headers of the weights, because torch is not installed"]
 

@@ -12,8 +12,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.vllm_limits import check_cpu_limits
 from megatron_rl.parallel.heads import check_context_parallel
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.cluster import check_layout
-from megatron_rl.planning.parameters import DTYPE_BYTES
+from megatron_rl.planning.cluster import DTYPE_BYTES, check_layout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.experts import ROW_BYTES

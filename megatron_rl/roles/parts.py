@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.algorithms.catalog import (
@@ -18,6 +19,7 @@ from megatron_rl.algorithms.catalog import (
     PolicyLoss,
     RegisteredEstimator,
 )
+from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import ENGINES, EngineMaker
 from megatron_rl.extension.registry import enter_object, name_of
@@ -25,6 +27,7 @@ from megatron_rl.rewards.functions import RewardFunction, check_reward_function,
 from megatron_rl.types import Rollout, UserError
 
 if TYPE_CHECKING:  # a dry run imports no torch
+    from megatron_rl.planning.cluster import Cluster
     from megatron_rl.training.setup import RoleSetup
 
 
@@ -42,6 +45,8 @@ class Parts:
         reward_model: all rollouts of a step -> one score for each, the same on every rank; called on every rank. Its
             scores are the reward, or are added to what `reward.components` gives.
         rollouts: stands for engine, generation and rewards (see `capsule.rollouts.RecordedRollouts`).
+        choose_layout: for `layout.mode` auto: config, roles, cluster and recipe -> the config with a layout, and a line
+            on each choice; `tools.planning.automatic.choose_layout`.
         actor, critic, reference: `RoleSetup` -> the role, such as a class derived from `Actor`, `Critic`, `Reference`.
     """
 
@@ -51,6 +56,7 @@ class Parts:
     engine: EngineMaker | None = None
     reward_model: Callable[[Sequence[Rollout]], Sequence[float]] | None = None
     rollouts: Any = None
+    choose_layout: Callable[[RunConfig, RunSpec, Cluster, Path | None], tuple[RunConfig, list[str]]] | None = None
     actor: Callable[[RoleSetup], Any] | None = None
     critic: Callable[[RoleSetup], Any] | None = None
     reference: Callable[[RoleSetup], Any] | None = None

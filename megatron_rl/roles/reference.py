@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl.models.lora import without_adapters
+from megatron_rl.models.stages import local_values
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.roles.actor import Actor
-from megatron_rl.training.fully_sharded import local_values
 from megatron_rl.training.heads import LogprobHead
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
@@ -29,6 +28,8 @@ class BaseOfActor:
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """As `Reference` does, with the adapters left out."""
+        from megatron_rl.models.lora import without_adapters
+
         with without_adapters(self.model.stages):
             return self.model.compute_forward(batch, self.head)
 

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_rl.agents.in_rank import AnyEpisodes
+from megatron_rl.agents.episode import Setup
+from megatron_rl.agents.in_rank import AnyEpisodes, choose_episodes
+from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.parallel.collectives import reduce_scalars
-from megatron_rl.rollout.control import ControlMessage
+from megatron_rl.parallel.collectives import reduce_scalars, world
 from megatron_rl.rollout.episodes import Episodes, describe_episodes
 from megatron_rl.rollout.generation import RolloutGenerator, SampleGroups
 from megatron_rl.rollout.order import Samples
+from megatron_rl.rollout.serving import ControlMessage
 from megatron_rl.types import Prompt, Rollout
 
 
@@ -112,3 +114,25 @@ class EpisodeGenerator:
         """End the processes, and release the engine."""
         self._processes.close_all()
         self._generator.close()
+
+
+def open_episodes(generator: RolloutGenerator, config: RunConfig, stop_token_ids: tuple[int, ...]) -> EpisodeGenerator:
+    """Open the processes of the environments, and the generator of episodes over the engines."""
+    agents = config.agents
+    setup = Setup(
+        environment=agents.environment,
+        tokenizer=str(config.model.tokenizer or find_model_files(config.model.path)),
+        options=config.data.apply_chat_template_kwargs,
+        stop_token_ids=stop_token_ids,
+        follows_template=agents.history == "template",
+        max_turns=agents.max_turns,
+        run_seed=config.trainer.seed,
+        program=agents.program,
+        tools=tuple(agents.tools),
+        temperature=config.rollout.temperature,
+        context_length=config.data.max_prompt_length + config.data.max_response_length,
+        tool_format=agents.tool_format,
+        reads_marks=config.data.special_tokens_in_contents,
+    )
+    processes = choose_episodes(setup, agents, is_debugged=config.trainer.debug_rank == world().rank())
+    return EpisodeGenerator(generator, processes, config, world())

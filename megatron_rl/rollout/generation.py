@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import RolloutConfig
@@ -17,15 +18,44 @@ from megatron_rl.engines.checking import check_routes, check_sampled
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
 from megatron_rl.observability.rollout_progress import RolloutProgress
-from megatron_rl.parallel.collectives import raise_together
+from megatron_rl.parallel.collectives import raise_together, reduce_scalars
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.rollout.cache_use import CacheUse
-from megatron_rl.rollout.control import Channel, ControlMessage
+from megatron_rl.rollout.carried import CarriedResponses
 from megatron_rl.rollout.dispatch import assign_engines
-from megatron_rl.rollout.order import STRIDE, count_occurrences, name_sample
-from megatron_rl.rollout.serving import Listener, close_batch, serve
+from megatron_rl.rollout.order import STRIDE, Samples, count_occurrences, name_sample
+from megatron_rl.rollout.serving import Channel, ControlMessage, Listener, close_batch, serve
 from megatron_rl.types import Prompt, Rollout, RouteShape, UserError
 from megatron_rl.weights.families import ModelShape
+
+
+class CacheUse:
+    """Counts the requests of one engine in one generation."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, int] = {}
+        self._sums = {"asked": 0.0, "cached": 0.0}
+
+    def ask(self, requests: Sequence[Request]) -> None:
+        """Requests that the engine gets."""
+        self._lengths |= {request.key: len(request.tokens) for request in requests}
+
+    def hear(self, sampled: Sampled) -> None:
+        """Count the result of one request; nothing if the engine does not report it."""
+        length = self._lengths.pop(sampled.key, 0)
+        if sampled.num_cached is not None:
+            self._sums["asked"] += length
+            self._sums["cached"] += sampled.num_cached
+
+    def describe(self, counts: bool, group: dist.ProcessGroup) -> dict[str, float]:
+        """The metric rollout/prefix_cache_hits, or none if no engine says; collective.
+
+        Args:
+            counts: this rank speaks for its engine.
+            group: all ranks.
+        """
+        mine = self._sums if counts else dict.fromkeys(self._sums, 0.0)
+        sums = reduce_scalars(mine, dist.ReduceOp.SUM, group, torch.device("cpu"))
+        return {"rollout/prefix_cache_hits": sums["cached"] / sums["asked"]} if sums["asked"] else {}
 
 
 @dataclass(frozen=True)
@@ -74,6 +104,10 @@ class Generator(Protocol):
         self, groups: SampleGroups, on_finished: Callable[[Rollout], None] | None = None
     ) -> dict[int, Rollout]:
         """See `RolloutGenerator.generate`."""
+        ...
+
+    def carry(self, samples: Samples) -> Any:
+        """Return the holder of the samples that begin ahead of their step."""
         ...
 
     def close(self) -> None:
@@ -243,6 +277,10 @@ class RolloutGenerator:
         except UserError as error:
             return error
         return None
+
+    def carry(self, samples: Samples) -> CarriedResponses:
+        """Return the holder of the responses that begin ahead of their step."""
+        return CarriedResponses(samples)
 
     def close(self) -> None:
         """Release the engine."""

@@ -6,45 +6,16 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
-from megatron_rl.agents.episode import Setup
-from megatron_rl.agents.in_rank import choose_episodes
-from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.stream import PromptBatches
 from megatron_rl.parallel.collectives import open_store, world
-from megatron_rl.rollout.carried import CarriedResponses
-from megatron_rl.rollout.episode_generation import EpisodeGenerator
 from megatron_rl.rollout.generation import Generator, RolloutGenerator
 from megatron_rl.rollout.order import SampleOrder
 from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
 from megatron_rl.rollout.stream import Clock, RolloutStream
 from megatron_rl.rollout.trace import ScheduleTrace, read_trace
 from megatron_rl.types import Prompt
-
-
-def open_episodes(generator: RolloutGenerator, config: RunConfig, stop_token_ids: tuple[int, ...]) -> Generator:
-    """What generates: episodes where there is an environment or a program, else responses."""
-    agents = config.agents
-    if not agents.has_episodes:
-        return generator
-    setup = Setup(
-        environment=agents.environment,
-        tokenizer=str(config.model.tokenizer or find_model_files(config.model.path)),
-        options=config.data.apply_chat_template_kwargs,
-        stop_token_ids=stop_token_ids,
-        follows_template=agents.history == "template",
-        max_turns=agents.max_turns,
-        run_seed=config.trainer.seed,
-        program=agents.program,
-        tools=tuple(agents.tools),
-        temperature=config.rollout.temperature,
-        context_length=config.data.max_prompt_length + config.data.max_response_length,
-        tool_format=agents.tool_format,
-        reads_marks=config.data.special_tokens_in_contents,
-    )
-    processes = choose_episodes(setup, agents, is_debugged=config.trainer.debug_rank == world().rank())
-    return EpisodeGenerator(generator, processes, config, world())
 
 
 def open_stream(
@@ -61,7 +32,7 @@ def open_stream(
 
     Args:
         generator, prompts, config: of the run.
-        players: what `open_episodes` has returned.
+        players: the generator, or that of episodes.
         is_apart: the engines have ranks of their own.
         timeout: of groups.
         trace: directory of the schedule's trace; None: none is written.
@@ -74,8 +45,7 @@ def open_stream(
     runs_ahead = is_apart and config.schedule.max_staleness > 0
     training = TrainingEnd(every, open_store("training", world())) if runs_ahead else None
     clock, order = Clock(end, training, _open_trace(config.schedule, generator, trace)), SampleOrder(prompts, config)
-    carried = players.carry(order) if isinstance(players, EpisodeGenerator) else CarriedResponses(order)
-    return RolloutStream(generator, order, carried, config, clock, world())
+    return RolloutStream(generator, order, players.carry(order), config, clock, world())
 
 
 def _open_trace(schedule: ScheduleConfig, generator: RolloutGenerator, directory: Path | None) -> ScheduleTrace:

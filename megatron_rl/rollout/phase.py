@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from megatron_rl.engines.protocol import Request
 from megatron_rl.parallel.collectives import align_group_names, make_group, open_store, world
 from megatron_rl.rollout.carried import Following
-from megatron_rl.rollout.control import ControlMessage
+from megatron_rl.rollout.serving import ControlMessage
 from megatron_rl.rollout.window import Goal
 
 _POLL_SECONDS = 0.02

@@ -27,11 +27,11 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.rollout.carried import Carried
-from megatron_rl.rollout.control import ControlMessage
 from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.order import SampleOrder
 from megatron_rl.rollout.phase import Phase, PhaseEnd, TrainingEnd
+from megatron_rl.rollout.serving import ControlMessage
 from megatron_rl.rollout.trace import ScheduleTrace
 from megatron_rl.rollout.window import Goal, find_window
 from megatron_rl.types import Prompt, Rollout, UserError

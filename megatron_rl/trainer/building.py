@@ -18,7 +18,6 @@ from megatron_rl.roles.export import side_files
 from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.on_samples import CriticOnSamples, PolicyOnSamples
 from megatron_rl.roles.parts import Parts
-from megatron_rl.roles.teachers import TeachersOnSamples
 from megatron_rl.trainer.preparing import prepare
 from megatron_rl.trainer.primitives import Policy, Primitives
 from megatron_rl.trainer.sampling import RunSinks, build_rollout_members
@@ -83,13 +82,16 @@ def build_primitives(
         )
         for name, role in spec.teachers.items()
     }
+    asked = None
+    if teachers:
+        from megatron_rl.roles.teachers import TeachersOnSamples
+
+        asked = TeachersOnSamples(teachers, {name: packers[f"teachers.{name}"] for name in teachers}, policy, config)
     return Primitives(
         config=config,
         inputs=inputs,
         policy=policy,
-        teachers=TeachersOnSamples(teachers, {name: packers[f"teachers.{name}"] for name in teachers}, policy, config)
-        if teachers
-        else None,
+        teachers=asked,
         reference=reference
         and PolicyOnSamples(timers.watch(reference, compute_logprobs="ref_logprobs"), packers["reference"]),
         critic=critic

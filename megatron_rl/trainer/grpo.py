@@ -216,4 +216,5 @@ class Trainer(Session):
         rows = (rollout_row(r, self.token_texts, found) for r, found in logged)
         self.run.write_rollouts(step, (row | why for row, why in zip(rows, reasons.values())))
         self.count_elsewhere()
-        self.capsule.end(step, samples)
+        if self.capsule:
+            self.capsule.end(step, samples)

@@ -12,15 +12,13 @@ from typing import Any
 from megatron_rl.config.command_line import end_program_on_errors
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.lifecycle.debugging import wait_for_debugger
+from megatron_rl.lifecycle.guard import wait_for_debugger
 from megatron_rl.parallel.collectives import gather_objects, world
-from megatron_rl.planning.admission import check_fits, find_cluster, find_host
-from megatron_rl.planning.automatic import choose_layout
+from megatron_rl.planning.cluster import find_cluster, find_host
 from megatron_rl.roles.build import launched_sizes
 from megatron_rl.roles.inputs import RlInputs, SftInputs, read_rl_inputs, read_sft_inputs
 from megatron_rl.roles.parts import Parts
 from megatron_rl.roles.resolve import resolve
-from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import UserError
 
@@ -79,9 +77,18 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
     world_size, ranks_per_node = launched_sizes()
     cluster, chosen = find_cluster(world_size, ranks_per_node), []
     if config.layout.mode == "auto":
+        if parts.choose_layout is None:
+            raise UserError(
+                "layout.mode = 'auto' in a program that passes no planner",
+                source="layout.mode",
+                expected="from_hf_config(..., choose_layout=tools.planning.automatic.choose_layout)",
+                hint="or give the layout: tools/plan.py prints the settings of the fastest that fit",
+            )
         here = cluster or find_host(world_size, ranks_per_node)
-        config, chosen = choose_layout(config, resolve(config), here, recipe, assign_engines)
+        config, chosen = parts.choose_layout(config, resolve(config), here, recipe)
     if cluster is not None and config.trainer.check_memory:
+        from megatron_rl.planning.admission import check_fits
+
         check_fits(config, resolve(config), cluster)
     inputs = read_rl_inputs(config, world_size, parts)
     for role in inputs.spec.trained:

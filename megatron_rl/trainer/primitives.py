@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,10 +31,12 @@ from megatron_rl.lifecycle.state import TrainedPart, TrainingState
 from megatron_rl.roles.export import actor_export
 from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.on_samples import ActorOnSamples, CriticOnSamples, PolicyOnSamples, RewardModelOnSamples
-from megatron_rl.roles.teachers import TeachersOnSamples
 from megatron_rl.rollout.generation import SampleGroups
 from megatron_rl.trainer.sampling import RolloutMembers
 from megatron_rl.types import Prompt, UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.roles.teachers import TeachersOnSamples
 
 
 class Policy(ActorOnSamples):

@@ -22,7 +22,8 @@ from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.on_samples import RewardModelOnSamples, score_all_rollouts
 from megatron_rl.roles.parts import NO_PARTS, Parts
 from megatron_rl.rollout.collector import Collector, RewardSources
-from megatron_rl.rollout.opening import open_episodes, open_stream
+from megatron_rl.rollout.generation import Generator, RolloutGenerator
+from megatron_rl.rollout.opening import open_stream
 from megatron_rl.rollout.stream import RolloutStream
 
 
@@ -86,7 +87,7 @@ def build_rollout_members(
     hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, *texts)
     for role in (roles[name] for name in ("critic", "mtp") if name in roles):
         hybrid.also_release(role.optimizer)
-    players = open_episodes(generator, config, inputs.stop_token_ids)
+    players = _open_players(generator, config, inputs.stop_token_ids)
     stream = open_stream(
         generator,
         players,
@@ -106,3 +107,12 @@ def build_rollout_members(
         stream=stream,
     )
     return RolloutMembers(hybrid, collector, prompts, stream, model)
+
+
+def _open_players(generator: RolloutGenerator, config: RunConfig, stop_token_ids: tuple[int, ...]) -> Generator:
+    """The engines' generator of responses, or one of episodes over it."""
+    if not config.agents.has_episodes:
+        return generator
+    from megatron_rl.rollout.episode_generation import open_episodes
+
+    return open_episodes(generator, config, stop_token_ids)

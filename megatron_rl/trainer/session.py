@@ -9,23 +9,78 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
 
 from megatron_rl.algorithms.kl import build_kl_controller
-from megatron_rl.capsule.recording import CapsuleRecorder
+from megatron_rl.config.placement import format_ranks
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.engines.modes import describe_modes
 from megatron_rl.experience.describe import text_rows
 from megatron_rl.lifecycle.checkpoints import Checkpoints
 from megatron_rl.lifecycle.opening import OpenedRun, open_run
+from megatron_rl.models.gpt import choose_transformer_impl
 from megatron_rl.parallel.collectives import gather_objects, init_distributed, memory_in_use, open_store, world
 from megatron_rl.roles.build import group_timeout
+from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.parts import NO_PARTS, Parts
 from megatron_rl.trainer.building import build_primitives
-from megatron_rl.trainer.introduction import describe_run
 from megatron_rl.trainer.preparing import Prepared, check, prepare
+from megatron_rl.trainer.primitives import Primitives
 from megatron_rl.trainer.sampling import RunSinks
+from megatron_rl.training.fast_path import find_fast_paths, format_table
 from megatron_rl.training.profiling import StepProfiler
 from megatron_rl.types import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.capsule.recording import CapsuleRecorder
+
+
+def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, device: torch.device) -> Iterator[str]:
+    """Lines that say what runs, and what was found in the data."""
+    plan, hybrid, train = inputs.plan, primitives.policy.hybrid, inputs.train
+    impl = choose_transformer_impl(config.model.transformer_impl)
+    yield from (f"note: {note}" for note in inputs.notes)
+    why = inputs.spec.why_recompute
+    yield (
+        f"algorithm: {config.algorithm.adv_estimator}, {config.algorithm.policy_loss} loss; old_logprobs of "
+        + (f"a forward pass of their own: {why}" if why else "the update's first pass")
+    )
+    for role in inputs.roles.values():
+        where, is_actor = _describe_ranks(role.layout.ranks, plan.world_size), role.spec.name == "actor"
+        what = f", {config.model.dtype}, {impl} layers on {device}" if is_actor else ""
+        if where or role.spec.name != "reference":
+            yield f"{role.spec.title}: {role.layout.describe()}{where}{what}"
+    modes, engines = describe_modes(config.rollout, device), config.placement.ranks_of("rollout", plan.world_size)
+    yield (
+        f"rollout: {config.rollout.engine}, {plan.num_engines} engine(s) of "
+        f"{'the actor, rank(s) ' if plan.engine_is_actor else 'tp='}{plan.engine_ranks}"
+        f"{_describe_ranks(engines, plan.world_size)}{modes and '; ' + modes}"
+    )
+    if k := config.schedule.max_staleness:
+        yield (
+            f"schedule: responses begin up to {k} step(s) ahead; at most {(1 + k) * plan.rollouts_per_step} have begun "
+            f"and were not learned from; updates {config.schedule.updates}, order {config.schedule.order}"
+        )
+    yield f"stop tokens: {', '.join(map(str, inputs.stop_token_ids))}"
+    stats = hybrid.reshard_stats
+    yield (
+        f"weights: transport {hybrid.transport}; per switch {stats.bytes_moved:,} bytes moved, "
+        f"{stats.bytes_copied:,} copied inside a rank, {stats.bytes_aliased:,} aliased; "
+        f"verify {config.hybrid.verify}"
+    )
+    yield f"prompts: {len(train.prompts)} ({train.num_truncated} truncated, {train.num_dropped} dropped)"
+    table = format_table(
+        find_fast_paths(
+            config.actor, config.model.dtype, config.model.transformer_impl, plan.dp_size, config.rollout.bitwise
+        )
+    )
+    yield from (f"  {line}" for line in (*table, *plan.formulas()))
+
+
+def _describe_ranks(ranks: range, world_size: int) -> str:
+    return f" on rank(s) {format_ranks(ranks)}" if len(ranks) < world_size else ""
 
 
 class Session:
@@ -69,9 +124,13 @@ class Session:
             export=self.policy.export,
             total_steps=self.total_steps,
         )
-        self.capsule = CapsuleRecorder(
-            config, self.plan, self.run, self.trained, self.checkpoints.save_into, inputs.tokenizer.decode
-        )
+        self.capsule: CapsuleRecorder | None = None
+        if trainer.capture_step:
+            from megatron_rl.capsule.recording import CapsuleRecorder
+
+            self.capsule = CapsuleRecorder(
+                config, self.plan, self.run, self.trained, self.checkpoints.save_into, inputs.tokenizer.decode
+            )
 
     @classmethod
     def from_hf_config(
@@ -138,7 +197,8 @@ class Session:
         for step in range((resumed or 0) + 1, total + 1):
             run.timers.begin_step(step)
             with self.profiler.step(step), run.timers.phase("step"):
-                self.capsule.begin(step)
+                if self.capsule:
+                    self.capsule.begin(step)
                 self.guard.stop_in_debugger(trainer, step)
                 yield step
                 is_best = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First values of a model and its adapters, and the adapters as what is trained of it and a checkpoint holds."""
+"""The adapters of a model: their first values, what is trained of it, and the parameters that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from megatron_rl.checkpoint.peft import load_adapters
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.models.experts import list_matrices
 from megatron_rl.models.lora import HALVES, AdaptedLinear, freeze_model, is_trained
+from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.computed import MergedParam, ScaledParam, SourceParams
-from megatron_rl.training.fully_sharded import local_values
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
 from megatron_rl.weights.nf4 import QuantizedMatrix
 from megatron_rl.weights.shard_box import ShardBox, box_slices, check_placements
 from megatron_rl.weights.tables import PlacementTable
@@ -144,28 +143,22 @@ def list_params(stages: torch.nn.Module) -> dict[str, torch.Tensor | QuantizedMa
     return {name: p for name, p in list_matrices(stages, local_values).items() if not name.endswith(HALVES)}
 
 
-def fill_model(model: FilledModel, spec: RoleSpec, seed: int) -> None:
-    """Give a model the weights of its path; one with adapters is frozen, and they get their first values.
+def fill_adapted(model: FilledModel, params: SourceParams, spec: RoleSpec, seed: int) -> None:
+    """Give a model with adapters the weights of its path, freeze it, and give the adapters their first values.
 
     Args:
         model: whose parameters are undefined.
+        params: its own, without adapters.
         spec: of its role.
         seed: of the run.
     """
-    params, placements = list_params(model.stages), model.placements(model.rank)
-    check_placements(
-        placements,
-        {name: tuple(p.shape) for name, p in params.items()},
-        where=f"megatron {model.groups.at}",
-        padded=[name for name in params if name.endswith(PADDED_PARAMETERS)],
-    )
-    _load(Path(spec.path), model.shape, placements, params, spec.may_lack)
-    if model.adapters is not None and spec.lora is not None:
-        freeze_model(model.stages)
-        adapters = Adapters.of(model, model.adapters)
-        sizes = {name: tuple(p.shape) for name, p in adapters.params.items()}
-        check_placements(adapters.placements(model.rank), sizes, where=f"adapters of megatron {model.groups.at}")
-        adapters.fill(model.rank, spec.lora.path, seed)
+    assert model.adapters is not None and spec.lora is not None
+    _load(Path(spec.path), model.shape, model.placements(model.rank), params, spec.may_lack)
+    freeze_model(model.stages)
+    adapters = Adapters.of(model, model.adapters)
+    sizes = {name: tuple(p.shape) for name, p in adapters.params.items()}
+    check_placements(adapters.placements(model.rank), sizes, where=f"adapters of megatron {model.groups.at}")
+    adapters.fill(model.rank, spec.lora.path, seed)
 
 
 def _load(

@@ -17,9 +17,6 @@ from megatron_rl.models.attention_backends import (
     find_kernel_failure,
     list_kernels,
 )
-from megatron_rl.models.delta_kernels import choose_delta_rule
-from megatron_rl.models.delta_kernels import find_kernel_failure as find_delta_failure
-from megatron_rl.models.delta_rule import apply_delta_rule
 from megatron_rl.models.gpt import choose_transformer_impl, find_transformer_engine_failure
 from megatron_rl.models.transformer_config import DTYPES
 
@@ -99,6 +96,9 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwis
         "pip install 'transformer-engine[pytorch]'",
     )
     if not is_cpu:
+        from megatron_rl.models.delta_kernels import choose_delta_rule
+        from megatron_rl.models.delta_rule import apply_delta_rule
+
         rule = choose_delta_rule(device, DTYPES[dtype])
         yield FastPath(
             "delta nets",
@@ -123,6 +123,8 @@ def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Ite
     if transformer_impl != "local":
         broken["Transformer Engine"] = find_transformer_engine_failure(True)
     if dtype == "bfloat16":
+        from megatron_rl.models.delta_kernels import find_kernel_failure as find_delta_failure
+
         broken["flash-linear-attention"] = find_delta_failure(device)
     for name, failure in broken.items():
         if failure:

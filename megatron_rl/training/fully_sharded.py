@@ -22,9 +22,10 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
 
@@ -113,12 +114,6 @@ def reshard(stages: torch.nn.ModuleList) -> None:
     """Give back what is still gathered."""
     for module in _list_units(stages):
         module.reshard()
-
-
-def local_values(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a parameter or a gradient: the tensor, or its shard."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardedAdam(FP32Optimizer):

@@ -9,6 +9,7 @@ model.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +18,16 @@ from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.stages import HiddenStatesModel, ScoreModel
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
-from megatron_rl.parallel.chunked_divergence import compute_linear_top_k
 from megatron_rl.parallel.chunked_logprobs import (
     OutputSoftmax,
     compute_linear_logprobs_and_entropy,
     compute_linear_sum_pi_squared,
 )
 from megatron_rl.parallel.ulysses import combine_shards
-from megatron_rl.training.distillation import TeacherDivergence
 from megatron_rl.training.packed_model import PackedModel
+
+if TYPE_CHECKING:
+    from megatron_rl.training.distillation import TeacherDivergence
 
 
 class LogprobHead:
@@ -82,6 +84,8 @@ class LogprobHead:
         self, k: int, vocab_size: int, hidden: torch.Tensor, microbatch: TrainBatch
     ) -> tuple[torch.Tensor]:
         """A head too: the k likeliest of the first `vocab_size` tokens, [t, 2, k + 1]; see `compute_linear_top_k`."""
+        from megatron_rl.parallel.chunked_divergence import compute_linear_top_k
+
         places, rows, _ = _find_predicted(self._model, microbatch)
         softmax = replace(self._softmax, vocab_size=vocab_size)
         found = compute_linear_top_k(self._gather(hidden)[rows], self._output_weight, k, softmax)

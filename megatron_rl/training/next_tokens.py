@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.engines.gumbel import add_gumbel_noise
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.engines.truncation import truncate
+from megatron_rl.engines.truncation import add_gumbel_noise, truncate
 from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.stages import HiddenStatesModel
 from megatron_rl.parallel.batch_invariant import MIN_ROWS

@@ -24,13 +24,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_rl.checkpoint.optimizer_states import list_state_shards
 from megatron_rl.checkpoint.pieces import MOMENTS
 from megatron_rl.config.schema import TrainedConfig
+from megatron_rl.models.stages import local_values
 from megatron_rl.parallel.groups import free_gather_buffers
-from megatron_rl.training.fully_sharded import ShardedAdam, local_values
 from megatron_rl.training.host_memory import HostMemory
-from megatron_rl.training.muon import AdamAndMuon, Muon
 from megatron_rl.training.packed_model import PackedModel
 
-_KINDS = {"adam": torch.optim.AdamW, "muon": AdamAndMuon}
 _ADAM_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay")
 
 
@@ -68,6 +66,8 @@ class Optimizer:
         self.kind = config.optimizer
         self._muon: Muon | None = None
         if self.kind == "muon":
+            from megatron_rl.training.muon import Muon
+
             trained: Any = model.trained
             self._muon = Muon(trained, self._ddp, list_state_shards(model.stages, self.megatron))
         self._host_memory = HostMemory(self._device)
@@ -78,7 +78,7 @@ class Optimizer:
 
     def moments(self, main: torch.Tensor) -> tuple[str, ...]:
         """Names of the states of a parameter that it updates."""
-        is_matrix = any(isinstance(adam, AdamAndMuon) and main in adam.matrices for adam in self.adams)
+        is_matrix = any(main in getattr(adam, "matrices", ()) for adam in self.adams)  # those of Muon
         return MOMENTS[:1] if is_matrix else MOMENTS
 
     def count_step(self) -> None:
@@ -217,15 +217,20 @@ def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimiz
         use_distributed_optimizer=role.use_distributed_optimizer,
     )
     if model.is_fully_sharded:
+        from megatron_rl.training.fully_sharded import ShardedAdam
+
         is_tied = model.shape.tied_embeddings and not model.shape.has_score_head
         return ShardedAdam(model.stages, model.groups, config, _make_fused_adam, is_tied=is_tied)
     with _job_of(model.groups.world):
         optimizer = get_megatron_optimizer(
             config, [*model.ddp], use_gloo_process_groups=False, pg_collection=model.groups.collection
         )
+    kind = torch.optim.AdamW
+    if role.optimizer == "muon":
+        from megatron_rl.training.muon import AdamAndMuon as kind
     for part in _list_parts(optimizer):
         if not part.is_stub_optimizer:
-            _use_fused_adam(part, _KINDS[role.optimizer], is_capturable=model.stream is not None)
+            _use_fused_adam(part, kind, is_capturable=model.stream is not None)
     return optimizer
 
 

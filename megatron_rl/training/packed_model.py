@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,21 +22,27 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from megatron_rl.checkpoint.distributed import load_weights
+from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.packed_sequences import PackedSequences, build_packed_sequences
+from megatron_rl.models.stages import local_values
 from megatron_rl.models.transformer_config import DTYPES, build_transformer_config
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.collectives import broadcast_tensors
 from megatron_rl.parallel.pairs import find_pair
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.resharding.computed import SourceParams
-from megatron_rl.training.adapters import Adapters, fill_model, list_params, merge_adapters
-from megatron_rl.training.fully_sharded import build_sharded, local_values, reshard
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.reduction import EarlyReduction, wrap_stages
-from megatron_rl.training.routing import Routing
 from megatron_rl.training.setup import RoleSetup
+from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
+from megatron_rl.weights.shard_box import check_placements
+
+if TYPE_CHECKING:
+    from megatron_rl.training.adapters import Adapters
+    from megatron_rl.training.routing import Routing
 
 # (hidden states of the last stage, microbatch) -> tensors [t, ...] of the whole microbatch; see `heads.py`
 Head = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, ...]]
@@ -82,15 +89,18 @@ class PackedModel(LaidOutModel):
             spec.batch_invariant,
             self.adapters,
         )
-        self.stages = (
-            build_sharded(build, groups, self.config.params_dtype, is_trained=spec.trainable)
-            if self.is_fully_sharded
-            else build()
-        )
+        if self.is_fully_sharded:
+            from megatron_rl.training.fully_sharded import build_sharded
+
+            self.stages = build_sharded(build, groups, self.config.params_dtype, is_trained=spec.trainable)
+        else:
+            self.stages = build()
         self.device = next(self.stages.parameters()).device
-        fill_model(self, spec, setup.seed)
+        self._fill(spec, setup.seed)
         self.routing: Routing | None = None
         if setup.shape.num_experts:
+            from megatron_rl.training.routing import Routing
+
             sequence_parallel = spec.layout.sequence_parallel
             self.routing = Routing(setup.shape, groups, sequence_parallel=sequence_parallel, device=self.device)
         self.stream: torch.cuda.Stream | None = None
@@ -101,7 +111,7 @@ class PackedModel(LaidOutModel):
                 self.ddp = wrap_stages(self.stages, self.config, spec.training, groups.collection)
         elif not spec.trainable:
             self.stages.requires_grad_(False)
-        self.params = list_params(self.stages)
+        self.params = self._list_params()
         trained = [p for p in self.stages.parameters() if p.requires_grad]
         for shard in map(local_values, trained) if self.is_fully_sharded else ():
             shard.copy_(shard.to(self.dtype))  # the optimizer starts from what the model computes with
@@ -125,6 +135,32 @@ class PackedModel(LaidOutModel):
         """That the model computes in; shards of one that is trained are float32."""
         return self.config.params_dtype
 
+    def _fill(self, spec: RoleSpec, seed: int) -> None:
+        """Give the parameters, which are undefined, the weights of the role's path."""
+        params: dict[str, Any] = {**self._list_params()}
+        placements = self.placements(self.rank)
+        check_placements(
+            placements,
+            {name: tuple(p.shape) for name, p in params.items()},
+            where=f"megatron {self.groups.at}",
+            padded=[name for name in params if name.endswith(PADDED_PARAMETERS)],
+        )
+        if self.adapters is None:
+            whole = {name: param for name, param in params.items() if isinstance(param, torch.Tensor)}
+            load_weights(Path(spec.path), self.shape, placements, whole, may_lack=spec.may_lack)
+            return
+        from megatron_rl.training.adapters import fill_adapted
+
+        fill_adapted(self, params, spec, seed)
+
+    def _list_params(self) -> SourceParams:
+        """Return the parameters by name, without adapters; those in NF4 are among them."""
+        if self.adapters is None and not self.shape.num_experts:
+            return {name: local_values(p) for name, p in self.stages.named_parameters()}
+        from megatron_rl.training.adapters import list_params
+
+        return list_params(self.stages)
+
     @property
     def rank(self) -> int:
         """This rank of the layout."""
@@ -136,15 +172,21 @@ class PackedModel(LaidOutModel):
         """What training changes and a checkpoint holds: the model, or its adapters."""
         if self.adapters is None:
             return self
+        from megatron_rl.training.adapters import Adapters
+
         return Adapters.of(self, self.adapters)
 
     def merge(self) -> SourceParams:
         """The parameters of this rank with their adapters, added when a piece is read."""
+        if self.adapters is None:
+            return self.params
+        from megatron_rl.training.adapters import merge_adapters
+
         return {**self.params, **merge_adapters(self.stages)}
 
     def scale_adapters(self) -> SourceParams:
         """The adapters of this rank, B with their scale."""
-        return self.trained.scale() if isinstance(self.trained, Adapters) else {}
+        return {} if self.adapters is None else cast("Adapters", self.trained).scale()
 
     @property
     def attention_backend(self) -> str | None:
@@ -168,7 +210,7 @@ class PackedModel(LaidOutModel):
             return
         for p, weights in zip(self.stages.parameters(), self._host_memory.load(self._on_host), strict=True):
             p.data = weights
-        self.params = list_params(self.stages)
+        self.params = self._list_params()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -248,7 +290,10 @@ class PackedModel(LaidOutModel):
             pg_collection=self.groups.collection,
             **pipeline,
         )
-        reshard(self.stages)
+        if self.is_fully_sharded:
+            from megatron_rl.training.fully_sharded import reshard
+
+            reshard(self.stages)
         for stage in cast(Iterable[Any], self.stages):
             stage.set_input_tensor(None)  # the last message, which would stay with its gradient
         return found

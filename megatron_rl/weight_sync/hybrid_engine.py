@@ -27,7 +27,6 @@ from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
 from megatron_rl.resharding.aliasing import gather_names
 from megatron_rl.resharding.computed import SourceParams
 from megatron_rl.resharding.executor import ReshardStats
-from megatron_rl.weight_sync.coding import split_cargo
 from megatron_rl.weight_sync.move import Cargo, Move, Way, split_types
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements, separate_placements
 from megatron_rl.weights.families import ModelShape
@@ -138,6 +137,8 @@ class HybridEngine:
         way = Way(model.layout.ranks, model.shard_key, engine, shared, engines, process, group, config, dtype)
         cargoes = [split_types(cargo, way, wide) for cargo in self._list_cargoes(config, shared)]
         if code_format is not None:
+            from megatron_rl.weight_sync.coding import split_cargo
+
             matrices = list_matrices(self.shape)
             cargoes = [[*split_cargo(cargo, way, code_format, matrices), *rest] for cargo, *rest in cargoes]
         self._moves = [Move(cargo, way) for part in cargoes for cargo in part]

@@ -31,7 +31,7 @@ from megatron_rl.agents.adapters.openenv import OpenEnvironment
 from megatron_rl.agents.environment import Done, Observation, Reply, Task, ToolCall, find_environment
 from megatron_rl.config.schema import AgentsConfig, AlgorithmConfig, DataConfig, RewardConfig
 from megatron_rl.rewards.plan import build_reward_plan
-from megatron_rl.roles.prompt_inputs import read_prompts
+from megatron_rl.roles.inputs import read_prompts
 from megatron_rl.types import UserError
 
 TASK = Task("", "", "", {"reset": {"plus": 1}}, {}, seed=3)

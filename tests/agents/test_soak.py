@@ -27,9 +27,9 @@ from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.rollout.control import open_channel
 from megatron_rl.rollout.episode_generation import EpisodeGenerator
 from megatron_rl.rollout.generation import RolloutGenerator, SampleGroups
+from megatron_rl.rollout.serving import open_channel
 from megatron_rl.types import Prompt, Rollout
 from tools.make_toy_task import train_tokenizer
 

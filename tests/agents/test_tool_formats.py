@@ -18,10 +18,10 @@ from chat_templates import spell_deepseek, write_chat_tokenizer
 from megatron_rl.agents.calculator import TOOL, calculate
 from megatron_rl.agents.environment import Task
 from megatron_rl.agents.episode import Episode, Opening, Setup, build_transcript
+from megatron_rl.agents.start_checks import check_episodes
 from megatron_rl.agents.tool_formats import FORMATS, ToolReader, find_tool_format, read_tool_calls
 from megatron_rl.agents.tools.tool import ToolEnvironment
 from megatron_rl.config.agents import AgentsConfig
-from megatron_rl.roles.prompt_inputs import check_agents
 from megatron_rl.types import Prompt, UserError
 
 OF_TEMPLATE = {
@@ -257,7 +257,7 @@ def test_the_format_is_told_at_the_start_and_an_unknown_one_refused(tmp_path):
         tools, messages = [TOOL] * bool(agents.tools), [{"role": "user", "content": "hello"}]
         text = tokenizer.apply_chat_template(messages, **({"tools": tools} if tools else {}))
         prompt = Prompt(0, np.array([1], np.int32), text, "", messages=messages, tools=tools)
-        return check_agents(config, tokenizer, SimpleNamespace(prompts=[prompt]))
+        return check_episodes(config, tokenizer, SimpleNamespace(prompts=[prompt]))
 
     assert check() == ["replies call tools in the format glm (agents.tool_format)"]
     assert check(tool_format="llama3") == ["replies call tools in the format llama3 (agents.tool_format)"]

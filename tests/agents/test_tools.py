@@ -19,13 +19,13 @@ from chat_templates import write_chat_tokenizer
 from megatron_rl.agents.environment import Done, Reply, ToolCall
 from megatron_rl.agents.episode import Setup
 from megatron_rl.agents.processes import EpisodeProcesses
+from megatron_rl.agents.start_checks import check_episodes
 from megatron_rl.agents.tools.finding import describe_tools, find_tools
 from megatron_rl.agents.tools.python import run_python
 from megatron_rl.agents.tools.search import Bm25
 from megatron_rl.agents.tools.tool import ToolEnvironment, describe_function
 from megatron_rl.config.data import DataConfig
 from megatron_rl.data.prompts import load_prompts
-from megatron_rl.roles.prompt_inputs import check_agents
 from megatron_rl.types import Prompt, UserError
 
 
@@ -216,7 +216,7 @@ def test_a_template_or_a_prompt_that_cannot_show_tools_is_refused(tmp_path):
 
     def check(messages, text):
         prompt = Prompt(0, np.array([1], np.int32), text, "", messages=messages)
-        return check_agents(config, tokenizer, SimpleNamespace(prompts=[prompt]))
+        return check_episodes(config, tokenizer, SimpleNamespace(prompts=[prompt]))
 
     question = [{"role": "user", "content": "hello"}]
     with pytest.raises(UserError, match="plain text, which shows no tools"):

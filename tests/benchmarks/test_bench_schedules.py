@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from distributed import run_ranks
-from megatron_rl.planning.lengths import make_lognormal
 from tools.benchmarks import bench_schedules, bench_simulated_schedules
+from tools.planning.lengths import make_lognormal
 
 ARGUMENTS = ["--prompts=4", "--group-size=2", "--median=4", "--longest=8", "--steps=1"]
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.capsule.comparing import Row, compare_sections, find_first, format_report, make_report
 from megatron_rl.capsule.fingerprints import Fingerprints, fingerprint_pieces
 from megatron_rl.capsule.record import Section, Values, decode_sections, encode_sections
 from megatron_rl.checkpoint.pieces import Piece
+from tools.replay.comparing import Row, compare_sections, find_first, format_report, make_report
 
 NAN = float("nan")
 

@@ -24,13 +24,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from actor_runs import Case, build_actor
 from checkpoint_runs import make_content, make_saver
 from distributed import run_ranks
-from megatron_rl.checkpoint import conversion
-from megatron_rl.checkpoint.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
 from megatron_rl.checkpoint.directory import find_problems
 from megatron_rl.checkpoint.distributed import load_weights
+from megatron_rl.checkpoint.files import Unit
 from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.checkpoint.saving import SaveOutcome
-from megatron_rl.checkpoint.units import Finished, Progress, Unit, Workers
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.protocol import EngineSpec, Request
@@ -45,6 +43,9 @@ from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.shard_box import box_slices
 from shards import find_differences, make_empty_shards, place_megatron
 from tiny_models import ENGINE_SIZES, draw_tokens, save_tiny_model
+from tools.conversion import conversion
+from tools.conversion.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
+from tools.conversion.units import Finished, Progress, Workers
 
 LAYOUTS = {
     "tp2": ParallelLayout(2, tp_size=2),

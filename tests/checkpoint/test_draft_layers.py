@@ -13,10 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from actor_runs import Case, build_actor
 from distributed import run_ranks
-from megatron_rl.checkpoint.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
 from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
-from megatron_rl.checkpoint.units import Workers
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.weights.families import ModelShape
@@ -24,6 +22,8 @@ from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.model_config import load_model_shape
 from shards import cut_shards, find_differences, make_empty_shards
 from tiny_models import save_tiny_model
+from tools.conversion.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
+from tools.conversion.units import Workers
 
 SETTINGS: dict[str, Any] = dict(dtype=None, file_bytes=1 << 16, force=False, workers=Workers())
 

@@ -26,6 +26,7 @@ from transformers import (
 
 from distributed import run_ranks
 from megatron_rl.checkpoint import huggingface, model_files
+from megatron_rl.checkpoint.files import split_units
 from megatron_rl.checkpoint.huggingface import (
     ShardedModel,
     check_checkpoint,
@@ -34,7 +35,6 @@ from megatron_rl.checkpoint.huggingface import (
     save_huggingface,
 )
 from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors
-from megatron_rl.checkpoint.units import split_units
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.types import UserError

@@ -17,14 +17,11 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from distributed import run_ranks
-from megatron_rl.checkpoint.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
 from megatron_rl.checkpoint.huggingface import ShardedModel, check_checkpoint, load_huggingface, save_huggingface
 from megatron_rl.checkpoint.model_files import ModelFiles, decode_mxfp4
-from megatron_rl.checkpoint.units import Workers
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.parity.weights import compare_weights
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import UserError
@@ -33,6 +30,9 @@ from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from shards import find_differences
 from tiny_models import save_tiny_model
+from tools.conversion.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
+from tools.conversion.units import Workers
+from tools.parity.weights import compare_weights
 
 LAYER = "model.layers.0.mlp.experts."
 

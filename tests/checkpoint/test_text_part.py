@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from actor_runs import Case, build_actor
 from distributed import run_ranks
-from megatron_rl.checkpoint.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
-from megatron_rl.checkpoint.units import Workers
 from megatron_rl.resharding.planner import group_shards
 from megatron_rl.types import UserError
 from megatron_rl.weights.experts import split_huggingface_experts
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
 from shards import find_differences
 from tiny_models import draw_tokens, save_tiny_model
+from tools.conversion.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
+from tools.conversion.units import Workers
 
 SETTINGS: dict[str, Any] = dict(dtype=None, file_bytes=1 << 16, force=False, workers=Workers())
 FAMILIES = ("qwen3_5", "qwen3_5_moe")

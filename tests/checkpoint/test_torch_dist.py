@@ -22,9 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import megatron_rl.parallel  # noqa: F401  before megatron.core
 from distributed import run_ranks
-from megatron_rl.checkpoint.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
 from megatron_rl.checkpoint.torch_dist import ChunkReader, ChunkWriter, write_index
-from megatron_rl.checkpoint.units import Workers
 from megatron_rl.models.transformer_config import build_transformer_config
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
@@ -34,6 +32,8 @@ from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.model_config import load_model_shape
 from shards import find_differences
 from tiny_models import VOCAB_SIZE, draw_tokens, save_tiny_model
+from tools.conversion.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron
+from tools.conversion.units import Workers
 
 TOKENS = torch.from_numpy(np.stack(draw_tokens([12, 12])))
 

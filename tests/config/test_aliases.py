@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.fields import list_fields
-from megatron_rl.config.loading import LoadedConfig, load_config
+from megatron_rl.config.loading import LoadedConfig, _is_ours, load_config
+from megatron_rl.config.sources import Setting
 from megatron_rl.config.verl.aliases import alias_names
 from megatron_rl.config.verl.groups import GROUPS
 from megatron_rl.config.verl.kinds import Renamed, SameAs
@@ -554,3 +555,16 @@ def test_command_line_replaces_either_name_in_the_recipe(tmp_path: Path, overrid
     for text in ("rollout: {n: 4}\n", "actor_rollout_ref: {rollout: {n: 4}}\n"):
         path.write_text(text)
         assert load_config(path, [*MINIMAL, override]).config.rollout.n == 2
+
+
+def test_names_of_other_projects_are_imported_for_them_only() -> None:
+    """A value that verl reads in another way than we do, under a name that is ours too, opens the door as well."""
+    fields = list_fields()
+    for name, alias in ALIASES.items():
+        values = getattr(alias, "values", ())
+        for theirs, ours in values if name in fields else ():
+            assert _is_ours(Setting(name, theirs, "here", 0), fields) == (theirs == ours), (name, theirs)
+    own = {"trainer.save_freq": 5, "model.path": "models/x", "data.train_files": ["a.jsonl"]}
+    assert all(_is_ours(Setting(name, value, "here", 0), fields) for name, value in own.items())
+    foreign = {"trainer.n_gpus_per_node": 8, "model.path": "~/x", "data.train_files": ["~/a"], "trainer.run_dir": "???"}
+    assert not any(_is_ours(Setting(name, value, "here", 0), fields) for name, value in foreign.items())

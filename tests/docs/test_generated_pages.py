@@ -19,6 +19,7 @@ import pytest
 from megatron_rl import types
 from megatron_rl.config.fields import list_fields
 from tools import _error_page
+from tools._architecture_page import PLACES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -140,6 +141,12 @@ def test_the_example_and_the_exit_codes_are_real(pages: dict[str, str]) -> None:
     assert done.returncode == types.EXIT_USER_ERROR
     codes = [value for name, value in vars(types).items() if name.startswith("EXIT_")]
     assert len(codes) >= 2 and all(f"\n| {code} | " in page for code in codes)
+
+
+@pytest.mark.parametrize(("topic", "file", "name"), PLACES)
+def test_a_topic_leads_to_a_name_in_its_file(topic: str, file: str, name: str) -> None:
+    tree = ast.parse((ROOT / "megatron_rl" / file).read_text(encoding="utf-8"))
+    assert name in [getattr(node, "name", None) for node in tree.body], topic
 
 
 def test_both_roads_lead_through_rooms(pages: dict[str, str]) -> None:

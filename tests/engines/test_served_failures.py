@@ -27,12 +27,10 @@ from aiohttp import web
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.server import ServerConfig
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.sampling import SamplingConfig, StopStrings
 from megatron_rl.engines.served import ServedEngine, build_openai_server, build_vllm_server
 from megatron_rl.engines.server_apis import Ask
-from megatron_rl.engines.server_client import ServerFailure
-from megatron_rl.engines.server_process import ServerProcess
-from megatron_rl.engines.stopping import StopStrings
+from megatron_rl.engines.server_client import ServerFailure, ServerProcess
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.rollout.serving import generate
 from megatron_rl.types import UserError
@@ -391,7 +389,7 @@ def test_server_that_is_started_ends_with_what_it_has_started(tmp_path: Path) ->
 def test_server_ends_with_its_rank(tmp_path: Path) -> None:
     """Which is killed, and so cannot end anything itself."""
     program = (
-        "import sys, time; from pathlib import Path; from megatron_rl.engines.server_process import ServerProcess\n"
+        "import sys, time; from pathlib import Path; from megatron_rl.engines.server_client import ServerProcess\n"
         "server = ServerProcess(['sleep', '100'], {}, Path(sys.argv[1]))\n"
         "print(server._process.pid, flush=True); time.sleep(100)\n"
     )

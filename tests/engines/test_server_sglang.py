@@ -20,10 +20,9 @@ import torch
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.server import ServerConfig
 from megatron_rl.engines.protocol import EngineSpec, Request
-from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.sampling import SamplingConfig, StopStrings
 from megatron_rl.engines.server_client import Answer, ServerFailure
 from megatron_rl.engines.server_sglang import SglangServer
-from megatron_rl.engines.stopping import StopStrings
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.weights.families import ModelShape
 

@@ -24,8 +24,7 @@ from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed
-from megatron_rl.rollout.control import ControlMessage
-from megatron_rl.rollout.serving import generate, serve
+from megatron_rl.rollout.serving import ControlMessage, generate, serve
 from megatron_rl.types import KeptSets
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model

@@ -20,9 +20,8 @@ from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.experience.describe import describe_updates
 from megatron_rl.experience.experience import Column, Experience, replicate
-from megatron_rl.experience.fetch import Holders
+from megatron_rl.experience.fetch import Holders, hold
 from megatron_rl.experience.pack import Packer
-from megatron_rl.experience.payload import hold
 from megatron_rl.experience.table import build_headers, gather_headers
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import Rollout

@@ -41,6 +41,7 @@ from rl_runs import import_engine, overrides_for, sft_module, sft_overrides, tra
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
 LIMIT_SECONDS = float(os.environ.get("MEGATRON_RL_FUZZ_LIMIT", "300"))  # of one run; a server starts in most of it
+GRACE_SECONDS = 30.0  # the guard keeps rank 0 for a second after the others
 STEPS = 2
 CHANCE = 0.012  # of each other setting, of which there are more than two hundred
 # Settings that are drawn together with others, or that reach outside of the run directory, or wait for somebody.
@@ -360,7 +361,8 @@ def carry_out(found: Draw, task: Path, directory: Path) -> str:
     overrides, console = found.overrides(task, directory), directory.with_name(f"{directory.name}.console")
     try:
         try:
-            results = run_ranks(_run_rank, found.world_size, overrides, found.is_sft, console, timeout=LIMIT_SECONDS)
+            args = (overrides, found.is_sft, console)
+            results = run_ranks(_run_rank, found.world_size, *args, timeout=LIMIT_SECONDS, grace=GRACE_SECONDS)
         except AssertionError as error:
             ended = re.findall(r"rank \d exited \(exit code 2\) without a result", str(error))
             said = re.findall(

@@ -21,9 +21,9 @@ import pytest
 from registries import restored_registries
 
 from launch import pretrain_grpo, pretrain_sft
+from megatron_rl.config.batch_plan import SftPlan
 from megatron_rl.config.command_line import run_command
 from megatron_rl.config.loading import config_to_dict, dump_yaml, load_config
-from megatron_rl.config.sft_plan import SftPlan
 from megatron_rl.lifecycle.changes import describe_changes
 from megatron_rl.roles.inputs import plan_rl, read_rl_inputs, read_sft_inputs
 from megatron_rl.types import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError

@@ -17,6 +17,7 @@ import pytest
 from launch.pretrain_grpo import train
 from megatron_rl.config.command_line import run_command
 from megatron_rl.roles.inputs import plan_rl, read_rl_inputs
+from tools import make_toy_task
 
 ROOT = Path(__file__).resolve().parents[2]
 GRPO, SFT = ROOT / "launch/pretrain_grpo.py", ROOT / "launch/pretrain_sft.py"
@@ -27,19 +28,8 @@ RECIPE = ROOT / "launch/recipes/toy_arithmetic.yaml"
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy task, made by its tool, as small as it goes."""
     directory = tmp_path_factory.mktemp("toy")
-    command = [
-        sys.executable,
-        str(ROOT / "tools/make_toy_task.py"),
-        "--out",
-        str(directory / "task"),
-        "--train",
-        "64",
-        "--validation",
-        "8",
-        "--layers",
-        "2",
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    sizes = ["--train", "64", "--validation", "8", "--layers", "2"]
+    assert make_toy_task.main(["--out", str(directory / "task"), *sizes]) == 0
     return directory / "task"
 
 

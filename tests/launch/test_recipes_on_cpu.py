@@ -41,6 +41,8 @@ RECIPES = {  # recipe -> family of its model
     "qwen3_30b_a3b_zero3": "qwen3_moe",
     "qwen3_8b_math": "qwen3",
 }
+# Each differs from one of the others in sizes, offloading and layout alone.
+ALIKE = {"qwen2.5_72b_math", "qwen2.5_7b_gsm8k", "qwen3_30b_a3b_math"}
 WITH_PACKAGES = {"qwen2.5_0.5b_reasoning_gym"}  # need what is not installed here
 ENDS = [2, *range(0, 500, 5)]  # the tokenizer's EOS, and so many that responses end in others
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -148,7 +150,9 @@ def test_all_gpu_recipes_are_here() -> None:
     )
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in RECIPES]
+)
 def test_two_steps(place: Path, vllm_imported: None, name: str) -> None:
     """What has no effect on CPU is told; a response ends with any token that the model lists."""
     path = ROOT / f"launch/recipes/{name}.yaml"

@@ -30,7 +30,7 @@ import logging
 import sys
 from pathlib import Path
 from megatron_rl.config.loading import load_config
-from megatron_rl.lifecycle.debugging import wait_for_debugger
+from megatron_rl.lifecycle.guard import wait_for_debugger
 from megatron_rl.lifecycle.guard import Guard
 from megatron_rl.lifecycle.watchdog import Watched
 from megatron_rl.observability.timers import PhaseTimers

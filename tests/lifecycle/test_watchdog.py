@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,12 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.lifecycle.stop_request import StopRequest
+from megatron_rl.lifecycle.opening import StopRequest
 from megatron_rl.lifecycle.watchdog import Watchdog, Watched
 from megatron_rl.observability.rank_log import log_path, open_rank_log
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import open_store
+from megatron_rl.parallel import pairs
+from megatron_rl.parallel.collectives import broadcast_tensors, open_store, world
 
 LIMIT = 1.0
 
@@ -111,6 +113,29 @@ def test_a_stopped_process_is_named(tmp_path: Path) -> None:
     report = (tmp_path / "logs/rank1.log").read_text()
     assert "rank 1 waited for rank 0 in step 2, phase reshard, barrier" in report
     assert "rank 0: no answer; its process is gone or stopped" in report
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pairs are for machines without CUDA")
+@pytest.mark.parametrize("operation", ["all_reduce", "receive"])
+def test_a_rank_that_waits_in_shared_memory_is_seen(operation: str, tmp_path: Path) -> None:
+    """The pair itself would wait much longer than the limit."""
+
+    def wait_in_pair(rank: int, timers: PhaseTimers) -> None:
+        pairs.open_pair(world(), timedelta(seconds=20))
+        assert pairs.find_pair(world(), 8) is not None
+        with timers.phase("update"):
+            if rank == 0:
+                time.sleep(60)
+            elif operation == "all_reduce":
+                pairs.all_reduce(torch.ones(1), group=world())
+            else:
+                broadcast_tensors([torch.ones(1)], 0, world())
+
+    end_by_watchdog(2, tmp_path, wait_in_pair)
+    report = (tmp_path / "logs/rank1.log").read_text()
+    assert f"rank 1 waited for rank 0 in step 2, phase update, {operation}\n" in report
+    ranks = " of ranks 0-1" if operation == "all_reduce" else ""
+    assert f"rank 1: step 2, phase update: waits in {operation}{ranks} for 1 s (" in report
 
 
 def test_who_works_is_left_alone(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from megatron_rl.models.gpt import build_gpt_stages
 from megatron_rl.models.transformer_config import build_transformer_config
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rehearsal.recorder import CaptureError, recorded_graphs
 from shards import make_shape
+from tools.rehearsal.recorder import CaptureError, recorded_graphs
 
 TOKENS, EXPERTS = 24, 6
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {

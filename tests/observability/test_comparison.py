@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.observability.comparison import describe_comparison, plot_comparison
 from megatron_rl.types import UserError
+from tools.viewer.comparison import describe_comparison, plot_comparison
 
 
 def write_run(directory: Path, **metrics: float) -> Path:

@@ -24,9 +24,9 @@ from megatron_rl.config.schema import ObservabilityConfig
 from megatron_rl.experience.table import build_headers
 from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log
 from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
-from megatron_rl.observability.rollout_page import write_page
 from megatron_rl.observability.run import Run
 from megatron_rl.types import Prompt, Rollout
+from tools.viewer.rollout_page import write_page
 
 
 def test_characters_of_several_tokens_stand_at_the_last() -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.packing.balancing import balance_ranks
+from megatron_rl.packing import microbatches
+from megatron_rl.packing.microbatches import balance_ranks
 
 BUDGET = 20
 UNITS = st.lists(st.tuples(st.integers(0, 10), st.integers(0, 50)), max_size=12)
@@ -39,6 +40,58 @@ def test_budget_and_units_are_kept_and_the_heaviest_gets_no_heavier(drawn: list[
     assert all(tokens[members].sum() <= BUDGET for rank in ranks for members in rank)
     assert [len(rank) for rank in ranks] == [len(rank) for rank in before]
     assert max(loads(ranks, costs)) <= max(loads(before, costs))
+
+
+def exchange_once(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.ndarray, budget: int) -> bool:
+    """The rule pair by pair: the costliest rank and the cheapest that can exchange, nearest to half the gap."""
+    of, mean = loads(ranks, costs), costs.sum() / len(ranks)
+    high = of.index(max(of))
+    if max(of) <= 1.001 * mean or sum(map(len, ranks[high])) < 2:
+        return False
+    empty = [rank for rank, load in enumerate(of) if load == 0]
+    for low in sorted(set(range(len(ranks))) - set(empty[:-1]), key=lambda rank: (of[rank], -rank)):
+        gap, found = of[high] - of[low], []
+        takes = [(unit, into) for into in ranks[low] for unit in into] + [(None, into) for into in ranks[low]]
+        for out in ranks[high]:
+            for unit in out:
+                for taken, into in takes:
+                    back = (0, 0) if taken is None else (tokens[taken], costs[taken])
+                    moved, more = costs[unit] - back[1], tokens[unit] - back[0]
+                    fits = tokens[into].sum() + more <= budget and tokens[out].sum() - more <= budget
+                    if 0 < moved < gap and fits:
+                        found.append((abs(2 * moved - gap), len(found), out, unit, into, taken))
+        if found:
+            _, _, out, unit, into, taken = min(found)
+            out.remove(unit)
+            into.append(unit)
+            if taken is not None:
+                into.remove(taken)
+                out.append(taken)
+            return True
+    return False
+
+
+@pytest.mark.parametrize("most_pairs", [0, 12, 256])
+def test_few_and_many_pairs_are_exchanged_by_one_rule(most_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 random starts, many of equal costs; numpy alone, both in turn, pair after pair."""
+    monkeypatch.setattr(microbatches, "_TRIED_AT_ONCE", most_pairs)
+    num_exchanges = 0
+    for seed in range(200):
+        random = np.random.default_rng(seed)
+        num_ranks, num_units = int(random.integers(2, 7)), int(random.integers(4, 24))
+        ranks: list[list[list[int]]] = [[[], []] for _ in range(num_ranks)]
+        tokens, costs = random.integers(0, 6, num_units), random.integers(0, (4, 1000)[seed % 2], num_units)
+        for unit in range(num_units):
+            ranks[unit % (1 + num_ranks // 2)][unit % 2].append(unit)
+        budget = max(int(tokens[members].sum()) for rank in ranks for members in rank)
+        expected = copy.deepcopy(ranks)
+        for _ in range(8 * num_ranks):
+            if not exchange_once(expected, tokens, costs, budget):
+                break
+            num_exchanges += 1
+        balance_ranks(ranks, tokens, costs, budget)
+        assert ranks == expected, seed
+    assert num_exchanges > 500
 
 
 @pytest.mark.parametrize(("budget", "expected"), [(20, [15, 15]), (9, [20, 10])])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 import traceback
@@ -99,7 +100,7 @@ def test_all_well_is_one_number() -> None:
 
 
 def test_the_limit_of_open_files_is_raised_for_many_ranks() -> None:
-    """Of a fork, since a hard limit cannot be raised again. Not covered: that many ranks."""
+    """Of a fork, since a hard limit cannot be raised again. Not covered: that many ranks, see below."""
 
     def limit(rank: int, world_size: int) -> tuple[int, str]:
         kind, (_, hard) = resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -112,6 +113,29 @@ def test_the_limit_of_open_files_is_raised_for_many_ranks() -> None:
         return raised, caught.value.found
 
     assert run_ranks(limit, 1, timeout=60) == [(2560, "a process may have 2000 open files")]
+
+
+def _join_many(rank: int, world_size: int, soft_limit: int) -> tuple[int, int, float]:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    collectives.allow_connections(world_size)
+    begun = time.perf_counter()
+    group = collectives.make_group(range(world_size), timedelta(seconds=300))
+    assert group is not None
+    for _ in range(3):
+        collectives.raise_together(None, group)
+    return len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0], time.perf_counter() - begun
+
+
+@pytest.mark.slow
+def test_256_processes_of_one_host_join_a_group() -> None:
+    """Each is connected with all others: a limit of 256 open files, which they start with, would not do.
+
+    A job of 256 processes is started here, and nothing of it but its groups.
+    """
+    found = run_ranks(_join_many, 256, 256, timeout=600)
+    files, limits, seconds = zip(*found, strict=True)
+    assert min(files) > 255 and max(files) <= min(limits)
+    print(f"{max(files)} open files of {limits[0]}, {max(seconds):.1f} s for a group of 256 and three checks")
 
 
 def test_reduce_scalars_keeps_float64_and_names() -> None:

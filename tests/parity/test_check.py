@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distributed import run_ranks
-from megatron_rl.checkpoint.conversion import convert_to_megatron
-from megatron_rl.checkpoint.units import Workers
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.parity.check import ParityCheck, run_parity
-from megatron_rl.parity.report import format_report
 from tiny_models import ENGINE_SIZES, draw_tokens, save_tiny_model
+from tools.conversion.conversion import convert_to_megatron
+from tools.conversion.units import Workers
+from tools.parity.check import ParityCheck, run_parity
+from tools.parity.report import format_report
 
 PROMPTS = draw_tokens([24, 9, 17])
 Tensors = dict[str, torch.Tensor]

@@ -13,8 +13,8 @@ import pytest
 
 from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS
 from megatron_rl.config.loading import load_config
-from megatron_rl.planning.admission import check_fits, describe_cluster, find_cluster, find_shape, read_job
-from megatron_rl.planning.cluster import Cluster
+from megatron_rl.planning.admission import check_fits, find_shape, read_job
+from megatron_rl.planning.cluster import Cluster, describe_cluster, find_cluster
 from megatron_rl.roles.resolve import resolve
 from megatron_rl.types import UserError
 

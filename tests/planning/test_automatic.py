@@ -13,21 +13,20 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from megatron_rl.config.batch_plan import SftPlan
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sft_plan import SftPlan
-from megatron_rl.planning import automatic
-from megatron_rl.planning.admission import describe_cluster, find_host, read_job
-from megatron_rl.planning.automatic import choose_layout
-from megatron_rl.planning.cluster import Job
+from megatron_rl.planning.admission import read_job
+from megatron_rl.planning.cluster import Job, describe_cluster, find_host
 from megatron_rl.planning.layouts import list_candidates
 from megatron_rl.planning.steptime import Assumptions, build_workload
 from megatron_rl.roles.resolve import resolve
-from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.trainer import preparing
 from megatron_rl.trainer.preparing import Prepared
 from megatron_rl.types import UserError
+from tools.planning import automatic
+from tools.planning.automatic import choose_layout
 
 RECIPE = Path(__file__).resolve().parents[2] / "launch/recipes/qwen2.5_7b_gsm8k.yaml"
 LONG_TAIL = ["layout.lengths=lognormal:1500,1.2", "data.max_response_length=15872", "data.train_batch_size=64"]
@@ -35,7 +34,7 @@ LONG_TAIL = ["layout.lengths=lognormal:1500,1.2", "data.max_response_length=1587
 
 def choose(*overrides: str, gpus: int = 8, memory_gib: float = 80) -> tuple[RunConfig, list[str]]:
     config = load_config(RECIPE, ["layout=auto", *overrides]).config
-    return choose_layout(config, resolve(config), describe_cluster(gpus, memory_gib), RECIPE, assign_engines)
+    return choose_layout(config, resolve(config), describe_cluster(gpus, memory_gib), RECIPE)
 
 
 def test_the_first_of_the_plan_is_taken(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ from megatron_rl.planning.engine_weights import (
     count_staged_bytes,
 )
 from megatron_rl.planning.memory import compute_memory
-from megatron_rl.planning.switch import plan_switch
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
 from megatron_rl.weights.shard_box import box_volume
 from planning_jobs import PREFIXED, make_job, small_shape
+from tools.planning.switch import plan_switch
 
 CODED = ("rollout.quantization=int8", "algorithm.importance_sampling=token-truncate")
 SERVED = ("rollout.engine=vllm_server", "placement.actor=0-3", "placement.reference=0-3", "placement.rollout=4-7")

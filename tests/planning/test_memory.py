@@ -19,11 +19,11 @@ from megatron_rl.planning.engine_weights import compute_engine_bytes, count_alia
 from megatron_rl.planning.layouts import find_problem
 from megatron_rl.planning.memory import Phase, compute_memory, count_microbatches
 from megatron_rl.planning.parameters import compute_role_bytes
-from megatron_rl.planning.switch import plan_switch
 from megatron_rl.resharding.aliasing import find_aliases
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.rollout_layout import vllm_placements
 from planning_jobs import PREFIXED, make_job, small_shape
+from tools.planning.switch import plan_switch
 
 RECOMPUTE = "algorithm.old_logprobs=recompute"
 PPO = ("algorithm.adv_estimator=gae", "reward_model.path=elsewhere")

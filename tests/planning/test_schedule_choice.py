@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.planning.lengths import make_lognormal
-from megatron_rl.planning.schedule_choice import Option, ScheduleChoice, choose_schedule, recommend
-from megatron_rl.planning.schedules import Schedule, ScheduleTimes
 from megatron_rl.planning.steptime import Assumptions
-from megatron_rl.rollout.dispatch import assign_engines
 from planning_jobs import make_job, published_shape
+from tools.planning.lengths import make_lognormal
+from tools.planning.schedule_choice import Option, ScheduleChoice, choose_schedule, recommend
+from tools.planning.schedules import Schedule, ScheduleTimes
 
 TIMES = ScheduleTimes(1.0, 1.0, 0.0, None, 0.0, 0, 0.0)
 LONG_TAIL = make_lognormal(1000, 1.2, 0.5)
@@ -31,7 +30,7 @@ def choose(*overrides: str, nodes: int = 4, **cluster: float) -> ScheduleChoice:
         nodes=nodes,
         **cluster,
     )
-    return choose_schedule(job, 1.0, LONG_TAIL, Assumptions(), assign_engines)
+    return choose_schedule(job, 1.0, LONG_TAIL, Assumptions())
 
 
 def seconds(choice: ScheduleChoice) -> dict[str, float]:

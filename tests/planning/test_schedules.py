@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from distributed import run_ranks
 from megatron_rl.engines.protocol import Request
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.planning.engine_clock import EngineClock, EngineModel, Response, StepCost
-from megatron_rl.planning.lengths import LengthModel, make_lognormal, read_lengths
-from megatron_rl.planning.schedules import Costs, Schedule, simulate
 from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.serving import generate
 from megatron_rl.types import UserError
 from tools.benchmarks._scripted_engine import ScriptedEngine
 from tools.benchmarks._scripted_stream import ScriptedStream
+from tools.planning.engine_clock import EngineClock, EngineModel, Response, StepCost
+from tools.planning.lengths import LengthModel, make_lognormal, read_lengths
+from tools.planning.schedules import Costs, Schedule, simulate
 
 PASSES = StepCost(fixed=1.0, per_request=0.0)  # seconds are decoding passes
 COST = StepCost(fixed=1.0, per_request=0.03, per_prompt_token=0.01, per_context_token=0.002)
@@ -66,7 +66,7 @@ def step_engines(costs: Costs, dispatch: str, steps: int) -> float:
 def test_synchronous_steps_take_what_stepped_engines_take(dispatch, cost):
     """Engines that the serving loop steps, responses that wait for a slot, a shared prompt computed once per engine."""
     costs = make_costs(cost)
-    found = simulate(Schedule(dispatch=dispatch), costs, LENGTHS, assign_engines, steps=3)
+    found = simulate(Schedule(dispatch=dispatch), costs, LENGTHS, steps=3)
     assert found.seconds == pytest.approx(step_engines(costs, dispatch, 3), rel=1e-12)
     assert (found.staleness_max, found.carried_tokens, found.trainer_idle) == (0, 0, None)
 
@@ -88,20 +88,17 @@ def test_partial_rollouts_take_the_passes_of_a_run():
 
     measured = np.array(run_ranks(lambda rank, world_size: [measure(one) for one in schedules], 3)).max(axis=0)
     for schedule, passes in zip(schedules, measured.tolist(), strict=True):
-        assert passes == [
-            simulate(schedule, costs, LENGTHS, assign_engines, steps=n + 1, skip=n).rollout_seconds
-            for n in range(steps)
-        ]
+        assert passes == [simulate(schedule, costs, LENGTHS, steps=n + 1, skip=n).rollout_seconds for n in range(steps)]
 
 
 def test_colocated_partial_rollouts_end_with_the_batch():
     """Passes of one engine without limits, by hand: batch 0 takes 5, then batch 1 has 3 tokens left of its 8."""
     lengths = GivenLengths([5, 8, 20, 30])
     costs = Costs(EngineModel(PASSES, 99, ROOMY), 1, 1, 1, 0, 99, lambda tokens: 100.0, 3.0)
-    two = simulate(Schedule(1), costs, lengths, assign_engines, steps=2)
+    two = simulate(Schedule(1), costs, lengths, steps=2)
     assert (two.seconds, two.rollout_seconds) == ((5 + 3) / 2 + 103, (5 + 3) / 2)
     assert (two.staleness_mean, two.staleness_max, two.carried_tokens) == (0.5, 1, (5 + 3) / 2)
-    last = simulate(Schedule(1), costs, lengths, assign_engines, steps=3, skip=2)  # batch 2 ran 3 passes before
+    last = simulate(Schedule(1), costs, lengths, steps=3, skip=2)  # batch 2 ran 3 passes before
     assert last.seconds == 17 + 103
 
 
@@ -118,18 +115,16 @@ class GivenLengths(LengthModel):
 def test_own_ranks_overlap_generation_and_training():
     """One engine, one response per batch, by hand; an update waits for the pass that runs, or for all that runs."""
     costs = Costs(EngineModel(PASSES, 99, ROOMY), 1, 1, 1, 0, 999, lambda tokens: 10.0, 3.0)
-    flying = simulate(
-        Schedule(1, "in_flight", own_ranks=True), costs, GivenLengths([5, 20, 9]), assign_engines, steps=2
-    )
+    flying = simulate(Schedule(1, "in_flight", own_ranks=True), costs, GivenLengths([5, 20, 9]), steps=2)
     # Batch 0 is there at 5 and trained at 15; the switch ends at 18. Batch 1 has 15 of 20 tokens and is there at 23,
     # trained at 33, switched at 36.
     assert (flying.seconds, flying.rollout_seconds, flying.staleness_max) == (18, 5, 1)
     assert flying.trainer_idle == pytest.approx(1 - 10 / 18)
-    drained = simulate(Schedule(1, "drain", own_ranks=True), costs, GivenLengths([5, 20, 9]), assign_engines, steps=2)
+    drained = simulate(Schedule(1, "drain", own_ranks=True), costs, GivenLengths([5, 20, 9]), steps=2)
     # The first switch waits for batch 1, to 20 + 3; batch 2 makes a pass, to 24; batch 1 is trained at 34, switched at
     # 37, and batch 2 is whole at 32.
     assert (drained.seconds, drained.rollout_seconds, drained.carried_tokens) == ((23 + 14) / 2, (5 + 1) / 2, 0)
-    alone = simulate(Schedule(0, own_ranks=True), costs, GivenLengths([5, 20]), assign_engines, steps=2)
+    alone = simulate(Schedule(0, own_ranks=True), costs, GivenLengths([5, 20]), steps=2)
     assert alone.seconds == (5 + 20) / 2 + 10 + 3
 
 
@@ -146,7 +141,7 @@ def test_no_response_is_older_than_the_gate_allows(k, order, own_ranks, drains, 
     """Nor on the average; of whole groups half as many are ahead."""
     updates = "drain" if drains else "in_flight"
     costs = Costs(EngineModel(COST, 5, cache), 3, 4, 4, PROMPT, 400, lambda tokens: train, 3.0)
-    found = simulate(Schedule(k, updates, order, own_ranks), costs, LENGTHS, assign_engines, steps=9)
+    found = simulate(Schedule(k, updates, order, own_ranks), costs, LENGTHS, steps=9)
     assert found.staleness_mean <= k / (1 + (order == "whole")) + 1e-9
     assert found.staleness_max <= k
     assert 0 <= found.engine_idle <= 1 and found.seconds >= train + 3

@@ -17,8 +17,8 @@ from megatron_rl.planning.communication import ACROSS, WITHIN, Traffic, link_of,
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.planning.parameters import compute_role_bytes, list_chunks
 from megatron_rl.planning.steptime import Assumptions, build_workload, compute_bubble, count_operations, predict_step
-from megatron_rl.planning.switch import plan_switch
 from planning_jobs import PREFIXED, make_job, published_shape, small_shape
+from tools.planning.switch import plan_switch
 
 ASSUMED = Assumptions(mean_response=0.5, mean_prompt=0.25)
 TOKENS = 512 * (128 + 256)  # responses of a step, mean prompt and response

@@ -21,19 +21,18 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from megatron_rl.rehearsal.cuda_guard import load_guard
+from tools.rehearsal.cuda_guard import load_guard
 
 load_guard()
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.rehearsal import fake_cuda
+from tools.rehearsal import fake_cuda
 
 GPU_BYTES = 80 << 30
 fake_cuda.install(GPU_BYTES, 4)
 
-from megatron_rl.capsule import replaying
 from megatron_rl.checkpoint.rng import read_rng, restore_rng
 from megatron_rl.config.loading import load_config
 from megatron_rl.config.run_spec import RoleSpec
@@ -47,7 +46,7 @@ from megatron_rl.engines.server_sglang import SglangServer
 from megatron_rl.models import attention_backends
 from megatron_rl.parallel.collectives import Process, current_device, init_distributed, memory_in_use
 from megatron_rl.parallel.random_streams import keep_random_streams
-from megatron_rl.planning.admission import find_cluster
+from megatron_rl.planning.cluster import find_cluster
 from megatron_rl.resharding import pull
 from megatron_rl.resharding.executor import Resharder
 from megatron_rl.roles.bitwise import check_bitwise
@@ -56,6 +55,7 @@ from megatron_rl.training.policy_engine import PolicyEngine
 from megatron_rl.training.profiling import StepProfiler
 from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import UserError
+from tools.replay import replaying
 
 CUDA = torch.device("cuda", 0)
 SHAPE: Any = SimpleNamespace(num_experts=0, latent=None)

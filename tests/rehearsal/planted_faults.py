@@ -17,20 +17,20 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from megatron_rl.rehearsal.cuda_guard import load_guard
+from tools.rehearsal.cuda_guard import load_guard
 
 load_guard()
 
-from megatron_rl.rehearsal import fake_cuda
+from tools.rehearsal import fake_cuda
 
 fake_cuda.install(80 << 30, 4)
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.rehearsal.rank import rehearse_rank
-from megatron_rl.rehearsal.report import find_problems
 from megatron_rl.roles.actor import Actor
+from tools.rehearsal.rank import rehearse_rank
+from tools.rehearsal.report import find_problems
 from tools.rehearse import read_rehearsed_job
 
 _KEPT: list[torch.Tensor] = []

@@ -25,10 +25,10 @@ from megatron_rl.models.dispatcher import LocalDispatcher
 from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rehearsal.recorder import recorded_graphs
 from megatron_rl.types import UserError
 from step_runs import Setup, build_ragged_batch, build_role, compare_modes, measure_padding, replay_any
 from tiny_models import save_tiny_model
+from tools.rehearsal.recorder import recorded_graphs
 
 SP, FULL, LADDER = dict(sequence_parallel=True), dict(recompute_granularity="full"), dict(bucket_tokens=[32, 48, 64])
 BIASED = dict(router_bias_rate=0.01)  # of the family whose routers have biases
@@ -56,6 +56,7 @@ SETUPS: dict[int, dict[str, Setup]] = {
     },
 }
 LONG = {"shared-prompts", "bfloat16", "critic", "lora", "biased-full", "cp2-replay", "pp2-biased-little-memory"}
+COVERED = {"tp2-replay", "tp2-full"}  # by what `tp2-etp1-full` and `pp2-full-replay` have; left to the longer test
 EXCHANGED = Setup(sizes=dict(ep_size=2), config=LADDER, replays=True)  # what static runs, and graph refuses
 
 
@@ -92,7 +93,7 @@ def assert_equals_eager(world_size: int, names: set[str], path: Path, num_steps:
 
 @pytest.mark.parametrize("world_size", SETUPS)
 def test_replay_equals_eager_in_every_layout(world_size: int, path: Path) -> None:
-    assert_equals_eager(world_size, {*SETUPS[world_size]} - LONG, path, 2)
+    assert_equals_eager(world_size, {*SETUPS[world_size]} - LONG - COVERED, path, 2)
 
 
 @pytest.mark.slow

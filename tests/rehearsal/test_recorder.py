@@ -25,11 +25,11 @@ from distributed import run_ranks
 from megatron_rl.packing.batch import TrainBatch
 from megatron_rl.parallel.groups import build_groups, list_gather_buffers
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rehearsal.recorder import CaptureError, RecordedGraph, recorded_graphs
 from megatron_rl.training import reduction
 from megatron_rl.types import UserError
 from step_runs import Setup, build_ragged_batch, build_role, compare_modes
 from tiny_models import save_tiny_model
+from tools.rehearsal.recorder import CaptureError, RecordedGraph, recorded_graphs
 
 SP, FULL, SHARED = dict(sequence_parallel=True), dict(recompute_granularity="full"), dict(share_prompts=True)
 EARLY = dict(overlap_grad_reduce=True)
@@ -68,7 +68,7 @@ SETUPS: dict[int, dict[str, Setup]] = {
 }
 # What is left to the longer tests.
 LONG = {
-    *("tp2", "cp2-full", "dp2-replicated", "dp2-overlap-replicated-full"),
+    *("tp2", "dp2", "pp2", "cp2-full", "critic-cp2", "dp2-replicated", "dp2-overlap-replicated-full"),
     *("critic-tp2", "critic-cp2-full", "critic-dp2", "critic-pp2", "critic-pp2-full", "critic-cp2-overlap"),
     *("dp2-overlap-little-memory", "pp2-little-memory"),
 }

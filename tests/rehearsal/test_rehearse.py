@@ -51,10 +51,12 @@ def problems(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     return json.loads(found.read_text())
 
 
+@pytest.mark.slow
 def test_what_is_right_has_no_problem(problems: dict[str, list[str]]) -> None:
     assert problems["none"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_planted_fault_is_named(fault: str, problems: dict[str, list[str]]) -> None:
     assert any(EXPECTED[fault] in problem for problem in problems[fault]), problems[fault]

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning import switch
 from megatron_rl.resharding.classes import Shard, TensorIndex, find_classes
 from megatron_rl.resharding.planner import Planner
 from megatron_rl.resharding.summary import summarize
@@ -23,6 +22,7 @@ from megatron_rl.weights.shard_box import ShardBox
 from megatron_rl.weights.tables import PlacementTable, as_table
 from rank_plans import plan_flows
 from shards import make_shape, place_megatron, place_vllm
+from tools.planning import switch
 
 SHAPES = (make_shape("llama"), make_shape("qwen3", tied_embeddings=True), make_shape("qwen3_moe", num_experts=4))
 

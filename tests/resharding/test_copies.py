@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from megatron_rl.resharding.copies import Copy, join_copies
+from megatron_rl.resharding.executor import Copy, join_copies
 
 EXPERTS, FFN, HIDDEN = 5, 6, 4
 

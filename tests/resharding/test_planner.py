@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.switch import build_shards
 from megatron_rl.resharding.classes import Shard
 from megatron_rl.resharding.planner import Planner, RankPlan, TransferOp, group_shards, plan_rank
 from megatron_rl.weights.families import FAMILIES, ModelShape
@@ -36,6 +35,7 @@ from shards import (
     place_on_rank_0,
     place_vllm,
 )
+from tools.planning.switch import build_shards
 
 Tables = list[list[ShardBox]]
 WORLD = 8

@@ -10,7 +10,7 @@ from distributed import run_ranks
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed, world
-from megatron_rl.rollout.cache_use import CacheUse
+from megatron_rl.rollout.generation import CacheUse
 
 
 def work(rank: int, world_size: int, counts: list[list[int | None]]) -> dict[str, float]:

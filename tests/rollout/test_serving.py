@@ -27,12 +27,11 @@ from megatron_rl.engines.vllm import VllmEngine
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
-from megatron_rl.planning.engine_clock import StepCost
-from megatron_rl.rollout.control import Channel, ControlMessage, open_channel
-from megatron_rl.rollout.serving import close_batch, generate, serve
+from megatron_rl.rollout.serving import Channel, ControlMessage, close_batch, generate, open_channel, serve
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model
 from tools.benchmarks._scripted_engine import ScriptedEngine
+from tools.planning.engine_clock import StepCost
 
 SAMPLED = SamplingConfig(temperature=0.7, max_tokens=40, stop_token_ids=(2, 5))
 COST = StepCost(fixed=1.0, per_request=0.1)

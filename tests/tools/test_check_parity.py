@@ -12,9 +12,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from distributed import run_ranks
-from megatron_rl.checkpoint.conversion import convert_to_megatron
-from megatron_rl.checkpoint.units import Workers
 from tiny_models import ENGINE_SIZES, save_tiny_model
+from tools.conversion.conversion import convert_to_megatron
+from tools.conversion.units import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,8 +21,8 @@ from megatron_rl.config.data import DataConfig
 from megatron_rl.data.pass_rates import select_by_pass_rate
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.observability.rollout_page import write_page
 from rl_runs import layout_overrides, overrides_for, read_records, train
+from tools.viewer.rollout_page import write_page
 
 TOOL = importlib.import_module("tools.evaluate")
 SAMPLES = ["rollout.validation_n=4", "rollout.validation_temperature=1.0"]

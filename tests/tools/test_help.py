@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = sorted(
     str(path.relative_to(ROOT))
-    for path in (*ROOT.glob("tools/**/*.py"), *ROOT.glob("launch/*.py"))
+    for path in (*ROOT.glob("tools/*.py"), *ROOT.glob("tools/benchmarks/*.py"), *ROOT.glob("launch/*.py"))
     if not path.name.startswith("_")
 )
 # One process, so that heavy imports happen once; what a module says at its import is said in it as well.

@@ -342,6 +342,7 @@ AHEAD = [
 ]
 
 
+@pytest.mark.slow
 def test_replies_of_slow_environments_are_interrupted_and_scored_exactly(
     task: Path, tmp_path: Path, environments: Path, vllm_imported: None
 ) -> None:

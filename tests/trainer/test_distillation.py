@@ -89,7 +89,9 @@ def read_weights(run_dir: Path) -> dict:
     return load_file(run_dir / "checkpoints/latest/huggingface/model.safetensors")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if "top_k" in kind else []) for kind in KINDS]
+)
 def test_every_layout_gives_the_numbers_of_one_rank(kind: str, lesson: Path, tmp_path: Path) -> None:
     """The policy comes closer to a teacher of another family and width, which may live anywhere."""
     settings = [f"teachers.wide.path={lesson}/wide", *KINDS[kind], "trainer.total_steps=3"]
@@ -132,7 +134,7 @@ def test_the_policy_as_its_own_teacher_has_nothing_to_say(sampling: list[str], l
     assert record["distill/kl"] == 0 == record["policy/grad_norm"]
 
 
-@pytest.mark.parametrize("kind", ["sampled", "top_k"])
+@pytest.mark.parametrize("kind", ["top_k", pytest.param("sampled", marks=pytest.mark.slow)])
 def test_a_column_chooses_the_teacher(kind: str, lesson: Path, tmp_path: Path) -> None:
     """Two names of one teacher give the numbers of one; other teachers others. A step may have no prompt for one."""
     settings = [f"data.train_files=[{lesson}/sources.jsonl]", *KINDS[kind], "actor.ppo_mini_batch_size=8"]

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from distributed import run_ranks
 from megatron_rl.checkpoint.directory import find_problems
 from megatron_rl.checkpoint.distributed import check_weights
-from megatron_rl.checkpoint.inspection import describe_checkpoint
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from rl_runs import fine_tune, layout_overrides, overrides_for, read_records, sft_overrides, train
+from tools.conversion.inspection import describe_checkpoint
 from tools.inspect_checkpoint import format_description
 
 LORA = ["actor.lora.rank=4", "actor.lora.alpha=32"]
@@ -112,7 +112,10 @@ def test_the_reference_is_the_actor_without_adapters(task: Path, tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("mode", "settings"),
-    [("merge", ["algorithm.adv_estimator=gae", "critic.lora.rank=2", "critic.lr=1e-2"]), ("adapter", [])],
+    [
+        ("merge", ["algorithm.adv_estimator=gae", "critic.lora.rank=2", "critic.lr=1e-2"]),
+        pytest.param("adapter", [], marks=pytest.mark.slow),
+    ],
 )
 def test_a_quantized_run_is_the_run_on_what_it_stands_for(
     task: Path, tmp_path: Path, vllm_imported: None, mode: str, settings: list[str]

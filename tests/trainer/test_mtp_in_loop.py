@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from distributed import run_ranks
-from megatron_rl.checkpoint.conversion import CheckpointWeights, convert_to_huggingface
-from megatron_rl.checkpoint.units import Workers
 from rl_runs import layout_overrides, overrides_for, read_records, train
 from shards import find_differences
 from tiny_models import ENGINE_SIZES
+from tools.conversion.conversion import CheckpointWeights, convert_to_huggingface
+from tools.conversion.units import Workers
 
 PP2 = layout_overrides(1, 2, 1)
 SETTINGS = ["rollout.engine=hf", "data.validation_files=[]", "trainer.save_freq=1", "checkpoint.save_huggingface=true"]
@@ -114,6 +114,7 @@ def count_passes(path: Path, prompts: list[list[int]]) -> int:
     return passes - 16 * len(prompts)  # that the plain responses took
 
 
+@pytest.mark.slow
 def test_drafts_are_accepted_more_often(task: Path, model: Path, tmp_path: Path) -> None:
     """Speculative decoding in transformers needs fewer passes with the layer that a run has trained."""
     extra = ["actor.lr=1e-6", "trainer.total_steps=30", "trainer.save_freq=0", "rollout.n=8"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python API: three lines under torchrun do what the entry point does, and objects take the place of names.
+"""The Python API: three lines do what the entry point does, and objects take the place of names.
 
 Not covered: errors of such a program on several ranks (tests/observability/test_failures.py).
 """
@@ -7,7 +7,7 @@ Not covered: errors of such a program on several ranks (tests/observability/test
 from __future__ import annotations
 
 import os
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import yaml
 
 import megatron_rl
 from distributed import run_ranks
-from launch_runs import ROOT, assert_succeeded, run
+from launch_runs import ROOT, assert_succeeded, fork_ranks, run_script
 from megatron_rl.algorithms.catalog import RegisteredEstimator
 from megatron_rl.config.loading import load_config
 from megatron_rl.engines.transformers import HuggingFaceEngine
@@ -37,19 +37,18 @@ trainer.train()
 
 
 def test_three_lines_do_what_the_entry_point_does(task: Path, tmp_path: Path) -> None:
-    """Under real torchrun, two ranks: the records of both programs are equal to the last bit."""
+    """On two ranks the records of both programs are equal to the last bit."""
     (tmp_path / "program.py").write_text(PROGRAM)
     extra = ["rollout.engine=hf", "data.validation_files=[]", "trainer.save_final=false"]
     recipe = tmp_path / "recipe.yaml"
     overrides = overrides_for(task, tmp_path / "unused", *extra)
     recipe.write_text(yaml.safe_dump(load_nested(overrides)))
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
-    assert_succeeded(run([*torchrun, "launch/pretrain_grpo.py", str(recipe), f"trainer.run_dir={tmp_path}/entry"]))
-    result = run(
-        [*torchrun, str(tmp_path / "program.py"), f"{task}/model", str(recipe), f"trainer.run_dir={tmp_path}/api"],
-        PYTHONPATH=str(ROOT),
-    )
-    assert_succeeded(result)
+    entry = partial(run_script, ROOT / "launch/pretrain_grpo.py", recipe, f"trainer.run_dir={tmp_path}/entry")
+    program = tmp_path / "program.py"
+    api = partial(run_script, program, f"{task}/model", recipe, f"trainer.run_dir={tmp_path}/api")
+    for name, script in (("first", entry), ("second", api)):
+        (tmp_path / name).mkdir()
+        assert_succeeded(fork_ranks(script, 2, tmp_path / name))
     first, second = read_records(tmp_path / "entry"), read_records(tmp_path / "api")
     assert len(first) == 2 and first == second
 

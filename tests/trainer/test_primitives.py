@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import yaml
 
 import megatron_rl
 from distributed import run_ranks
-from launch_runs import ROOT, assert_succeeded, run
+from launch_runs import ROOT, assert_succeeded, fork_ranks, run_script
 from megatron_rl.experience.experience import Experience
 from megatron_rl.types import Prompt, UserError
 from rl_runs import load_nested, overrides_for, read_records
@@ -32,19 +32,19 @@ def read_loop() -> str:
     return re.findall(r"```python\n(# my_grpo.*?)```", (ROOT / "docs/primitives.md").read_text(), re.DOTALL)[0]
 
 
-def test_the_loop_of_the_page_is_the_trainer(task: Path, tmp_path: Path) -> None:
-    """TP 2 with vLLM under torchrun, two minibatches a step: records, weights and optimizer states, bit for bit."""
+def test_the_loop_of_the_page_is_the_trainer(task: Path, tmp_path: Path, vllm_imported: None) -> None:
+    """TP 2 with vLLM, two minibatches a step: records, weights and optimizer states, bit for bit."""
     (tmp_path / "my_grpo.py").write_text(read_loop())
     assert len(read_loop().splitlines()) <= 36
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         yaml.safe_dump(load_nested(overrides_for(task, tmp_path / "run", *LAYOUT, "checkpoint.save_huggingface=true")))
     )
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
-    assert_succeeded(run([*torchrun, "launch/pretrain_grpo.py", str(recipe)]))
-    result = run(
-        [*torchrun, str(tmp_path / "my_grpo.py"), f"{task}/model", str(recipe), f"{tmp_path}/own"], PYTHONPATH=str(ROOT)
-    )
+    (tmp_path / "first").mkdir()
+    entry = partial(run_script, ROOT / "launch/pretrain_grpo.py", recipe)
+    assert_succeeded(fork_ranks(entry, 2, tmp_path / "first"))
+    loop = partial(run_script, tmp_path / "my_grpo.py", f"{task}/model", recipe, f"{tmp_path}/own")
+    result = fork_ranks(loop, 2, tmp_path)
     assert_succeeded(result)
     found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"step"')]
     records = read_records(tmp_path / "run")

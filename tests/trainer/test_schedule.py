@@ -142,7 +142,11 @@ def test_engines_of_their_own_generate_beside_training(apart: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "blow", [Blow("update", entry=5, rank=0), Blow("rollout", entry=3)], ids=["trains", "generates"]
+    "blow",
+    [
+        pytest.param(Blow("update", entry=5, rank=0), id="trains"),
+        pytest.param(Blow("rollout", entry=3), id="generates", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_rank_of_either_kind_loses_nothing(
     blow: Blow, task: Path, settings_apart: list[str], apart: Path, tmp_path: Path
@@ -157,6 +161,7 @@ def test_a_killed_rank_of_either_kind_loses_nothing(
 APART = [*SETTINGS, "placement.actor=0", "placement.reference=0", "placement.rollout=1", "trainer.test_freq=0"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_that_drains_resumes_bit_by_bit(task: Path, tmp_path: Path, vllm_imported: None) -> None:
     """One step off, by the clock: no response is interrupted, so that nothing depends on when training ends."""
     settings = [*APART, "schedule.updates=drain", "schedule.steps_per_update=null", "rollout.bitwise=false"]

@@ -16,10 +16,10 @@ import torch
 import transformers
 
 from distributed import run_ranks
-from megatron_rl.checkpoint.conversion import convert_to_megatron
-from megatron_rl.checkpoint.units import Workers
 from megatron_rl.data.stream import PromptBatches, PromptStream
 from rl_runs import layout_overrides, overrides_for, read_records, train
+from tools.conversion.conversion import convert_to_megatron
+from tools.conversion.units import Workers
 
 LAYOUTS = [  # world, actor tp, pp, dp, rollout tp
     (1, 1, 1, 1, 1),

@@ -302,7 +302,13 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Meas
     return result
 
 
-@pytest.mark.parametrize(("layout", "family"), zip(CONTEXT_PARALLEL, ["llama", "qwen3"] * 4, strict=True))
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        pytest.param(layout, family, marks=[pytest.mark.slow] if CONTEXT_PARALLEL[layout].world_size > 4 else [])
+        for layout, family in zip(CONTEXT_PARALLEL, ["llama", "qwen3"] * 4, strict=True)
+    ],
+)
 def test_context_parallel_equals_one_rank(layout: str, family: str, wide: dict[str, tuple[Path, Measured]]) -> None:
     """Sequences are cut wherever the shards end; the largest layout has sixteen ranks."""
     path, expected = wide[family]

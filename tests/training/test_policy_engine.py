@@ -25,8 +25,7 @@ from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rollout.control import ControlMessage
-from megatron_rl.rollout.serving import generate, serve
+from megatron_rl.rollout.serving import ControlMessage, generate, serve
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.scoring import build_policy, score_sequences
 from megatron_rl.types import UserError

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.engines.absent import AbsentEngine, EngineTables
+from megatron_rl.engines.build import AbsentEngine, EngineTables
 from megatron_rl.engines.protocol import Probed, Sampled
 from megatron_rl.types import UserError
 from megatron_rl.weight_sync.probe import ProbedWeights

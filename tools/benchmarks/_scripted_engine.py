@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from megatron_rl.engines.protocol import Request, Sampled
-from megatron_rl.planning.engine_clock import StepCost
+from tools.planning.engine_clock import StepCost
 
 VOCAB_SIZE = 1000
 

@@ -16,16 +16,16 @@ from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.planning.lengths import LengthModel
-from megatron_rl.planning.schedules import Costs, Schedule
 from megatron_rl.rollout.carried import CarriedResponses
-from megatron_rl.rollout.control import Channel
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.order import SampleOrder
 from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
+from megatron_rl.rollout.serving import Channel
 from megatron_rl.rollout.stream import Clock, RolloutStream
 from megatron_rl.types import Prompt
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
+from tools.planning.lengths import LengthModel
+from tools.planning.schedules import Costs, Schedule
 
 _LENGTH_SEED = 1  # that of the simulator
 

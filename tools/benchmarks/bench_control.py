@@ -28,7 +28,7 @@ from megatron_rl.engines.protocol import Request
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import gather_objects, init_distributed, world
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.rollout.control import Channel, ControlMessage, open_channel
+from megatron_rl.rollout.serving import Channel, ControlMessage, open_channel
 
 LIMIT = 0.01
 

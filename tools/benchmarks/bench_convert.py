@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 
 import torch
 
-from megatron_rl.checkpoint.conversion import DTYPES
+from megatron_rl.checkpoint.files import split_units
 from megatron_rl.checkpoint.huggingface import name_safetensors
-from megatron_rl.checkpoint.safetensors_stream import SafetensorsWriter
-from megatron_rl.checkpoint.units import split_units
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import model_shape_from_config
+from tools.conversion.conversion import DTYPES
+from tools.conversion.safetensors_stream import SafetensorsWriter
 
 TOOLS = Path(__file__).resolve().parents[1]
 _CHUNK = 16 << 20  # elements that are drawn at once

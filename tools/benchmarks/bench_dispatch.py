@@ -33,10 +33,10 @@ from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.planning.engine_clock import StepCost
 from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.serving import generate
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
+from tools.planning.engine_clock import StepCost
 
 WAYS = ("groups", "samples")
 # 8B parameters on one GPU: 7 ms to read the weights, 0.4 ms to read the keys and values of a request and to sample its
@@ -123,8 +123,8 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
     import torch.distributed as dist
 
     from megatron_rl.observability.rollout_progress import RolloutProgress
-    from megatron_rl.rollout.control import Channel
     from megatron_rl.rollout.generation import RolloutGenerator, SampleGroups
+    from megatron_rl.rollout.serving import Channel
     from megatron_rl.types import Prompt
 
     weights = SimpleNamespace(policy_version=0, shape=SimpleNamespace(vocab_size=VOCAB_SIZE))

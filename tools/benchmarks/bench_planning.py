@@ -23,10 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout without installation
 
-from megatron_rl.planning.switch import build_shards
 from megatron_rl.resharding.planner import Planner
 from megatron_rl.resharding.summary import summarize
 from tools._layouts import read_layouts, read_shape
+from tools.planning.switch import build_shards
 
 
 def measure(seconds: dict[str, dict[str, float]], name: str, action: Callable[[], Any]) -> Any:

@@ -29,13 +29,13 @@ import torch.distributed as dist
 from megatron_rl.engines.protocol import Request
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed
-from megatron_rl.planning.engine_clock import EngineModel, StepCost
-from megatron_rl.planning.lengths import LengthModel, make_lognormal
-from megatron_rl.planning.schedules import Costs, Schedule, simulate
 from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.serving import generate
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
 from tools.benchmarks._scripted_stream import ScriptedStream
+from tools.planning.engine_clock import EngineModel, StepCost
+from tools.planning.lengths import LengthModel, make_lognormal
+from tools.planning.schedules import Costs, Schedule, simulate
 
 TOLERANCE = 0.05
 # The proportions of 8B parameters on one GPU.
@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     found: dict[str, Any] = {}
     for name, (schedule, measure) in ((name, mode) for name, mode in MODES.items() if args.only in name):
         costs = apart if schedule.own_ranks else here
-        simulated = simulate(schedule, costs, lengths, assign_engines, steps=args.steps)
+        simulated = simulate(schedule, costs, lengths, steps=args.steps)
         of_ranks = [0.0] * process.world_size
         dist.all_gather_object(of_ranks, measure(schedule, costs, lengths, args.steps))
         measured = max(of_ranks)

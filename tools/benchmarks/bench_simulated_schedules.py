@@ -19,10 +19,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout without installation
 
-from megatron_rl.planning.engine_clock import EngineModel, StepCost
-from megatron_rl.planning.lengths import LengthModel, make_lognormal
-from megatron_rl.planning.schedules import Costs, Schedule, simulate
-from megatron_rl.rollout.dispatch import assign_engines
+from tools.planning.engine_clock import EngineModel, StepCost
+from tools.planning.lengths import LengthModel, make_lognormal
+from tools.planning.schedules import Costs, Schedule, simulate
 
 GPUS, PARAMETERS, SPEED = 64, 8e9, 400e12
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS, LONGEST = 128, 16, 1024, 32768
@@ -65,7 +64,7 @@ def simulate_rows(rows: list[Row], lengths: LengthModel, steps: int) -> dict[str
     """Times of each row, with "faster", the seconds of the first row over its own; a third of the steps is skipped."""
     found: dict[str, dict[str, Any]] = {}
     for name, schedule, engines in rows:
-        times = simulate(schedule, describe_costs(engines), lengths, assign_engines, steps=steps, skip=steps // 3)
+        times = simulate(schedule, describe_costs(engines), lengths, steps=steps, skip=steps // 3)
         first = next(iter(found.values()))["seconds"] if found else times.seconds
         found[name] = asdict(times) | {"faster": first / times.seconds}
     return found

@@ -16,11 +16,11 @@ from typing import Any
 
 from megatron_rl.config import huggingface
 from megatron_rl.config.fields import FieldInfo, unknown_key_error
-from megatron_rl.config.sources import Setting
+from megatron_rl.config.sources import Setting, describe
 from megatron_rl.config.verl import groups, tables
 from megatron_rl.config.verl.groups import take_parts
 from megatron_rl.config.verl.kinds import Ignored, Only, Renamed, SameAs
-from megatron_rl.config.verl.kl import describe, note
+from megatron_rl.config.verl.kl import note
 from megatron_rl.config.verl.losses import find_defaults
 from megatron_rl.config.verl.tables import PATTERNS
 from megatron_rl.types import UserError
@@ -101,7 +101,7 @@ def translate(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> t
                 below.setdefault(pattern, []).append(setting)
     notes += [text for setting, alias in repeated for text in _compare(setting, alias, translated)]
     notes += [_ignore_all(pattern, members) for pattern, members in below.items()]
-    return translated, _find_contradictions(translated) + notes
+    return translated, notes
 
 
 def _expand_home(value: Any) -> Any:
@@ -168,29 +168,6 @@ def _ignore_all(pattern: str, members: Sequence[Setting]) -> str:
     if len(members) == 1:
         return note(members[0], PATTERNS[pattern].reason)
     return f"ignored: {len(members)} settings {pattern} ({members[0].source} ff.), {PATTERNS[pattern].reason}"
-
-
-def _find_contradictions(translated: Sequence[Setting]) -> list[str]:
-    """GAE needs a critic; groups of responses without a section critic, or critic.enable off, speak against one."""
-    values = {setting.name: setting for setting in translated}
-    estimator, critic, n = (values.get(name) for name in ("algorithm.adv_estimator", "critic.enable", "rollout.n"))
-    if estimator is None or estimator.value != "gae" or (critic is not None and critic.value is True):
-        return []
-    if critic is not None and critic.value is False:
-        sign = f"{describe(critic)} switches it off"
-    elif (
-        n is not None
-        and isinstance(n.value, int)
-        and n.value > 1
-        and not any(name.startswith("critic.") for name in values)
-    ):
-        sign = f"{describe(n)} asks for groups, as runs without a critic do"
-    else:
-        return []
-    return [
-        f"contradiction: {describe(estimator)} needs a critic, and {sign}; set algorithm.adv_estimator=grpo for a "
-        "run without a critic, or critic.enable=true to train one (the default with gae)"
-    ]
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.config.sources import Setting
-from megatron_rl.config.verl.kl import KL_NAMES, Combined, Parts, combine_kl, describe, note, read_boolean
+from megatron_rl.config.sources import Setting, describe
+from megatron_rl.config.verl.kl import KL_NAMES, Combined, Parts, combine_kl, note, read_boolean
 from megatron_rl.config.verl.losses import AGGREGATION, LOSS_NAMES, LOSS_READS, combine_policy_loss
 from megatron_rl.types import UserError
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
-from megatron_rl.config.sources import ASSUMED, Setting
+from megatron_rl.config.sources import ASSUMED, Setting, describe
 from megatron_rl.types import UserError
 
 Parts = dict[str, Setting]
@@ -133,11 +132,6 @@ def read_boolean(setting: Setting) -> bool:
     )
 
 
-def describe(setting: Setting) -> str:
-    """`name=value (place)`."""
-    return f"{setting.name}={_shown(setting.value)} ({setting.source})"
-
-
 def note(setting: Setting, reason: str) -> str:
     """The notice for a setting without effect."""
     return f"ignored: {describe(setting)}, {reason}"
@@ -145,8 +139,3 @@ def note(setting: Setting, reason: str) -> str:
 
 def _ignore(parts: Parts, names: Collection[str], reason: str) -> Combined:
     return (note(parts[name], reason) for name in KL_NAMES if name in parts and name in names)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

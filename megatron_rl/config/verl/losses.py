@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_rl.config.sources import ASSUMED, Setting
-from megatron_rl.config.verl.kl import Combined, Parts, describe, look_up, note
+from megatron_rl.config.sources import ASSUMED, Setting, describe
+from megatron_rl.config.verl.kl import Combined, Parts, look_up, note
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL_PATH = "actor_rollout_ref.model.path"

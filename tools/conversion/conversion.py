@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models in HF format <-> Megatron distributed checkpoints, through the placement tables.
+
+A distributed checkpoint has no layout, so neither direction knows one. Both stream: a process holds at most
+`MAX_CHUNK_BYTES` of a tensor, twice for a moment. The output is written under a temporary name and can be resumed;
+see `units.py`. Values are copied bit by bit unless another type is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial as bind
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, resolve_weights
+from megatron_rl.checkpoint.distributed import check_global_shapes
+from megatron_rl.checkpoint.files import DIGESTS_FILE, Unit, explain_write_error, split_units
+from megatron_rl.checkpoint.huggingface import check_checkpoint, finish_model, name_safetensors
+from megatron_rl.checkpoint.manifest import begin_manifest, finish_role, seal
+from megatron_rl.checkpoint.model_files import ModelFiles, WrittenTensor, list_copies, list_written
+from megatron_rl.checkpoint.pieces import locate
+from megatron_rl.checkpoint.side_files import CONFIG_DIR, find_mtp_weights, list_side_files
+from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter
+from megatron_rl.types import UserError
+from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements, place_drafts
+from megatron_rl.weights.model_config import find_head, load_model_shape
+from megatron_rl.weights.shard_box import Box, box_shape, box_slices, box_volume
+from tools.conversion.conversion_checks import (
+    check_one_type_per_key,
+    check_surplus,
+    choose_dtypes,
+    read_dtypes,
+)
+from tools.conversion.safetensors_stream import SafetensorsWriter
+from tools.conversion.units import Finished, Progress, Workers, forget_notes, run_units
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def convert_to_megatron(
+    source: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+    force: bool,
+    workers: Workers,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a model in HF format as a distributed checkpoint; collective over the workers.
+
+    Args:
+        source: model directory, safetensors in any number of files.
+        out: new directory.
+        dtype: of the output, biases of routers being float32; None: as it is.
+        file_bytes: size at which a new file begins.
+        force: replace `out` where it exists (when the new one is finished).
+        workers: who shares the work.
+        progress: of this process.
+
+    Raises:
+        UserError: unknown architecture, weights that do not fit config.json, a disk that does not take it, ...
+    """
+    shape = load_model_shape(source, head=find_head(ModelFiles(source)))
+    check_checkpoint(source, shape)
+    files = ModelFiles(source)
+    check_surplus(files, shape, source)
+    drafts, shapes = place_drafts(shape, files.read_headers())
+    dtypes = read_dtypes(files, shapes) if dtype is None else choose_dtypes(shape, dict.fromkeys(shapes, dtype), dtype)
+    table, partial = megatron_global_placements(shape) | drafts, _claim(out, force)
+    check_one_type_per_key(table, dtypes, source)
+    sizes = {name: torch.Size(size).numel() * dtypes[name].itemsize for name, size in shapes.items()}
+    units = split_units(sizes, file_bytes, lambda index, _: f"__{index}_0.distcp")
+    stats = {str(file): file.stat() for file in sorted(set(files.values()))}
+    fingerprint = {
+        "to": "megatron",
+        "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "dtypes": sorted(set(map(str, dtypes.values()))),
+        "file_bytes": file_bytes,
+        "shape": dataclasses.asdict(shape),
+    }
+    finished = run_units(
+        units, bind(_write_distcp, files=files, dtypes=dtypes, table=table), partial, fingerprint, workers, progress
+    )
+    manifest = begin_manifest("weights", step=0) | {
+        "policy_version": 0,
+        "has_optimizer": False,
+        "source": source.resolve().name,
+        "model": dataclasses.asdict(shape),
+    }
+
+    def finish() -> None:
+        chunks = [chunk for unit in finished for chunk in unit.chunks]
+        shutil.rmtree(partial / CONFIG_DIR, ignore_errors=True)
+        records = finish_role(partial, chunks, list_side_files(source), {"iteration": 0})
+        seal(partial, manifest, [*(unit.record for unit in finished), *records])
+        forget_notes(out)
+
+    return _finish(out, finish, workers)
+
+
+@dataclass(frozen=True)
+class CheckpointWeights:
+    """Weights of a distributed checkpoint.
+
+    Attributes:
+        path: a converted checkpoint, a training checkpoint or run directory, or one of megatron-core.
+        role: of a training checkpoint: "actor" or "critic".
+        config: directory with config.json and tokenizer, where the checkpoint has none.
+        verify: compare the digests of the checkpoint before it is used.
+    """
+
+    path: Path
+    role: str = "actor"
+    config: Path | None = None
+    verify: bool = True
+
+
+def convert_to_huggingface(
+    source: CheckpointWeights,
+    out: Path,
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+    force: bool,
+    workers: Workers,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the weights of a distributed checkpoint as a model in HF format; collective over the workers.
+
+    Args:
+        source: the weights.
+        out: new directory, with config and tokenizer files of the model.
+        dtype: of the output, biases of routers being float32; None: as it is.
+        file_bytes: size at which a new file begins.
+        force: replace `out` where it exists (when the new one is finished).
+        workers, progress: who shares the work, and this process's progress.
+
+    Raises:
+        UserError: a damaged checkpoint, one of another model, a disk that does not take it, ...
+    """
+    weights = resolve_weights(source.path, source.role)
+    if source.verify:
+        workers.agree(_find_damage(weights, workers))
+    reader, config = _RoleReader(weights), source.config or weights / CONFIG_DIR
+    shape = load_model_shape(config, head=find_head(reader.tensors))
+    drafts, sizes = place_drafts(shape, reader.tensors)
+    table, partial = megatron_global_placements(shape) | drafts, _claim(out, force)
+    for copy, original in list_copies(shape).items() if reader.mtp is not None else ():
+        drafts[copy] = table[copy] = table[original]
+        sizes[copy] = sizes[original]
+    check_global_shapes(reader, table, weights)
+    dtypes = choose_dtypes(shape, {name: reader.tensors[p[0].key][1] for name, p in table.items()}, dtype)
+    written = list_written(shape, {name: sizes[name] for name in drafts}, dtypes)
+    units = split_units({name: tensor.num_bytes for name, tensor in written.items()}, file_bytes, name_safetensors)
+    digest = hashlib.sha256((weights / METADATA_FILE).read_bytes()).hexdigest()
+    fingerprint = {
+        "to": "huggingface",
+        "source": [str(weights.resolve()), digest],
+        "file_bytes": file_bytes,
+        "dtypes": sorted(set(map(str, dtypes.values()))),
+        "shape": dataclasses.asdict(shape),
+    }
+    run_units(
+        units,
+        bind(_write_safetensors, reader=reader, table=table, written=written),
+        partial,
+        fingerprint,
+        workers,
+        progress,
+    )
+
+    def finish() -> None:
+        main = max(set(dtypes.values()), key=list(dtypes.values()).count)
+        finish_model(partial, out, units, config, shape, main)
+        forget_notes(out)
+
+    return _finish(out, finish, workers)
+
+
+class _RoleReader(ChunkReader):
+    """The weights of a role; of an actor with the layer behind its last, which has a directory where it was trained.
+
+    Attributes:
+        mtp: reads that layer; None: it was not trained.
+    """
+
+    def __init__(self, weights: Path) -> None:
+        super().__init__(weights)
+        self.mtp, directory = None, find_mtp_weights(weights)
+        if directory != weights:
+            self.mtp = ChunkReader(directory)
+            self.tensors = {**self.mtp.tensors, **self.tensors}
+
+    def read(self, key: str, box: Box, target: torch.Tensor) -> None:
+        """Fill `target` with a box of a tensor; see `ChunkReader.read`."""
+        if self.mtp is not None and key in self.mtp.tensors:
+            self.mtp.read(key, box, target)
+        else:
+            super().read(key, box, target)
+
+
+def _claim(out: Path, force: bool) -> Path:
+    """The temporary name of an output that may be written."""
+    if out.exists() and not force:
+        raise UserError(
+            f"{out} exists",
+            source="--out",
+            expected="a new directory",
+            hint="choose another name, or pass --force to replace it when the new one is finished",
+        )
+    return out.with_name(out.name + ".partial")
+
+
+def _finish(out: Path, finish: Any, workers: Workers) -> Path:
+    error: UserError | None = None
+    if workers.rank == 0:
+        try:
+            finish()
+        except (UserError, OSError) as caught:
+            error = explain_write_error(caught, out)
+    workers.agree(error)
+    return out
+
+
+def _find_damage(weights: Path, workers: Workers) -> UserError | None:
+    """Look at this worker's share of the files; a checkpoint of megatron-core has no digests."""
+    directory = next(
+        (d for d in (weights, weights.parent) if (d / DIGESTS_FILE).is_file() and (d / MANIFEST_FILE).is_file()), None
+    )
+    problems = find_problems(directory, workers.rank, workers.size) if directory else []
+    return (
+        UserError(
+            "; ".join(problems[:3]),
+            source=str(directory),
+            expected="a whole checkpoint",
+            hint="take another one, or copy this one again",
+        )
+        if problems
+        else None
+    )
+
+
+def _split_rows(place: GlobalPlacement, itemsize: int) -> Iterator[Box]:
+    """`place.hf_box` in boxes of at most MAX_CHUNK_BYTES (and at least one row)."""
+    (start, stop), *rest = place.hf_box
+    step = max(1, MAX_CHUNK_BYTES // (itemsize * max(1, box_volume(tuple(rest)))))
+    for first in range(start, stop, step):
+        yield ((first, min(first + step, stop)), *rest)
+
+
+def _write_distcp(
+    unit: Unit,
+    path: Path,
+    progress: Progress,
+    *,
+    files: ModelFiles,
+    dtypes: Mapping[str, torch.dtype],
+    table: Table,
+) -> Finished:
+    writer = ChunkWriter(path)
+    try:
+        for name in unit.tensors:
+            with files.open(files[name]) as handle:  # opened again: pages of other tensors leave the memory
+                stored = handle.get_slice(name)
+                for place in table[name]:
+                    for part in _split_rows(place, dtypes[name].itemsize):
+                        piece = locate(place, part, stored[box_slices(part)].to(dtypes[name]))
+                        writer.add(piece.key, piece.shape, piece.offset, piece.data)
+                        progress.advance(piece.data.numel() * piece.data.element_size())
+        return Finished(writer.close(), tuple(writer.chunks))
+    finally:
+        writer.abandon()
+
+
+def _read_rows(reader: ChunkReader, places: Sequence[GlobalPlacement], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """A logical tensor, some rows at a time."""
+    for place in places:
+        for part in _split_rows(place, dtype.itemsize):
+            piece = locate(place, part, torch.empty(box_shape(part), dtype=dtype))
+            reader.read(piece.key, piece.box, piece.data)
+            yield piece.data
+
+
+def _write_safetensors(
+    unit: Unit,
+    path: Path,
+    progress: Progress,
+    *,
+    reader: ChunkReader,
+    table: Table,
+    written: Mapping[str, WrittenTensor],
+) -> Finished:
+    writer = SafetensorsWriter(path, {name: (written[name].size, written[name].dtype) for name in unit.tensors})
+    try:
+        for name in unit.tensors:
+            tensor = written[name]
+            experts = (
+                tensor.join([torch.cat([*_read_rows(reader, table[part], tensor.dtype)]) for part in turns])
+                for turns in tensor.experts
+            )
+            for data in experts if tensor.experts else _read_rows(reader, table[name], tensor.dtype):
+                writer.write(data)
+                progress.advance(data.numel() * data.element_size())
+        return Finished(writer.close())
+    finally:
+        writer.abandon()

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the same sequences through transformers, Megatron and vLLM and compare what they say; collective.
+
+transformers reads the model by itself and is the reference. Megatron holds it in the given layout, from the HF files
+or from a distributed checkpoint. vLLM is filled from the HF files through its placement table; it samples the
+responses that all of them score. The Megatron engine samples with the modules that are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
+from megatron_rl.checkpoint.side_files import CONFIG_DIR
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engines.build import build_engine
+from megatron_rl.engines.protocol import EngineSpec, Request
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.parallel.collectives import Process, share_object, world
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rollout.serving import generate
+from megatron_rl.training.scoring import build_policy, score_sequences
+from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.support import check_rollout_layout, check_training_layout
+from tools.parity.report import make_report, measure_gaps
+from tools.parity.trace import trace_huggingface, trace_megatron
+from tools.parity.weights import WrongTensor, compare_weights
+
+TRACED_TOKENS = 32
+Scores = list[torch.Tensor]  # [tokens] per sequence
+
+
+@dataclass(frozen=True)
+class ParityCheck:
+    """What to compare.
+
+    Attributes:
+        hf: model in HF format, the reference.
+        weights: distributed checkpoint for the Megatron side; None: the HF files.
+        layout: of the Megatron side.
+        sequence_parallel: Megatron's TP sequence parallelism.
+        dtype: "float32" or "bfloat16", of all models.
+        engine: "vllm", "hf" or "megatron", or None for no engine.
+        engine_tp_size: ranks per engine.
+        prompts: [s] tokens each.
+        response_length: tokens that the engine samples after each prompt.
+    """
+
+    hf: Path
+    weights: Path | None
+    layout: ParallelLayout
+    sequence_parallel: bool
+    dtype: Literal["float32", "bfloat16"]
+    engine: str | None
+    engine_tp_size: int
+    prompts: Sequence[np.ndarray]
+    response_length: int
+
+
+def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
+    """Compare; returns the report (see `make_report`) on every rank.
+
+    Raises:
+        UserError: models or layouts that cannot be compared.
+    """
+    reference = load_model_shape(check.hf)
+    check_checkpoint(check.hf, reference)
+    shape = reference if check.weights is None else load_model_shape(check.weights / CONFIG_DIR)
+    layout = check.layout
+    check_training_layout(
+        shape,
+        layout.tp_size,
+        layout.pp_size,
+        layout.vpp_size,
+        layout.ep_size,
+        sequence_parallel=check.sequence_parallel,
+    )
+    build = partial(
+        build_policy,
+        check.weights or check.hf,
+        shape,
+        check.dtype,
+        layout,
+        sequence_parallel=check.sequence_parallel,
+    )
+    wrong: dict[str, list[WrongTensor]] = {}
+    sequences, engine_scores = [*check.prompts], None
+    policy = build() if check.engine == "megatron" else None
+    if check.engine is not None:
+        sequences, engine_scores, wrong[_engine_name(check)] = _ask_engine(check, process, policy)
+    policy = policy or build()
+    wrong["megatron"] = _join(compare_weights(check.hf, policy.placements(process.rank), policy.params))
+    skip = [len(prompt) if engine_scores else 1 for prompt in check.prompts]
+    megatron = score_sequences(policy, sequences, skip)
+    traced = sequences[0][:TRACED_TOKENS]
+    megatron_trace = trace_megatron(policy, traced)
+    report: dict[str, Any] | None = None
+    if process.rank == 0:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            check.hf, dtype=getattr(torch, check.dtype), attn_implementation="eager", local_files_only=True
+        )
+        model = model.eval().to(process.device)
+        scores = {"hf": _score_with_transformers(model, sequences, skip), "megatron": megatron}
+        if check.engine is not None and engine_scores:
+            scores[_engine_name(check)] = engine_scores
+        gaps = measure_gaps(trace_huggingface(model, traced), megatron_trace)
+        report = make_report(
+            settings=_describe(check),
+            scores=scores,
+            gaps=gaps,
+            wrong={name: tensors for name, tensors in wrong.items() if tensors},
+            reference=reference,
+            other=shape,
+            dtype=check.dtype,
+        )
+    return share_object(report, world())
+
+
+def _describe(check: ParityCheck) -> dict[str, Any]:
+    return {
+        "hf": str(check.hf),
+        "checkpoint": str(check.weights) if check.weights else None,
+        "layout": check.layout.describe(),
+        "sequence_parallel": check.sequence_parallel,
+        "dtype": check.dtype,
+        "engine": check.engine,
+        "engine_tp_size": check.engine_tp_size,
+        "prompts": len(check.prompts),
+        "response_length": check.response_length if check.engine else 0,
+    }
+
+
+def _engine_name(check: ParityCheck) -> str:
+    """What the engine is called beside transformers ("hf") and Megatron ("megatron")."""
+    return f"{check.engine}_engine" if check.engine in ("hf", "megatron") else str(check.engine)
+
+
+def _ask_engine(
+    check: ParityCheck, process: Process, policy: Any | None
+) -> tuple[list[np.ndarray], Scores, list[WrongTensor]]:
+    """Whole sequences and the engine's own log-probs of the responses, the same on every rank; and wrong weights.
+
+    `policy` is what the Megatron engine runs, with its weights; another engine gets the weights of the HF files.
+    """
+    assert check.engine is not None
+    shape, wrong = load_model_shape(check.hf), list[WrongTensor]()
+    longest = max(map(len, check.prompts))
+    check_rollout_layout(shape, check.engine_tp_size)
+    engine = build_engine(
+        EngineSpec(
+            model_path=str(check.hf),
+            shape=shape,
+            dtype=check.dtype,
+            max_prompt_length=longest,
+            max_response_length=check.response_length,
+            process=process,
+            model=policy,
+            seed=0,
+            config=RolloutConfig(
+                engine=check.engine, tensor_model_parallel_size=check.engine_tp_size, max_num_seqs=len(check.prompts)
+            ),
+        )
+    )
+    try:
+        weights, placements = engine.weights, engine.weights.placements(process.rank)
+        weights.begin_weight_update()
+        if policy is None:
+            load_huggingface(check.hf, placements, weights.params)
+            wrong = compare_weights(check.hf, placements, weights.params)
+        weights.end_weight_update()
+        sampling = SamplingConfig(temperature=1.0, max_tokens=check.response_length, stop_token_ids=())
+        responses = generate(
+            engine.requests, [Request(i, prompt, i, sampling) for i, prompt in enumerate(check.prompts)]
+        )
+    finally:
+        engine.requests.close()
+    sequences = [np.concatenate([p, r.tokens]) for p, r in zip(check.prompts, responses, strict=True)]
+    scores = [torch.from_numpy(np.asarray(response.logprobs, np.float32)) for response in responses]
+    # Engines are replicas: what the first one said is what is compared.
+    sequences, scores = share_object((sequences, scores), world())
+    return sequences, scores, _join(wrong)
+
+
+def _join(wrong: list[WrongTensor]) -> list[WrongTensor]:
+    """What any rank found, each tensor once; collective."""
+    parts: list[list[WrongTensor]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(parts, wrong)
+    found: dict[str, WrongTensor] = {}
+    for tensor in (tensor for part in parts for tensor in part):
+        found.setdefault(tensor.name, tensor)
+    return list(found.values())
+
+
+@torch.no_grad()
+def _score_with_transformers(model: torch.nn.Module, sequences: Sequence[np.ndarray], skip: Sequence[int]) -> Scores:
+    found = []
+    for tokens, first in zip(sequences, skip, strict=True):
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(next(model.parameters()).device)
+        logprobs = model(ids[None]).logits[0, first - 1 : -1].float().log_softmax(-1)
+        found.append(logprobs.gather(1, ids[first:, None])[:, 0].cpu())
+    return found

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as data, as a table for people, and as a picture of memory by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.batch_plan import BatchPlan
+from megatron_rl.packing.microbatches import packing_metrics, plan_microbatches
+from megatron_rl.planning.cluster import GIB, Job
+from megatron_rl.planning.communication import ACROSS, WITHIN, Traffic, Workload, list_traffic
+from megatron_rl.planning.layouts import (
+    Candidate,
+    Problem,
+    check_job,
+    describe_choice,
+    find_nearest,
+    find_problem,
+    list_candidates,
+)
+from megatron_rl.planning.memory import RankMemory, compute_memory, find_smallest_cache
+from megatron_rl.planning.steptime import Assumptions, StepTime, build_workload, predict_step
+from tools.planning.switch import SwitchPlan, plan_switch
+
+_MAX_PACKED = 20_000  # rollouts of a minibatch that are packed to show how it goes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is known about a run before it starts.
+
+    Attributes:
+        job, batch: the run and its batch arithmetic.
+        memory: of a rank per pipeline stage, or per combination of roles.
+        problem: why it does not fit, or None.
+        work, traffic, switch, step: tokens, bytes, the switch of the weights, seconds.
+        packing: microbatches of the first minibatch under the assumed lengths.
+        assumed: efficiencies and lengths.
+        candidates: all layouts that fit, the fastest first.
+        nearest: of them, the one that changes least; None if nothing fits.
+    """
+
+    job: Job
+    batch: BatchPlan
+    memory: list[RankMemory]
+    problem: Problem | None
+    work: Workload
+    traffic: list[Traffic]
+    switch: SwitchPlan
+    step: StepTime
+    packing: dict[str, float]
+    assumed: Assumptions
+    candidates: list[Candidate]
+    nearest: Candidate | None
+
+
+def make_plan(job: Job, assumed: Assumptions) -> Plan:
+    """Plan a job in its own layout and look at all others.
+
+    Raises:
+        UserError: the run's own checks refuse it.
+    """
+    batch = check_job(job)
+    work, memory = build_workload(job, assumed), compute_memory(job)
+    traffic, switch = list_traffic(job, work), plan_switch(job)
+    step = predict_step(job, work, traffic, memory, switch.prediction.seconds, assumed)
+    candidates = list_candidates(job, work, assumed)
+    return Plan(
+        job,
+        batch,
+        memory,
+        find_problem(job, memory),
+        work,
+        traffic,
+        switch,
+        step,
+        _pack(job, batch, assumed),
+        assumed,
+        candidates,
+        find_nearest(job, candidates),
+    )
+
+
+def _pack(job: Job, batch: BatchPlan, assumed: Assumptions) -> dict[str, float]:
+    """Pack a minibatch whose lengths spread evenly around the assumed mean, with the packing of the run."""
+    count = min(batch.rollouts_per_minibatch, _MAX_PACKED // batch.dp_size * batch.dp_size or batch.dp_size)
+    prompt = batch.max_prompt_length * assumed.mean_prompt
+    longest = min(2 * assumed.mean_response, 1.0) * batch.max_response_length
+    shortest = 2 * assumed.mean_response * batch.max_response_length - longest
+    lengths = [max(1, int(prompt + shortest + (longest - shortest) * (i + 0.5) / count)) for i in range(count)]
+    multiple = job.layout.pp_size if job.layout.vpp_size > 1 else 1
+    plan = plan_microbatches(
+        lengths, dp_size=batch.dp_size, max_tokens=batch.max_tokens_per_microbatch, count_multiple=multiple
+    )
+    return {"microbatches": len(plan[0])} | packing_metrics(plan, lengths, batch.max_tokens_per_microbatch)
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """For JSON."""
+    links = {link: max(_sent(plan, rank.rank, link) for rank in plan.memory) for link in (WITHIN, ACROSS)}
+    return {
+        "cluster": asdict(plan.job.cluster) | {"world_size": plan.job.cluster.world_size},
+        "layout": asdict(describe_choice(plan.job)),
+        "fits": plan.problem is None,
+        "problem": None if plan.problem is None else asdict(plan.problem),
+        "nearest": None if plan.nearest is None else plan.nearest.choice.overrides(plan.job),
+        "batch_plan": asdict(plan.batch),
+        "packing": plan.packing,
+        "memory": [
+            {
+                "rank": rank.rank,
+                "roles": _list_roles(plan.job, rank.rank),
+                "pipeline_stage": _find_stage(plan.job, rank.rank),
+                "kv_cache_bytes": rank.kv_cache_bytes,
+                "kv_bytes_per_token": rank.kv_bytes_per_token,
+                "host_bytes": rank.host_bytes,
+                "phases": {phase.name: phase.parts | {"total": phase.total} for phase in rank.phases},
+            }
+            for rank in plan.memory
+        ],
+        "traffic": [asdict(traffic) for traffic in plan.traffic],
+        "bytes_per_rank_and_step": links,
+        "switch": asdict(plan.switch.summary) | asdict(plan.switch.prediction),
+        "seconds": plan.step.phases | {"step": plan.step.total},
+        "overlap": plan.step.overlap,
+        "pipeline_bubble": plan.step.bubble,
+        "assumptions": asdict(plan.assumed),
+        "candidates": [
+            asdict(c.choice)
+            | {
+                "seconds": c.seconds,
+                "peak_bytes": c.worst_phase.total,
+                "peak_phase": c.worst_phase.name,
+                "overrides": c.choice.overrides(plan.job),
+            }
+            for c in plan.candidates
+        ],
+    }
+
+
+def _sent(plan: Plan, rank: int, link: str) -> int:
+    """Bytes that a rank sends over links of a class, in all of its roles."""
+    return sum(t.bytes_per_rank for t in plan.traffic if t.link == link and rank in plan.job.ranks_of(t.role))
+
+
+def _list_roles(job: Job, rank: int) -> list[str]:
+    """The roles that a rank has; an engine is the role "rollout"."""
+    return [name for name in (*job.spec.roles, "rollout") if rank in job.ranks_of(name)]
+
+
+def _find_stage(job: Job, rank: int) -> int | None:
+    """The actor's pipeline stage on a rank; None where it is not."""
+    return job.layout.coordinates(rank).pp if rank in job.layout.ranks else None
+
+
+def format_plan(plan: Plan, top: int) -> str:
+    """The plan as text; `top` of the layouts that fit are listed."""
+    cluster, job = plan.job.cluster, plan.job
+    lines = [
+        f"{cluster.nodes} nodes x {cluster.gpus_per_node} GPUs of {cluster.memory_bytes / GIB:g} GiB; actor "
+        f"{job.layout.describe()}, engine tp={job.engine_tp}",
+        *([f"placement: {placed}"] if (placed := job.config.placement.describe(cluster.world_size)) else []),
+        "",
+        "batch plan",
+        *(f"  {line}" for line in plan.batch.formulas()),
+        f"  packing (assumed lengths): {plan.packing['microbatches']} microbatches per rank and optimizer step, "
+        f"{plan.packing['packing/efficiency']:.0%} full, heaviest rank {plan.packing['packing/imbalance']:.2f} x the "
+        "mean",
+        "",
+        *_memory_table(plan),
+        "",
+        *_traffic_table(plan),
+        "",
+        *_time_table(plan),
+        "",
+        *_candidate_table(plan, top),
+        "",
+        "the plan fits" if plan.problem is None else f"the plan does not fit: {plan.problem.found}",
+    ]
+    return "\n".join(lines)
+
+
+def _memory_table(plan: Plan) -> list[str]:
+    rank = max(plan.memory, key=lambda rank: rank.peak.total)
+    kinds = list(dict.fromkeys(kind for phase in rank.phases for kind in phase.parts))
+    limit = plan.job.cluster.memory_bytes
+    lines = [
+        f"memory of rank {rank.rank}, the fullest, in GiB (limit {limit / GIB:g})",
+        f"  {'':18}" + "".join(f"{phase.name:>14}" for phase in rank.phases),
+    ]
+    for kind in kinds:
+        cells = (phase.parts.get(kind, 0) / GIB for phase in rank.phases)
+        lines.append(f"  {kind:18}" + "".join(f"{cell:14.2f}" if cell else f"{'-':>14}" for cell in cells))
+    lines.append(f"  {'total':18}" + "".join(f"{phase.total / GIB:14.2f}" for phase in rank.phases))
+    lines += _peak_lines(plan)
+    host = max(r.host_bytes for r in plan.memory) * plan.job.cluster.gpus_per_node
+    if host:
+        lines.append(f"  offloaded to a node's host: {host / GIB:.1f} GiB, page-locked")
+    batch, rank = plan.batch, find_smallest_cache(plan.job, plan.memory)
+    running = rank.kv_cache_bytes // max(1, rank.kv_bytes_per_token * batch.longest_sequence)
+    lines.append(
+        f"  the KV cache holds {max(running, 0)} of the longest responses at once (an engine has "
+        f"{batch.rollouts_per_engine_max} in a step, and runs up to {plan.job.config.rollout.max_num_seqs})"
+    )
+    return lines
+
+
+def _peak_lines(plan: Plan) -> list[str]:
+    """The peak of every pipeline stage, or of a rank of every combination of roles."""
+    if plan.job.config.placement.placed:
+        return [
+            f"  peak of ranks like {rank.rank}, with {', '.join(_list_roles(plan.job, rank.rank))}: "
+            f"{rank.peak.total / GIB:.1f} ({rank.peak.name})"
+            for rank in plan.memory
+        ]
+    peaks = [f"stage {_find_stage(plan.job, r.rank)}: {r.peak.total / GIB:.1f} ({r.peak.name})" for r in plan.memory]
+    shown = peaks if len(peaks) <= 8 else [*peaks[:4], "...", *peaks[-2:]]
+    return [f"  peak by pipeline stage: {', '.join(shown)}"] if len(peaks) > 1 else []
+
+
+def _traffic_table(plan: Plan) -> list[str]:
+    lines = ["bytes that one rank sends per step, in GB", f"  {'':18}{WITHIN:>14}{ACROSS:>14}"]
+    for traffic in plan.traffic:
+        cells = [traffic.bytes_per_rank / 1e9 if traffic.link == link else None for link in (WITHIN, ACROSS)]
+        lines.append(f"  {traffic.kind:18}" + "".join(f"{c:14.3f}" if c is not None else f"{'-':>14}" for c in cells))
+    within, across = plan.switch.summary.max_egress_within, plan.switch.summary.max_egress_across
+    lines.append(f"  {'switch (busiest)':18}{within / 1e9:14.3f}{across / 1e9:14.3f}")
+    return lines
+
+
+def _time_table(plan: Plan) -> list[str]:
+    lines = ["predicted seconds per step, not measured", f"  assumed: {plan.assumed.describe()}"]
+    for name, seconds in plan.step.phases.items():
+        lines.append(f"  {name:18}{seconds:14.2f}{seconds / plan.step.total:10.0%}")
+    if plan.step.overlap:
+        lines.append(f"  {'at the same time':18}{-plan.step.overlap:14.2f}")
+    lines.append(f"  {'step':18}{plan.step.total:14.2f}")
+    lines.append(
+        f"  pipeline bubble {plan.step.bubble:.1%} of the working time; switch: {plan.switch.prediction.critical}"
+    )
+    return lines
+
+
+def _candidate_table(plan: Plan, top: int) -> list[str]:
+    if not plan.candidates:
+        return ["no layout of this model fits this cluster"]
+    lines = [f"layouts that fit: {len(plan.candidates)}; the fastest by this prediction"]
+    lines.append(
+        f"  {'tp':>3}{'pp':>4}{'vpp':>4}{'cp':>4}{'ep':>4}{'engine tp':>10}{'recompute':>11}{'offload':>9}"
+        f"{'s/step':>9}{'peak GiB':>10}  fullest phase"
+    )
+    here = describe_choice(plan.job)
+    shown = [(place, c) for place, c in enumerate(plan.candidates, start=1) if place <= top or c.choice == here]
+    for place, candidate in shown:
+        mark = f"  <- this recipe, number {place}" if candidate.choice == here else ""
+        lines.append(_candidate_row(candidate) + mark)
+    return lines
+
+
+def _candidate_row(candidate: Candidate) -> str:
+    x = candidate.choice
+    return (
+        f"  {x.tensor_model_parallel_size:>3}{x.pipeline_model_parallel_size:>4}"
+        f"{x.virtual_pipeline_model_parallel_size or 1:>4}{x.context_parallel_size:>4}"
+        f"{x.expert_model_parallel_size:>4}{x.rollout_tensor_model_parallel_size:>10}"
+        f"{x.recompute_granularity:>11}{'yes' if x.offload else 'no':>9}{candidate.seconds:>9.1f}"
+        f"{candidate.worst_phase.total / GIB:>10.1f}  {candidate.worst_phase.name}"
+    )
+
+
+def save_plot(plan: Plan, path: Path) -> None:
+    """Memory of the fullest rank, one bar per phase, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rank = max(plan.memory, key=lambda rank: rank.peak.total)
+    kinds = list(dict.fromkeys(kind for phase in rank.phases for kind in phase.parts))
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    names: Sequence[str] = [phase.name for phase in rank.phases]
+    bottoms = [0.0] * len(names)
+    for index, kind in enumerate(kinds):
+        heights = [phase.parts.get(kind, 0) / GIB for phase in rank.phases]
+        axes.bar(names, heights, bottom=bottoms, label=kind, color=pyplot.cm.tab20(index % 20))
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axes.axhline(plan.job.cluster.memory_bytes / GIB, color="black", linestyle="--", label="limit")
+    axes.set_ylabel("GiB")
+    axes.set_title(f"Memory of rank {rank.rank}: actor {plan.job.layout.describe()}, engine tp={plan.job.engine_tp}")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.autofmt_xdate(rotation=20)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The switch of the weights on paper: the reshard plan of a run, counted for every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from megatron_rl.config.zero_checks import FULLY_SHARDED
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planning.cluster import DTYPE_BYTES, Job
+from megatron_rl.planning.engine_weights import CODE_BYTES, SCALE_BYTES, is_coded
+from megatron_rl.resharding.classes import Shard
+from megatron_rl.resharding.planner import Flow, Planner, group_shards
+from megatron_rl.resharding.summary import Bandwidths, Prediction, ReshardSummary, predict_seconds, summarize
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.rollout_layout import vllm_placements
+from megatron_rl.weights.row_quantization import list_matrices, list_scales
+from megatron_rl.weights.row_shards import find_shard_key, training_placements
+from megatron_rl.weights.shard_box import ShardBox
+from megatron_rl.weights.tables import as_table
+
+
+@dataclass(frozen=True)
+class SwitchPlan:
+    """Bytes of one switch and the seconds that they take at least."""
+
+    summary: ReshardSummary
+    prediction: Prediction
+
+
+def build_shards(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    rollout_tp: int,
+    engine_ranks: range | None = None,
+    *,
+    is_fully_sharded: bool = False,
+    select: Callable[[Sequence[ShardBox]], Sequence[ShardBox]] = as_table,
+) -> tuple[list[Shard], list[Shard]]:
+    """Both sides of the move, as training and the engines lay them out.
+
+    Args:
+        shape: the model.
+        layout: of the actor.
+        rollout_tp: of the engines.
+        engine_ranks: default: all of `layout`.
+        is_fully_sharded: the actor's ranks have rows of every parameter (ZeRO-3).
+        select: the part of a table that is moved.
+    """
+    engines = layout.ranks if engine_ranks is None else engine_ranks
+
+    def place(rank: int) -> int:
+        return (rank - engines.start) % rollout_tp
+
+    source = group_shards(
+        lambda rank: select(training_placements(shape, layout, rank, is_fully_sharded=is_fully_sharded)),
+        partial(find_shard_key, layout, is_fully_sharded=is_fully_sharded),
+        layout.ranks,
+    )
+    destination = group_shards(
+        lambda rank: select(vllm_placements(shape, tp_size=rollout_tp, tp_rank=place(rank))),
+        place,
+        engines,
+    )
+    return source, destination
+
+
+def plan_switch(job: Job) -> SwitchPlan:
+    """Make the plan that training executes, and count its bytes on every rank."""
+    cluster = job.cluster
+    summary = summarize(
+        _list_flows(job),
+        num_ranks=cluster.world_size,
+        itemsize=1,
+        ranks_per_node=cluster.gpus_per_node,
+        bucket_bytes=job.config.hybrid.bucket_bytes,
+    )
+    return SwitchPlan(summary, predict_seconds(summary, Bandwidths(cluster.within_node, cluster.across_nodes)))
+
+
+def _list_flows(job: Job) -> Iterator[Flow]:
+    """Who sends to whom, in bytes."""
+    for select, itemsize in _list_parts(job):
+        source, destination = build_shards(
+            job.shape,
+            job.layout,
+            job.engine_tp,
+            job.rollout_ranks,
+            is_fully_sharded=job.config.actor.zero_stage == FULLY_SHARDED,
+            select=select,
+        )
+        if job.engine_is_actor:
+            destination = []  # what it uses is there
+        planner = Planner(source, destination, ranks_per_node=job.cluster.gpus_per_node)
+        for origins, ranks, elements in planner.flows():
+            yield origins, ranks, elements * itemsize
+
+
+def _list_parts(job: Job) -> list[tuple[Callable[[Sequence[ShardBox]], Sequence[ShardBox]], int]]:
+    """What is moved by itself, and the bytes of an element of it."""
+    itemsize = DTYPE_BYTES[job.config.model.dtype]
+    if not is_coded(job):
+        return [(as_table, itemsize)]
+    matrices = list_matrices(job.shape)
+    rest = frozenset(job.shape.logical_tensors()) - matrices
+    return [
+        (lambda table: as_table(table).only(rest), itemsize),
+        (lambda table: as_table(table).only(matrices), CODE_BYTES),
+        (lambda table: list_scales(as_table(table).only(matrices)), SCALE_BYTES),
+    ]

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The world of a rehearsed rank: peers that are not there, files that nobody reads, a mesh of real numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed._tools import fake_collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_rl.models import attention_backends
+from megatron_rl.parallel import groups as group_module
+from megatron_rl.resharding.certificate import Certificate
+from megatron_rl.training import adapters, packed_model, routing
+
+assert fake_collectives, "registers what collectives make of fake tensors"
+
+
+def _make_mesh(*args: Any, real: Any = DeviceMesh.from_group, **options: Any) -> DeviceMesh:
+    """The ranks in it are numbers of the host, and stay real ones."""
+    with unset_fake_temporarily():
+        return real(*args, **options)
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """A job of so many ranks, of which this process is one and the others are not there."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+    def gather(found: list[Any], value: Any, group: Any = None) -> None:
+        found[:] = [value] * len(found)
+
+    def nothing(*args: Any, **options: Any) -> None:
+        pass
+
+    with (
+        patch.object(dist, "all_gather_object", gather),
+        patch.object(dist, "broadcast_object_list", nothing),
+        patch.object(group_module, "align_group_names", nothing),
+        patch.object(adapters, "load_weights", nothing),
+        patch.object(packed_model, "load_weights", nothing),
+        patch.object(DeviceMesh, "from_group", _make_mesh),
+        patch.object(routing, "describe_routing", lambda *counts: {}),  # on the host, of values
+        patch.object(Certificate, "_raise_if_wrong", nothing),  # digests of values
+        patch.object(
+            attention_backends,
+            "choose_attention_backend",
+            lambda device, dtype: "efficient" if dtype is torch.float32 else "torch-varlen",
+        ),
+    ):
+        yield
+    dist.destroy_process_group()

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs on a CPU: what is captured is written down operation by operation, and replayed from the same memory.
+
+Between `torch.cuda.graph(...)` and its end every ATen operation runs, and is kept with the tensors that it has read and
+made. A replay runs them again, on the same storages, without any of the Python around them: what depends on a value of
+the capture, or on memory that has moved, then differs from an eager step. Before a replay all memory that captures of
+the pool have made is filled with NaN: a smaller graph uses that of a larger one again.
+
+A capture refuses (`CaptureError`) what one on a GPU refuses: values that the host reads, shapes that depend on values,
+random numbers, tensors of the host among others, and memory of another capture; but a backward reads what the forward
+that was captured before it has left, and must be replayed directly after it. Collectives are replayed as well.
+Not shown: streams, kernels, and what NCCL does inside a capture.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Set
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megatron_rl.models import attention_backends
+from megatron_rl.parallel import pairs
+from tools.rehearsal import masked_attention
+
+_READ_ON_HOST = (torch.Tensor.tolist, torch.Tensor.numpy)
+_FACTORIES = (torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange)
+_INDEXING = ("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default")
+_RANDOM_IF_DROPPED = ("attention", "dropout")  # their random numbers are for dropout, which is off
+_RUBBISH = 255  # in every byte: NaN, or -1
+_NO_BACKWARD = -1
+
+
+class CaptureError(RuntimeError):
+    """Something that cannot be captured."""
+
+
+@dataclass
+class Pool:
+    """Memory of the captures that share it.
+
+    Attributes:
+        made: storage -> the graph whose capture has made it.
+        num_bytes: by graph.
+        captured, replayed: the graph that was captured, or replayed, last.
+    """
+
+    made: dict[int, RecordedGraph] = field(default_factory=dict)
+    num_bytes: dict[RecordedGraph, int] = field(default_factory=dict)
+    captured: RecordedGraph | None = None
+    replayed: RecordedGraph | None = None
+
+    def add(self, graph: RecordedGraph, num_bytes: int) -> None:
+        """It was captured, and holds so much."""
+        self.captured, self.num_bytes[graph] = graph, num_bytes
+
+    def clear(self, graph: RecordedGraph, kept: Set[int]) -> None:
+        """A graph is replayed: fill all memory, but for some storages, with bytes that nothing may depend on."""
+        self.replayed = graph
+        for memory in (memory for graph in self.num_bytes for memory in graph.memory):
+            if _storage_of(memory) not in kept:
+                memory.fill_(_RUBBISH)
+
+
+_POOLS: dict[tuple[int, int], Pool] = {}
+_NUMBERS = count(1)
+
+
+class RecordedGraph:
+    """In the place of `torch.cuda.CUDAGraph`.
+
+    Attributes:
+        memory: what its capture has made, as bytes.
+    """
+
+    def __init__(self) -> None:
+        self._tape: list[tuple[Any, Any, Any, Any]] = []
+        self.memory: list[torch.Tensor] = []
+        self._pool = Pool()
+        self._before: RecordedGraph | None = None
+        self._activations: set[int] = set()
+
+    @property
+    def num_operations(self) -> int:
+        """Operations of a replay."""
+        return len(self._tape)
+
+    def register_generator_state(self, state: Any) -> None:
+        """As of `torch.cuda.CUDAGraph`; random numbers are refused all the same."""
+
+    @contextmanager
+    def record(self, pool: tuple[int, int]) -> Iterator[None]:
+        """Write down what runs meanwhile."""
+        self._pool = _POOLS[pool]
+        self._before = self._pool.captured
+        waiting = Work.wait
+        mode = _Recorder(self)
+
+        def wait(work: Any, *args: Any) -> Any:
+            with mode.unseen():  # gloo copies out of buffers of its own here
+                return waiting(work, *args)
+
+        with patch.object(Work, "wait", wait), _HostWatch(mode), mode:
+            yield
+        left = self._pool.num_bytes[self._before] if self._before and self._activations else 0
+        self._pool.add(self, left + sum(memory.nbytes for memory in self.memory))
+
+    def replay(self) -> None:
+        """Run the operations again, on memory that holds nothing any more but activations that a backward reads."""
+        if self._activations and self._pool.replayed is not self._before:
+            raise CaptureError("a backward is replayed, and not directly after the forward that it belongs to")
+        self._pool.clear(self, self._activations)
+        with torch.no_grad():
+            for function, args, kwargs, recorded in self._tape:
+                self._run(function, args, kwargs, recorded)
+
+    def _run(self, function: Any, args: Any, kwargs: Any, recorded: Any) -> None:
+        found = function(*args, **kwargs)
+        if str(function).startswith("c10d."):
+            for leaf in tree_leaves(found):
+                if isinstance(leaf, torch.ScriptObject) and "Work" in str(leaf._type()):
+                    Work.unbox(leaf).wait()
+            return
+        for old, new in zip(_list_tensors(recorded), _list_tensors(found), strict=True):
+            if _storage_of(old) != _storage_of(new):
+                old.copy_(new)
+
+    def keep(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add an operation to the tape; its tensors are aliases, since `tensor.data = ...` moves a tensor."""
+        read = {_storage_of(tensor) for tensor in _list_tensors((args, kwargs))}
+        for tensor in _list_tensors(result):
+            key = _storage_of(tensor)
+            if key not in read and key not in self._pool.made:
+                self._pool.made[key] = self
+                self.memory.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+
+        if not str(function).startswith(("aten.empty", "aten.new_empty")):  # nothing to do again
+            aliases = tree_map(
+                lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs, result)
+            )
+            self._tape.append((function, *aliases))
+
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether its memory was made in this capture."""
+        return self._pool.made.get(_storage_of(tensor)) is self
+
+    def may_touch(self, tensor: torch.Tensor) -> bool:
+        """Whether no other capture has made its memory; a backward may read what the capture before it has left."""
+        key = _storage_of(tensor)
+        maker = self._pool.made.get(key, self)
+        if maker is self._before and maker is not None and torch._C._current_graph_task_id() != _NO_BACKWARD:
+            self._activations.add(key)
+            return True
+        return maker is self
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, graph: RecordedGraph) -> None:
+        super().__init__()
+        self._graph, self._is_seen = graph, True
+        self._on_host: dict[int, torch.Tensor] = {}  # kept, so that no other storage gets their keys
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What runs meanwhile is nobody's work."""
+        before, self._is_seen = self._is_seen, False
+        try:
+            yield
+        finally:
+            self._is_seen = before
+
+    def note_on_host(self, tensor: torch.Tensor) -> None:
+        """On a GPU this tensor would be on the host."""
+        self._on_host[_storage_of(tensor)] = tensor
+
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Made without a device; a row of bytes that no operation has made is the state of the host's generator.
+
+        Routes are bytes as well, of more than one dimension.
+        """
+        is_state = tensor.dtype is torch.uint8 and tensor.dim() == 1 and not self._graph.has_made(tensor)
+        return is_state or _storage_of(tensor) in self._on_host
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_seen:
+            return func(*args, **kwargs)
+        tensors = _list_tensors((args, kwargs))
+        hosted = [tensor for tensor in tensors if self._is_on_host(tensor)]
+        if func is torch.ops.aten.lift_fresh.default or (tensors and len(hosted) == len(tensors)):
+            result = func(*args, **kwargs)  # the host's own work, which a replay does not do again
+            for tensor in _list_tensors(result):
+                self.note_on_host(tensor)
+            return result
+        why = _explain_refusal(func, args, kwargs)
+        if any(tensor.dim() for tensor in hosted):
+            why = "a tensor of the host among others"
+        elif not all(self._graph.may_touch(tensor) for tensor in tensors):
+            why = "memory of another capture, which may have been used again"
+        if why:
+            raise CaptureError(f"{func}: {why}")
+        result = func(*args, **kwargs)
+        self._graph.keep(func, args, kwargs, result)
+        return result
+
+
+class _HostWatch(TorchFunctionMode):
+    """Sees what a dispatch mode does not: a tensor made without a device, and values that are read on the host."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READ_ON_HOST:
+            raise CaptureError(f"Tensor.{func.__name__}: the host reads values")
+        has_device = (kwargs or {}).get("device") is not None
+        if func is torch.tensor and has_device:
+            raise CaptureError("torch.tensor: values come from the host")
+        if func not in _FACTORIES or has_device:
+            return func(*args, **(kwargs or {}))
+        with self._recorder.unseen():
+            made = func(*args, **(kwargs or {}))
+        self._recorder.note_on_host(made)
+        return made
+
+
+def _explain_refusal(function: Any, args: Any, kwargs: Any) -> str:
+    """Why an operation cannot be captured; empty if it can."""
+    name, tags = str(function), function.tags
+    if name in _INDEXING:
+        index = [x for x in args[1] if x is not None]
+        is_fill = name != _INDEXING[0] and args[2].dim() == 0
+        return "" if is_fill or all(x.dtype not in (torch.bool, torch.uint8) for x in index) else "a shape from values"
+    if torch.Tag.data_dependent_output in tags:
+        return "the host reads values"
+    if torch.Tag.dynamic_output_shape in tags:
+        return "a shape from values"
+    if torch.Tag.nondeterministic_seeded in tags and not any(word in name for word in _RANDOM_IF_DROPPED):
+        return "random numbers"
+    return ""
+
+
+def _list_tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def recorded_graphs() -> Iterator[None]:
+    """Meanwhile CUDA graphs are recorded ones on the CPU, and attention is that of GPUs for all types."""
+    masked_attention.install()
+    with ExitStack() as stack:
+        random: Any = sys.modules["megatron.core.tensor_parallel.random"]
+        for cuda in (torch.cuda, random.torch.cuda):  # megatron-core sees a torch of its own on a CPU
+            for name, value in _NAMES.items():
+                stack.enter_context(patch.object(cuda, name, value))
+        stack.enter_context(patch.object(attention_backends, "choose_attention_backend", lambda *kind: "efficient"))
+        # Pairs of ranks exchange values through memory that no operation names.
+        stack.enter_context(patch.object(pairs, "find_pair", lambda group, num_bytes: None))
+        yield
+
+
+class _Stream:
+    """The one queue of a CPU."""
+
+    def wait_stream(self, other: _Stream) -> None:
+        """It is the same."""
+
+
+_STREAM = _Stream()
+
+
+def _make_pool() -> tuple[int, int]:
+    handle = (0, next(_NUMBERS))
+    _POOLS[handle] = Pool()
+    return handle
+
+
+def _describe_memory() -> list[dict[str, Any]]:
+    """A segment per pool, as large as its largest graph."""
+    return [
+        {"segment_pool_id": handle, "total_size": max(pool.num_bytes.values(), default=0)}
+        for handle, pool in _POOLS.items()
+    ]
+
+
+def _capture(graph: RecordedGraph, pool: tuple[int, int], **options: Any) -> Any:
+    return graph.record(pool)
+
+
+_NAMES: dict[str, Any] = {
+    "CUDAGraph": RecordedGraph,
+    "graph": _capture,
+    "graph_pool_handle": _make_pool,
+    "memory_snapshot": _describe_memory,
+    "Stream": _Stream,
+    "current_stream": lambda *device: _STREAM,
+    "stream": lambda stream: nullcontext(),
+    "initial_seed": torch.initial_seed,
+}

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The switch of a rehearsed rank: the real `HybridEngine` writes the weights into parameters of vLLM's names and sizes.
+
+The plan of the move is the real one. Peers on the same host are mapped, as tensors that are not this rank's memory;
+buckets go to ranks that are not there. Nothing is generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megatron_rl.engines.protocol import share_params
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.parallel.collectives import Process, world
+from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.planning.cluster import Job
+from megatron_rl.planning.engine_weights import is_coded
+from megatron_rl.resharding import executor
+from megatron_rl.roles.engine import find_shared
+from megatron_rl.weight_sync import hybrid_engine
+from megatron_rl.weight_sync.hybrid_engine import HybridEngine
+from megatron_rl.weights.adapters import separate_placements
+from megatron_rl.weights.megatron_layout import padded_vocab_size
+from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
+from megatron_rl.weights.shard_box import ShardBox
+from megatron_rl.weights.tables import as_table
+from tools.rehearsal.ledger import Ledger
+
+
+def can_switch(job: Job) -> bool:
+    """Whether the switch of a job is rehearsed: to vLLM on the actor's ranks, with weights of the actor's type."""
+    return job.config.rollout.engine == "vllm" and not job.config.placement.placed and not is_coded(job)
+
+
+class SleepingEngine:
+    """The weights of vLLM on one rank, whose own memory is given back while it sleeps (`EngineWeights`).
+
+    Args:
+        job: of the run.
+        actor: whose storage is shared where the layouts agree.
+        process: this rank.
+    """
+
+    def __init__(self, job: Job, actor: Any, process: Process) -> None:
+        self._job, self._tp_size, shape = job, job.engine_tp, job.shape
+        self.padded_params: tuple[str, ...] = VLLM_PADDED_PARAMETERS
+        table = self.placements(process.rank)
+        sizes = _find_sizes(table)
+        for name in {*self.padded_params} & {*sizes}:
+            sizes[name][0] = padded_vocab_size(shape.vocab_size, self._tp_size) // self._tp_size
+        adapters = actor.model.adapters if job.config.hybrid.lora == "adapter" else None
+        if adapters is not None:
+            sizes |= _find_sizes(separate_placements(adapters, as_table(table)))
+        wide = {p.param for p in table if shape.is_router_bias(p.hf_name)}
+        self.params: Mapping[str, torch.Tensor] = {
+            name: torch.empty(size, dtype=torch.float32 if name in wide else actor.model.dtype, device=process.device)
+            for name, size in sizes.items()
+        }
+        names = find_shared(job.config, actor, process.rank, table)
+        self.shared_params = share_params(self.params, {name: actor.model.params[own] for name, own in names.items()})
+        mine = [tensor for name, tensor in self.params.items() if name not in self.shared_params]
+        self._storages = [(tensor.untyped_storage(), tensor.nbytes) for tensor in mine]
+
+    def shard_key(self, rank: int) -> int:
+        """The place of a rank in its engine."""
+        return (rank - self._job.rollout_ranks.start) % self._tp_size
+
+    def placements(self, rank: int) -> Sequence[ShardBox]:
+        """vLLM's table."""
+        return vllm_placements(self._job.shape, tp_size=self._tp_size, tp_rank=self.shard_key(rank))
+
+    def begin_weight_update(self) -> None:
+        """The memory is there again."""
+        for storage, size in self._storages:
+            storage.resize_(size)
+
+    def end_weight_update(self) -> None:
+        """It has no cache."""
+
+    def sleep(self) -> None:
+        """Give the memory back."""
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+
+def build_switch(job: Job, actor: Any, rank: int, ledger: Ledger) -> HybridEngine:
+    """What brings the actor's weights into the engine of a rank; the other ranks are as the job says."""
+    cluster = job.cluster
+    device = torch.device("cuda", 0)
+    process = Process(rank, cluster.world_size, rank % cluster.gpus_per_node, cluster.gpus_per_node, device)
+    engine = SleepingEngine(job, actor, process)
+
+    def name_shared(names: frozenset[str], group: Any) -> list[frozenset[str]]:
+        """Of all ranks."""
+        known: dict[Any, frozenset[str]] = {}
+        found = []
+        for peer in range(cluster.world_size):
+            key = actor.model.shard_key(peer), engine.shard_key(peer)
+            if key not in known:
+                known[key] = frozenset(find_shared(job.config, actor, peer, engine.placements(peer)))
+            found.append(known[key])
+        assert found[rank] == names, "a rank shares what the tables say"
+        return found
+
+    def map_peers(plan: Any, source: Mapping[str, Any], group: Any, transport: executor.Transport) -> Any:
+        """As `executor` does, with peers whose memory is not this rank's."""
+        if transport.name == "buckets" or group.size() == 1:
+            return "buckets", {}, set()
+        first = rank - process.local_rank
+        near = {*range(first, first + cluster.gpus_per_node)}
+        with ledger.of_others():
+            mapped = {peer: _map(ops, source, device) for peer, ops in plan.receives.items() if peer in near}
+        return "pull" if len(mapped) == len(plan.receives) else "pull+buckets", mapped, near
+
+    with patch.object(hybrid_engine, "gather_names", name_shared), patch.object(executor, "_map_peers", map_peers):
+        return HybridEngine(
+            actor,
+            engine,
+            engines=EngineRanks.consecutive(job.rollout_ranks, job.engine_tp),
+            process=process,
+            group=world(),
+            config=job.config.hybrid,
+            timers=PhaseTimers(),
+        )
+
+
+def _find_sizes(table: Sequence[ShardBox]) -> dict[str, list[int]]:
+    """Of each parameter: as far as its pieces reach."""
+    sizes: dict[str, list[int]] = {}
+    for placed in table:
+        stops = [stop for _, stop in placed.local_box]
+        sizes[placed.param] = [max(pair) for pair in zip(sizes.get(placed.param, stops), stops, strict=True)]
+    return sizes
+
+
+def _map(ops: Sequence[Any], source: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+    """The parameters of a peer, as far as they are read."""
+    sizes: dict[str, list[int]] = {}
+    for op in ops:
+        stops = [stop for _, stop in op.src_box]
+        sizes[op.src_param] = [max(pair) for pair in zip(sizes.get(op.src_param, stops), stops, strict=True)]
+    dtype = next(iter(source.values())).dtype
+    return {name: torch.empty(size, dtype=dtype, device=device) for name, size in sizes.items()}

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open a capsule, make the config that does its step again, and bring the roles into its state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from megatron_rl.capsule.fingerprints import Fingerprints, StoredRole
+from megatron_rl.capsule.record import Section, decode_sections
+from megatron_rl.capsule.recording import CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE
+from megatron_rl.capsule.rollouts import Recording, read_rollouts
+from megatron_rl.checkpoint.directory import find_problems, find_problems_together, read_manifest
+from megatron_rl.checkpoint.pieces import SavedRole
+from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state
+from megatron_rl.checkpoint.side_files import CONFIG_DIR
+from megatron_rl.config.loading import load_config
+from megatron_rl.config.placement import PlacementConfig
+from megatron_rl.config.schema import LayoutConfig, RunConfig
+from megatron_rl.parallel.collectives import share_object
+from megatron_rl.types import UserError
+from megatron_rl.weights.model_config import load_model_shape
+from tools.replay.comparing import compare_sections
+
+_UNUSED_SECTIONS = ("reward", "reward_model", "hybrid", "checkpoint", "observability")
+_TRAINED = ("actor", "critic")
+# Beside what LayoutConfig has, what decides in which order a role adds up.
+_ORDER = ("use_distributed_optimizer", "overlap_grad_reduce", "step_mode", "bucket_tokens", "max_num_seqs")
+
+
+@dataclass(frozen=True)
+class Capsule:
+    """A capsule that was read.
+
+    Attributes:
+        directory: `<run_dir>/capsules/step_<N>`.
+        manifest: its manifest.json.
+        sections: the recorded numbers.
+        recording: its rollouts.
+    """
+
+    directory: Path
+    manifest: Mapping[str, Any]
+    sections: list[Section]
+    recording: Recording
+
+    @property
+    def step(self) -> int:
+        """The step of the main loop that was captured."""
+        return self.manifest["step"]
+
+    @property
+    def state(self) -> Path:
+        """The checkpoint that the step began with."""
+        return self.directory / self.manifest["state"]
+
+    def read_parameter(self, section: str, name: str) -> torch.Tensor:
+        """A logical tensor, or optimizer state, as the files of the state have it; `section` begins with the role."""
+        return self.open_role(section).read(name)
+
+    def open_role(self, section: str) -> StoredRole:
+        """The role that the name of a section begins with, as the state has it."""
+        role = section.split()[0]
+        directory = self.state / role
+        return StoredRole(
+            directory, load_model_shape(directory / CONFIG_DIR, head="score" if role == "critic" else "lm")
+        )
+
+
+def open_capsule(directory: Path, *, allow_changed: bool = False) -> Capsule:
+    """Read a capsule; its state is looked at by `restore_state`.
+
+    Args:
+        directory: of the capsule.
+        allow_changed: take files with other content than was written.
+
+    Raises:
+        UserError: it is no whole capsule, or a file of it was changed.
+    """
+    if not directory.is_dir():
+        partial = directory.with_name(directory.name + ".partial")
+        raise UserError(
+            f"there is no {directory}" + (", only an unfinished one" if partial.is_dir() else ""),
+            source=str(directory),
+            expected="a directory <run_dir>/capsules/step_<N>",
+            hint="trainer.capture_step=N writes one; one that ends in .partial was cut off: capture the step again",
+        )
+    problems = [] if allow_changed else find_problems(directory)
+    if problems:
+        raise UserError(
+            "; ".join(problems[:3]),
+            source=str(directory),
+            expected="the capsule as it was written",
+            hint="copy it again; --allow-changed does the step with what is there and says what that changes",
+        )
+    manifest = read_manifest(directory)
+    if manifest.get("kind") != CAPSULE_KIND:
+        raise UserError(
+            f"{directory} holds something else: {manifest.get('kind')}",
+            source=str(directory),
+            expected="a capsule",
+            hint="trainer.capture_step=N writes one to <run_dir>/capsules/step_<N>",
+        )
+    try:
+        arrays = load_file(directory / VALUES_FILE)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{VALUES_FILE} does not read: {error}",
+            source=str(directory),
+            expected="the file as it was written",
+            hint="copy the capsule again",
+        ) from None
+    return Capsule(
+        directory, manifest, decode_sections(manifest["sections"], arrays), read_rollouts(directory / ROLLOUTS_FILE)
+    )
+
+
+def make_config(capsule: Capsule, run_dir: Path, overrides: Sequence[str]) -> RunConfig:
+    """The config that does the captured step again: no engine, no rewards, no data files, nothing saved.
+
+    Args:
+        capsule: whose config it is made from.
+        run_dir: takes what a run writes.
+        overrides: `section.key=value`, such as another layout.
+
+    Raises:
+        UserError: a bad override, or a layout that does not fit.
+    """
+    recorded = capsule.manifest["config"]
+    sections = {name: dict(values) for name, values in recorded.items() if name not in _UNUSED_SECTIONS}
+    sections["rollout"] = {
+        "engine": "hf",
+        "n": recorded["rollout"]["n"],
+        "temperature": recorded["rollout"]["temperature"],
+    }
+    sections["data"] |= {
+        "train_files": [str(capsule.directory / ROLLOUTS_FILE)],
+        "weights": None,
+        "pass_rates": None,
+        "validation_files": [],
+        "prompt_key": "prompt",
+        "answer_key": "answer",
+        "overlong_prompts": "truncate",
+    }
+    sections["trainer"] |= {
+        "total_steps": capsule.manifest["plan"]["total_steps"],
+        "run_dir": str(run_dir),
+        "capture_step": None,
+        "debug_rank": None,
+        "breakpoint_step": None,
+        "test_freq": 0,
+        "val_before_train": False,
+        "best_metric": None,
+        "save_freq": 0,
+        "save_final": False,
+        "profile_steps": [],
+    }
+    sections["observability"] = {"tensorboard": False, "progress_bar": False}
+    return load_config(sections, overrides).config
+
+
+def is_same_layout(capsule: Capsule, config: RunConfig, world_size: int) -> bool:
+    """True if the step adds up in the same order as it did: ranks, layout, packing and kind of device are the same."""
+    manifest = capsule.manifest
+    if (world_size, "cuda" if torch.cuda.is_available() else "cpu") != (manifest["world_size"], manifest["device"]):
+        return False
+    if dataclasses.asdict(config.placement) != manifest["config"].get(
+        "placement", dataclasses.asdict(PlacementConfig())
+    ):
+        return False
+    names = (*(item.name for item in dataclasses.fields(LayoutConfig)), *_ORDER)
+    return all(
+        getattr(getattr(config, role), name) == manifest["config"][role][name] for role in _TRAINED for name in names
+    )
+
+
+def restore_state(
+    capsule: Capsule, roles: Mapping[str, SavedRole], group: dist.ProcessGroup, *, allow_changed: bool
+) -> ResumedRun:
+    """Bring the roles into the state that the step began with; collective.
+
+    Raises:
+        UserError: it was changed (with the tensors in which it was), or does not fit; on every rank.
+    """
+    problems = [] if allow_changed else find_problems_together(capsule.state, group)
+    if problems:
+        named = share_object(_name_changed(capsule) if group.rank() == 0 else None, group)
+        raise UserError(
+            "; ".join([*problems[:3], *named]),
+            source=str(capsule.state),
+            expected="the state as it was written",
+            hint="copy it again; --allow-changed does the step with what is there and compares what comes of it",
+        )
+    return load_training_state(capsule.state, roles, side_files={}, group=group, is_verified=True)
+
+
+def _name_changed(capsule: Capsule) -> list[str]:
+    """The parameters that the files of the state hold otherwise than recorded, a line for each of the first three."""
+
+    def read_again(section: Section) -> Section:
+        assert isinstance(section.content, Fingerprints), "the state holds parameters"
+        role = capsule.open_role(section.name)
+        return dataclasses.replace(section, content=role.fingerprint(section.content.shapes))
+
+    try:
+        before = [section for section in capsule.sections if section.name.endswith(" before")]
+        found = [read_again(section) for section in before]
+    except UserError as error:
+        return [error.found]
+    rows = compare_sections(before, found, tolerance=None, read=capsule.read_parameter)
+    return [str(difference) for row in rows for difference in row.differences][:3]
