@@ -216,7 +216,7 @@ def _is_integer(value: Any) -> bool:
 
 def _convert_text(value: Any, text: str | None) -> Any:
     if isinstance(value, str):
-        return value
+        return _REFUSED if "\0" in value else value
     return text if text and value is not None else _REFUSED
 
 
@@ -228,6 +228,8 @@ def _type_hint(info: FieldInfo, value: Any) -> str:
         return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(info.choices)}"
     if isinstance(value, str) and info.kind in (int, bool):
         return f"for example {info.name}={'8' if info.kind is int else 'true'}, without quotes"
+    if info.kind is str and isinstance(value, str):
+        return "no file and no address has the character NUL in its name"
     if info.kind is str:
         return "put the value in quotes"
     if info.kind is float:

@@ -160,6 +160,15 @@ def test_integers_have_64_bits(recipe: Path, name: str) -> None:
     assert load_config(recipe, [f"trainer.seed={(1 << 63) - 1}", "actor.lr=1e-37"]).config.trainer.seed == (1 << 63) - 1
 
 
+@pytest.mark.parametrize(("section", "leaf"), [("trainer", "run_dir"), ("reference", "path")])
+def test_a_path_has_no_nul(section: str, leaf: str) -> None:
+    """Python would raise a ValueError where it is opened; what else a name may have is left to the system."""
+    load_config({section: {leaf: "a\1b"}}, MINIMAL)
+    with pytest.raises(UserError, match=rf"{section}.{leaf} = 'a.x00b' \(str\) is not accepted") as caught:
+        load_config({section: {leaf: "a\0b"}}, MINIMAL)
+    assert "NUL" in caught.value.hint
+
+
 def test_wrong_type_in_a_recipe_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(RECIPE + "rollout:\n  n: many\n")
