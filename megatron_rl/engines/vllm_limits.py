@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the installed vLLM does not have or cannot do on a CPU, and how much KV cache it gets there.
-
-vLLM is not imported: a dry run calls the same functions.
-"""
+"""What vLLM lacks, or cannot do on a CPU, found without importing it, and how much KV cache it gets there."""
 
 from __future__ import annotations
 
