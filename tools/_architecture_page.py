@@ -75,7 +75,7 @@ PLACES = (
     ("sequences -> microbatches", "samples/microbatches.py", "plan_microbatches"),
     ("denominators of the loss", "algorithms/aggregation.py", "aggregate"),
     ("batch arithmetic and its refusals", "config/batch_plan.py", "BatchPlan"),
-    ("refusals of context parallelism", "parallel/heads.py", "check_context_parallel"),
+    ("refusals of context parallelism", "parallel/layout.py", "check_context_parallel"),
     ("an optimizer step", "training/update.py", "OptimizerStep"),
     ("capture of a step as a CUDA graph", "training/cuda_graph.py", "GraphStep"),
     ("the end of a rank that hangs", "run/watchdog.py", "Watchdog"),

@@ -88,7 +88,7 @@ def configure_engine(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, 
         )
         shutil.copy(file, Path(directory) / "config.json")
         check_engine(shape, config.rollout.engine, config.rollout.quantization, spec.adapters)
-        check_options(spec, {item.name for item in fields(import_module("vllm.engine.arg_utils").EngineArgs)})
+        check_options(config.rollout.engine_options)
         register_model(vllm, spec)
         register_codes(spec)
         register_loader(lambda model: None)

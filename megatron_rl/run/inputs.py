@@ -8,8 +8,11 @@ need it, and by nothing else.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megatron_rl.algorithms.catalog import find_loss_aggregation, find_policy_loss
 from megatron_rl.checkpoint.side_files import find_model_files
@@ -140,6 +143,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
         UserError: anything in them that is wrong.
     """
     spec = resolve(config)
+    _check_paths(config)
     find_policy_loss(config.algorithm.policy_loss)
     find_loss_aggregation(config.algorithm.loss_agg_mode)
     find_engine(config.rollout.engine)
@@ -212,6 +216,7 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
         UserError: anything in them that is wrong.
     """
     SftPlan.build(config, world_size)
+    _check_paths(config)
     find_loss_aggregation(config.algorithm.loss_agg_mode)
     spec = resolve_sft(config)
     roles, tokenizer = read_models(config, spec, world_size)
@@ -220,6 +225,35 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
     check_mixture(config.data, data.file_sizes)
     plan = SftPlan.build(config, world_size, len(data.examples))
     return SftInputs(roles["actor"], data, plan, _NOT_READ + noted)
+
+
+def _check_paths(config: RunConfig) -> None:
+    """Refuse a run directory or a checkpoint that is none, and servers without an interpreter (UserError)."""
+    run_dir, resume, server = config.trainer.run_dir, config.checkpoint.resume, config.rollout.server
+    try:
+        os.stat(f"{run_dir or ''}/")  # the slash: of a file it is an error
+    except FileNotFoundError:
+        pass  # it will be made
+    except OSError as error:
+        raise UserError(
+            f"{run_dir}: {error.strerror}",
+            source="trainer.run_dir",
+            expected="a directory",
+            hint="choose another place",
+        ) from None
+    if HAS_TORCH and resume not in ("auto", "must", "never"):
+        from megatron_rl.checkpoint.directory import find_step, list_steps, read_manifest
+
+        if run_dir is None or not list_steps(Path(run_dir, "checkpoints")):
+            read_manifest(find_step(Path(resume)))  # else the run continues from its own
+    is_started = config.rollout.engine in ("vllm_server", "sglang") and not server.endpoints
+    if is_started and server.python is not None and shutil.which(server.python) is None:
+        raise UserError(
+            f"rollout.server.python = {server.python}, which is no program",
+            source="rollout.server.python",
+            expected="the interpreter of the servers' environment",
+            hint="correct the path, or run launch/setup_sglang.sh, which makes .venv-sglang/bin/python",
+        )
 
 
 def _read_reward_plan(config: RunConfig, parts: Parts) -> RewardPlan:

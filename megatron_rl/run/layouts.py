@@ -50,7 +50,7 @@ def check_machine(
         engine: of the policy; None if it samples nothing.
 
     Raises:
-        UserError: a step mode or a model of vLLM's that needs a GPU of some kind.
+        UserError: a step mode, Transformer Engine or a model of vLLM's that needs a GPU of some kind.
     """
     if not HAS_TORCH:
         return []
@@ -62,8 +62,12 @@ def check_machine(
                 from megatron_rl.training.step import check_step_mode
 
                 check_step_mode(spec, shape, config.model.dtype)
+        if config.model.transformer_impl == "transformer_engine":
+            from megatron_rl.models.gpt import choose_transformer_impl
+
+            choose_transformer_impl(config.model.transformer_impl)
         if engine == "vllm" and not torch.cuda.is_available():
-            check_cpu_limits(roles["actor"][1], config.rollout.tensor_model_parallel_size)
+            check_cpu_limits(roles["actor"][1], config.rollout)
     except UserError as error:
         if "RANK" in os.environ:
             raise

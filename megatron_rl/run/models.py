@@ -15,6 +15,7 @@ from megatron_rl.checkpoint.side_files import MTP_ROLE, find_model_files, find_m
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_rl.engines.vllm.vllm_limits import check_family, check_options
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.run.layouts import HAS_TORCH, check_machine, read_layout
 from megatron_rl.types import UserError
@@ -77,12 +78,17 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
 
     Raises:
         UserError: as `read_models`, or the engine, its layout, its adapters or the replay of routes does not fit the
-            policy, or the engine's library does not read its config.json.
+            policy, vLLM lacks its family or an option, or the engine's library does not read its config.json.
     """
     roles, tokenizer = read_models(config, spec, world_size)
     policy = roles["actor"].shape
     adapters = make_adapter_shape(policy, config.actor.lora, "actor") if config.hybrid.lora == "adapter" else None
     check_engine(policy, config.rollout.engine, config.rollout.quantization, adapters)
+    engine, server = config.rollout.engine, config.rollout.server
+    if engine == "vllm":
+        check_family(policy)
+    if engine == "vllm" or (engine == "vllm_server" and not server.endpoints and server.python is None):
+        check_options(config.rollout.engine_options)
     if HAS_TORCH and config.rollout.engine in _READ_BY_TRANSFORMERS:
         _check_transformers(find_model_files(config.model.path), is_built=config.rollout.engine == "hf")
     check_rollout_layout(policy, config.rollout.tensor_model_parallel_size)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +35,7 @@ from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.samples.prefix import SharedPrefixes
 from megatron_rl.samples.shape_buckets import Buckets
 
-_NO_UNIT = np.iinfo(np.int64).max  # cost of the lightest unit of a rank without units
-_TRIED_AT_ONCE = 256  # pairs of units, at first; as few are cheaper in Python than in numpy
+_TRIED_AT_ONCE = 256  # pairs of units; as few are cheaper in Python than in numpy
 _GOOD_ENOUGH = 1.001  # cost of the heaviest rank over the mean at which the search ends
 
 
@@ -49,118 +48,99 @@ def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
         costs: [num_units] int64.
         max_tokens: budget of a bin.
     """
-    num_units, total = len(costs), int(costs.sum())
-    rank_of, units = _list_units([[*chain.from_iterable(rank)] for rank in ranks])
-    loads, lightest = np.zeros(len(ranks), np.int64), np.full(len(ranks), _NO_UNIT)
-    np.add.at(loads, rank_of, costs[units])
-    np.minimum.at(lightest, rank_of, costs[units])  # unit of each rank
-    last = len(ranks) - 1
-    by_load = sorted(load * len(ranks) + last - rank for rank, load in enumerate(loads.tolist()))
     token_list, cost_list = [*tokens.tolist(), 0], [*costs.tolist(), 0]  # the last: of unit -1, "nothing"
+    held = [sorted([0, *[cost_list[unit] for members in rank for unit in members]]) for rank in ranks]  # 0: "nothing"
+    by_load = sorted((sum(light), -rank, light) for rank, light in enumerate(held))
+    enough = _GOOD_ENOUGH * sum(cost_list)
     for _ in range(8 * len(ranks)):
-        (least, low), (most, high) = divmod(by_load[0], len(ranks)), divmod(by_load[-1], len(ranks))
-        low, high = last - low, last - high
-        give = [cost_list[unit] for members in ranks[high] for unit in members]
-        if most * len(ranks) <= _GOOD_ENOUGH * total or len(give) < 2:
+        top, high, heavy = by_load[-1]
+        if top * len(ranks) <= enough or len(heavy) < 3:
             return  # a single unit is not less anywhere else
-        moved = None
-        if len(give) * sum(len(members) + 1 for members in ranks[low]) <= _TRIED_AT_ONCE:
-            moved = _exchange_few(ranks[high], ranks[low], most - least, token_list, cost_list, max_tokens)
-        if moved is None:  # with the cheapest rank, or there are too many pairs
-            order = np.argsort(-loads, kind="stable")
-            gaps = loads[high] - loads
-            gaps[order[np.count_nonzero(loads) : -1]] = 0  # ranks without units are alike: one of them is tried
-            is_possible = (gaps > min(give)) | ((gaps > 0) & (lightest < max(give)))
-            lows = order[is_possible[order]][::-1]
-            found, some, width = None, lows, 1 + _TRIED_AT_ONCE * len(ranks) // (num_units * len(give))
-            while len(lows) and found is None:  # most exchange with one of the first
-                some, lows, width = lows[:width], lows[width:], 2 * width
-                found = _exchange_best(ranks[high], [ranks[low] for low in some], gaps[some], tokens, costs, max_tokens)
-            if found is None:
-                return
-            low, moved = int(some[found[0]]), found[1]
-        by_load.pop()
-        by_load.remove(int(loads[low]) * len(ranks) + last - low)
-        for rank, more in ((high, -moved), (low, moved)):
-            loads[rank] += more
-            insort(by_load, int(loads[rank]) * len(ranks) + last - rank)
-            lightest[rank] = min((cost_list[unit] for members in ranks[rank] for unit in members), default=_NO_UNIT)
-
-
-def _exchange_few(
-    high: list[list[int]], low: list[list[int]], gap: int, tokens: list[int], costs: list[int], max_tokens: int
-) -> int | None:
-    """Exchange as `_exchange_best` does with one cheaper rank, pair after pair; returns the cost moved to it."""
-    rooms = [max_tokens - sum(tokens[unit] for unit in members) for members in low]
-    takes = [(unit, b) for b, members in enumerate(low) for unit in members] + [(-1, b) for b in range(len(low))]
-    nearest, pair = gap, None  # a distance below the gap: more than 0 moves, and less than the gap
-    for members in high:
-        room = max_tokens - sum(tokens[unit] for unit in members)
-        for unit in members:
-            for taken, b in takes:
-                distance = abs(2 * (costs[unit] - costs[taken]) - gap)
-                if distance < nearest and -room <= tokens[unit] - tokens[taken] <= rooms[b]:
-                    nearest, pair = distance, (members, unit, low[b], taken)
-    if pair is None:
-        return None
-    _exchange(*pair)
-    return costs[pair[1]] - costs[pair[3]]
+        pair, place, low, light = None, 0, 0, heavy
+        gives, least, most = heavy[1:], heavy[1], heavy[-1]
+        for place, (load, low, light) in enumerate(by_load):
+            gap = top - load
+            if (place and not load) or (gap <= least and light[1] >= most):
+                continue  # of ranks without units one is tried; where no unit can move, a lighter one must come back
+            for cost in gives:
+                if 0 < cost - light[bisect_left(light, cost) - 1] < gap:
+                    pair = _exchange_best(ranks[-high], ranks[-low], gap, token_list, cost_list, max_tokens)
+                    break
+            if pair is not None:
+                break
+        if pair is None:
+            return
+        given, taken = (cost_list[unit] for unit in pair)
+        load = by_load[place][0]
+        del by_load[-1], by_load[place]
+        heavy.remove(given)
+        insort(light, given)
+        if pair[1] >= 0:
+            light.remove(taken)
+            insort(heavy, taken)
+        insort(by_load, (top - given + taken, high, heavy))
+        insort(by_load, (load + given - taken, low, light))
 
 
 def _exchange_best(
-    high: list[list[int]],
-    lows: list[list[list[int]]],
-    gaps: np.ndarray,
-    tokens: np.ndarray,
-    costs: np.ndarray,
-    max_tokens: int,
+    high: list[list[int]], low: list[list[int]], gap: int, tokens: list[int], costs: list[int], max_tokens: int
 ) -> tuple[int, int] | None:
-    """Exchange the pair that comes closest to moving half of the gap, or move one unit, with the first that can.
+    """Exchange the pair that comes closest to moving half of the gap, or move one unit (-1 is taken for it).
 
     Returns:
-        Index of the cheaper rank in `lows`, and the cost moved to it; None if no exchange is possible.
+        The unit that was given to the cheaper rank and the one taken from it; None if no exchange is possible.
     """
-    bins = [members for rank in lows for members in rank]
-    give_bin, give = _list_units(high)
-    take_bin, take = _list_units(bins)
-    # "Nothing" can be taken in exchange, in every bin: unit -1 without tokens and cost.
-    take_bin = np.concatenate([take_bin, np.arange(len(bins))])
-    take = np.concatenate([take, np.full(len(bins), -1)])
-    take_rank = take_bin // (len(bins) // len(lows))
-    gap = gaps[take_rank]
-    take_tokens, take_costs = np.where(take < 0, 0, tokens[take]), np.where(take < 0, 0, costs[take])
-    more = tokens[give][:, None] - take_tokens[None]  # tokens that the low bin gains
-    room_low = max_tokens - np.bincount(take_bin, take_tokens, len(bins)).astype(np.int64)[take_bin]
-    room_high = (max_tokens - np.array([tokens[m].sum() for m in high], np.int64))[give_bin]
-    moved = costs[give][:, None] - take_costs[None]
-    is_possible = (moved > 0) & (moved < gap) & (more <= room_low) & (-more <= room_high[:, None])
-    can_take = take_rank[is_possible.any(axis=0)]
-    if len(can_take) == 0:
+    takes = [(unit, b) for b, members in enumerate(low) for unit in members]
+    takes += [(-1, b) for b in range(len(low))]  # "nothing" can be taken in exchange, in every bin
+    rooms = [max_tokens - sum([tokens[unit] for unit in members]) for members in low]
+    if len(takes) * sum(map(len, high)) > _TRIED_AT_ONCE:
+        pair = _choose_of_many(high, takes, rooms, gap, tokens, costs, max_tokens)
+    else:
+        nearest, pair = gap, None  # a distance below the gap: more than 0 moves, and less than the gap
+        offers = [(2 * costs[unit] + gap, tokens[unit], rooms[b], unit, b) for unit, b in takes]
+        for a, members in enumerate(high):
+            room = max_tokens - sum([tokens[unit] for unit in members])
+            for unit in members:
+                twice, size = 2 * costs[unit], tokens[unit]
+                for middle, length, room_low, taken, b in offers:
+                    if -nearest < twice - middle < nearest and -room <= size - length <= room_low:
+                        nearest, pair = abs(twice - middle), (unit, a, taken, b)
+    if pair is None:
         return None
-    low = int(can_take.min())
-    is_possible &= take_rank == low
-    distance = np.where(is_possible, np.abs(2 * moved - gap), np.iinfo(np.int64).max)
-    i, j = np.unravel_index(int(np.argmin(distance)), distance.shape)
-    _exchange(high[give_bin[i]], int(give[i]), bins[take_bin[j]], int(take[j]))
-    return low, int(moved[i, j])
-
-
-def _exchange(high: list[int], given: int, low: list[int], taken: int) -> None:
-    """Move a unit from one bin to another, and one back unless that is -1."""
-    high.remove(given)
-    low.append(given)
+    given, a, taken, b = pair
+    high[a].remove(given)
+    low[b].append(given)
     if taken >= 0:
-        low.remove(taken)
-        high.append(taken)
+        low[b].remove(taken)
+        high[a].append(taken)
+    return given, taken
 
 
-def _list_units(bins: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """The bin of each unit, and the unit."""
-    bin_of = np.repeat(np.arange(len(bins)), [len(members) for members in bins])
-    return bin_of, np.fromiter(chain.from_iterable(bins), np.int64, len(bin_of))
+def _choose_of_many(
+    high: list[list[int]],
+    takes: list[tuple[int, int]],
+    rooms: list[int],
+    gap: int,
+    tokens: list[int],
+    costs: list[int],
+    max_tokens: int,
+) -> tuple[int, int, int, int] | None:
+    """Choose as `_exchange_best` does for few pairs, of all pairs at once; units and bins of the pair."""
+    gives = [(unit, a) for a, members in enumerate(high) for unit in members]
+    room = [max_tokens - sum([tokens[unit] for unit in members]) for members in high]
+    more, moved = (
+        np.subtract.outer([of[unit] for unit, _ in gives], [of[unit] for unit, _ in takes]) for of in (tokens, costs)
+    )
+    distance = np.abs(2 * moved - gap)
+    distance[
+        (more > np.take(rooms, [b for _, b in takes])) | (-more > np.take(room, [a for _, a in gives])[:, None])
+    ] = gap
+    i, j = np.unravel_index(int(np.argmin(distance)), distance.shape)
+    return (*gives[i], *takes[j]) if distance[i, j] < gap else None
 
 
 MicrobatchPlan = list[list[list[int]]]  # [dp_size][num_microbatches] -> indices of sequences
+_Joined = tuple[np.ndarray, np.ndarray]  # members of parts, one after another, and where each part begins, and the end
 
 _COST_SCALE = 1024  # costs are whole numbers of this fraction of a token's linear cost
 _TRIED_ONE_BY_ONE = 64  # numbers of bins, before the smallest that fits is bisected
@@ -204,7 +184,10 @@ class _Workload:
 
     def sum_each(self, parts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and cost of each microbatch or part of one, members in their order."""
-        members, bounds = _join(parts)
+        return self.sum_joined(*_join(parts))
+
+    def sum_joined(self, members: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same of parts that are joined, see `_join`."""
         sums = np.zeros((2, len(members) + 1), np.int64)
         np.cumsum([self.tokens[members], self.costs[members]], axis=1, out=sums[:, 1:])
         if self.shared is not None:
@@ -226,10 +209,15 @@ class _Workload:
         return int(self.costs.sum() - _compute_costs(saved, self.attention_ratio).sum())
 
 
-def _join(parts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+def _join(parts: Sequence[Sequence[int]]) -> _Joined:
     """The members of all parts, one after another, and where each part begins, and the end."""
     bounds = np.cumsum([0, *map(len, parts)])
     return np.fromiter(chain.from_iterable(parts), np.int64, int(bounds[-1])), bounds
+
+
+def _number(bounds: np.ndarray) -> np.ndarray:
+    """The part of each member, by the bounds of `_join`."""
+    return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
 
 
 def _cut(members: list[int], saved: list[int]) -> list[list[int]]:
@@ -281,37 +269,44 @@ def plan_microbatches(
     arrange = partial(_plan_units, work=work, dp_size=dp_size, max_tokens=max_tokens, count_multiple=count_multiple)
     singles = [[i] for i in range(len(lengths))]
     if shared is None:
-        return arrange(singles)
+        return _spell_out(arrange(singles), dp_size)
     units = _split_groups(work, max_tokens)
     plan = arrange(units)
     longest = int(work.costs.max(initial=0))
     least = max(longest, work.sum_fully_shared() / dp_size)  # no plan's heaviest rank costs less
     fewest = _round_up(-(-sum(lengths) // (dp_size * max_tokens)), count_multiple)  # the plain plan's microbatches
-    if max(_rank_costs(plan, work)) <= _CLOSE * least and len(plan[0]) <= fewest:
-        return plan
+    loads = _rank_costs(plan, work, dp_size)
+    if max(loads) <= _CLOSE * least and len(plan[1]) - 1 <= dp_size * fewest:
+        return _spell_out(plan, dp_size)
     plain = arrange(singles)
-    plain_cost = max(_rank_costs(plain, work))
+    plain_cost = max(_rank_costs(plain, work, dp_size))
     if plain_cost > _CLOSE * longest:
-        plan = _divide_groups(units, plan, work, arrange)
-    cost, has_fewer = max(_rank_costs(plan, work)), len(plain[0]) < len(plan[0])
-    return plain if plain_cost <= (cost * _CLOSE if has_fewer else cost / _CLOSE) else plan
+        plan, loads = _divide_groups(units, plan, loads, work, arrange)
+    cost, has_fewer = max(loads), len(plain[1]) < len(plan[1])
+    is_plain = plain_cost <= (cost * _CLOSE if has_fewer else cost / _CLOSE)
+    return _spell_out(plain if is_plain else plan, dp_size)
 
 
 def _divide_groups(
-    units: list[list[int]], plan: MicrobatchPlan, work: _Workload, arrange: Callable[[list[list[int]]], MicrobatchPlan]
-) -> MicrobatchPlan:
-    """Take groups of overloaded ranks apart, as long as that makes the heaviest rank cheaper."""
-    loads = _rank_costs(plan, work)
-    for _ in range(min(2 * len(plan), _MOST_ROUNDS)):
+    units: list[list[int]],
+    plan: _Joined,
+    loads: list[int],
+    work: _Workload,
+    arrange: Callable[[list[list[int]]], _Joined],
+) -> tuple[_Joined, list[int]]:
+    """Take groups of overloaded ranks apart, as long as that makes the heaviest rank cheaper; the plan, its loads."""
+    for _ in range(min(2 * len(loads), _MOST_ROUNDS)):
         if max(loads) <= max(_CLOSE * sum(loads) / len(loads), int(work.costs.max(initial=0))):
             break
         divided = _divide_overloaded(units, plan, loads, work)
-        better = plan if divided is None else arrange(divided)
-        better_loads = _rank_costs(better, work)
-        if divided is None or max(better_loads) >= max(loads):
+        if divided is None:
+            break
+        better = arrange(divided)
+        better_loads = _rank_costs(better, work, len(loads))
+        if max(better_loads) >= max(loads):
             break
         units, plan, loads = divided, better, better_loads
-    return plan
+    return plan, loads
 
 
 def _split_groups(work: _Workload, max_tokens: int) -> list[list[int]]:
@@ -339,7 +334,7 @@ def _split_group(members: list[int], work: _Workload, max_tokens: int) -> list[l
 
 
 def _divide_overloaded(
-    units: list[list[int]], plan: MicrobatchPlan, loads: list[int], work: _Workload, few_ranks: int = _FEW_RANKS
+    units: list[list[int]], plan: _Joined, loads: list[int], work: _Workload, few_ranks: int = _FEW_RANKS
 ) -> list[list[int]] | None:
     """The units, the costliest divisible one of each overloaded rank in as many parts as a rank's share needs.
 
@@ -349,45 +344,51 @@ def _divide_overloaded(
         None if no unit can be divided.
     """
     assert work.shared is not None
-    share, costs = sum(loads) / len(loads), work.sum_each(units)[1].tolist()
-    rank_of = {i: rank for rank, microbatches in enumerate(plan) for members in microbatches for i in members}
-    heaviest: dict[int, int] = {}  # unit by rank
-    for u, unit in enumerate(units):
-        rank = rank_of[unit[0]]
-        if len(unit) > 1 and loads[rank] > _CLOSE * share:
-            heaviest[rank] = max(heaviest.get(rank, u), u, key=lambda v: (costs[v], -units[v][0]))
-    if sum(load > _CLOSE * share for load in loads) <= few_ranks:
-        heaviest = {rank: u for rank, u in heaviest.items() if rank == loads.index(max(loads))}
+    members, bounds = _join(units)
+    share, costs, firsts = sum(loads) / len(loads), work.sum_joined(members, bounds)[1], members[bounds[:-1]]
+    is_overloaded = np.asarray(loads) > _CLOSE * share
+    if np.count_nonzero(is_overloaded) <= few_ranks:
+        is_overloaded &= np.arange(len(loads)) == loads.index(max(loads))
         share = math.inf
-    if not heaviest:
+    rank_of = np.empty(len(work.tokens), np.int64)
+    rank_of[plan[0]] = _number(plan[1][:: (len(plan[1]) - 1) // len(loads)])
+    ranks = rank_of[firsts]
+    some = np.flatnonzero(is_overloaded[ranks] & (np.diff(bounds) > 1))
+    some = some[np.lexsort((firsts[some], -costs[some], ranks[some]))]
+    if not len(some):
         return None
-    chosen = sorted(heaviest.values())
+    chosen = np.sort(some[np.flatnonzero(np.diff(ranks[some], prepend=-1))]).tolist()  # the costliest of each rank
     members, bounds = _join([units[u] for u in chosen])
     saved = work.shared.measure(members, bounds[:-1]).tolist()
     parts = [_cut(units[u], saved[i:j]) for u, (i, j) in zip(chosen, pairwise(bounds.tolist()), strict=True)]
     part_costs = iter(work.sum_each([*chain.from_iterable(parts)])[1].tolist())
-    whole = set(range(len(units))) - set(chosen)
-    divided = [units[u] for u in sorted(whole)]
+    is_whole = np.ones(len(units), bool)
+    is_whole[chosen] = False
+    divided = [units[u] for u in np.flatnonzero(is_whole).tolist()]
     for u, pieces in zip(chosen, parts, strict=True):
-        bins = _fill_bins([*islice(part_costs, len(pieces))], max(2, math.ceil(costs[u] / share)))
+        bins = _fill_bins([*islice(part_costs, len(pieces))], max(2, math.ceil(int(costs[u]) / share)))
         assert bins is not None, "bins without a limit hold anything"
         divided += [[i for piece in found for i in pieces[piece]] for found in bins if found]
     return divided
 
 
-def _plan_units(
-    units: list[list[int]], work: _Workload, dp_size: int, max_tokens: int, count_multiple: int
-) -> MicrobatchPlan:
-    """Bins of units, dealt to ranks, balanced, and spelled out in sequences."""
+def _plan_units(units: list[list[int]], work: _Workload, dp_size: int, max_tokens: int, count_multiple: int) -> _Joined:
+    """Bins of units, dealt to ranks and balanced: sequences in their order, as many bins of each rank."""
     tokens, costs = work.sum_each(units)
     bins = _fill_fewest_bins(tokens.tolist(), max_tokens, dp_size, count_multiple)
     ranks = _deal(bins, costs.tolist(), dp_size)
     balance_ranks(ranks, tokens, costs, max_tokens)
-    place = range(len(work.tokens)) if work.shared is None else work.shared.places.tolist()
-    return [
-        [sorted(chain.from_iterable([units[unit] for unit in members]), key=place.__getitem__) for members in rank]
-        for rank in ranks
-    ]
+    order, bounds = _join([*chain.from_iterable(ranks)])
+    members, parts = _join([units[unit] for unit in order.tolist()])
+    places = members if work.shared is None else work.shared.places[members]
+    return members[np.argsort(_number(parts[bounds]) * len(members) + places)], parts[bounds]
+
+
+def _spell_out(plan: _Joined, dp_size: int) -> MicrobatchPlan:
+    members, bounds = (array.tolist() for array in plan)
+    microbatches = [members[i:j] for i, j in pairwise(bounds)]
+    count = len(microbatches) // dp_size
+    return [microbatches[i : i + count] for i in range(0, len(microbatches), count)]
 
 
 def _fill_fewest_bins(
@@ -434,9 +435,13 @@ def _fill_bins(lengths: list[int], num_bins: int, max_tokens: int | None = None)
 def _deal(bins: list[list[int]], unit_costs: list[int], dp_size: int) -> list[list[list[int]]]:
     """Give each rank as many bins: the heaviest remaining bin to the lightest rank that still has room."""
     ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
-    costs = [sum(unit_costs[unit] for unit in members) for members in bins]
+    costs = [sum([unit_costs[unit] for unit in members]) for members in bins]
+    by_cost = [(-cost, members) for cost, members in zip(costs, bins, strict=True)]
+    order = sorted(range(len(bins)), key=by_cost.__getitem__)
+    if len(bins) == dp_size:  # no rank gets a second one
+        return [[bins[b]] for b in order]
     heap = [*range(dp_size)]  # load * dp_size + rank
-    for b in sorted(range(len(bins)), key=lambda b: (-costs[b], bins[b])):
+    for b in order:
         key = heapq.heappop(heap)
         rank = key % dp_size
         ranks[rank].append(bins[b])
@@ -445,9 +450,8 @@ def _deal(bins: list[list[int]], unit_costs: list[int], dp_size: int) -> list[li
     return ranks
 
 
-def _rank_costs(plan: MicrobatchPlan, work: _Workload) -> list[int]:
-    costs = work.sum_each([members for rank in plan for members in rank])[1]
-    return costs.reshape(len(plan), -1).sum(1).tolist()
+def _rank_costs(plan: _Joined, work: _Workload, dp_size: int) -> list[int]:
+    return work.sum_joined(*plan)[1].reshape(dp_size, -1).sum(1).tolist()
 
 
 def microbatch_sizes(plan: MicrobatchPlan, lengths: Sequence[int], shared: SharedPrefixes | None = None) -> list[int]:
@@ -482,7 +486,7 @@ def packing_metrics(
     computed = sum(
         buckets.find_size(size) if buckets else max(-(-size // pad_multiple), 1) * pad_multiple for size in sizes
     )
-    loads = _rank_costs(plan, work)
+    loads = _rank_costs(_join(microbatches), work, len(plan))
     metrics = {
         "packing/efficiency": sum(sizes) / computed,
         "packing/padded_efficiency": sum(lengths) / max(len(lengths) * max(lengths, default=0), 1),

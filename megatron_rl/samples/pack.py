@@ -129,7 +129,7 @@ class Packer:
             padding=Padding(self.model.pad_multiple, self.model.buckets, self.plan.longest_sequence),
             shared=shared,
         )
-        batch = replace(batch, ledgers=ledgers, names=[headers.name(i) for i in range(len(headers))])
+        batch = replace(batch, ledgers=ledgers, names=headers.list_titles())
         starts = _find_starts(headers, batch)
         versions = _place(branches, "versions", starts, batch)
         return Packing(

@@ -49,13 +49,16 @@ class SharedPrefixes:
             firsts: where each list begins in `members`.
         """
         places = self.places[np.asarray(members, np.int64)]
-        spans = np.stack([np.roll(places, 1), places], axis=1) + 1  # places from the one before until its own
-        is_first = np.zeros(len(places), bool)
+        if not len(places):
+            return places
         firsts = np.asarray(firsts)
-        is_first[firsts[firsts < len(places)]] = True  # behind the end there are empty lists
-        spans[is_first, 0] = places[is_first]
-        shared = np.minimum.reduceat(np.append(self.num_shared, 0), spans.ravel())[::2] if len(places) else places
-        return np.where(is_first, 0, shared)
+        firsts = firsts[firsts < len(places)]  # behind the end there are empty lists
+        spans = np.repeat(places + 1, 2)  # places from the one before until its own
+        spans[2::2] = spans[1:-1:2]
+        spans[2 * firsts] = places[firsts]
+        shared = np.minimum.reduceat(np.append(self.num_shared, 0), spans)[::2]
+        shared[firsts] = 0
+        return shared
 
     def part(self, start: int, stop: int) -> SharedPrefixes:
         """The same of the sequences [start, stop), counted from `start`."""

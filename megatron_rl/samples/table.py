@@ -131,10 +131,10 @@ class Headers:
             if not np.isnan(value)
         }
 
-    def name(self, index: int) -> str:
-        """What a message calls a sequence."""
-        row = self.rows[index]
-        return f"prompt_id {row['prompt_id']}, sample {row['sample_index']}"
+    def list_titles(self) -> list[str]:
+        """What a message calls each sequence."""
+        pairs = zip(self.rows["prompt_id"].tolist(), self.rows["sample_index"].tolist(), strict=True)
+        return [f"prompt_id {prompt}, sample {sample}" for prompt, sample in pairs]
 
     def rescore(self, rewards: np.ndarray, name: str, scores: np.ndarray) -> Headers:
         """Other rewards, and a further component: both [num_rollouts]."""

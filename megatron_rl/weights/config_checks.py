@@ -44,6 +44,7 @@ _OPTIONS = {
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "use_qk_norm", "norm_topk_prob"), FLAG),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config"), OBJECT),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq"), POSITIVE),
+    "initializer_range": NOT_NEGATIVE,
     "partial_rotary_factor": SHARE,
     "original_max_position_embeddings": TWO,
     "layer_types": TEXTS,

@@ -31,11 +31,11 @@ CUT = replace(WHOLE, top_k=3, top_p=0.9)
 MASKS, SCORES = [[5, 8], [7], [9, 5, 6]], [-0.7, 0.0, -1.1]
 
 
-def make_server(version: str = "a-1") -> SglangServer:
+def make_server(version: str = "a-1", seed: int = 0) -> SglangServer:
     """A server that has weights."""
     config = RolloutConfig(engine="sglang", max_kept_tokens=100, server=ServerConfig(python="python"))
     process, shape = Process(0, 1, 0, 1, torch.device("cpu")), cast(ModelShape, None)  # which it does not look at
-    server = SglangServer(EngineSpec("model", shape, "float32", 40, 24, config, process, seed=0))
+    server = SglangServer(EngineSpec("model", shape, "float32", 40, 24, config, process, seed=seed))
     server.load(lambda path, body=None: {"success": True}, Path("weights"), version)
     return server
 
@@ -153,3 +153,10 @@ def test_weights_that_are_refused_are_a_failure_at_once() -> None:
         server.load(refuse, Path("weights"), "a-2")
     assert asked == [("/flush_cache?timeout=60", None), ("/update_weights_from_disk", True)]
     server.read(make_event(0, 1), Answer(make_request(WHOLE)))  # its weights are still the former
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(7, 7), (1 << 32, 0), ((1 << 63) - 1, (1 << 32) - 1)])
+def test_seeds_are_those_that_sglang_takes(seed: int, expected: int) -> None:
+    """It hands its own to NumPy, whose seeds have 32 bits; small ones are unchanged."""
+    command = make_server(seed=seed).make_command(Path("weights"), 8000)
+    assert command[command.index("--random-seed") + 1] == str(expected)

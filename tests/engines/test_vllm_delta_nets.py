@@ -24,8 +24,8 @@ from megatron_rl.checkpoint.model_files import ModelFiles
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.protocol import EngineSpec, Request
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.engines.vllm import vllm_engine as engine_module
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
+from megatron_rl.engines.vllm.vllm_engine import vllm_engine as engine_module
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.weights.model_config import load_model_shape
 from shards import find_differences
@@ -50,7 +50,7 @@ class Absent(ModuleType):
 
 def generate(rank: int, world_size: int, path: Path) -> tuple[list[str], list[tuple[np.ndarray, np.ndarray]]]:
     """Parameters that vLLM's reader and ours fill differently, and tokens with log-probs of four responses."""
-    engine_module.check_cpu_limits = lambda shape, tp_size: None  # in this fork only
+    engine_module.check_cpu_limits = lambda shape, config: None  # in this fork only
     torch.cpu._is_avx512_bf16_supported = lambda: False
     for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
         sys.modules[name] = Absent(name)  # vLLM's file has image-text models as well; builds for CPUs are not on PyPI

@@ -6,10 +6,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import random
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +22,13 @@ from megatron_rl.engines.modes import describe_modes
 from megatron_rl.engines.protocol import ENGINES, EngineSpec
 from megatron_rl.engines.vllm.vllm_arguments import list_engine_arguments, list_engine_environment
 from megatron_rl.engines.vllm.vllm_library import pack_experts, prepare_vllm, register_model
-from megatron_rl.engines.vllm.vllm_limits import CPU_HEAD_DIMS, check_cpu_limits, check_options, cpu_cache_bytes
+from megatron_rl.engines.vllm.vllm_limits import (
+    CPU_HEAD_DIMS,
+    check_cpu_limits,
+    check_options,
+    cpu_cache_bytes,
+    list_arguments,
+)
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.types import UserError
 from megatron_rl.weights.delta_nets import DeltaNetSizes
@@ -119,7 +127,7 @@ def test_unsupported_head_dim_is_refused_on_cpu() -> None:
     """vLLM itself would fail at the first generate."""
     assert 16 not in CPU_HEAD_DIMS
     with pytest.raises(UserError, match="head_dim 16"):
-        check_cpu_limits(replace(SHAPE, head_dim=16), 1)
+        check_cpu_limits(replace(SHAPE, head_dim=16), RolloutConfig())
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
@@ -127,15 +135,16 @@ def test_gated_delta_nets_are_refused_on_cpu(family: str) -> None:
     """Its kernels there want bfloat16: in float32 they fail at the first token."""
     nets = replace(SHAPE, family=family, delta_net=DeltaNetSizes(2, 4, 16, 16, 4), delta_layers=(0,))
     with pytest.raises(UserError, match=f"vllm on a CPU with a {family} model"):
-        check_cpu_limits(nets, 1)
+        check_cpu_limits(nets, RolloutConfig())
 
 
 @pytest.mark.parametrize(("ffn", "tp_size", "columns"), [(80, 1, 80), (96, 2, 48)])
 def test_expert_slices_that_vllm_would_pad_are_refused_on_cpu(ffn: int, tp_size: int, columns: int) -> None:
     experts = replace(SHAPE, family="mixtral", num_experts=4, experts_per_token=2)
-    check_cpu_limits(replace(experts, ffn_hidden_size=64 * tp_size), tp_size)
+    config = RolloutConfig(tensor_model_parallel_size=tp_size)
+    check_cpu_limits(replace(experts, ffn_hidden_size=64 * tp_size), config)
     with pytest.raises(UserError, match=f"hidden size 128 with {columns} columns per rank"):
-        check_cpu_limits(replace(experts, ffn_hidden_size=ffn), tp_size)
+        check_cpu_limits(replace(experts, ffn_hidden_size=ffn), config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -204,25 +213,41 @@ def test_names_of_arguments_and_environment(vllm_imported: None) -> None:
     assert list_engine_arguments(spec)["max_num_batched_tokens"] == 5040, "the longest sequence is computed whole"
 
 
+def test_seeds_are_those_that_vllm_takes(vllm_imported: None) -> None:
+    """Of a run with a seed of 63 bits, too: vLLM hands its own to NumPy. Small ones are unchanged."""
+    from vllm.utils.torch_utils import set_random_seed
+
+    state = np.random.get_state(), random.getstate(), torch.get_rng_state()
+    for seed, rank, expected in ((7, 0, 7), (7, 3, 10), ((1 << 32) - 1, 1, 0), ((1 << 63) - 1, 0, (1 << 32) - 1)):
+        spec = replace(SPEC, seed=seed, process=Process(rank, 4, rank, 4, torch.device("cpu")))
+        found = list_engine_arguments(spec)["seed"]
+        assert found == expected
+        set_random_seed(found)
+    np.random.set_state(state[0])
+    random.setstate(state[1])
+    torch.set_rng_state(state[2])
+
+
 def test_options_reach_vllm(vllm_imported: None) -> None:
     """Over our own arguments; what is refused is an argument of this vLLM, and what is not one is named."""
     from vllm.engine.arg_utils import EngineArgs
 
-    known = {item.name for item in fields(EngineArgs)}
+    known = list_arguments(Path(importlib.import_module("vllm").__file__).parent)
+    assert known == {item.name for item in fields(EngineArgs)}, "the source says what the class has"
     assert REFUSED.keys() <= known, REFUSED.keys() - known
     options = {"kv_cache_dtype": "auto", "max_num_batched_tokens": 9000}
     spec = replace(SPEC, config=RolloutConfig(engine_options=options))
-    check_options(spec, known)
+    check_options(options)
     assert list_engine_arguments(spec) | options == list_engine_arguments(spec)
     assert set(list_engine_arguments(SPEC)) - {"max_num_batched_tokens", "block_size", "enable_chunked_prefill"} <= (
         REFUSED.keys() | {"disable_log_stats"}
     ), "what this program needs is not the user's to set"
-    for options, message in (
-        ({"kv_cache_dtyp": "auto"}, "did you mean 'kv_cache_dtype'"),
-        ({"enable_chunked_prefill": True}, "cannot turn back the random numbers"),
-    ):
-        with pytest.raises(UserError, match=message):
-            check_options(replace(SPEC, config=RolloutConfig(engine_options=options)), known)
+    with pytest.raises(UserError, match="did you mean 'kv_cache_dtype'"):
+        check_options(["kv_cache_dtyp"])
+    check_cpu_limits(SHAPE, RolloutConfig(engine_options={"enable_chunked_prefill": False}))
+    with pytest.raises(UserError) as caught:
+        check_cpu_limits(SHAPE, RolloutConfig(engine_options={"enable_chunked_prefill": True}))
+    assert "cannot turn back the random numbers" in caught.value.expected
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 """A dry run and a start agree: what one refuses, the other refuses with the same words, and what passes starts.
 
 Both entry points are called in this process; the start is stopped where it would build the run. Not covered: what only
-the machine tells (GPUs, ports, the run directory), which a dry run does not look at.
+the machine tells (GPUs, ports, rights to write), which a dry run does not look at.
 """
 
 from __future__ import annotations
@@ -106,8 +106,13 @@ def files(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     sizes = {**ENGINE_SIZES, "num_hidden_layers": 2}
     save_tiny_model(directory / "other", "llama", **sizes, vocab_size=16)
     save_tiny_model(directory / "short", "qwen2", **sizes, vocab_size=8)
+    save_tiny_model(directory / "olmo2", "olmo2", **sizes, vocab_size=16)
     model = json.loads((directory / "model/config.json").read_text())
-    for name, change in (("unknown", {"model_type": "mamba"}), ("wider", {"intermediate_size": 256})):
+    for name, change in (
+        ("unknown", {"model_type": "mamba"}),
+        ("wider", {"intermediate_size": 256}),
+        ("negative", {"initializer_range": -0.02}),
+    ):
         shutil.copytree(directory / "model", directory / name)
         (directory / name / "config.json").write_text(json.dumps(model | change))
     shutil.copytree(directory / "model", directory / "weightless")
@@ -130,6 +135,22 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "unknown engine": (
         ["rollout.engine=tensorrt"],
         ['"tensorrt" is not known', "hf, megatron, openai, sglang, vllm, vllm_server"],
+    ),
+    "family that vLLM lacks": (
+        ["model.path={files}/olmo2", "model.tokenizer={files}/model"],
+        ["vLLM has no Olmo2ForCausalLM of its own", "set rollout.engine=hf"],
+    ),
+    "option that vLLM lacks": (
+        ["rollout.engine_options={kv_cache_dtyp: auto}"],
+        ["no argument 'kv_cache_dtyp'", "did you mean 'kv_cache_dtype'"],
+    ),
+    "option that vLLM's server lacks": (
+        ["rollout.engine=vllm_server", "rollout.engine_options={kv_cache_dtyp: auto}"],
+        ["no argument 'kv_cache_dtyp'"],
+    ),
+    "servers without an interpreter": (
+        ["rollout.engine=vllm_server", "rollout.server.python=/nowhere/python"],
+        ["rollout.server.python = /nowhere/python"],
     ),
     "unknown engine with a plugin": ([PLUGINS, "rollout.engine=tensorrt"], ['"tensorrt" is not known']),
     "no critic for gae": ([GAE, "critic.enable=false"], ["critic.enable", "contradicts"]),
@@ -190,6 +211,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no model": (["model.path=/nowhere/model"], ["/nowhere/model", "config.json"]),
     "model without weights": (["model.path={files}/weightless"], ["weightless has no weights"]),
     "config of another model": (["model.path={files}/wider"], ["do not match", "config.json"]),
+    "negative spread of weights": (["model.path={files}/negative"], ["initializer_range = -0.02"]),
     "unknown architecture": (["model.path={files}/unknown"], ["'mamba'"]),
     "no tokenizer": (["model.tokenizer=/nowhere"], ["/nowhere", "model.tokenizer"]),
     "vocabulary too small": (["model.path={files}/short", "model.tokenizer={files}/model"], ["tokens, the model 8"]),
@@ -217,6 +239,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "prompts that were not measured": (["data.pass_rates=/nowhere"], ["no rollouts of", "/nowhere/train/rollouts"]),
     "no reward file": (["reward.function=/nowhere.py:score"], ["/nowhere.py"]),
     "no such reward": (["reward.function={files}/reward.py:absent"], ["absent"]),
+    "run directory that is a file": (["trainer.run_dir={files}/reward.py"], ["reward.py", "Not a directory"]),
+    "run directory in a file": (["trainer.run_dir={files}/reward.py/run"], ["reward.py/run", "Not a directory"]),
+    "run directory of a long name": ([f"trainer.run_dir=/tmp/{300 * 'a'}"], ["aaa", "File name too long"]),
+    "no directory to resume from": (["checkpoint.resume=/nowhere/run"], ["/nowhere/run/manifest.json"]),
+    "nothing to resume from": (["checkpoint.resume={files}/model"], ["model/manifest.json does not read"]),
     "reward without a weight": (["reward.components=[math]"], ['"math" is not a weight and a source']),
 }
 SFT_MISTAKES: dict[str, tuple[list[str], list[str]]] = {
@@ -224,6 +251,8 @@ SFT_MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "long response": (["data.max_response_length=1"], ["response has", "train.jsonl:1"]),
     "no response": (["data.response_key=solution"], ['"solution" is missing']),
     "tp and kv heads": (["actor.tensor_model_parallel_size=4"], ["KV heads"]),
+    "run directory that is a file": (["trainer.run_dir={files}/reward.py"], ["reward.py", "Not a directory"]),
+    "no directory to resume from": (["checkpoint.resume=/nowhere/run"], ["/nowhere/run/manifest.json"]),
 }
 PASSES: dict[str, tuple[list[str], list[str]]] = {
     "as it is": ([], []),

@@ -2,7 +2,7 @@
 """Broken config.json files: each is refused with four parts by what the dry run and the start share.
 
 The tables hold values that hand-written, cut-off and generated files have had. Not covered: keys that only a library
-reads (`initializer_range`, say), and sizes that are right and do not fit the weights (tests/checkpoint).
+reads (`attention_dropout`, say), and sizes that are right and do not fit the weights (tests/checkpoint).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ VALUES: dict[str, list[Any]] = {
     "vocab_size": [0, "19", None, -19],
     "max_position_embeddings": [None, 0, "256", 1, INF, -256],
     "rms_norm_eps": ["abc", NAN, INF, 0, -1e-6, None, True, 1e300, 1e-300],
+    "initializer_range": ["0.02", -0.02, NAN, INF, True],
     "rope_theta": ["1e4", 0, -1.0, NAN, 1.0, [1e4]],
     "rope_scaling": [5, "yarn", [], {"rope_type": 5}, {"rope_type": ["yarn"]}, {"rope_type": "dynamic", "factor": 2.0}],
     "rope_parameters": [
@@ -227,7 +228,7 @@ def test_the_bound_on_layers_is_exact(task: Path, broken: Path) -> None:
 
 # What a library, an engine or the machine refuses -> changes of config.json, settings, and words.
 BEHIND_CONFIG: dict[str, tuple[dict[str, Any], list[str], str]] = {
-    "a text for a number": ({"initializer_range": "x"}, [], "transformers cannot read it"),
+    "a text for a number": ({"attention_dropout": "x"}, [], "transformers cannot read it"),
     "no token ids": ({"eos_token_id": [1, "a"]}, [], "transformers cannot read it"),
     "no type": ({"dtype": "float99"}, [], "transformers cannot read it"),
     "padding outside": ({"pad_token_id": 9999}, ["rollout.engine=hf"], "Padding_idx must be within"),
@@ -251,15 +252,21 @@ def test_what_an_engine_refuses_is_refused_before(case: str, task: Path, broken:
 
 
 @pytest.mark.parametrize("is_launched", [True, False])
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("actor.step_mode=graph", "actor.step_mode = graph, but there is no CUDA device"),
+        ("model.transformer_impl=transformer_engine", "Transformer Engine is not usable here"),
+    ],
+)
 def test_the_machine_is_checked_where_ranks_were_started(
-    is_launched: bool, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setting: str, words: str, is_launched: bool, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan is for another machine, perhaps: there it is a note. No GPU is here, as everywhere in this tier."""
     monkeypatch.delenv("RANK", raising=False)
     if is_launched:
         monkeypatch.setenv("RANK", "0")
-    words = "actor.step_mode = graph, but there is no CUDA device"
-    config = load_config(None, overrides_for(task, tmp_path / "run", "actor.step_mode=graph")).config
+    config = load_config(None, overrides_for(task, tmp_path / "run", setting)).config
     if is_launched:
         with pytest.raises(UserError, match=words):
             read_rl_inputs(config, 1)
@@ -279,7 +286,7 @@ def test_codes_of_experts_are_refused_for_every_device() -> None:
 
 CASES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "a value": ({"num_hidden_layers": "2"}, [], "num_hidden_layers = '2'"),
-    "a key of the engine": ({"initializer_range": "x"}, [], "transformers cannot read it"),
+    "a key of the engine": ({"attention_dropout": "x"}, [], "transformers cannot read it"),
     "a model that the engine cannot build": ({"pad_token_id": 9999}, [], "Padding_idx"),
     "graphs without a GPU": ({}, ["actor.step_mode=graph"], "actor.step_mode = graph, but there is no CUDA device"),
     "an adapter": ({}, ["actor.lora.rank=4", "actor.lora.path={adapter}"], "holds no JSON object"),

@@ -11,6 +11,7 @@ this replica's share only, as on a rank.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -132,6 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the result here as well", metavar="FILE")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported, as a run does
     rows = []
     for ranks in options.ranks:
         for sequences in options.sequences:

@@ -37,11 +37,12 @@ class SglangServer:
         """In the environment of `rollout.server.python`, which `config.rollout_checks` asks for."""
         spec, config = self._spec, self._spec.config
         assert config.server.python is not None
+        seed = str(spec.seed % (1 << 32))  # NumPy's global seed has 32 bits
         longest = spec.max_prompt_length + spec.max_response_length
         command = [config.server.python, "-W", "ignore", "-c", START_SGLANG, "--model-path", str(directory)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", spec.dtype, "--skip-tokenizer-init"]
         command += ["--tp-size", str(config.tensor_model_parallel_size), "--context-length", str(longest)]
-        command += ["--max-running-requests", str(config.max_num_seqs), "--random-seed", str(spec.seed)]
+        command += ["--max-running-requests", str(config.max_num_seqs), "--random-seed", seed]
         command += ["--log-level", "warning", "--skip-server-warmup", "--incremental-streaming-output"]
         command += ["--sampling-mask-max-tokens", str(_ROOM_FOR_TIES * config.max_kept_tokens)]
         if spec.process.device.type == "cpu":

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -62,9 +62,9 @@ class VllmEngine:
         self._shape, self._tp_size = spec.shape, spec.config.tensor_model_parallel_size
         self._place = spec.find_place
         if spec.process.device.type == "cpu":
-            check_cpu_limits(spec.shape, self._tp_size)
+            check_cpu_limits(spec.shape, spec.config)
         vllm = prepare_vllm(spec.process.device)
-        check_options(spec, {item.name for item in fields(import_module("vllm.engine.arg_utils").EngineArgs)})
+        check_options(spec.config.engine_options)
         register_model(vllm, spec)
         self.code_format = register_codes(spec)
         launcher_world = os.environ.get("LOCAL_WORLD_SIZE")

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.vllm.vllm_arguments import LOAD_FORMAT
 from megatron_rl.engines.vllm.vllm_coding import register_method
+from megatron_rl.engines.vllm.vllm_limits import check_family
 from megatron_rl.engines.vllm.vllm_lora import take_slot
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES
@@ -196,23 +197,16 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
             that is not here.
     """
     check_engine(spec.shape, "vllm", spec.config.quantization, spec.adapters)
+    check_family(spec.shape)
     family = FAMILIES[spec.shape.family]
-    name = f"vllm.model_executor.models.{family.vllm_module or spec.shape.family}"
     try:
-        module = import_module(name)
+        module = import_module(f"vllm.model_executor.models.{family.vllm_module or spec.shape.family}")
     except ModuleNotFoundError as error:
-        if error.name != name:
-            raise UserError(
-                f"vLLM's {family.architecture} needs the package {error.name}, which is not installed",
-                source="rollout.engine and the model's config.json",
-                expected=f"{error.name}, in a build that fits torch",
-                hint="install it, or set rollout.engine=hf",
-            ) from None
         raise UserError(
-            f"rollout.engine = 'vllm', and vLLM has no {family.architecture} of its own",
+            f"vLLM's {family.architecture} needs the package {error.name}, which is not installed",
             source="rollout.engine and the model's config.json",
-            expected="hf or megatron for this family",
-            hint="set rollout.engine=hf",
+            expected=f"{error.name}, in a build that fits torch",
+            hint="install it, or set rollout.engine=hf",
         ) from None
     vllm.ModelRegistry.register_model(family.architecture, getattr(module, family.architecture))
 

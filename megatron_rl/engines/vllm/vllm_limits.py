@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM cannot do on a device, and how much KV cache it gets on a CPU."""
+"""What vLLM lacks, or cannot do on a CPU, found without importing it, and how much KV cache it gets there."""
 
 from __future__ import annotations
 
+import ast
 import difflib
-from collections.abc import Collection
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
 
+from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import FAMILIES, ModelShape
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts, and the table knows no padding
@@ -16,16 +20,23 @@ CPU_BLOCK_SIZE = 32
 _MAX_CPU_CACHE_BYTES = 1 << 30
 
 
-def check_cpu_limits(shape: ModelShape, tp_size: int) -> None:
-    """Refuse a model that vLLM does not serve on a CPU.
+def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
+    """Refuse a model or an option that vLLM does not serve on a CPU.
 
     Args:
         shape: the model.
-        tp_size: ranks of an engine.
+        config: of its engine.
 
     Raises:
         UserError: naming the size and what is served.
     """
+    if config.engine_options.get("enable_chunked_prefill"):
+        raise UserError(
+            "rollout.engine_options has enable_chunked_prefill",
+            source="rollout.engine_options",
+            expected="prompts that are computed whole: on a CPU vLLM cannot turn back the random numbers of a part",
+            hint="leave it out",
+        )
     if shape.head_dim not in CPU_HEAD_DIMS:
         raise UserError(
             f"vLLM's CPU attention does not serve head_dim {shape.head_dim}",
@@ -41,7 +52,7 @@ def check_cpu_limits(shape: ModelShape, tp_size: int) -> None:
             expected="hf on a CPU",
             hint="set rollout.engine=hf",
         )
-    sizes = shape.hidden_size, shape.ffn_hidden_size // tp_size
+    sizes = shape.hidden_size, shape.ffn_hidden_size // config.tensor_model_parallel_size
     if shape.num_experts and any(n % CPU_EXPERT_MULTIPLE for n in sizes):
         raise UserError(
             f"vLLM's CPU experts do not serve hidden size {sizes[0]} with {sizes[1]} columns per rank",
@@ -51,17 +62,30 @@ def check_cpu_limits(shape: ModelShape, tp_size: int) -> None:
         )
 
 
-def check_options(spec: EngineSpec, known: Collection[str]) -> None:
-    """Refuse options that vLLM does not have, or not on this device.
+def check_family(shape: ModelShape) -> None:
+    """Refuse a model for which the installed vLLM, if any, has no implementation of its own (UserError)."""
+    package, family = _find_package(), FAMILIES[shape.family]
+    name = f"model_executor/models/{family.vllm_module or shape.family}.py"
+    if package is not None and not (package / name).is_file():
+        raise UserError(
+            f"rollout.engine = 'vllm', and vLLM has no {family.architecture} of its own",
+            source="rollout.engine and the model's config.json",
+            expected="hf or megatron for this family",
+            hint="set rollout.engine=hf",
+        )
+
+
+def check_options(options: Iterable[str]) -> None:
+    """Refuse options that the installed vLLM, if any, does not have.
 
     Args:
-        spec: of the engine.
-        known: names of vLLM's `EngineArgs`.
+        options: names in `rollout.engine_options`.
 
     Raises:
-        UserError: naming the option.
+        UserError: naming the first of them.
     """
-    options = spec.config.engine_options
+    package = _find_package()
+    known = set(options) if package is None or not options else list_arguments(package)
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -71,13 +95,19 @@ def check_options(spec: EngineSpec, known: Collection[str]) -> None:
                 expected="arguments of vllm.EngineArgs",
                 hint=f"did you mean {close[0]!r}?" if close else "leave it out",
             )
-    if spec.process.device.type == "cpu" and options.get("enable_chunked_prefill"):
-        raise UserError(
-            "rollout.engine_options has enable_chunked_prefill",
-            source="rollout.engine_options",
-            expected="prompts that are computed whole: on a CPU vLLM cannot turn back the random numbers of a part",
-            hint="leave it out",
-        )
+
+
+def list_arguments(package: Path) -> set[str]:
+    """Return the names of the arguments of vLLM's `EngineArgs`, read from its source in `package`."""
+    source = (package / "engine" / "arg_utils.py").read_text(encoding="utf-8")
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    body = next(node.body for node in classes if node.name == "EngineArgs")
+    return {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+
+
+def _find_package() -> Path | None:
+    spec = importlib.util.find_spec("vllm")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def cpu_cache_bytes(spec: EngineSpec) -> int:
