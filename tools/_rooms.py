@@ -23,7 +23,7 @@ ROOMS: dict[str, Room] = {
     "config": Room(0, "settings: schema, recipes, command line, batch arithmetic, verl's names"),
     "types": Room(0, "shared types: prompts, rollouts, user errors"),
     "observability": Room(0, "metrics, logs, TensorBoard, status page"),
-    "extension": Room(0, "registries, plugins"),
+    "extension": Room(0, "registries, plugins, abilities of engines"),
     "parallel": Room(1, "layouts, process groups, collectives, Ulysses, CPU runtime"),
     "weights": Room(2, "logical tensors, model families, placements"),
     "algorithms": Room(2, "advantage estimators, losses, KL, corrections; pure"),

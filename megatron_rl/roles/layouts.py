@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.engines.vllm_limits import check_cpu_limits
+from megatron_rl.extension.engines import find_engine
 from megatron_rl.parallel.heads import check_context_parallel
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import DTYPE_BYTES, check_layout
@@ -51,7 +51,7 @@ def check_machine(
         engine: of the policy; None if it samples nothing.
 
     Raises:
-        UserError: a step mode or a model of vLLM's that needs a GPU of some kind.
+        UserError: a step mode, or a model in its engine, that needs a GPU of some kind.
     """
     if not HAS_TORCH:
         return []
@@ -63,8 +63,9 @@ def check_machine(
                 from megatron_rl.training.step import check_step_mode
 
                 check_step_mode(spec, shape, config.model.dtype)
-        if engine == "vllm" and not torch.cuda.is_available():
-            check_cpu_limits(roles["actor"][1], config.rollout.tensor_model_parallel_size)
+        check_on_cpu = find_engine(engine).check_on_cpu if engine is not None else None
+        if check_on_cpu is not None and not torch.cuda.is_available():
+            check_on_cpu(roles["actor"][1], config.rollout.tensor_model_parallel_size)
     except UserError as error:
         if "RANK" in os.environ:
             raise

@@ -24,8 +24,6 @@ from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import check_mtp, is_image_text, load_model_shape
 from megatron_rl.weights.support import check_engine, check_rollout_layout, check_router_replay
 
-_READ_BY_TRANSFORMERS = ("hf", "vllm", "vllm_server", "sglang")  # engines that read config.json with it
-
 
 @dataclass(frozen=True)
 class RoleInputs:
@@ -84,8 +82,8 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
     policy = roles["actor"].shape
     adapters = make_adapter_shape(policy, config.actor.lora, "actor") if config.hybrid.lora == "adapter" else None
     check_engine(policy, config.rollout.engine, config.rollout.quantization, adapters)
-    if HAS_TORCH and config.rollout.engine in _READ_BY_TRANSFORMERS:
-        _check_transformers(find_model_files(config.model.path), is_built=config.rollout.engine == "hf")
+    if HAS_TORCH and config.rollout.supports("reads_config"):
+        _check_transformers(find_model_files(config.model.path), is_built=config.rollout.supports("builds_model"))
     check_rollout_layout(policy, config.rollout.tensor_model_parallel_size)
     check_router_replay(policy, config.actor.router_replay)
     if config.actor.mtp_lr:
