@@ -265,10 +265,7 @@ EngineMaker = Callable[[EngineSpec], SteppedEngine | ClosedBatches]
 def register_rollout_engine(name: str, supports: Collection[str] = ()) -> Callable[[EngineMaker], EngineMaker]:
     """Decorator: make `engine(spec)`, such as a class with that argument, known as rollout.engine = `name`.
 
-    Args:
-        name: what the config says; must be new.
-        supports: what it can beside plain sampling, of `extension.engines.ABILITIES`; a run that needs anything else is
-            refused.
+    `supports`: what it can beside plain sampling (`extension.engines.ABILITIES`); a run that needs more is refused.
 
     Raises:
         UserError: the name is taken, or an ability does not exist.

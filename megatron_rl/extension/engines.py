@@ -40,21 +40,15 @@ ABILITIES = {
 
 @dataclass(frozen=True)
 class RegisteredEngine:
-    """An engine, made of an `EngineSpec`, and what it supports.
-
-    Attributes:
-        make: the engine of a spec.
-        supports: names of `ABILITIES`.
-        check_on_cpu: of a model's shape and the ranks per engine; raises a UserError for a model that it does not serve
-            on a CPU. None: it serves each.
+    """An engine, made of an `EngineSpec`; which of `ABILITIES` it has; and what refuses models on a CPU (UserError).
 
     Raises:
         UserError: an ability that does not exist.
     """
 
     make: Callable[[Any], Any]
-    supports: Collection[str] = frozenset()
-    check_on_cpu: Callable[[Any, int], None] | None = None
+    supports: Collection[str] = ()
+    check_on_cpu: Callable[[Any, int], None] | None = None  # of a model's shape, and the ranks of an engine
 
     def __post_init__(self) -> None:
         if unknown := sorted({*self.supports} - ABILITIES.keys()):
@@ -72,7 +66,9 @@ class RegisteredEngine:
 
 
 _IN_RANKS = {"decode_steps", "truncation", "min_tokens", "bitwise", "routes", "sinks"}
+_HF = _IN_RANKS | {"delta_nets", "any_sinks", "reads_config", "builds_model"}
 _SERVER = {"is_server", "tensor_parallel", "delta_nets"}
+_STARTED = _SERVER | {"starts_server", "reloads_server", "truncation", "reads_config"}
 _VLLM = {"tensor_parallel", "truncation", "min_tokens", "options", "vllm_modes", "delta_nets", "reads_config"}
 ENGINES: dict[str, RegisteredEngine] = {
     "vllm": RegisteredEngine(
@@ -80,23 +76,16 @@ ENGINES: dict[str, RegisteredEngine] = {
         _IN_RANKS | _VLLM | {"adapters", "coded_weights"},
         Deferred("megatron_rl.engines.vllm_limits", "check_cpu_limits"),
     ),
-    "hf": RegisteredEngine(
-        Deferred("megatron_rl.engines.transformers", "HuggingFaceEngine"),
-        _IN_RANKS | {"delta_nets", "any_sinks", "reads_config", "builds_model"},
-    ),
+    "hf": RegisteredEngine(Deferred("megatron_rl.engines.transformers", "HuggingFaceEngine"), _HF),
     "megatron": RegisteredEngine(
         Deferred("megatron_rl.training.policy_engine", "PolicyEngine"),
         _IN_RANKS | {"is_actor", "adapters", "any_sinks"},
     ),
     "vllm_server": RegisteredEngine(
-        Deferred("megatron_rl.engines.served", "build_vllm_server"),
-        _SERVER | _VLLM | {"starts_server", "this_python", "reloads_server"},
+        Deferred("megatron_rl.engines.served", "build_vllm_server"), _STARTED | _VLLM | {"this_python"}
     ),
     "openai": RegisteredEngine(Deferred("megatron_rl.engines.served", "build_openai_server"), _SERVER),
-    "sglang": RegisteredEngine(
-        Deferred("megatron_rl.engines.server_sglang", "build_sglang"),
-        _SERVER | {"starts_server", "reloads_server", "truncation", "reads_config"},
-    ),
+    "sglang": RegisteredEngine(Deferred("megatron_rl.engines.server_sglang", "build_sglang"), _STARTED),
 }
 
 
