@@ -213,6 +213,53 @@ def find_forbidden_calls(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno}: get_args(); pass the configuration"
 
 
+@cache
+def read_engine_names() -> frozenset[str]:
+    """The names of the rollout engines, from the table that declares what each supports."""
+    body = parse(ROOT / PACKAGE / "extension/engines.py").tree.body
+    (table,) = (
+        node.value for node in body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ENGINES"
+    )
+    return frozenset(ast.literal_eval(key) for key in table.keys)
+
+
+def find_engine_names(source: Source) -> Iterator[str]:
+    """Yield one line per place outside of the engines that decides by the name of one.
+
+    A place is a comparison, `startswith`, a case of `match`, a literal table that is looked up, or a collection of
+    nothing but names.
+    """
+    if source.room == "engines" or source.path.is_relative_to(Path(PACKAGE, "config/verl")):
+        return
+    for node in ast.walk(source.tree):
+        if any(_is_engine_name(part) for part in _list_deciding(node)):
+            yield f"{source.path}:{node.lineno}: decides by the name of an engine; ask `rollout.supports`"
+
+
+def _list_deciding(node: ast.AST) -> list[ast.expr | None]:
+    """The expressions that a node compares with, or all that it looks up."""
+    if isinstance(node, ast.Compare):
+        return [part for side in (node.left, *node.comparators) for part in _list_elements(side) or [side]]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.args[:1] if node.func.attr == "startswith" else _list_elements(node.func.value)
+    if isinstance(node, ast.Subscript):
+        return _list_elements(node.value)
+    if isinstance(node, ast.MatchValue):
+        return [node.value]
+    elements = [] if isinstance(node, ast.Dict) else _list_elements(node)
+    return elements if len(elements) > 1 and all(map(_is_engine_name, elements)) else []
+
+
+def _list_elements(node: ast.AST) -> list[ast.expr | None]:
+    if isinstance(node, ast.Dict):
+        return node.keys
+    return [*node.elts] if isinstance(node, ast.Tuple | ast.List | ast.Set) else []
+
+
+def _is_engine_name(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value in read_engine_names()
+
+
 RULES = {
     "imports point down": find_upward_imports,
     "megatron stays behind its wall": find_wall_breaches,
@@ -220,6 +267,7 @@ RULES = {
     "files have a head": find_header_problems,
     "public names are documented": find_undocumented,
     "no print and no global arguments": find_forbidden_calls,
+    "engines are asked what they support": find_engine_names,
 }
 
 
@@ -366,6 +414,18 @@ def _source(path: str, text: str) -> Source:
         (find_undocumented, "tools/a.py", "class A:\n    def f(self): ...\n    def _g(self): ...", 2),
         (find_forbidden_calls, "megatron_rl/data/a.py", "print(1); get_args(); get_args(int)", 2),
         (find_forbidden_calls, "tools/a.py", "print(1)", 0),
+        (
+            find_engine_names,
+            "tools/a.py",
+            "a.engine == 'vllm'; 'hf' != a; a in ('x', 'sglang'); a not in ['openai']",
+            4,
+        ),
+        (find_engine_names, "launch/a.py", "a.startswith('vllm'); {'hf': 1}.get(a, 2); {'megatron': 1}[a]", 3),
+        (find_engine_names, "megatron_rl/data/a.py", "SERVERS = ('vllm_server', 'openai')", 1),
+        (find_engine_names, "megatron_rl/data/a.py", "match a:\n    case 'hf' | 'vllm':\n        pass", 2),
+        (find_engine_names, "megatron_rl/engines/a.py", "a == 'vllm'", 0),
+        (find_engine_names, "megatron_rl/config/verl/a.py", "a == 'vllm'", 0),
+        (find_engine_names, "megatron_rl/data/a.py", "find_spec('vllm'); a == 'torch'; b = {'hf': 1}", 0),
     ],
 )
 def test_rules_find_what_they_should(rule, path: str, text: str, num_problems: int) -> None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.directory import resolve_weights
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.extension.engines import ENGINES
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.run.command_line import leave
 from megatron_rl.types import UserError
@@ -41,9 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layout", default="tp=1", help="of Megatron: tp=2,pp=2 (also vpp, ep; dp is the rest)")
     parser.add_argument("--sequence-parallel", action="store_true", help="Megatron's TP sequence parallelism")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all models (float32)")
-    parser.add_argument(
-        "--engine", choices=("vllm", "hf", "megatron", "none"), default="vllm", help="rollout engine (vllm)"
-    )
+    engines = [name for name, engine in ENGINES.items() if not engine.has("is_server")]
+    parser.add_argument("--engine", choices=(*engines, "none"), default="vllm", help="rollout engine (vllm)")
     parser.add_argument("--engine-tp", type=int, default=1, metavar="N", help="ranks per vLLM engine (1)")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="one per line; default: random tokens")
     parser.add_argument("--num-prompts", type=int, default=4, metavar="N", help="random prompts (4)")

@@ -194,7 +194,7 @@ class BatchPlan:
             dp_size=dp_size,
             engine_ranks=engine_ranks,
             num_engines=rollout_ranks // engine_ranks,
-            engine_is_actor=cfg.rollout.engine == "megatron",
+            engine_is_actor=cfg.rollout.supports("is_actor"),
             train_batch_size=data.train_batch_size,
             group_size=group_size,
             rollouts_per_step=data.train_batch_size * group_size,
@@ -311,7 +311,7 @@ def check_ranks(layout: LayoutConfig, ranks: range, section: str) -> int:
 def _count_engine_ranks(cfg: RunConfig, world_size: int) -> int:
     """Ranks that form a rollout engine."""
     actor, rollout_tp_size = cfg.actor, cfg.rollout.tensor_model_parallel_size
-    if cfg.rollout.engine == "megatron":
+    if cfg.rollout.supports("is_actor"):
         sizes = (actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size, actor.expert_model_parallel_size)
         return math.gcd(math.prod(sizes), world_size)  # the product; an EP size that does not fit is refused later
     if world_size % rollout_tp_size:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.server import SERVER_ENGINES, ServerConfig
+from megatron_rl.config.server import ServerConfig
 
 _Idle = tuple[str, str, Any]
 _PASS_RATES = [0.1, 0.9]
@@ -45,9 +45,9 @@ def _find_idle(config: RunConfig) -> Iterator[_Idle]:
         yield ("reference.offload", "the reference is the actor without its adapters (actor.lora.rank)", False)
     if config.reference.reset_every is not None and config.algorithm.kl_coef == 0:
         yield ("reference.reset_every", "algorithm.kl_coef is 0: there is no reference", None)
-    if config.rollout.engine == "megatron" and not config.hybrid.alias_weights:
-        yield ("hybrid.alias_weights", "rollout.engine 'megatron' has no weights of its own", True)
-    if config.rollout.engine not in SERVER_ENGINES and config.rollout.server != ServerConfig():
+    if config.rollout.supports("is_actor") and not config.hybrid.alias_weights:
+        yield ("hybrid.alias_weights", f"rollout.engine {config.rollout.engine!r} has no weights of its own", True)
+    if not config.rollout.supports("is_server") and config.rollout.server != ServerConfig():
         yield ("rollout.server", f"rollout.engine {config.rollout.engine!r} is no server", ServerConfig())
     if config.layout.lengths is not None and config.layout.mode == "given":
         yield ("layout.lengths", "layout.mode is 'given'", None)

@@ -41,9 +41,9 @@ def check_placement(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
             expected=f"a role for each of the {world_size} ranks",
             hint="start fewer ranks, or give these to a role; roles that are not named are on all ranks",
         )
-    if ranks["rollout"] != ranks["actor"] and cfg.rollout.engine == "megatron":
+    if ranks["rollout"] != ranks["actor"] and cfg.rollout.supports("is_actor"):
         raise UserError(
-            "rollout.engine = 'megatron' on other ranks than the actor, whose modules it runs",
+            f"rollout.engine = {cfg.rollout.engine!r} on other ranks than the actor, whose modules it runs",
             source="placement.rollout",
             expected="the ranks of the actor",
             hint="set placement.rollout to the ranks of placement.actor, or choose another rollout.engine",

@@ -5,47 +5,47 @@ from __future__ import annotations
 
 from megatron_rl.config.checked import CheckedConfig
 from megatron_rl.config.engine_options import REFUSED
-from megatron_rl.config.server import SERVER_ENGINES
-
-_BITWISE_ENGINES = ("hf", "vllm", "megatron")
+from megatron_rl.extension.engines import name_engines
 
 
 def check_rollout(config: CheckedConfig) -> None:
     """Engines and samplers that are there, and what each of them can be asked for."""
     engine, tp_size = config.get("rollout.engine"), config.get("rollout.tensor_model_parallel_size")
-    sizes = {"hf": {1}, "megatron": {1, config.get("actor.tensor_model_parallel_size")}}.get(engine, {tp_size})
+    supports = config.get("rollout.supports")
+    sizes = {1, config.get("actor.tensor_model_parallel_size") if supports("is_actor") else 1}
     config.require(
-        tp_size in sizes,
+        tp_size in sizes or supports("tensor_parallel"),
         "rollout.tensor_model_parallel_size",
         f"is not supported by rollout.engine = {engine!r}",
         expected=" or ".join(map(str, sorted(sizes))),
-        hint="leave it out (hf: a model on every rank; megatron: the actor's layout), or set rollout.engine=vllm",
+        hint=f"leave it out, or set rollout.engine={name_engines('tensor_parallel')}",
     )
     _check_truncation(config)
     _check_options(config)
     config.require(
-        config.get("hybrid.lora") == "merge" or engine in ("vllm", "megatron"),
+        config.get("hybrid.lora") == "merge" or supports("adapters"),
         "hybrid.lora",
         f"with rollout.engine = {engine!r}, which has no place for adapters",
         expected="merge",
-        hint="set hybrid.lora=merge, or rollout.engine=vllm",
+        hint=f"set hybrid.lora=merge, or rollout.engine={name_engines('adapters')}",
     )
     _check_precision(config)
     if config.get("rollout.bitwise"):
         _check_bitwise(config)
-    if engine in SERVER_ENGINES:
+    if supports("is_server"):
         _check_server(config, engine)
+    _check_abilities(config, engine)
 
 
 def _check_server(config: CheckedConfig, engine: str) -> None:
-    """What a run must say of servers that it does not start, and what servers cannot be asked for."""
-    endpoints = config.get("rollout.server.endpoints")
+    """What a run must say of servers that it does not start."""
+    endpoints, supports = config.get("rollout.server.endpoints"), config.get("rollout.supports")
     config.require(
-        bool(endpoints) or engine != "openai",
+        bool(endpoints) or supports("starts_server"),
         "rollout.server.endpoints",
-        "with rollout.engine = 'openai', which starts no server",
+        f"with rollout.engine = {engine!r}, which starts no server",
         expected="one address per engine",
-        hint="name the servers, such as [http://127.0.0.1:8000], or set rollout.engine=vllm_server",
+        hint=f"name them, such as [http://127.0.0.1:8000], or set rollout.engine={name_engines('starts_server')}",
     )
     config.require(
         all(url.startswith(("http://", "https://")) for url in endpoints),
@@ -62,39 +62,46 @@ def _check_server(config: CheckedConfig, engine: str) -> None:
         hint="name one on a shared file system, or in /dev/shm if the servers are on this node",
     )
     config.require(
-        engine != "openai" or config.get("rollout.server.on_update") is not None,
+        supports("reloads_server") or config.get("rollout.server.on_update") is not None,
         "rollout.server.on_update",
-        "with rollout.engine = 'openai', which does not know how its server loads weights",
+        f"with rollout.engine = {engine!r}, which does not know how its server loads weights",
         expected="a URL or a command",
         hint="write what makes it load HF files, with {directory} where their path belongs",
     )
     config.require(
-        engine != "sglang" or bool(endpoints) or config.get("rollout.server.python") is not None,
+        supports("this_python") or bool(endpoints) or config.get("rollout.server.python") is not None,
         "rollout.server.python",
-        "with rollout.engine = 'sglang', which has an environment of its own",
+        f"with rollout.engine = {engine!r}, which has an environment of its own",
         expected="the interpreter of that environment, or rollout.server.endpoints",
-        hint="bash launch/setup_sglang.sh makes one for machines without a GPU, .venv-sglang/bin/python",
+        hint="sglang: bash launch/setup_sglang.sh makes one for machines without a GPU, .venv-sglang/bin/python",
     )
+
+
+def _check_abilities(config: CheckedConfig, engine: str) -> None:
+    """What not every engine can be asked for."""
+    supports = config.get("rollout.supports")
     config.require(
-        config.get("schedule.steps_per_update") is None and config.get("schedule.replay") is None,
+        supports("decode_steps")
+        or config.get("schedule.steps_per_update") is None
+        and config.get("schedule.replay") is None,
         "rollout.engine",
         "has no decode steps that this job could count, as schedule.steps_per_update and schedule.replay need",
-        expected="an engine in the ranks",
-        hint="set schedule.steps_per_update=null and schedule.replay=null, or rollout.engine=vllm",
+        expected=name_engines("decode_steps"),
+        hint="set schedule.steps_per_update=null and schedule.replay=null",
     )
     config.require(
-        engine != "openai" or not config.get("rollout.is_ever_truncated"),
+        supports("truncation") or not config.get("rollout.is_ever_truncated"),
         "rollout.engine",
-        "with top_p, top_k, min_p or min_tokens: its server does not tell what it draws from, as training must know",
-        expected="vllm, vllm_server or sglang",
-        hint="leave them out, in validation too, or set rollout.engine=vllm_server",
+        "with top_p, top_k, min_p or min_tokens: it does not tell what it draws from, as training must know",
+        expected=name_engines("truncation"),
+        hint="leave them out, in validation too",
     )
     config.require(
-        engine != "sglang" or config.get("rollout.min_tokens") == 0,
+        supports("min_tokens") or config.get("rollout.min_tokens") == 0,
         "rollout.min_tokens",
-        "with rollout.engine = 'sglang', which needs a tokenizer for it and gets token ids only",
+        f"with rollout.engine = {engine!r}, which does not hold stop tokens back",
         expected="0",
-        hint="leave it out, or set rollout.engine=vllm_server",
+        hint=f"leave it out, or set rollout.engine={name_engines('min_tokens')}",
     )
 
 
@@ -110,11 +117,11 @@ def _check_options(config: CheckedConfig) -> None:
             hint=f"leave {name} out",
         )
     config.require(
-        not options or config.get("rollout.engine") not in ("hf", "megatron", "sglang", "openai"),
+        not options or config.get("rollout.supports")("options"),
         "rollout.engine_options",
         f"with rollout.engine = {config.get('rollout.engine')!r}, which takes none",
         expected="{}",
-        hint="remove it, or set rollout.engine=vllm or vllm_server",
+        hint=f"remove it, or set rollout.engine={name_engines('options')}",
     )
     config.require(
         not options or not config.get("rollout.bitwise"),
@@ -130,11 +137,11 @@ def _check_precision(config: CheckedConfig) -> None:
     options, name = config.get("rollout.engine_options"), "rollout.quantization"
     is_coded = config.get(name) != "none"
     config.require(
-        not is_coded or config.get("rollout.engine") == "vllm",
+        not is_coded or config.get("rollout.supports")("coded_weights"),
         name,
         f"with rollout.engine = {config.get('rollout.engine')!r}, whose weights are in model.dtype",
         expected="none",
-        hint="leave it out, or set rollout.engine=vllm",
+        hint=f"leave it out, or set rollout.engine={name_engines('coded_weights')}",
     )
     config.require(
         not is_coded or not config.get("rollout.bitwise"),
@@ -246,7 +253,7 @@ def _check_truncation(config: CheckedConfig) -> None:
     )
     config.require(
         not config.get("rollout.is_ever_truncated")
-        or not config.get("rollout.engine").startswith("vllm")
+        or not config.get("rollout.supports")("vllm_modes")
         or config.get("rollout.model_runner") == "v1",
         "rollout.model_runner",
         "with rollout.top_p, top_k, min_p or min_tokens: its sampler does not tell what it draws from",
@@ -311,11 +318,12 @@ def check_agents(config: CheckedConfig) -> None:
 def _check_bitwise(config: CheckedConfig) -> None:
     """What must hold for engine and trainer to compute the same bits; see also `run/bitwise.py`."""
     engine, tp_size = config.get("rollout.engine"), config.get("actor.tensor_model_parallel_size")
+    supports = config.get("rollout.supports")
     config.require(
-        engine in _BITWISE_ENGINES,
+        supports("bitwise"),
         "rollout.engine",
         "computes in its own way, and rollout.bitwise asks for the bits of the trainer",
-        expected=f"of {', '.join(_BITWISE_ENGINES)}",
+        expected=name_engines("bitwise"),
         hint="set rollout.bitwise=false",
     )
     config.require(
@@ -333,15 +341,15 @@ def _check_bitwise(config: CheckedConfig) -> None:
         hint="set it to 2, with more pipeline stages, or set rollout.bitwise=false",
     )
     config.require(
-        engine == "megatron" or not config.get("actor.lora.rank"),
+        supports("is_actor") or not config.get("actor.lora.rank"),
         "actor.lora.rank",
         f"with rollout.bitwise: rollout.engine = {engine!r} computes with the sum of the model and its adapters, and "
         "training with one after the other",
-        expected="0, or rollout.engine=megatron, which does as training does",
-        hint="set rollout.bitwise=false, or rollout.engine=megatron",
+        expected=f"0, or rollout.engine={name_engines('is_actor')}, which does as training does",
+        hint=f"set rollout.bitwise=false, or rollout.engine={name_engines('is_actor')}",
     )
     config.require(
-        engine == "megatron" or config.get("rollout.tensor_model_parallel_size") == tp_size,
+        supports("is_actor") or config.get("rollout.tensor_model_parallel_size") == tp_size,
         "rollout.tensor_model_parallel_size",
         "with rollout.bitwise: products that are cut in another number of parts have sums of other parts",
         expected=f"{tp_size}, as actor.tensor_model_parallel_size",

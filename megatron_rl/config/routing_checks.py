@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from megatron_rl.config.checked import CheckedConfig
-from megatron_rl.config.server import SERVER_ENGINES
+from megatron_rl.extension.engines import name_engines
 
 _HINT = "set actor.router_replay=trainer, which asks nothing of the engine, or {}"
 
@@ -12,27 +12,27 @@ _HINT = "set actor.router_replay=trainer, which asks nothing of the engine, or {
 def check_routers(config: CheckedConfig) -> None:
     """Routes can be recorded where the forward of the engine is in sight, one step at a time."""
     _check_bias_rate(config)
+    engine, supports = config.get("rollout.engine"), config.get("rollout.supports")
     split = config.get("actor.expert_tensor_parallel_size")
     config.require(
-        split in (None, config.get("actor.tensor_model_parallel_size")) or config.get("rollout.engine") != "megatron",
+        split in (None, config.get("actor.tensor_model_parallel_size")) or not supports("is_actor"),
         "actor.expert_tensor_parallel_size",
-        "with rollout.engine = 'megatron', whose engines are made of whole tensor parallel groups",
+        f"with rollout.engine = {engine!r}, whose engines are made of whole tensor parallel groups",
         expected="actor.tensor_model_parallel_size",
-        hint="leave it out, or set rollout.engine=vllm",
+        hint="leave it out, or choose another rollout.engine",
     )
     if config.get("actor.router_replay") != "engine":
         return
-    engine = config.get("rollout.engine")
     config.require(
-        engine not in SERVER_ENGINES,
+        supports("routes"),
         "actor.router_replay",
-        f"with rollout.engine = {engine!r}: servers do not tell which experts they choose",
+        f"with rollout.engine = {engine!r}, which does not tell which experts it chooses",
         expected="off or trainer",
-        hint=_HINT.format("rollout.engine=vllm"),
+        hint=_HINT.format(f"rollout.engine={name_engines('routes')}"),
     )
     for leaf, needed in (("enforce_eager", True), ("async_scheduling", False), ("model_runner", "v1")):
         config.require(
-            engine != "vllm" or config.get(f"rollout.{leaf}") == needed,
+            not supports("vllm_modes") or config.get(f"rollout.{leaf}") == needed,
             f"rollout.{leaf}",
             "with actor.router_replay = 'engine': routers are listened to in each forward",
             expected=str(needed).lower(),

@@ -24,6 +24,7 @@ from megatron_rl.config.placement import AutoLayoutConfig, HybridConfig, Placeme
 from megatron_rl.config.sampling import SamplingSettings
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.server import ServerConfig
+from megatron_rl.extension.engines import find_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +204,10 @@ class RolloutConfig(SamplingSettings):
         "none", "vLLM keeps the matrices of attention and MLPs in eight bits (docs/sampling.md)."
     )
     engine_options: dict[str, Any] = option({}, "vLLM: further EngineArgs; some are refused (docs/sampling.md).")
+
+    def supports(self, ability: str) -> bool:
+        """Whether the engine has one of `extension.engines.ABILITIES`; UserError if there is no engine of its name."""
+        return find_engine(self.engine).has(ability)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from megatron_rl.config.declaring import option
 
-SERVER_ENGINES = ("vllm_server", "openai", "sglang")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:

@@ -12,15 +12,16 @@ import torch
 
 from megatron_rl.engines.protocol import (
     ClosedBatches,
+    EngineMaker,
     EngineSpec,
     EngineWeights,
     PlacedEngine,
     RolloutEngine,
     Sampled,
-    find_engine,
 )
 from megatron_rl.engines.thinking import ThinkingBudget
 from megatron_rl.engines.waiting import WaitingRequests
+from megatron_rl.extension.engines import find_engine
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import RouteShape
@@ -158,10 +159,10 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
     Raises:
         UserError: unknown name, or a layout that the model does not fit.
     """
-    found = find_engine(spec.config.engine)
+    make: EngineMaker = find_engine(spec.config.engine).make
     tp_size = spec.config.tensor_model_parallel_size
     check_rollout_layout(spec.shape, tp_size)
-    engine = found(spec)
+    engine = make(spec)
     requests = engine if isinstance(engine, RolloutEngine) else OneTurn(engine)
     if spec.thoughts is not None:
         requests = ThinkingBudget(requests, spec.thoughts)

@@ -22,7 +22,7 @@ def describe_modes(config: RolloutConfig, device: torch.device) -> str:
     """What is on, and what was asked for and is not there, for the start of a run; of vLLM and SGLang only."""
     if config.engine == "sglang" and device.type == "cpu":
         return "seeds of responses have no effect on CPU: the same run again samples something else"
-    if config.engine not in ("vllm", "vllm_server"):
+    if not config.supports("vllm_modes"):
         return ""
     fitted = fit_to_device(config, device)
     eager = "eager" if fitted.enforce_eager else "compiled with CUDA graphs"

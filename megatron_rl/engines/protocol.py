@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout engine is, and the registry in which `rollout.engine` is looked up.
+"""What a rollout engine is, and how one is registered under a name.
 
 An engine lives in the processes of the job: `tensor_model_parallel_size` consecutive ranks form one engine (or the
 ranks that it names itself: `PlacedEngine`), and all engines together span `placement.rollout`. It has two sides.
@@ -10,7 +10,7 @@ shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -18,7 +18,8 @@ import numpy as np
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.sampling import SamplingConfig, StopStrings, Thoughts
-from megatron_rl.extension.registry import Deferred, add_entry, find_entry
+from megatron_rl.extension.engines import ENGINES, RegisteredEngine
+from megatron_rl.extension.registry import add_entry
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import KeptSets, RouteShape
 from megatron_rl.weights.adapters import AdapterShape
@@ -260,35 +261,21 @@ class SteppedEngine(RolloutEngine, EngineWeights, Protocol):
 
 EngineMaker = Callable[[EngineSpec], SteppedEngine | ClosedBatches]
 
-# Name -> what makes one; ours are imported when they are chosen: each engine's library is an import wall.
-ENGINES: dict[str, EngineMaker] = {
-    "vllm": Deferred("megatron_rl.engines.vllm.vllm_engine", "VllmEngine"),
-    "hf": Deferred("megatron_rl.engines.local.transformers", "HuggingFaceEngine"),
-    "megatron": Deferred("megatron_rl.training.policy_engine", "PolicyEngine"),
-    "vllm_server": Deferred("megatron_rl.engines.servers.served", "build_vllm_server"),
-    "openai": Deferred("megatron_rl.engines.servers.served", "build_openai_server"),
-    "sglang": Deferred("megatron_rl.engines.servers.server_sglang", "build_sglang"),
-}
-_SETTING = "rollout.engine"
 
-
-def register_rollout_engine(name: str) -> Callable[[EngineMaker], EngineMaker]:
+def register_rollout_engine(name: str, supports: Collection[str] = ()) -> Callable[[EngineMaker], EngineMaker]:
     """Decorator: make `engine(spec)`, such as a class with that argument, known as rollout.engine = `name`.
 
+    `supports`: what it can beside plain sampling (`extension.engines.ABILITIES`); a run that needs more is refused.
+
     Raises:
-        UserError: the name is taken.
+        UserError: the name is taken, or an ability does not exist.
     """
 
     def register(engine: EngineMaker) -> EngineMaker:
-        add_entry(ENGINES, name, engine, engine, _SETTING)
+        add_entry(ENGINES, name, RegisteredEngine(engine, frozenset(supports)), engine, "rollout.engine")
         return engine
 
     return register
-
-
-def find_engine(name: str) -> EngineMaker:
-    """The engine of a name; UserError naming the known ones if there is none."""
-    return find_entry(ENGINES, name, _SETTING)
 
 
 def share_params(params: Mapping[str, torch.Tensor], shareable: Mapping[str, torch.Tensor]) -> frozenset[str]:

@@ -112,7 +112,7 @@ class Job:
     @property
     def engine_is_actor(self) -> bool:
         """The engine runs the actor's modules, in the actor's layout."""
-        return self.config.rollout.engine == "megatron"
+        return self.config.rollout.supports("is_actor")
 
     @property
     def engine_tp(self) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron_rl.config.server import SERVER_ENGINES
 from megatron_rl.config.zero_checks import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import DTYPE_BYTES, Job
@@ -41,7 +40,7 @@ def count_own_bytes(job: Job, rank: int) -> int:
     """Of an engine's rank, without what it shares with the actor; with the adapters that it keeps by themselves."""
     config, shape, itemsize = job.config, job.shape, DTYPE_BYTES[job.config.model.dtype]
     is_whole = config.actor.zero_stage != FULLY_SHARDED or job.layout.dp_size * job.layout.cp_size == 1
-    is_served = config.rollout.engine in SERVER_ENGINES
+    is_served = config.rollout.supports("is_server")
     adapters, is_merged = job.adapters_of(job.spec.roles["actor"]), config.hybrid.lora == "merge"
     own = count_engine_bytes(job)
     if config.hybrid.alias_weights and rank in job.layout.ranks and is_whole and not is_served:
@@ -60,7 +59,7 @@ def _find_place(job: Job, rank: int) -> int:
 
 def count_staged_bytes(job: Job, rank: int) -> int:
     """Of the tensors that a rank of a server keeps on its device to write them into files; 0 in other engines."""
-    if job.config.rollout.engine not in SERVER_ENGINES:
+    if not job.config.rollout.supports("is_server"):
         return 0
     mine = huggingface_placements(job.shape)[_find_place(job, rank) :: job.engine_tp]
     return sum(box_volume(p.local_box) for p in mine) * DTYPE_BYTES[job.config.model.dtype]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_rl.extension.engines import find_engine, name_engines
 from megatron_rl.parallel.batch_invariant import find_variance
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
@@ -28,13 +29,13 @@ def check_bitwise(shape: ModelShape, tp_size: int, engine: str) -> None:
             expected="false on GPUs",
             hint="algorithm.importance_sampling corrects for the gap, and mismatch/max shows it",
         )
-    if shape.num_experts and engine != "megatron":
+    if shape.num_experts and not find_engine(engine).has("is_actor"):
         raise UserError(
             f"rollout.bitwise with a mixture of {shape.num_experts} experts: rollout.engine = {engine!r} has another "
             "order of products and sums in its experts",
             source="rollout.bitwise",
-            expected="rollout.engine=megatron, which is the policy itself",
-            hint="set rollout.engine=megatron, or rollout.bitwise=false",
+            expected=f"rollout.engine={name_engines('is_actor')}, which is the policy itself",
+            hint=f"set rollout.engine={name_engines('is_actor')}, or rollout.bitwise=false",
         )
     if shape.sliding_layers:
         raise UserError(

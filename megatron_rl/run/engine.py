@@ -10,7 +10,6 @@ import torch
 
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.server import SERVER_ENGINES
 from megatron_rl.engines.build import BuiltEngine, build_engine
 from megatron_rl.engines.protocol import EngineSpec, EngineWeights, ProbedEngine, StopStrings, Thoughts
 from megatron_rl.observability.rollout_progress import RolloutProgress
@@ -28,7 +27,7 @@ from megatron_rl.weights.shard_box import ShardBox
 
 def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> EngineWeights:
     """Weights of servers, or of what stands for them on this rank, with the probe; other engines' weights stay."""
-    if config.rollout.engine not in SERVER_ENGINES:
+    if not config.rollout.supports("is_server"):
         return weights
     from megatron_rl.training.frozen_policy import score_sequences
     from megatron_rl.transfer.probe import ProbedWeights

@@ -23,7 +23,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.pass_rates import select_by_pass_rate
 from megatron_rl.data.prompts import PromptSet, SftSet, choose_teachers, load_prompts, load_sft_examples, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
-from megatron_rl.engines.protocol import StopStrings, Thoughts, find_engine
+from megatron_rl.engines.protocol import StopStrings, Thoughts
 from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan
 from megatron_rl.rewards.truths import check_truths
 from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models
@@ -146,7 +146,6 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     _check_paths(config)
     find_policy_loss(config.algorithm.policy_loss)
     find_loss_aggregation(config.algorithm.loss_agg_mode)
-    find_engine(config.rollout.engine)
     BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
     reward_plan = _read_reward_plan(config, parts)
     roles, tokenizer = read_rl_models(config, spec, world_size)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.engines.vllm.vllm_limits import check_cpu_limits
+from megatron_rl.extension.engines import find_engine
 from megatron_rl.parallel.layout import ParallelLayout, check_context_parallel
 from megatron_rl.planning.cluster import DTYPE_BYTES, check_layout
 from megatron_rl.types import UserError
@@ -50,7 +50,7 @@ def check_machine(
         engine: of the policy; None if it samples nothing.
 
     Raises:
-        UserError: a step mode, Transformer Engine or a model of vLLM's that needs a GPU of some kind.
+        UserError: a step mode, Transformer Engine, or a model in its engine, that needs a GPU of some kind.
     """
     if not HAS_TORCH:
         return []
@@ -66,8 +66,9 @@ def check_machine(
             from megatron_rl.models.gpt import choose_transformer_impl
 
             choose_transformer_impl(config.model.transformer_impl)
-        if engine == "vllm" and not torch.cuda.is_available():
-            check_cpu_limits(roles["actor"][1], config.rollout)
+        check_on_cpu = find_engine(engine).check_on_cpu if engine is not None else None
+        if check_on_cpu is not None and not torch.cuda.is_available():
+            check_on_cpu(roles["actor"][1], config.rollout)
     except UserError as error:
         if "RANK" in os.environ:
             raise

@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.side_files import MTP_ROLE, find_model_files, find_m
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_rl.engines.vllm.vllm_limits import check_family, check_options
+from megatron_rl.extension.engines import find_engine
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.run.layouts import HAS_TORCH, check_machine, read_layout
 from megatron_rl.types import UserError
@@ -23,8 +23,6 @@ from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import check_mtp, is_image_text, load_model_shape
 from megatron_rl.weights.support import check_engine, check_rollout_layout, check_router_replay
-
-_READ_BY_TRANSFORMERS = ("hf", "vllm", "vllm_server", "sglang")  # engines that read config.json with it
 
 
 @dataclass(frozen=True)
@@ -84,13 +82,11 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
     policy = roles["actor"].shape
     adapters = make_adapter_shape(policy, config.actor.lora, "actor") if config.hybrid.lora == "adapter" else None
     check_engine(policy, config.rollout.engine, config.rollout.quantization, adapters)
-    engine, server = config.rollout.engine, config.rollout.server
-    if engine == "vllm":
-        check_family(policy)
-    if engine == "vllm" or (engine == "vllm_server" and not server.endpoints and server.python is None):
-        check_options(config.rollout.engine_options)
-    if HAS_TORCH and config.rollout.engine in _READ_BY_TRANSFORMERS:
-        _check_transformers(find_model_files(config.model.path), is_built=config.rollout.engine == "hf")
+    check_model = find_engine(config.rollout.engine).check_model
+    if check_model is not None:
+        check_model(policy, config.rollout)
+    if HAS_TORCH and config.rollout.supports("reads_config"):
+        _check_transformers(find_model_files(config.model.path), is_built=config.rollout.supports("builds_model"))
     check_rollout_layout(policy, config.rollout.tensor_model_parallel_size)
     check_router_replay(policy, config.actor.router_replay)
     if config.actor.mtp_lr:

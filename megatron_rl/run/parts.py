@@ -19,9 +19,11 @@ from megatron_rl.algorithms.catalog import (
     PolicyLoss,
     RegisteredEstimator,
 )
+from megatron_rl.config.checks import check_config
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.engines.protocol import ENGINES, EngineMaker
+from megatron_rl.engines.protocol import EngineMaker
+from megatron_rl.extension.engines import ENGINES, RegisteredEngine
 from megatron_rl.extension.registry import enter_object, name_of
 from megatron_rl.rewards.functions import RewardFunction, check_reward_function, file_of
 from megatron_rl.types import Rollout, UserError
@@ -41,7 +43,8 @@ class Parts:
         adv_estimator: `(AdvantageInputs, AlgorithmConfig)` -> advantages [t]; a `RegisteredEstimator` where it needs a
             critic's values or greedy responses.
         policy_loss: `(PolicyLossInputs, AlgorithmConfig)` -> token loss [t] and where it is clipped [t].
-        engine: see `EngineMaker` in `engines.protocol`, such as a class with that one argument.
+        engine: see `EngineMaker` in `engines.protocol`, such as a class with that one argument; a `RegisteredEngine`
+            where it supports more than plain sampling.
         reward_model: all rollouts of a step -> one score for each, the same on every rank; called on every rank. Its
             scores are the reward, or are added to what `reward.components` gives.
         rollouts: stands for engine, generation and rewards (see `capsule.rollouts.RecordedRollouts`).
@@ -53,7 +56,7 @@ class Parts:
     reward: RewardFunction | None = None
     adv_estimator: AdvantageEstimator | RegisteredEstimator | None = None
     policy_loss: PolicyLoss | None = None
-    engine: EngineMaker | None = None
+    engine: EngineMaker | RegisteredEngine | None = None
     reward_model: Callable[[Sequence[Rollout]], Sequence[float]] | None = None
     rollouts: Any = None
     choose_layout: Callable[[RunConfig, RunSpec, Cluster, Path | None], tuple[RunConfig, list[str]]] | None = None
@@ -71,8 +74,8 @@ class Parts:
         """Register what is looked up by name, and name it in the config.
 
         Raises:
-            UserError: a name that is taken by something else, a reward that cannot be called as one, or one beside
-                settings that name other rewards.
+            UserError: a name that is taken by something else, a setting that the engine does not support, a reward that
+                cannot be called as one, or one beside settings that name other rewards.
         """
         algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
         if self.adv_estimator is not None:
@@ -85,7 +88,9 @@ class Parts:
             name = enter_object(POLICY_LOSSES, self.policy_loss, self.policy_loss, "algorithm.policy_loss")
             algorithm = replace(algorithm, policy_loss=name)
         if self.engine is not None:
-            rollout = replace(rollout, engine=enter_object(ENGINES, self.engine, self.engine, "rollout.engine"))
+            entry = self.engine if isinstance(self.engine, RegisteredEngine) else RegisteredEngine(self.engine)
+            rollout = replace(rollout, engine=enter_object(ENGINES, entry, entry.make, "rollout.engine"))
+            check_config(replace(config, rollout=rollout))
         if self.reward is not None:
             self._check_reward(config)
             reward = replace(reward, function=f"{file_of(self.reward)}:{name_of(self.reward)}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from megatron_rl.extension.engines import find_engine, name_engines
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
@@ -19,19 +20,20 @@ def check_engine(
 
     Args:
         shape: the model.
-        engine: `rollout.engine`; one that a plugin adds is not refused.
+        engine: `rollout.engine`.
         quantization: of the engine's weights.
         adapters: that the engine keeps beside them; None: it has none.
 
     Raises:
         UserError: naming engines that serve it.
     """
-    if shape.delta_net is not None and engine == "megatron":
+    supports = find_engine(engine).has
+    if shape.delta_net is not None and not supports("delta_nets"):
         raise UserError(
-            f"rollout.engine = megatron with a {shape.family} model: its cache holds keys and values, no states",
+            f"rollout.engine = {engine!r} with a {shape.family} model: its cache holds keys and values, no states",
             source="rollout.engine and the model's config.json",
-            expected="vllm (on GPUs) or hf",
-            hint="set rollout.engine=hf",
+            expected=name_engines("delta_nets"),
+            hint=f"set rollout.engine={name_engines('delta_nets')}; on a CPU, one that serves it there",
         )
     if quantization != "none" and (shape.num_experts or shape.delta_net is not None):
         raise UserError(
@@ -46,21 +48,22 @@ def check_engine(
         _check_adapters(adapters)
     if not FAMILIES[shape.family].has_sinks:
         return
-    if engine in ("vllm_server", "sglang", "openai"):
+    if not supports("sinks"):
         raise UserError(
-            f"rollout.engine = {engine!r} with a {shape.family} model, whose experts are packed in files",
+            f"rollout.engine = {engine!r} with a {shape.family} model, whose heads have sinks and whose "
+            "experts are packed in files",
             source="rollout.engine and the model's config.json",
-            expected="vllm, hf or megatron for this family",
-            hint="set rollout.engine=vllm",
+            expected=f"{name_engines('sinks')} for this family",
+            hint=f"set rollout.engine={name_engines('sinks')}",
         )
     is_published = shape.sliding_layers == tuple(range(0, shape.num_layers, 2)) and shape.rms_norm_eps == 1e-5
-    if engine == "vllm" and not (is_published and isinstance(shape.rope_scaling, YarnScaling)):
+    if not supports("any_sinks") and not (is_published and isinstance(shape.rope_scaling, YarnScaling)):
         raise UserError(
-            f"rollout.engine = 'vllm' with a {shape.family} model of windows in the layers {shape.sliding_layers}, "
+            f"rollout.engine = {engine!r} with a {shape.family} model of windows in the layers {shape.sliding_layers}, "
             f"an epsilon of {shape.rms_norm_eps} and {shape.rope_scaling}",
             source="rollout.engine and the model's config.json",
             expected="windows in every other layer from the first on, an epsilon of 1e-5, and yarn, as published",
-            hint="set rollout.engine=hf or megatron",
+            hint=f"set rollout.engine={name_engines('any_sinks')}",
         )
 
 

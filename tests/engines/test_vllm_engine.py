@@ -19,7 +19,7 @@ from megatron_rl.config.engine_options import REFUSED
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.modes import describe_modes
-from megatron_rl.engines.protocol import ENGINES, EngineSpec
+from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.vllm.vllm_arguments import list_engine_arguments, list_engine_environment
 from megatron_rl.engines.vllm.vllm_library import pack_experts, prepare_vllm, register_model
 from megatron_rl.engines.vllm.vllm_limits import (
@@ -29,6 +29,7 @@ from megatron_rl.engines.vllm.vllm_limits import (
     cpu_cache_bytes,
     list_arguments,
 )
+from megatron_rl.extension.engines import ENGINES
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.types import UserError
 from megatron_rl.weights.delta_nets import DeltaNetSizes

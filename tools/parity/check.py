@@ -25,6 +25,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.protocol import EngineSpec, Request
 from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.extension.engines import find_engine
 from megatron_rl.parallel.collectives import Process, share_object, world
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.serving import generate
@@ -94,7 +95,7 @@ def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
     )
     wrong: dict[str, list[WrongTensor]] = {}
     sequences, engine_scores = [*check.prompts], None
-    policy = build() if check.engine == "megatron" else None
+    policy = build() if check.engine and find_engine(check.engine).has("is_actor") else None
     if check.engine is not None:
         sequences, engine_scores, wrong[_engine_name(check)] = _ask_engine(check, process, policy)
     policy = policy or build()
@@ -141,7 +142,8 @@ def _describe(check: ParityCheck) -> dict[str, Any]:
 
 def _engine_name(check: ParityCheck) -> str:
     """What the engine is called beside transformers ("hf") and Megatron ("megatron")."""
-    return f"{check.engine}_engine" if check.engine in ("hf", "megatron") else str(check.engine)
+    engine = find_engine(str(check.engine))
+    return f"{check.engine}_engine" if engine.has("builds_model") or engine.has("is_actor") else str(check.engine)
 
 
 def _ask_engine(

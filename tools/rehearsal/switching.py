@@ -32,7 +32,8 @@ from tools.rehearsal.ledger import Ledger
 
 def can_switch(job: Job) -> bool:
     """Whether the switch of a job is rehearsed: to vLLM on the actor's ranks, with weights of the actor's type."""
-    return job.config.rollout.engine == "vllm" and not job.config.placement.placed and not is_coded(job)
+    is_vllm = job.config.rollout.supports("vllm_modes") and not job.config.rollout.supports("is_server")
+    return is_vllm and not job.config.placement.placed and not is_coded(job)
 
 
 class SleepingEngine:

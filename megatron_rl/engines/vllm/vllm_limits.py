@@ -62,6 +62,18 @@ def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
         )
 
 
+def check_installed(shape: ModelShape, config: RolloutConfig) -> None:
+    """Refuse a model or options that the installed vLLM, if any, does not have (UserError)."""
+    check_family(shape)
+    check_options(config.engine_options)
+
+
+def check_server_options(shape: ModelShape, config: RolloutConfig) -> None:
+    """Refuse options that the installed vLLM does not have, if it is the one that serves (UserError)."""
+    if not config.server.endpoints and config.server.python is None:
+        check_options(config.engine_options)
+
+
 def check_family(shape: ModelShape) -> None:
     """Refuse a model for which the installed vLLM, if any, has no implementation of its own (UserError)."""
     package, family = _find_package(), FAMILIES[shape.family]
