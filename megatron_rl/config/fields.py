@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import re
 import types
 import typing
@@ -24,6 +23,7 @@ from megatron_rl.types import UserError
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _REFUSED = object()
+_LARGEST, _SMALLEST = 3e38, 1e-37  # of float32, in which numbers are used; outside of it they would be infinite or 0
 # Types beside Literal that a setting may have, each also with `| None`, and their names.
 SIMPLE_TYPES: dict[Any, str] = {
     int: "integer",
@@ -185,7 +185,7 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     if kind is bool:
         return value if isinstance(value, bool) else _REFUSED
     if kind is int:
-        return value if isinstance(value, int) and not isinstance(value, bool) else _REFUSED
+        return value if _is_integer(value) else _REFUSED
     if kind is float:
         return _convert_number(value)
     if kind is str:
@@ -195,7 +195,7 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     items, (item_kind,) = value if isinstance(value, list) else [value], typing.get_args(kind)
     if item_kind is float:
         items = [_convert_number(item) for item in items]
-    return list(items) if all(type(item) is item_kind for item in items) else _REFUSED
+    return list(items) if all(_is_integer(i) if item_kind is int else type(i) is item_kind for i in items) else _REFUSED
 
 
 def _write(choice: str | bool) -> str:
@@ -205,9 +205,13 @@ def _write(choice: str | bool) -> str:
 def _convert_number(value: Any) -> Any:
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         value = float(value)  # YAML 1.1 reads 1e-6 (no dot) as text
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return _REFUSED
-    return float(value)
+    return float(value) if value == 0 or _SMALLEST <= abs(value) <= _LARGEST else _REFUSED
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int and -(1 << 63) <= value < 1 << 63
 
 
 def _convert_text(value: Any, text: str | None) -> Any:
@@ -226,6 +230,10 @@ def _type_hint(info: FieldInfo, value: Any) -> str:
         return f"for example {info.name}={'8' if info.kind is int else 'true'}, without quotes"
     if info.kind is str:
         return "put the value in quotes"
+    if info.kind is float:
+        return f"write {info.name} as a number: 0, or from {_SMALLEST} to {_LARGEST} in size"
+    if info.kind is int and type(value) is int:
+        return "integers have 64 bits"
     return f"write {info.name} as {info.describe_type()}"
 
 

@@ -49,7 +49,7 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         distributed_executor_backend="external_launcher",
         enforce_eager=config.enforce_eager,
         async_scheduling=config.async_scheduling,
-        seed=spec.seed + rank // config.tensor_model_parallel_size,
+        seed=(spec.seed + rank // config.tensor_model_parallel_size) % (1 << 32),  # NumPy's global seed has 32 bits
         # Log-probs of the distribution that was sampled from: after the temperature.
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,

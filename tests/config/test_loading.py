@@ -145,6 +145,21 @@ def test_wrong_type_is_refused(recipe: Path, override: str, expected: str) -> No
     assert error.expected.startswith(expected)
 
 
+@pytest.mark.parametrize("number", ["1e39", "-1e300", "1e-300", "-1e-38", "1" + "0" * 400])
+@pytest.mark.parametrize("name", ["actor.lr", "actor.adam_eps", "data.weights"])
+def test_numbers_that_float32_cannot_hold_are_refused(recipe: Path, name: str, number: str) -> None:
+    error = refusal(recipe, f"{name}={number}")
+    assert error.found.startswith(name) and "is not accepted" in error.found and "number" in error.expected
+    assert name == "data.weights" or "from 1e-37 to 3e+38 in size" in error.hint
+
+
+@pytest.mark.parametrize("name", ["trainer.seed", "rollout.n", "data.max_prompt_length"])
+def test_integers_have_64_bits(recipe: Path, name: str) -> None:
+    for value in (1 << 63, -(1 << 63) - 1):
+        assert "integers have 64 bits" in refusal(recipe, f"{name}={value}").hint
+    assert load_config(recipe, [f"trainer.seed={(1 << 63) - 1}", "actor.lr=1e-37"]).config.trainer.seed == (1 << 63) - 1
+
+
 def test_wrong_type_in_a_recipe_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(RECIPE + "rollout:\n  n: many\n")

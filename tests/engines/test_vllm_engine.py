@@ -6,10 +6,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import random
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -202,6 +204,21 @@ def test_names_of_arguments_and_environment(vllm_imported: None) -> None:
             assert set(list_engine_arguments(spec)) <= known
             assert set(list_engine_environment(spec)) <= set(envs.environment_variables)
     assert list_engine_arguments(spec)["max_num_batched_tokens"] == 5040, "the longest sequence is computed whole"
+
+
+def test_seeds_are_those_that_vllm_takes(vllm_imported: None) -> None:
+    """Of a run with a seed of 63 bits, too: vLLM hands its own to NumPy. Small ones are unchanged."""
+    from vllm.utils.torch_utils import set_random_seed
+
+    state = np.random.get_state(), random.getstate(), torch.get_rng_state()
+    for seed, rank, expected in ((7, 0, 7), (7, 3, 10), ((1 << 32) - 1, 1, 0), ((1 << 63) - 1, 0, (1 << 32) - 1)):
+        spec = replace(SPEC, seed=seed, process=Process(rank, 4, rank, 4, torch.device("cpu")))
+        found = list_engine_arguments(spec)["seed"]
+        assert found == expected
+        set_random_seed(found)
+    np.random.set_state(state[0])
+    random.setstate(state[1])
+    torch.set_rng_state(state[2])
 
 
 def test_options_reach_vllm(vllm_imported: None) -> None:
