@@ -26,9 +26,12 @@ class CheckpointConfig:
         30.0,
         "Save also this long after the last save, without the HF format, until the next checkpoint; null: off.",
         "minutes",
+        gt=0,
     )
-    max_failed_saves: int = option(3, "So many saves in a row that fail end the run.", "saves")
-    keep_last: int | None = option(None, "Keep the newest N checkpoints, delete older ones; null: all.", "checkpoints")
+    max_failed_saves: int = option(3, "So many saves in a row that fail end the run.", "saves", ge=1)
+    keep_last: int | None = option(
+        None, "Keep the newest N checkpoints, delete older ones; null: all.", "checkpoints", ge=1
+    )
     keep_best: bool = option(True, "Never delete the one with the best trainer.best_metric.")
     allow_changes: list[str] = option(
         [],

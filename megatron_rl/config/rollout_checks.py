@@ -10,8 +10,8 @@ from megatron_rl.config.server import SERVER_ENGINES
 _BITWISE_ENGINES = ("hf", "vllm", "megatron")
 
 
-def check_rollout(config: CheckedConfig) -> None:
-    """Engines and samplers that are there, and what each of them can be asked for."""
+def _check_engine(config: CheckedConfig) -> None:
+    """Engines that are there, and what each of them can be asked for."""
     engine, tp_size = config.get("rollout.engine"), config.get("rollout.tensor_model_parallel_size")
     sizes = {"hf": {1}, "megatron": {1, config.get("actor.tensor_model_parallel_size")}}.get(engine, {tp_size})
     config.require(
@@ -21,8 +21,6 @@ def check_rollout(config: CheckedConfig) -> None:
         expected=" or ".join(map(str, sorted(sizes))),
         hint="leave it out (hf: a model on every rank; megatron: the actor's layout), or set rollout.engine=vllm",
     )
-    _check_truncation(config)
-    _check_options(config)
     config.require(
         config.get("hybrid.lora") == "merge" or engine in ("vllm", "megatron"),
         "hybrid.lora",
@@ -30,15 +28,13 @@ def check_rollout(config: CheckedConfig) -> None:
         expected="merge",
         hint="set hybrid.lora=merge, or rollout.engine=vllm",
     )
-    _check_precision(config)
-    if config.get("rollout.bitwise"):
-        _check_bitwise(config)
-    if engine in SERVER_ENGINES:
-        _check_server(config, engine)
 
 
-def _check_server(config: CheckedConfig, engine: str) -> None:
+def _check_server(config: CheckedConfig) -> None:
     """What a run must say of servers that it does not start, and what servers cannot be asked for."""
+    engine = config.get("rollout.engine")
+    if engine not in SERVER_ENGINES:
+        return
     endpoints = config.get("rollout.server.endpoints")
     config.require(
         bool(endpoints) or engine != "openai",
@@ -88,13 +84,6 @@ def _check_server(config: CheckedConfig, engine: str) -> None:
         "with top_p, top_k, min_p or min_tokens: its server does not tell what it draws from, as training must know",
         expected="vllm, vllm_server or sglang",
         hint="leave them out, in validation too, or set rollout.engine=vllm_server",
-    )
-    config.require(
-        engine != "sglang" or config.get("rollout.min_tokens") == 0,
-        "rollout.min_tokens",
-        "with rollout.engine = 'sglang', which needs a tokenizer for it and gets token ids only",
-        expected="0",
-        hint="leave it out, or set rollout.engine=vllm_server",
     )
 
 
@@ -162,7 +151,7 @@ def _check_precision(config: CheckedConfig) -> None:
         )
 
 
-def _check_validation_sets(config: CheckedConfig) -> None:
+def check_validation_sets(config: CheckedConfig) -> None:
     """Settings of single sets; whether there is such a set is asked when the prompts are read."""
     bounds = {
         "n": lambda value: isinstance(value, int) and value >= 1,
@@ -171,7 +160,9 @@ def _check_validation_sets(config: CheckedConfig) -> None:
         "top_k": lambda value: isinstance(value, int) and (value == -1 or value > 0),
         "thinking_budget": lambda value: isinstance(value, int) and value > 0,
     }
-    for name, settings in config.get("rollout.validation_sets").items():
+    refused = config.mistakes.refused
+    sets = {} if "rollout.validation_sets" in refused else config.get("rollout.validation_sets")
+    for name, settings in sets.items():
         is_right = isinstance(settings, dict) and all(
             leaf in bounds
             and isinstance(value, int | float)
@@ -180,7 +171,7 @@ def _check_validation_sets(config: CheckedConfig) -> None:
             or (leaf, value) == ("thinking_budget", None)
             for leaf, value in settings.items()
         )
-        config.require(
+        is_known = config.require(
             is_right,
             "rollout.validation_sets",
             f"has {settings!r} for {name!r}",
@@ -188,12 +179,12 @@ def _check_validation_sets(config: CheckedConfig) -> None:
             "nothing else",
             hint="e.g. {aime: {n: 32, temperature: 0.6, top_p: 0.95}}",
         )
+        refused.update(() if is_known else ("rollout.validation_sets",))
 
 
 def _check_thinking(config: CheckedConfig) -> None:
     """What does not know tokens inside of a response that nobody sampled."""
     name, budget = "rollout.thinking_budget", config.get("rollout.thinking_budget")
-    config.require(budget is None or budget > 0, name, "is no number of tokens", expected="> 0", hint="null: no budget")
     sets = (config.get("rollout.for_validation")(one) for one in ("", *config.get("rollout.validation_sets")))
     if budget is None and all(one.thinking_budget is None for one in sets):
         return
@@ -215,20 +206,13 @@ def _check_thinking(config: CheckedConfig) -> None:
     )
 
 
-def _check_truncation(config: CheckedConfig) -> None:
-    """Bounds of top-p and its relatives, and what cannot score a part of the vocabulary."""
-    _check_validation_sets(config)
-    _check_thinking(config)
-    for name in ("rollout.top_p", "rollout.validation_top_p"):
-        value = config.get(name)
-        config.require(0 < value <= 1, name, "is no probability", expected="0 < top_p <= 1", hint="1.0 switches it off")
+def _check_top_k(config: CheckedConfig) -> None:
     for name in ("rollout.top_k", "rollout.validation_top_k"):
         value = config.get(name)
         config.require(value == -1 or value > 0, name, "is no number of tokens", expected="> 0, or -1", hint="-1: all")
-    value = config.get("rollout.min_p")
-    config.require(
-        0 <= value < 1, "rollout.min_p", "is no fraction", expected="0 <= min_p < 1", hint="0 switches it off"
-    )
+
+
+def _check_min_tokens(config: CheckedConfig) -> None:
     name, longest = "rollout.min_tokens", config.get("data.max_response_length")
     config.require(
         0 <= config.get(name) <= longest,
@@ -237,6 +221,17 @@ def _check_truncation(config: CheckedConfig) -> None:
         expected=f"0 to {longest} (data.max_response_length)",
         hint="0 switches it off",
     )
+    config.require(
+        config.get("rollout.engine") != "sglang" or config.get(name) == 0,
+        name,
+        "with rollout.engine = 'sglang', which needs a tokenizer for it and gets token ids only",
+        expected="0",
+        hint="leave it out, or set rollout.engine=vllm_server",
+    )
+
+
+def _check_truncation(config: CheckedConfig) -> None:
+    """What cannot score a part of the vocabulary."""
     config.require(
         not config.get("rollout.is_truncated") or config.get("actor.step_mode") != "graph",
         "actor.step_mode",
@@ -255,7 +250,7 @@ def _check_truncation(config: CheckedConfig) -> None:
     )
 
 
-def check_schedule(config: CheckedConfig) -> None:
+def _check_schedule(config: CheckedConfig) -> None:
     """What samples of older weights need, and when a schedule can be replayed."""
     is_timed = config.get("schedule.updates") == "in_flight" and config.get("schedule.steps_per_update") is None
     config.require(
@@ -277,7 +272,7 @@ def check_schedule(config: CheckedConfig) -> None:
     )
 
 
-def check_agents(config: CheckedConfig) -> None:
+def _check_agents(config: CheckedConfig) -> None:
     """What episodes with an environment do not work with."""
     names = [name for name in ("agents.environment", "agents.tools", "agents.program") if config.get(name)]
     if not names:
@@ -310,6 +305,8 @@ def check_agents(config: CheckedConfig) -> None:
 
 def _check_bitwise(config: CheckedConfig) -> None:
     """What must hold for engine and trainer to compute the same bits; see also `roles/bitwise.py`."""
+    if not config.get("rollout.bitwise"):
+        return
     engine, tp_size = config.get("rollout.engine"), config.get("actor.tensor_model_parallel_size")
     config.require(
         engine in _BITWISE_ENGINES,
@@ -347,3 +344,18 @@ def _check_bitwise(config: CheckedConfig) -> None:
         expected=f"{tp_size}, as actor.tensor_model_parallel_size",
         hint="give actor and engine the same, or set rollout.bitwise=false",
     )
+
+
+ROLLOUT_RULES = (
+    _check_engine,
+    _check_top_k,
+    _check_min_tokens,
+    _check_truncation,
+    _check_thinking,
+    _check_options,
+    _check_precision,
+    _check_bitwise,
+    _check_server,
+    _check_schedule,
+    _check_agents,
+)

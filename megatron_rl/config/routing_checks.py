@@ -43,7 +43,6 @@ def check_routers(config: CheckedConfig) -> None:
 def _check_bias_rate(config: CheckedConfig) -> None:
     """Biases are weights of the model."""
     rate = config.get("actor.router_bias_rate")
-    config.require(rate >= 0, "actor.router_bias_rate", "is below 0", expected="0 or more", hint="0.001 is usual")
     config.require(
         not rate or config.get("actor.lora.rank") == 0,
         "actor.router_bias_rate",
