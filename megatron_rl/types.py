@@ -38,11 +38,6 @@ class UserError(ValueError):
         parts = dict(source=self.source, expected=self.expected, hint=self.hint)
         return _rebuild_user_error, (self.found, parts)
 
-    @property
-    def errors(self) -> tuple[UserError, ...]:
-        """The single errors: this one, unless there are several."""
-        return (self,)
-
 
 class UserErrors(UserError):
     """Several errors of the user at once, numbered in the text; each part is that of all of them.
@@ -54,18 +49,13 @@ class UserErrors(UserError):
     def __init__(self, errors: Sequence[UserError]) -> None:
         parts = {part: "; ".join(getattr(error, part) for error in errors) for part in ("source", "expected", "hint")}
         super().__init__("; ".join(error.found for error in errors), **parts)
-        self._errors = tuple(errors)
+        self.errors = tuple(errors)
         numbered = [f"\n{number}. {error}".replace("\n ", "\n    ") for number, error in enumerate(errors, 1)]
         self.args = (f"{len(errors)} mistakes" + "".join(numbered),)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel between ranks by pickle without losing the parts."""
-        return UserErrors, (self._errors,)
-
-    @property
-    def errors(self) -> tuple[UserError, ...]:
-        """The single errors."""
-        return self._errors
+        return UserErrors, (self.errors,)
 
 
 class Preempted(Exception):

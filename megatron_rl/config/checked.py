@@ -28,7 +28,7 @@ class Mistakes:
         try:
             yield
         except UserError as error:
-            self.errors.extend(error.errors)
+            self.errors.append(error)
             self.refused.update(names)
 
     def raise_all(self) -> None:

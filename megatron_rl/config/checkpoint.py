@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_rl.config.declaring import option
 
@@ -33,8 +34,6 @@ class CheckpointConfig:
         None, "Keep the newest N checkpoints, delete older ones; null: all.", "checkpoints", ge=1
     )
     keep_best: bool = option(True, "Never delete the one with the best trainer.best_metric.")
-    allow_changes: list[str] = option(
-        [],
-        "Inputs that may differ on resuming: model, critic, reference, reward_model, teachers, train_files, reward, "
-        "plugins.",
-    )
+    allow_changes: list[
+        Literal["model", "critic", "reference", "reward_model", "teachers", "train_files", "reward", "plugins"]
+    ] = option([], "Inputs that may differ on resuming; an error there says which name it takes.")

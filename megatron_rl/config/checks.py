@@ -23,16 +23,6 @@ from megatron_rl.config.teacher_checks import TEACHER_RULES
 from megatron_rl.config.zero_checks import check_zero_stages
 
 _TRAINED = ("actor", "critic")
-_MAY_CHANGE = (
-    "model",
-    "critic",
-    "reference",
-    "reward_model",
-    "teachers",
-    "train_files",
-    "reward",
-    "plugins",
-)  # see lifecycle/changes.py
 
 
 def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mistakes: Mistakes | None = None) -> None:
@@ -78,14 +68,6 @@ def _check_rates(config: CheckedConfig, section: str) -> None:
 
 
 def _check_run(config: CheckedConfig) -> None:
-    unknown = sorted(set(config.get("checkpoint.allow_changes")) - set(_MAY_CHANGE))
-    config.require(
-        not unknown,
-        "checkpoint.allow_changes",
-        f"names {', '.join(unknown)}",
-        expected=f"of {', '.join(_MAY_CHANGE)}",
-        hint="an error on resuming says which name it takes",
-    )
     config.require(
         config.get("checkpoint.resume") != "must" or config.get("trainer.run_dir") is not None,
         "checkpoint.resume",

@@ -99,12 +99,14 @@ class FieldInfo:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The accepted values of a `Literal`, as YAML writes them, else ()."""
-        return tuple(map(_write, typing.get_args(self.kind))) if typing.get_origin(self.kind) is Literal else ()
+        """The accepted values of a `Literal`, or of a list's items, as YAML writes them, else ()."""
+        literal = typing.get_args(self.kind)[0] if typing.get_origin(self.kind) is list else self.kind
+        return tuple(map(_write, typing.get_args(literal))) if typing.get_origin(literal) is Literal else ()
 
     def describe_type(self) -> str:
         """The accepted values in words: "integer or null", "float32 | bfloat16"."""
         words = " | ".join(self.choices) if self.choices else _TYPE_NAMES[self.kind]
+        words = f"list of {words}" if self.choices and typing.get_origin(self.kind) is list else words
         return f"{words} or null" if self.accepts_none else words
 
     def find_violation(self, value: Any) -> dict[str, str] | None:
@@ -209,7 +211,11 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     if info.choices:
         if value is False and "off" in info.choices:
             return "off"  # YAML 1.1 reads the word as a boolean
-        return value if isinstance(value, str | bool) and value in typing.get_args(info.kind) else _REFUSED
+        if typing.get_origin(info.kind) is list:
+            items = value if isinstance(value, list) else [value]
+            return list(items) if all(item in info.choices for item in items) else _REFUSED
+        is_one = any(type(value) is type(choice) and value == choice for choice in typing.get_args(info.kind))
+        return value if is_one else _REFUSED
     kind = info.kind
     if kind is bool:
         return value if isinstance(value, bool) else _REFUSED
@@ -227,7 +233,7 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     return list(items) if all(_is_integer(i) if item_kind is int else type(i) is item_kind for i in items) else _REFUSED
 
 
-def _write(choice: str | bool) -> str:
+def _write(choice: str | int) -> str:
     return choice if isinstance(choice, str) else str(choice).lower()
 
 

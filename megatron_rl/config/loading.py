@@ -30,7 +30,6 @@ from megatron_rl.config.fields import (
     list_fields,
     section_classes,
     section_names,
-    unknown_key_error,
 )
 from megatron_rl.config.idle import put_aside
 from megatron_rl.config.options import PREFIX, build_options, list_options
@@ -184,14 +183,7 @@ def read_settings(
         settings = read_mapping(recipe, mistakes)
     else:
         settings = read_recipe(Path(recipe), mistakes) if recipe else []
-    settings += read_overrides(
-        overrides,
-        fields,
-        lambda name: _is_boolean(name, fields),
-        lambda name: name in _aliases().alias_names(),
-        lambda name, source: unknown_key_error(name, source, fields, _aliases().alias_names()),
-        mistakes,
-    )
+    settings += read_overrides(overrides, fields, _aliases, mistakes)
     settings = _without_empty_sections([_expand_layout(setting) for setting in settings], mistakes)
     settings = _resolve_references(settings, mistakes)
     plugins = _choose([setting for setting in settings if setting.name == _PLUGINS], fields, mistakes)
@@ -207,11 +199,6 @@ def _aliases() -> Any:
     from megatron_rl.config.verl import aliases
 
     return aliases
-
-
-def _is_boolean(name: str, fields: Mapping[str, FieldInfo]) -> bool:
-    ours = name if name in fields else _aliases().alias_target(name)
-    return ours in fields and fields[ours].kind is bool
 
 
 def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:

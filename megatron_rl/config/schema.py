@@ -67,8 +67,8 @@ class LayoutConfig:
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none", "Activation recomputation: none, core attention only, or whole layers."
     )
-    zero_stage: int = option(
-        1, "Shared over DP and CP: 1, optimizer states; 3, weights and gradients as well (FSDP).", ge=1
+    zero_stage: Literal[1, 3] = option(
+        1, "Shared over DP and CP: 1, optimizer states; 3, weights and gradients as well (FSDP)."
     )
 
 

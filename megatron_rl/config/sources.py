@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.checked import Mistakes
-from megatron_rl.config.fields import FieldInfo, leaf_candidates
+from megatron_rl.config.fields import FieldInfo, leaf_candidates, unknown_key_error
 from megatron_rl.types import UserError
 
 # Layers: a setting of a higher layer replaces one of a lower layer.
@@ -166,9 +166,7 @@ def _repeated_error(name: str, first: str, second: str) -> UserError:
 def read_overrides(
     arguments: Sequence[str],
     fields: Mapping[str, FieldInfo],
-    is_boolean: Callable[[str], bool],
-    is_alias: Callable[[str], bool],
-    unknown: Callable[[str, str], UserError],
+    aliases: Callable[[], Any],
     mistakes: Mistakes,
 ) -> list[Setting]:
     """Read overrides from the command line, in their order.
@@ -176,9 +174,7 @@ def read_overrides(
     Args:
         arguments: what follows the recipe on the command line.
         fields: the settings, for the Megatron spelling `--leaf value`.
-        is_boolean: whether a full name may stand as a flag without a value.
-        is_alias: whether a name of another project is read, which may be a flag where no leaf has that name.
-        unknown: makes the error for an unknown leaf from (name, source).
+        aliases: imports the names of other projects, which may be flags where no leaf has that name.
         mistakes: takes what is left out: no override syntax, a missing value, an unknown or ambiguous leaf.
     """
     settings = []
@@ -196,10 +192,10 @@ def read_overrides(
                     hint="quote values that contain spaces",
                 )
             # '+key=value' as in Hydra
-            name = _flag_name(name, fields, is_alias, unknown) if is_flag else name.lstrip("+")
+            name = _flag_name(name, fields, aliases) if is_flag else name.lstrip("+")
             with mistakes.collect(name):
                 if not separator:
-                    text = _take_value(name, rest, is_boolean)
+                    text = _take_value(name, rest, fields, aliases)
                 settings.append(Setting(name, _parse_value(name, text), "command line", COMMAND_LINE, text))
         if is_flag and not separator and len(mistakes.errors) > number:
             while rest and "=" not in rest[0] and not rest[0].startswith("--"):
@@ -213,15 +209,14 @@ _ROLES_LIKE_THE_ACTOR = ("critic", "reward_model", "teachers")
 def _flag_name(
     flag: str,
     fields: Mapping[str, FieldInfo],
-    is_alias: Callable[[str], bool],
-    unknown: Callable[[str, str], UserError],
+    aliases: Callable[[], Any],
 ) -> str:
     name = flag[2:].replace("-", "_")
     if "." in name:
         return name
-    candidates = leaf_candidates(name, fields) or ([name] if is_alias(name) else [])
+    candidates = leaf_candidates(name, fields) or ([name] if name in aliases().alias_names() else [])
     if not candidates:
-        raise unknown(name, "command line")
+        raise unknown_key_error(name, "command line", fields, aliases().alias_names())
     if f"actor.{name}" in candidates:  # Megatron's flags describe the model that is trained
         candidates = [full for full in candidates if full.partition(".")[0] not in _ROLES_LIKE_THE_ACTOR]
     if len(candidates) > 1:
@@ -234,9 +229,10 @@ def _flag_name(
     return candidates[0]
 
 
-def _take_value(name: str, rest: deque[str], is_boolean: Callable[[str], bool]) -> str:
+def _take_value(name: str, rest: deque[str], fields: Mapping[str, FieldInfo], aliases: Callable[[], Any]) -> str:
     following = rest[0] if rest else "--"
-    if is_boolean(name):
+    ours = name if name in fields else aliases().alias_target(name)
+    if ours in fields and fields[ours].kind is bool:
         return rest.popleft() if following.lower() in _BOOLEAN_WORDS else "true"
     if following.startswith("--"):
         raise UserError(
