@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
@@ -69,8 +69,11 @@ class CheckedConfig:
         if name.startswith(f"{PREFIX}."):
             plugin, _, leaf = leaf.partition(".")[2].partition(".")
             owner = find_options(owner, plugin)
-        is_derived = isinstance(getattr(type(owner), leaf, None), property | FunctionType)
-        if name in refused or is_derived and any(one.startswith(f"{section}.") for one in refused):
+        read = [name]
+        if isinstance(getattr(type(owner), leaf, None), property | FunctionType):
+            declaring = next(one for one in type(owner).__mro__ if leaf in vars(one))
+            read += [f"{section}.{item.name}" for item in fields(declaring)]
+        if refused.intersection(read):
             raise _Unknown
         return attrgetter(leaf)(owner)
 

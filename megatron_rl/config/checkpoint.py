@@ -29,11 +29,9 @@ class CheckpointConfig:
         "minutes",
         gt=0,
     )
-    max_failed_saves: int = option(3, "So many saves in a row that fail end the run.", "saves", ge=1)
     keep_last: int | None = option(
         None, "Keep the newest N checkpoints, delete older ones; null: all.", "checkpoints", ge=1
     )
-    keep_best: bool = option(True, "Never delete the one with the best trainer.best_metric.")
     allow_changes: list[
         Literal["model", "critic", "reference", "reward_model", "teachers", "train_files", "reward", "plugins"]
     ] = option([], "Inputs that may differ on resuming; an error there says which name it takes.")

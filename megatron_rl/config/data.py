@@ -35,9 +35,6 @@ class DataConfig:
         " test).",
     )
     train_batch_size: int = option(MISSING, "Prompts per rollout batch (one step of the main loop).", "prompts", ge=1)
-    validation_batch_size: int | None = option(
-        None, "Validation prompts generated at once; default: all.", "prompts", ge=1
-    )
     validation_limit: int | None = option(
         None, "Use only the first N validation prompts; default: all.", "prompts", ge=1
     )

@@ -111,16 +111,17 @@ class FieldInfo:
 
     def find_violation(self, value: Any) -> dict[str, str] | None:
         """The words of an error about a value outside of the bounds: `why`, `expected` and `hint`; None inside."""
-        bounds = {key: self.bounds[key] for key in _COMPARISONS if key in self.bounds}
-        if value is None or all(_COMPARISONS[key][0](value, bound) for key, bound in bounds.items()):
-            return None
-        key, bound = next(item for item in bounds.items() if not _COMPARISONS[item[0]][0](value, item[1]))
-        usual = _WRONG.get((key, bound), "is too small" if key[0] == "g" else "is too large")
-        return {
-            "why": self.bounds.get("wrong", usual),
-            "expected": ", ".join(f"{_COMPARISONS[one][1]} {limit}" for one, limit in bounds.items()),
-            "hint": self.bounds.get("hint", f"set {self.name} to {_COMPARISONS[key][2].format(bound)}"),
-        }
+        bounds = {key: self.bounds[key] for key in _COMPARISONS if key in self.bounds and value is not None}
+        for key, bound in bounds.items():
+            holds, _, words = _COMPARISONS[key]
+            if not holds(value, bound):
+                usual = _WRONG.get((key, bound), "is too small" if key[0] == "g" else "is too large")
+                return {
+                    "why": self.bounds.get("wrong", usual),
+                    "expected": ", ".join(f"{_COMPARISONS[one][1]} {limit}" for one, limit in bounds.items()),
+                    "hint": self.bounds.get("hint", f"set {self.name} to {words.format(bound)}"),
+                }
+        return None
 
 
 def list_fields(teachers: Iterable[str] = ("NAME",)) -> dict[str, FieldInfo]:

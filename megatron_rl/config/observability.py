@@ -75,5 +75,4 @@ class ObservabilityConfig:
         hint="0 takes any free port",
     )
     status_host: str = option("127.0.0.1", "Address that the page is served on; 0.0.0.0: every one of the machine.")
-    status_token: bool = option(True, "Serve the page below a random path, printed at the start.")
     health: HealthConfig = field(default_factory=HealthConfig)

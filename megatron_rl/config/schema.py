@@ -64,9 +64,6 @@ class LayoutConfig:
     share_prompts: Literal[True, False, "tree"] = option(
         True, "Compute a group's prompt once per microbatch; tree: also what branches of a rollout share."
     )
-    recompute_granularity: Literal["none", "selective", "full"] = option(
-        "none", "Activation recomputation: none, core attention only, or whole layers."
-    )
     zero_stage: Literal[1, 3] = option(
         1, "Shared over DP and CP: 1, optimizer states; 3, weights and gradients as well (FSDP)."
     )
@@ -79,6 +76,9 @@ class TrainedConfig(LayoutConfig):
     lora: LoraConfig = LoraConfig()
     quantization: Literal["none", "nf4"] = option(
         "none", "nf4 (with lora): the matrices of the layers in four bits (QLoRA); the engine gets them dequantized."
+    )
+    recompute_granularity: Literal["none", "selective", "full"] = option(
+        "none", "Activation recomputation: none, core attention only, or whole layers."
     )
     use_distributed_optimizer: bool = option(True, "Shard optimizer states over DP (ZeRO-1).")
     optimizer: Literal["adam", "muon"] = option(
@@ -262,7 +262,6 @@ class RewardConfig:
     service_batch_size: int = option(64, "Responses per request.", "responses", ge=1)
     service_concurrency: int = option(4, "Requests of one rank at a time.", "requests", ge=1)
     service_timeout_seconds: float = option(60.0, "Time limit of one request, its answer included.", "seconds", gt=0)
-    service_max_answer_bytes: int = option(64 << 20, "Largest answer to one request.", "bytes", ge=1)
     service_retries: int = option(
         4, "Further attempts after a failed request, with exponential backoff.", "attempts", ge=0
     )
@@ -325,9 +324,6 @@ class TrainerConfig:
         "groups",
         ge=-1,
         hint="-1 writes all of them",
-    )
-    log_validation: bool = option(
-        True, "Write the responses of every validation to validation/<set>/rollouts/step_<N>.jsonl."
     )
     profile_steps: list[int] = option(
         [], "Steps whose torch profiler trace and memory snapshot are written to <run_dir>/profile.", "steps"

@@ -31,9 +31,7 @@ def megatron_names(role: str) -> dict[str, Alias]:
         "megatron.dtype": Ignored("model.dtype decides"),
         "megatron.seed": Ignored("trainer.seed decides"),
         "megatron.use_distributed_optimizer": Ignored("this role has no optimizer"),
-        "megatron.override_transformer_config.recompute_granularity": Renamed(
-            f"{role}.recompute_granularity", (("selective", "selective"), ("full", "full")), closed=True
-        ),
+        "megatron.override_transformer_config.recompute_granularity": Ignored("only a backward pass recomputes"),
         "megatron.override_transformer_config.recompute_modules": Ignored("selective recomputes the core attention"),
         "megatron.override_transformer_config.recompute_method": Ignored("full recomputes every layer"),
         "megatron.override_transformer_config.recompute_num_layers": Ignored("full recomputes every layer"),
@@ -91,5 +89,8 @@ def trainable_names(role: str) -> dict[str, Alias]:
         "fsdp_config.optimizer_offload": Renamed(f"{role}.offload_optimizer"),
         "megatron.optimizer_offload": Renamed(f"{role}.offload_optimizer"),
         "megatron.grad_offload": Renamed(f"{role}.offload_gradients"),
+        "megatron.override_transformer_config.recompute_granularity": Renamed(
+            f"{role}.recompute_granularity", (("selective", "selective"), ("full", "full")), closed=True
+        ),
         "megatron.use_distributed_optimizer": Renamed(f"{role}.use_distributed_optimizer"),
     }

@@ -220,7 +220,7 @@ _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
 
 _DATA: dict[str, Alias] = {
     "val_files": Renamed("data.validation_files"),
-    "val_batch_size": Renamed("data.validation_batch_size"),
+    "val_batch_size": Ignored("the prompts of a validation set are generated together"),
     "val_max_samples": Renamed("data.validation_limit", ((-1, None),)),
     "train_max_samples": Only((-1,), "all training prompts are used"),
     "tokenizer": Renamed("model.tokenizer"),
