@@ -38,7 +38,7 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mista
     """
     config = CheckedConfig(cfg, sources or {}, mistakes or Mistakes())
     _check_bounds(config)
-    check_validation_sets(config)
+    config.apply(check_validation_sets)
     for rule in (_check_step_mode, check_quantization, _check_rates):
         for section in _TRAINED:
             config.apply(rule, section)
@@ -50,8 +50,7 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mista
 def _check_bounds(config: CheckedConfig) -> None:
     """Values outside of the bounds that stand with their settings; what depends on them is not judged."""
     for name, info in (list_fields(config.config.teachers) | list_options()).items():
-        violation = None if name in config.mistakes.refused else info.find_violation(config.get(name))
-        if violation is not None:
+        if name not in config.mistakes.refused and (violation := info.find_violation(config.get(name))):
             config.require(False, name, **violation)
             config.mistakes.refused.add(name)
 

@@ -160,9 +160,7 @@ def check_validation_sets(config: CheckedConfig) -> None:
         "top_k": lambda value: isinstance(value, int) and (value == -1 or value > 0),
         "thinking_budget": lambda value: isinstance(value, int) and value > 0,
     }
-    refused = config.mistakes.refused
-    sets = {} if "rollout.validation_sets" in refused else config.get("rollout.validation_sets")
-    for name, settings in sets.items():
+    for name, settings in config.get("rollout.validation_sets").items():
         is_right = isinstance(settings, dict) and all(
             leaf in bounds
             and isinstance(value, int | float)
@@ -179,7 +177,7 @@ def check_validation_sets(config: CheckedConfig) -> None:
             "nothing else",
             hint="e.g. {aime: {n: 32, temperature: 0.6, top_p: 0.95}}",
         )
-        refused.update(() if is_known else ("rollout.validation_sets",))
+        config.mistakes.refused.update(() if is_known else ("rollout.validation_sets",))
 
 
 def _check_thinking(config: CheckedConfig) -> None:

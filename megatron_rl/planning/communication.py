@@ -90,10 +90,9 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     tp, pp, cp, ep = layout.tp_size, layout.pp_size, layout.cp_size, layout.ep_size
     tokens = work.tokens / layout.dp_size / cp
     trainings = work.passes if role.trainable else 0
-    is_full = role.trainable and role.training.recompute_granularity == "full"
     # A training pass goes forward and backward; full recomputation goes forward once more, and sequence
     # parallelism gathers the inputs again for the gradients of the weights, which a model under adapters has not.
-    rounds = forwards + trainings * (2 + is_full)
+    rounds = forwards + trainings * (2 + (role.trainable and role.training.recompute_granularity == "full"))
     layers, mixtures = shape.num_layers / pp, _count_mixtures(shape, layout, rank)
     hidden = tokens * shape.hidden_size * itemsize
     extra = 0.5 * trainings if section.sequence_parallel and job.adapters_of(role) is None else 0.0
