@@ -39,6 +39,25 @@ class UserError(ValueError):
         return _rebuild_user_error, (self.found, parts)
 
 
+class UserErrors(UserError):
+    """Several errors of the user at once, numbered in the text; each part is that of all of them.
+
+    Args:
+        errors: in their order, at least one.
+    """
+
+    def __init__(self, errors: Sequence[UserError]) -> None:
+        parts = {part: "; ".join(getattr(error, part) for error in errors) for part in ("source", "expected", "hint")}
+        super().__init__("; ".join(error.found for error in errors), **parts)
+        self.errors = tuple(errors)
+        numbered = [f"\n{number}. {error}".replace("\n ", "\n    ") for number, error in enumerate(errors, 1)]
+        self.args = (f"{len(errors)} mistakes" + "".join(numbered),)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel between ranks by pickle without losing the parts."""
+        return UserErrors, (self.errors,)
+
+
 class Preempted(Exception):
     """A signal asked the run to stop; what it continues from is on the disk. Entry points exit with EXIT_PREEMPTED."""
 

@@ -54,7 +54,8 @@ def _format_row(info: FieldInfo, actors: FieldInfo | None) -> str:
 def _format_type(info: FieldInfo) -> str:
     if not info.choices:
         return info.describe_type()
-    return ", ".join(f"`{choice}`" for choice in info.choices) + (" or null" if info.accepts_none else "")
+    words = ", ".join(f"`{choice}`" for choice in info.choices) + (" or null" if info.accepts_none else "")
+    return f"list of {words}" if info.describe_type().startswith("list of") else words
 
 
 def _escape(text: str) -> str:

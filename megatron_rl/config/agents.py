@@ -31,18 +31,21 @@ class AgentsConfig:
         "Instead of an environment, your agent(task, base_url) as path.py:function or module:function, which talks"
         " to the policy by any OpenAI client.",
     )
-    max_turns: int = option(8, "Replies of an episode; data.max_response_length bounds its tokens.", "replies")
+    max_turns: int = option(8, "Replies of an episode; data.max_response_length bounds its tokens.", "replies", ge=1)
     episode_timeout_seconds: float = option(
         300.0,
         "Time of an environment or a program for all its answers in an episode, set-up included; then it is killed.",
         "seconds",
+        gt=0,
     )
-    turn_timeout_seconds: float = option(60.0, "Time for one of them.", "seconds")
-    workers: int = option(1, "Parent processes per engine; each episode is forked from one of them.", "processes")
-    episodes_in_flight: int | None = option(None, "Open episodes per engine; default: all of a step.", "episodes")
+    turn_timeout_seconds: float = option(60.0, "Time for one of them.", "seconds", gt=0)
+    workers: int = option(1, "Parent processes per engine; each episode is forked from one of them.", "processes", ge=1)
+    episodes_in_flight: int | None = option(None, "Open episodes per engine; default: all of a step.", "episodes", ge=1)
     max_failed_share: float = option(
         0.5,
         "End the run when a larger share of a step's episodes, or of a validation set's, has failed; 1: never.",
+        ge=0,
+        le=1,
     )
     history: Literal["keep", "template"] = option(
         "keep",

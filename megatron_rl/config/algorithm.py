@@ -25,39 +25,50 @@ class AlgorithmConfig:
         "reinforce_plus_plus_baseline, remax, distill (teachers alone), or a plugin's.",
     )
     norm_adv_by_std: bool = option(True, "grpo, grpo_passk: divide by the group's standard deviation (else: Dr. GRPO).")
-    gamma: float = option(1.0, "Discount per token (gae, reinforce_plus_plus).")
-    gae_lambda: float = option(1.0, "Lambda of generalized advantage estimation.")
+    gamma: float = option(1.0, "Discount per token (gae, reinforce_plus_plus).", ge=0, le=1)
+    gae_lambda: float = option(1.0, "Lambda of generalized advantage estimation.", ge=0, le=1)
     policy_loss: str = option(
         "ppo",
         "ppo (ratio per token), gspo (per branch), geo_mean (GMPO, likewise), cispo, sapo, dppo_tv, dppo_kl, "
         "clip_cov, kl_cov, policy_gradient, or a plugin's.",
     )
     clip_eps_low: float = option(
-        0.2, "The ratio is clipped below at 1 - this (geo_mean: its logarithm at -this; dppo: largest divergence)."
+        0.2,
+        "The ratio is clipped below at 1 - this (geo_mean: its logarithm at -this; dppo: largest divergence).",
+        gt=0,
+        lt=1,
     )
     clip_eps_high: float = option(
-        0.2, "The ratio is clipped above at 1 + this (geo_mean: its logarithm at this; dppo: largest divergence)."
+        0.2, "The ratio is clipped above at 1 + this (geo_mean: its logarithm at this; dppo: largest divergence).", gt=0
     )
     dual_clip: float | None = option(
         None,
         "Negative advantages: largest loss per token, times |advantage| (ppo, gspo); dppo: the largest ratio; "
         "null: off.",
+        gt=1,
+        wrong="would clip every negative advantage",
+        hint="3.0 is the value of the paper",
     )
-    sapo_tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages.")
-    sapo_tau_neg: float = option(1.05, "sapo: temperature of the gate for the others.")
+    sapo_tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages.", gt=0)
+    sapo_tau_neg: float = option(1.05, "sapo: temperature of the gate for the others.", gt=0)
     cov_ratio: float = option(
-        0.0002, "clip_cov, kl_cov: share of the tokens of a step that are chosen by their covariance."
+        0.0002, "clip_cov, kl_cov: share of the tokens of a step that are chosen by their covariance.", gt=0, le=1
     )
     clip_cov_low: float = option(1.0, "clip_cov: tokens with a covariance above it may be chosen.")
-    clip_cov_high: float = option(5.0, "clip_cov: tokens with a covariance below it may be chosen.")
-    kl_cov_coef: float = option(0.1, "kl_cov: weight of |logprobs - old_logprobs| on the chosen tokens.")
+    clip_cov_high: float = option(5.0, "clip_cov: tokens with a covariance below it may be chosen.", gt=0)
+    kl_cov_coef: float = option(0.1, "kl_cov: weight of |logprobs - old_logprobs| on the chosen tokens.", ge=0)
     loss_agg_mode: str = option(
         "token-mean", "Global denominator: token-mean, seq-mean-token-mean, seq-mean-token-sum, constant, a plugin's."
     )
     loss_scale_factor: float | None = option(
-        None, "loss_agg_mode constant: the length in the denominator; default: data.max_response_length.", "tokens"
+        None,
+        "loss_agg_mode constant: the length in the denominator; default: data.max_response_length.",
+        "tokens",
+        gt=0,
     )
-    kl_coef: float = option(0.0, "Weight of the KL term; 0: no reference model is built.")
+    kl_coef: float = option(
+        0.0, "Weight of the KL term; 0: no reference model is built.", ge=0, hint="0 switches the KL term off"
+    )
     kl_type: Literal["k1", "k2", "k3", "abs"] = option(
         "k3", "KL estimator (Schulman), or the absolute difference of log-probs (abs)."
     )
@@ -65,12 +76,12 @@ class AlgorithmConfig:
     kl_controller: Literal["fixed", "adaptive"] = option(
         "fixed", "Keep kl_coef (fixed), or move it so that the KL approaches kl_target (adaptive)."
     )
-    kl_target: float = option(0.1, "KL that the adaptive controller aims at.", "nats")
+    kl_target: float = option(0.1, "KL that the adaptive controller aims at.", "nats", gt=0)
     kl_target_per: Literal["response", "token"] = option(
         "response", "kl_target is the KL of a response, or of a token (as verl's)."
     )
-    kl_horizon: float = option(10000.0, "Responses over which the adaptive controller acts.", "responses")
-    entropy_coef: float = option(0.0, "Weight of the entropy bonus (full vocabulary).")
+    kl_horizon: float = option(10000.0, "Responses over which the adaptive controller acts.", "responses", gt=0)
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus (full vocabulary).", ge=0)
     mask_truncated: bool = option(False, "Responses cut at max_response_length enter no loss (DAPO).")
     dynamic_sampling: bool = option(
         False, "Resample until data.train_batch_size groups have responses of different reward (DAPO)."
@@ -85,6 +96,7 @@ class AlgorithmConfig:
         "dynamic_sampling: most rounds of data.train_batch_size prompts in a step; then groups without a signal "
         "fill the batch.",
         "rounds",
+        ge=1,
     )
     old_logprobs: Literal["auto", "recompute"] = option(
         "auto",
@@ -110,11 +122,12 @@ class AlgorithmConfig:
     importance_normalize: bool = option(
         False, "Divide the weights by their mean over the step's tokens (sequence, product: responses)."
     )
-    importance_low: float = option(0.5, "Weights below it are masked (mask modes).")
-    importance_high: float = option(2.0, "Weights above it are truncated or masked.")
+    importance_low: float = option(0.5, "Weights below it are masked (mask modes).", ge=0)
+    importance_high: float = option(2.0, "Weights above it are truncated or masked.", gt=0)
     distillation: DistillationConfig = DistillationConfig()
     reject_sequence_above: float | None = option(
         None,
         "Rollouts with a larger |old_logprobs - rollout_logprobs| at any token have no policy-gradient term; "
         "null: off.",
+        gt=0,
     )

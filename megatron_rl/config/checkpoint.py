@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_rl.config.declaring import option
 
@@ -26,12 +27,11 @@ class CheckpointConfig:
         30.0,
         "Save also this long after the last save, without the HF format, until the next checkpoint; null: off.",
         "minutes",
+        gt=0,
     )
-    max_failed_saves: int = option(3, "So many saves in a row that fail end the run.", "saves")
-    keep_last: int | None = option(None, "Keep the newest N checkpoints, delete older ones; null: all.", "checkpoints")
-    keep_best: bool = option(True, "Never delete the one with the best trainer.best_metric.")
-    allow_changes: list[str] = option(
-        [],
-        "Inputs that may differ on resuming: model, critic, reference, reward_model, teachers, train_files, reward, "
-        "plugins.",
+    keep_last: int | None = option(
+        None, "Keep the newest N checkpoints, delete older ones; null: all.", "checkpoints", ge=1
     )
+    allow_changes: list[
+        Literal["model", "critic", "reference", "reward_model", "teachers", "train_files", "reward", "plugins"]
+    ] = option([], "Inputs that may differ on resuming; an error there says which name it takes.")

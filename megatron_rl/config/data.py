@@ -34,19 +34,19 @@ class DataConfig:
         "JSONL or parquet files; a set has its file's name (gsm8k/test.parquet: test, or gsm8k-test beside another"
         " test).",
     )
-    train_batch_size: int = option(MISSING, "Prompts per rollout batch (one step of the main loop).", "prompts")
-    validation_batch_size: int | None = option(None, "Validation prompts generated at once; default: all.", "prompts")
-    validation_limit: int | None = option(None, "Use only the first N validation prompts; default: all.", "prompts")
-    max_prompt_length: int = option(1024, "Longest prompt.", "tokens")
-    max_response_length: int = option(1024, "Longest response.", "tokens")
+    train_batch_size: int = option(MISSING, "Prompts per rollout batch (one step of the main loop).", "prompts", ge=1)
+    validation_limit: int | None = option(
+        None, "Use only the first N validation prompts; default: all.", "prompts", ge=1
+    )
+    max_prompt_length: int = option(1024, "Longest prompt.", "tokens", ge=1)
+    max_response_length: int = option(1024, "Longest response.", "tokens", ge=1)
     overlong_prompts: Literal["error", "truncate", "truncate_right", "truncate_middle", "drop"] = option(
         "error",
         "Prompts longer than max_prompt_length: refuse, keep the end (truncate), the beginning (truncate_right) or"
         " both (truncate_middle), or drop. Chats lose messages, never the template.",
     )
     apply_chat_template_kwargs: dict[str, Any] = option(
-        {},
-        "Options of the chat template, such as enable_thinking; a row's column chat_template_kwargs overrides them.",
+        {}, "Options of the chat template, such as enable_thinking; a row's column chat_template_kwargs overrides them."
     )
     special_tokens_in_contents: bool = option(
         False,

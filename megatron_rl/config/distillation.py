@@ -23,8 +23,8 @@ class DistillationConfig:
     direction: Literal["reverse", "forward"] = option(
         "reverse", "full, top_k: KL(policy || teacher) (reverse) or KL(teacher || policy) (forward)."
     )
-    coef: float = option(1.0, "Weight of the term; with adv_estimator distill it is the only one.")
-    k: int = option(64, "top_k: tokens of the teacher that are compared one by one.", "tokens")
+    coef: float = option(1.0, "Weight of the term; with adv_estimator distill it is the only one.", ge=0)
+    k: int = option(64, "top_k: tokens of the teacher that are compared one by one.", "tokens", ge=1)
     choose_by: str | None = option(
         None,
         "Column of the data whose value chooses the teacher (teachers.NAME.values); null: all teachers, by weight.",

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import operator
 import re
 import types
 import typing
@@ -34,6 +36,15 @@ SIMPLE_TYPES: dict[Any, str] = {
     list[int]: "list of integers",
     list[float]: "list of numbers",
 }
+# Comparison of a value with a bound, its sign, and in words how to keep it.
+_COMPARISONS: dict[str, tuple[Any, str, str]] = {
+    "ge": (operator.ge, ">=", "{} or more"),
+    "gt": (operator.gt, ">", "> {}"),
+    "le": (operator.le, "<=", "{} or less"),
+    "lt": (operator.lt, "<", "< {}"),
+}
+_WRONG = {("ge", 0): "is negative", ("gt", 0): "is not positive"}
+_read_hints = functools.cache(typing.get_type_hints)
 TEACHERS = "teachers"  # the section whose keys are names
 _TYPE_NAMES = SIMPLE_TYPES | {dict[str, Any]: "mapping"}
 
@@ -48,6 +59,7 @@ class FieldInfo:
         default: default value; `MISSING` where the user must give one.
         doc: one sentence.
         unit: unit of the value, or "".
+        bounds: of `option`.
     """
 
     name: str
@@ -55,6 +67,7 @@ class FieldInfo:
     default: Any
     doc: str
     unit: str
+    bounds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def section(self) -> str:
@@ -86,13 +99,29 @@ class FieldInfo:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The accepted values of a `Literal`, as YAML writes them, else ()."""
-        return tuple(map(_write, typing.get_args(self.kind))) if typing.get_origin(self.kind) is Literal else ()
+        """The accepted values of a `Literal`, or of a list's items, as YAML writes them, else ()."""
+        literal = typing.get_args(self.kind)[0] if typing.get_origin(self.kind) is list else self.kind
+        return tuple(map(_write, typing.get_args(literal))) if typing.get_origin(literal) is Literal else ()
 
     def describe_type(self) -> str:
         """The accepted values in words: "integer or null", "float32 | bfloat16"."""
         words = " | ".join(self.choices) if self.choices else _TYPE_NAMES[self.kind]
+        words = f"list of {words}" if self.choices and typing.get_origin(self.kind) is list else words
         return f"{words} or null" if self.accepts_none else words
+
+    def find_violation(self, value: Any) -> dict[str, str] | None:
+        """The words of an error about a value outside of the bounds: `why`, `expected` and `hint`; None inside."""
+        bounds = {key: self.bounds[key] for key in _COMPARISONS if key in self.bounds and value is not None}
+        for key, bound in bounds.items():
+            holds, _, words = _COMPARISONS[key]
+            if not holds(value, bound):
+                usual = _WRONG.get((key, bound), "is too small" if key[0] == "g" else "is too large")
+                return {
+                    "why": self.bounds.get("wrong", usual),
+                    "expected": ", ".join(f"{_COMPARISONS[one][1]} {limit}" for one, limit in bounds.items()),
+                    "hint": self.bounds.get("hint", f"set {self.name} to {words.format(bound)}"),
+                }
+        return None
 
 
 def list_fields(teachers: Iterable[str] = ("NAME",)) -> dict[str, FieldInfo]:
@@ -111,20 +140,23 @@ def list_fields(teachers: Iterable[str] = ("NAME",)) -> dict[str, FieldInfo]:
 
 def read_fields(declaration: Any, prefix: str) -> dict[str, FieldInfo]:
     """The settings that a dataclass declares, in order, by full name, nested ones included."""
-    hints, found = typing.get_type_hints(declaration), {}
+    hints, found = _read_hints(declaration), {}
     for item in dataclasses.fields(declaration):
         name, annotation = f"{prefix}.{item.name}", hints[item.name]
         if dataclasses.is_dataclass(annotation):
             found |= read_fields(annotation, name)
             continue
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        found[name] = FieldInfo(name, annotation, default, item.metadata.get("doc", ""), item.metadata.get("unit", ""))
+        said = item.metadata
+        found[name] = FieldInfo(
+            name, annotation, default, said.get("doc", ""), said.get("unit", ""), said.get("bounds", {})
+        )
     return found
 
 
 def build_section(declaration: Any, prefix: str, values: Mapping[str, Any]) -> Any:
     """A dataclass of settings, and what is nested in it, from values by full name; the others have their defaults."""
-    hints, given = typing.get_type_hints(declaration), {}
+    hints, given = _read_hints(declaration), {}
     for item in dataclasses.fields(declaration):
         name, annotation = f"{prefix}.{item.name}", hints[item.name]
         if dataclasses.is_dataclass(annotation):
@@ -141,7 +173,7 @@ def section_names() -> set[str]:
 
 def section_classes() -> dict[str, type]:
     """Section name -> its dataclass, in the order of declaration; that of the teachers is the class of each."""
-    hints = typing.get_type_hints(RunConfig)
+    hints = _read_hints(RunConfig)
     classes = {item.name: hints[item.name] for item in dataclasses.fields(RunConfig)}
     return classes | {TEACHERS: typing.get_args(classes[TEACHERS])[1]}
 
@@ -180,7 +212,11 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     if info.choices:
         if value is False and "off" in info.choices:
             return "off"  # YAML 1.1 reads the word as a boolean
-        return value if isinstance(value, str | bool) and value in typing.get_args(info.kind) else _REFUSED
+        if typing.get_origin(info.kind) is list:
+            items = value if isinstance(value, list) else [value]
+            return list(items) if all(item in info.choices for item in items) else _REFUSED
+        is_one = any(type(value) is type(choice) and value == choice for choice in typing.get_args(info.kind))
+        return value if is_one else _REFUSED
     kind = info.kind
     if kind is bool:
         return value if isinstance(value, bool) else _REFUSED
@@ -198,7 +234,7 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     return list(items) if all(_is_integer(i) if item_kind is int else type(i) is item_kind for i in items) else _REFUSED
 
 
-def _write(choice: str | bool) -> str:
+def _write(choice: str | int) -> str:
     return choice if isinstance(choice, str) else str(choice).lower()
 
 

@@ -55,23 +55,24 @@ class ObservabilityConfig:
         "TensorBoard histograms (lengths, rewards, advantages, log-prob gap) and sample texts in step 1 and every "
         "N steps (0: never).",
         "steps",
+        ge=0,
     )
     progress_bar: bool = option(
-        True,
-        "Bars of steps and responses on a terminal; else a line every 10 seconds of a generation.",
+        True, "Bars of steps and responses on a terminal; else a line every 10 seconds of a generation."
     )
-    console_every: int = option(1, "Print the console line every N steps.", "steps")
+    console_every: int = option(1, "Print the console line every N steps.", "steps", ge=1)
     wandb: Literal["off", "offline", "online"] = option(
         "off", "Log to Weights & Biases (needs wandb); offline: into <run_dir>/wandb."
     )
     wandb_project: str = option("megatron_rl", "Project in Weights & Biases.")
     wandb_name: str | None = option(None, "Name of the run there; default: that of the run directory.")
     status_port: int | None = option(
-        None, "Port of a read-only web page about the run (0: any free port, printed); null: off."
+        None,
+        "Port of a read-only web page about the run (0: any free port, printed); null: off.",
+        ge=0,
+        lt=1 << 16,
+        wrong="is no port",
+        hint="0 takes any free port",
     )
     status_host: str = option("127.0.0.1", "Address that the page is served on; 0.0.0.0: every one of the machine.")
-    status_token: bool = option(
-        True,
-        "Serve the page below a random path, printed at the start.",
-    )
     health: HealthConfig = field(default_factory=HealthConfig)

@@ -11,15 +11,7 @@ from megatron_rl.types import UserError
 
 
 def check_observability(config: CheckedConfig) -> None:
-    """The port can be one, and what sends the metrics away is installed."""
-    port = config.get("observability.status_port")
-    config.require(
-        port is None or 0 <= port < 1 << 16,
-        "observability.status_port",
-        "is no port",
-        expected="0 to 65535, or null",
-        hint="0 takes any free port",
-    )
+    """What sends the metrics away is installed."""
     config.require(
         config.get("observability.wandb") == "off" or importlib.util.find_spec("wandb") is not None,
         "observability.wandb",

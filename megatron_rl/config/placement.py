@@ -19,7 +19,7 @@ class HybridConfig:
     transport: Literal["auto", "pull", "buckets"] = option(
         "auto", "pull: copy out of the memory of ranks on the same host; buckets: messages; auto: pull where possible."
     )
-    bucket_bytes: int = option(32 << 20, "Size of a bucket; staging memory is at most two of them.", "bytes")
+    bucket_bytes: int = option(32 << 20, "Size of a bucket; staging memory is at most two of them.", "bytes", gt=0)
     alias_weights: bool = option(True, "Let the engine use the actor's storage wherever both layouts agree.")
     lora: Literal["merge", "adapter"] = option(
         "merge",

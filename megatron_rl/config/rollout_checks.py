@@ -8,8 +8,8 @@ from megatron_rl.config.engine_options import REFUSED
 from megatron_rl.extension.engines import name_engines
 
 
-def check_rollout(config: CheckedConfig) -> None:
-    """Engines and samplers that are there, and what each of them can be asked for."""
+def _check_engine(config: CheckedConfig) -> None:
+    """Engines that are there, and what each of them can be asked for."""
     engine, tp_size = config.get("rollout.engine"), config.get("rollout.tensor_model_parallel_size")
     supports = config.get("rollout.supports")
     sizes = {1, config.get("actor.tensor_model_parallel_size") if supports("is_actor") else 1}
@@ -20,8 +20,6 @@ def check_rollout(config: CheckedConfig) -> None:
         expected=" or ".join(map(str, sorted(sizes))),
         hint=f"leave it out, or set rollout.engine={name_engines('tensor_parallel')}",
     )
-    _check_truncation(config)
-    _check_options(config)
     config.require(
         config.get("hybrid.lora") == "merge" or supports("adapters"),
         "hybrid.lora",
@@ -29,17 +27,14 @@ def check_rollout(config: CheckedConfig) -> None:
         expected="merge",
         hint=f"set hybrid.lora=merge, or rollout.engine={name_engines('adapters')}",
     )
-    _check_precision(config)
-    if config.get("rollout.bitwise"):
-        _check_bitwise(config)
-    if supports("is_server"):
-        _check_server(config, engine)
-    _check_abilities(config, engine)
 
 
-def _check_server(config: CheckedConfig, engine: str) -> None:
+def _check_server(config: CheckedConfig) -> None:
     """What a run must say of servers that it does not start."""
-    endpoints, supports = config.get("rollout.server.endpoints"), config.get("rollout.supports")
+    engine, supports = config.get("rollout.engine"), config.get("rollout.supports")
+    if not supports("is_server"):
+        return
+    endpoints = config.get("rollout.server.endpoints")
     config.require(
         bool(endpoints) or supports("starts_server"),
         "rollout.server.endpoints",
@@ -77,7 +72,7 @@ def _check_server(config: CheckedConfig, engine: str) -> None:
     )
 
 
-def _check_abilities(config: CheckedConfig, engine: str) -> None:
+def _check_abilities(config: CheckedConfig) -> None:
     """What not every engine can be asked for."""
     supports = config.get("rollout.supports")
     config.require(
@@ -95,13 +90,6 @@ def _check_abilities(config: CheckedConfig, engine: str) -> None:
         "with top_p, top_k, min_p or min_tokens: it does not tell what it draws from, as training must know",
         expected=name_engines("truncation"),
         hint="leave them out, in validation too",
-    )
-    config.require(
-        supports("min_tokens") or config.get("rollout.min_tokens") == 0,
-        "rollout.min_tokens",
-        f"with rollout.engine = {engine!r}, which does not hold stop tokens back",
-        expected="0",
-        hint=f"leave it out, or set rollout.engine={name_engines('min_tokens')}",
     )
 
 
@@ -169,7 +157,7 @@ def _check_precision(config: CheckedConfig) -> None:
         )
 
 
-def _check_validation_sets(config: CheckedConfig) -> None:
+def check_validation_sets(config: CheckedConfig) -> None:
     """Settings of single sets; whether there is such a set is asked when the prompts are read."""
     bounds = {
         "n": lambda value: isinstance(value, int) and value >= 1,
@@ -187,7 +175,7 @@ def _check_validation_sets(config: CheckedConfig) -> None:
             or (leaf, value) == ("thinking_budget", None)
             for leaf, value in settings.items()
         )
-        config.require(
+        is_known = config.require(
             is_right,
             "rollout.validation_sets",
             f"has {settings!r} for {name!r}",
@@ -195,12 +183,12 @@ def _check_validation_sets(config: CheckedConfig) -> None:
             "nothing else",
             hint="e.g. {aime: {n: 32, temperature: 0.6, top_p: 0.95}}",
         )
+        config.mistakes.refused.update(() if is_known else ("rollout.validation_sets",))
 
 
 def _check_thinking(config: CheckedConfig) -> None:
     """What does not know tokens inside of a response that nobody sampled."""
     name, budget = "rollout.thinking_budget", config.get("rollout.thinking_budget")
-    config.require(budget is None or budget > 0, name, "is no number of tokens", expected="> 0", hint="null: no budget")
     sets = (config.get("rollout.for_validation")(one) for one in ("", *config.get("rollout.validation_sets")))
     if budget is None and all(one.thinking_budget is None for one in sets):
         return
@@ -222,20 +210,13 @@ def _check_thinking(config: CheckedConfig) -> None:
     )
 
 
-def _check_truncation(config: CheckedConfig) -> None:
-    """Bounds of top-p and its relatives, and what cannot score a part of the vocabulary."""
-    _check_validation_sets(config)
-    _check_thinking(config)
-    for name in ("rollout.top_p", "rollout.validation_top_p"):
-        value = config.get(name)
-        config.require(0 < value <= 1, name, "is no probability", expected="0 < top_p <= 1", hint="1.0 switches it off")
+def _check_top_k(config: CheckedConfig) -> None:
     for name in ("rollout.top_k", "rollout.validation_top_k"):
         value = config.get(name)
         config.require(value == -1 or value > 0, name, "is no number of tokens", expected="> 0, or -1", hint="-1: all")
-    value = config.get("rollout.min_p")
-    config.require(
-        0 <= value < 1, "rollout.min_p", "is no fraction", expected="0 <= min_p < 1", hint="0 switches it off"
-    )
+
+
+def _check_min_tokens(config: CheckedConfig) -> None:
     name, longest = "rollout.min_tokens", config.get("data.max_response_length")
     config.require(
         0 <= config.get(name) <= longest,
@@ -244,6 +225,17 @@ def _check_truncation(config: CheckedConfig) -> None:
         expected=f"0 to {longest} (data.max_response_length)",
         hint="0 switches it off",
     )
+    config.require(
+        config.get(name) == 0 or config.get("rollout.supports")("min_tokens"),
+        name,
+        f"with rollout.engine = {config.get('rollout.engine')!r}, which does not hold stop tokens back",
+        expected="0",
+        hint=f"leave it out, or set rollout.engine={name_engines('min_tokens')}",
+    )
+
+
+def _check_truncation(config: CheckedConfig) -> None:
+    """What cannot score a part of the vocabulary."""
     config.require(
         not config.get("rollout.is_truncated") or config.get("actor.step_mode") != "graph",
         "actor.step_mode",
@@ -262,7 +254,7 @@ def _check_truncation(config: CheckedConfig) -> None:
     )
 
 
-def check_schedule(config: CheckedConfig) -> None:
+def _check_schedule(config: CheckedConfig) -> None:
     """What samples of older weights need, and when a schedule can be replayed."""
     is_timed = config.get("schedule.updates") == "in_flight" and config.get("schedule.steps_per_update") is None
     config.require(
@@ -284,7 +276,7 @@ def check_schedule(config: CheckedConfig) -> None:
     )
 
 
-def check_agents(config: CheckedConfig) -> None:
+def _check_agents(config: CheckedConfig) -> None:
     """What episodes with an environment do not work with."""
     names = [name for name in ("agents.environment", "agents.tools", "agents.program") if config.get(name)]
     if not names:
@@ -317,6 +309,8 @@ def check_agents(config: CheckedConfig) -> None:
 
 def _check_bitwise(config: CheckedConfig) -> None:
     """What must hold for engine and trainer to compute the same bits; see also `run/bitwise.py`."""
+    if not config.get("rollout.bitwise"):
+        return
     engine, tp_size = config.get("rollout.engine"), config.get("actor.tensor_model_parallel_size")
     supports = config.get("rollout.supports")
     config.require(
@@ -355,3 +349,19 @@ def _check_bitwise(config: CheckedConfig) -> None:
         expected=f"{tp_size}, as actor.tensor_model_parallel_size",
         hint="give actor and engine the same, or set rollout.bitwise=false",
     )
+
+
+ROLLOUT_RULES = (
+    _check_engine,
+    _check_top_k,
+    _check_min_tokens,
+    _check_truncation,
+    _check_thinking,
+    _check_options,
+    _check_precision,
+    _check_bitwise,
+    _check_server,
+    _check_abilities,
+    _check_schedule,
+    _check_agents,
+)

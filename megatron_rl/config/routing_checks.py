@@ -11,7 +11,13 @@ _HINT = "set actor.router_replay=trainer, which asks nothing of the engine, or {
 
 def check_routers(config: CheckedConfig) -> None:
     """Routes can be recorded where the forward of the engine is in sight, one step at a time."""
-    _check_bias_rate(config)
+    config.require(
+        not config.get("actor.router_bias_rate") or config.get("actor.lora.rank") == 0,
+        "actor.router_bias_rate",
+        "with actor.lora, which leaves the weights of the model as they are",
+        expected="0",
+        hint="leave it out",
+    )
     engine, supports = config.get("rollout.engine"), config.get("rollout.supports")
     split = config.get("actor.expert_tensor_parallel_size")
     config.require(
@@ -38,19 +44,6 @@ def check_routers(config: CheckedConfig) -> None:
             expected=str(needed).lower(),
             hint=_HINT.format(f"rollout.{leaf}={str(needed).lower()}"),
         )
-
-
-def _check_bias_rate(config: CheckedConfig) -> None:
-    """Biases are weights of the model."""
-    rate = config.get("actor.router_bias_rate")
-    config.require(rate >= 0, "actor.router_bias_rate", "is below 0", expected="0 or more", hint="0.001 is usual")
-    config.require(
-        not rate or config.get("actor.lora.rank") == 0,
-        "actor.router_bias_rate",
-        "with actor.lora, which leaves the weights of the model as they are",
-        expected="0",
-        hint="leave it out",
-    )
 
 
 def check_mtp(config: CheckedConfig) -> None:

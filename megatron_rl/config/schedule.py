@@ -19,6 +19,7 @@ class ScheduleConfig:
         "step generates its samples first. k: prompt i begins once i < (steps done + 1 + k) * "
         "data.train_batch_size; unfinished responses are carried over.",
         "steps",
+        ge=0,
     )
     order: Literal["stream", "whole"] = option(
         "stream",
@@ -35,6 +36,7 @@ class ScheduleConfig:
         "updates in_flight: engines interrupt together after a multiple of so many decode steps, reproducible bit "
         "by bit; null: as soon as the step has its samples.",
         "steps",
+        ge=1,
     )
     replay: str | None = option(
         None,

@@ -45,28 +45,28 @@ class ModelConfig:
 class LayoutConfig:
     """How one role's model is spread over the ranks, and how much it takes at once."""
 
-    tensor_model_parallel_size: int = option(1, "Ranks that share each matrix (TP).", "ranks")
-    pipeline_model_parallel_size: int = option(1, "Pipeline stages (PP).", "ranks")
+    tensor_model_parallel_size: int = option(1, "Ranks that share each matrix (TP).", "ranks", ge=1)
+    pipeline_model_parallel_size: int = option(1, "Pipeline stages (PP).", "ranks", ge=1)
     virtual_pipeline_model_parallel_size: int | None = option(
-        None, "Model chunks per pipeline stage (VPP, interleaved schedule).", "chunks"
+        None, "Model chunks per pipeline stage (VPP, interleaved schedule).", "chunks", ge=1
     )
-    context_parallel_size: int = option(1, "Ranks that share each sequence (CP).", "ranks")
-    expert_model_parallel_size: int = option(1, "Ranks that share the experts (EP).", "ranks")
+    context_parallel_size: int = option(1, "Ranks that share each sequence (CP).", "ranks", ge=1)
+    expert_model_parallel_size: int = option(1, "Ranks that share the experts (EP).", "ranks", ge=1)
     expert_tensor_parallel_size: int | None = option(
-        None, "Ranks that share each matrix of an expert (ETP), 1 or TP; default: TP.", "ranks"
+        None, "Ranks that share each matrix of an expert (ETP), 1 or TP; default: TP.", "ranks", ge=1
     )
     sequence_parallel: bool = option(False, "Megatron's TP sequence parallelism of norms and residuals.")
-    max_tokens_per_microbatch: int = option(4096, "Token budget of one forward/backward on one DP rank.", "tokens")
-    logprob_chunk_tokens: int = option(512, "Tokens whose logits exist at once; log-probs never hold more.", "tokens")
+    max_tokens_per_microbatch: int = option(
+        4096, "Token budget of one forward/backward on one DP rank.", "tokens", ge=1
+    )
+    logprob_chunk_tokens: int = option(
+        512, "Tokens whose logits exist at once; log-probs never hold more.", "tokens", ge=1
+    )
     share_prompts: Literal[True, False, "tree"] = option(
         True, "Compute a group's prompt once per microbatch; tree: also what branches of a rollout share."
     )
-    recompute_granularity: Literal["none", "selective", "full"] = option(
-        "none", "Activation recomputation: none, core attention only, or whole layers."
-    )
-    zero_stage: int = option(
-        1,
-        "Shared over DP and CP: 1, optimizer states; 3, weights and gradients as well (FSDP).",
+    zero_stage: Literal[1, 3] = option(
+        1, "Shared over DP and CP: 1, optimizer states; 3, weights and gradients as well (FSDP)."
     )
 
 
@@ -76,26 +76,27 @@ class TrainedConfig(LayoutConfig):
 
     lora: LoraConfig = LoraConfig()
     quantization: Literal["none", "nf4"] = option(
-        "none",
-        "nf4 (with lora): the matrices of the layers in four bits (QLoRA); the engine gets them dequantized.",
+        "none", "nf4 (with lora): the matrices of the layers in four bits (QLoRA); the engine gets them dequantized."
+    )
+    recompute_granularity: Literal["none", "selective", "full"] = option(
+        "none", "Activation recomputation: none, core attention only, or whole layers."
     )
     use_distributed_optimizer: bool = option(True, "Shard optimizer states over DP (ZeRO-1).")
     optimizer: Literal["adam", "muon"] = option(
         "adam", "AdamW, or Muon for the matrices of the layers and AdamW for the rest."
     )
-    lr: float = option(1e-6, "Peak learning rate.")
-    min_lr: float = option(0.0, "Final learning rate of the decay.")
+    lr: float = option(1e-6, "Peak learning rate.", ge=0)
+    min_lr: float = option(0.0, "Final learning rate of the decay.", ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine"] = option("constant", "Shape of the decay after warm-up.")
-    lr_warmup_steps: int = option(0, "Linear warm-up.", "optimizer steps")
-    weight_decay: float = option(0.01, "Decoupled weight decay (matrices only).")
-    adam_beta1: float = option(0.9, "First moment decay of Adam.")
-    adam_beta2: float = option(0.95, "Second moment decay of Adam.")
-    adam_eps: float = option(1e-8, "Epsilon of Adam.")
-    clip_grad: float = option(1.0, "Largest global gradient norm; 0 switches clipping off.")
+    lr_warmup_steps: int = option(0, "Linear warm-up.", "optimizer steps", ge=0)
+    weight_decay: float = option(0.01, "Decoupled weight decay (matrices only).", ge=0)
+    adam_beta1: float = option(0.9, "First moment decay of Adam.", ge=0, lt=1)
+    adam_beta2: float = option(0.95, "Second moment decay of Adam.", ge=0, lt=1)
+    adam_eps: float = option(1e-8, "Epsilon of Adam.", gt=0)
+    clip_grad: float = option(1.0, "Largest global gradient norm; 0 switches clipping off.", ge=0)
     offload_gradients: bool = option(False, "Give gradient buffers back while the engine generates.")
     offload_optimizer: bool = option(
-        False,
-        "Keep optimizer states (bfloat16: and float32 weights) on the host while the engine generates.",
+        False, "Keep optimizer states (bfloat16: and float32 weights) on the host while the engine generates."
     )
     overlap_grad_reduce: bool = option(
         False, "Reduce gradients over DP during the backward of the last microbatch (dense)."
@@ -114,11 +115,10 @@ class TrainedConfig(LayoutConfig):
         64,
         "static, graph: sequences per microbatch that buffers hold; more take a buffer of twice, four times the size.",
         "sequences",
+        ge=1,
     )
     graph_memory_gib: float | None = option(
-        None,
-        "graph: once graphs hold so much memory, further shapes run uncaptured; default: no limit.",
-        "GiB",
+        None, "graph: once graphs hold so much memory, further shapes run uncaptured; default: no limit.", "GiB", gt=0
     )
 
 
@@ -130,8 +130,9 @@ class ActorConfig(TrainedConfig):
         None,
         "Prompts per optimizer step, each with its rollout.n responses; default: data.train_batch_size.",
         "prompts",
+        ge=1,
     )
-    ppo_epochs: int = option(1, "Passes over each rollout batch.", "passes")
+    ppo_epochs: int = option(1, "Passes over each rollout batch.", "passes", ge=1)
     router_replay: Literal["off", "engine", "trainer"] = option(
         "off",
         "Experts of a token in log-probs and updates: the router's (off), the rollout engine's (engine, R3), or "
@@ -141,11 +142,14 @@ class ActorConfig(TrainedConfig):
         0.0,
         "Routers with biases: after each update the bias of an expert with more tokens than the mean falls by so "
         "much, others rise (2408.15664); 0: off.",
+        ge=0,
+        hint="0.001 is usual",
     )
     mtp_lr: float = option(
         0.0,
         "Peak learning rate of the layer behind the last one (MTP), which learns to draft what the policy samples; the "
         "policy is not changed by it. 0: the layer stays as it is.",
+        ge=0,
     )
 
 
@@ -159,9 +163,9 @@ class CriticConfig(TrainedConfig):
         "Initial weights in HF format, with their score head if they have one; default: model.path, a value head "
         "of zeros.",
     )
-    lr: float = option(1e-5, "Peak learning rate.")
+    lr: float = option(1e-5, "Peak learning rate.", ge=0)
     value_clip: float | None = option(
-        0.5, "Largest distance of new values from old ones in the value loss; null: no clipping."
+        0.5, "Largest distance of new values from old ones in the value loss; null: no clipping.", gt=0
     )
 
 
@@ -175,8 +179,8 @@ class RolloutConfig(SamplingSettings):
         "for every family), or a server: vllm_server, sglang, openai.",
     )
     server: ServerConfig = ServerConfig()
-    tensor_model_parallel_size: int = option(1, "Ranks per engine (engine megatron: leave it out).", "ranks")
-    n: int = option(8, "Responses per prompt (group size).", "responses")
+    tensor_model_parallel_size: int = option(1, "Ranks per engine (engine megatron: leave it out).", "ranks", ge=1)
+    n: int = option(8, "Responses per prompt (group size).", "responses", ge=1)
     bitwise: bool = option(
         False,
         "Engine and trainer compute the same bits of every log-prob, or the run ends (CPU, float32, the same TP of"
@@ -187,14 +191,17 @@ class RolloutConfig(SamplingSettings):
         "What an engine gets: whole groups, or samples of each group, which is evener. auto: groups with one "
         "engine or with prompts much longer than responses, else samples.",
     )
-    max_num_seqs: int = option(256, "Sequences that one engine decodes at once.", "sequences")
+    max_num_seqs: int = option(256, "Sequences that one engine decodes at once.", "sequences", ge=1)
     kv_cache_gib: float | None = option(
         None,
         "KV cache of an engine rank; default: gpu_memory_utilization, on CPU by max_num_seqs (at most 1); engine "
         "megatron: the smaller of the two.",
         "GiB",
+        gt=0,
     )
-    gpu_memory_utilization: float = option(0.5, "Share of GPU memory that the engine may use (GPU only).")
+    gpu_memory_utilization: float = option(
+        0.5, "Share of GPU memory that the engine may use (GPU only).", gt=0, le=1, hint="use 0.5"
+    )
     enforce_eager: bool = option(True, "Run the engine without torch.compile and CUDA graphs; on CPU always so.")
     async_scheduling: bool = option(False, "vLLM on a GPU: schedule the next step during this one; on CPU never so.")
     model_runner: Literal["v1", "v2"] = option(
@@ -217,9 +224,7 @@ class ReferenceConfig:
     path: str | None = option(None, "Directory of the reference in HF format; default: model.path.")
     offload: bool = option(False, "Keep the reference's weights on the host except while it scores.")
     reset_every: int | None = option(
-        None,
-        "Make the policy the reference every so many steps (ProRL); null: never.",
-        "steps",
+        None, "Make the policy the reference every so many steps (ProRL); null: never.", "steps", ge=1
     )
 
 
@@ -229,7 +234,7 @@ class TeacherConfig(LayoutConfig):
 
     path: str = option(MISSING, "Directory of the teacher in HF format; its tokenizer has the policy's tokens.")
     offload: bool = option(False, "Keep its weights on the host except while it scores.")
-    weight: float = option(1.0, "Its share among several teachers of a response.")
+    weight: float = option(1.0, "Its share among several teachers of a response.", gt=0, hint="leave it out")
     values: list[str] = option(
         [], "Values of the column algorithm.distillation.choose_by that choose it; default: its name."
     )
@@ -253,18 +258,19 @@ class RewardConfig:
         "Weighted sum of sources, each 'WEIGHT SOURCE': a rule, path.py:name, an http(s) URL, or 'model'; "
         "overrules rule, function and service_url.",
     )
-    workers: int = option(0, "Processes per rank for rules and functions; 0: in the rank itself.", "processes")
+    workers: int = option(0, "Processes per rank for rules and functions; 0: in the rank itself.", "processes", ge=0)
     worker_secrets: list[str] = option([], "Variables that workers get although their names say key, token or secret.")
     timeout_seconds: float = option(
-        60.0, "A function that takes longer for one response ends the run (needs workers).", "seconds"
+        60.0, "A function that takes longer for one response ends the run (needs workers).", "seconds", gt=0
     )
     service_url: str | None = option(None, "HTTP reward service: batches of responses are posted to it as JSON.")
-    service_batch_size: int = option(64, "Responses per request.", "responses")
-    service_concurrency: int = option(4, "Requests of one rank at a time.", "requests")
-    service_timeout_seconds: float = option(60.0, "Time limit of one request, its answer included.", "seconds")
-    service_max_answer_bytes: int = option(64 << 20, "Largest answer to one request.", "bytes")
-    service_retries: int = option(4, "Further attempts after a failed request, with exponential backoff.", "attempts")
-    service_backoff_seconds: float = option(0.5, "Pause before the second attempt; doubles each time.", "seconds")
+    service_batch_size: int = option(64, "Responses per request.", "responses", ge=1)
+    service_concurrency: int = option(4, "Requests of one rank at a time.", "requests", ge=1)
+    service_timeout_seconds: float = option(60.0, "Time limit of one request, its answer included.", "seconds", gt=0)
+    service_retries: int = option(
+        4, "Further attempts after a failed request, with exponential backoff.", "attempts", ge=0
+    )
+    service_backoff_seconds: float = option(0.5, "Pause before the second attempt; doubles each time.", "seconds", ge=0)
     service_on_failure: Literal["stop", "fallback"] = option(
         "stop", "When all attempts failed: end the run, or continue without learning from the response, and count it."
     )
@@ -273,13 +279,16 @@ class RewardConfig:
         0.5,
         "End the run when a service failed on a larger share of a step's responses, or of a validation set's (fallback "
         "only); 1: never.",
+        ge=0,
+        le=1,
     )
     overlong_buffer_length: int = option(
         0,
         "DAPO's soft penalty: responses in the last N tokens before max_response_length lose reward linearly; 0: off.",
         "tokens",
+        ge=0,
     )
-    overlong_penalty: float = option(1.0, "Largest reward lost by the soft overlong penalty.")
+    overlong_penalty: float = option(1.0, "Largest reward lost by the soft overlong penalty.", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,33 +303,32 @@ class RewardModelConfig(LayoutConfig):
 class TrainerConfig:
     """The main loop."""
 
-    total_steps: int | None = option(None, "Steps of the main loop; default: from total_epochs.", "steps")
-    total_epochs: int = option(1, "Passes over the prompts, when total_steps is not given.", "passes")
-    test_freq: int = option(0, "Validate every N steps (0: only before and after training).", "steps")
+    total_steps: int | None = option(None, "Steps of the main loop; default: from total_epochs.", "steps", ge=1)
+    total_epochs: int = option(1, "Passes over the prompts, when total_steps is not given.", "passes", ge=1)
+    test_freq: int = option(
+        0, "Validate every N steps (0: only before and after training).", "steps", ge=0, hint="0 switches it off"
+    )
     val_before_train: bool = option(True, "Validate before the first step.")
     val_only: bool = option(False, "Validate once and train nothing.")
     critic_warmup: int = option(
-        0, "Steps in which only the critic is trained; the actor's decay is laid over the others.", "steps"
+        0, "Steps in which only the critic is trained; the actor's decay is laid over the others.", "steps", ge=0
     )
     best_metric: str | None = option(
         None,
         "Metric whose best checkpoint is kept as checkpoints/best, e.g. validation/<set>/accuracy; higher is better.",
     )
     save_freq: int = option(
-        0,
-        "Save a permanent checkpoint every N steps (0: only at the end).",
-        "steps",
+        0, "Save a permanent checkpoint every N steps (0: only at the end).", "steps", ge=0, hint="0 switches it off"
     )
     save_final: bool = option(True, "Save a checkpoint after the last step.")
-    seed: int = option(1, "Seed of data order, sampling and initialization.")
+    seed: int = option(1, "Seed of data order, sampling and initialization.", ge=0)
     run_dir: str | None = option(None, "Run directory; default: checkpoints/runs/<recipe>-<time>.")
     log_rollouts: int = option(
         1,
         "Groups of each step written to rollouts/, and the best, worst and longest rollout (0: none, -1: all).",
         "groups",
-    )
-    log_validation: bool = option(
-        True, "Write the responses of every validation to validation/<set>/rollouts/step_<N>.jsonl."
+        ge=-1,
+        hint="-1 writes all of them",
     )
     profile_steps: list[int] = option(
         [], "Steps whose torch profiler trace and memory snapshot are written to <run_dir>/profile.", "steps"
@@ -330,9 +338,10 @@ class TrainerConfig:
         None,
         "Step written to <run_dir>/capsules/step_<N> for tools/replay_step.py; costs a checkpoint of disk.",
         "step",
+        ge=1,
     )
     collective_timeout: float = option(
-        1800.0, "A collective that waits longer ends the run, with a report of who waits for whom.", "seconds"
+        1800.0, "A collective that waits longer ends the run, with a report of who waits for whom.", "seconds", gt=0
     )
     debug_rank: int | None = option(
         None,

@@ -30,6 +30,7 @@ class ServerConfig:
     python: str | None = option(
         None, "Interpreter of the servers; default: this one (sglang has an environment of its own)."
     )
-    restarts: int = option(3, "Failures of a server in a row that end the run.")
-    start_seconds: float = option(600.0, "Time for a server to start, or to come back.", "seconds")
-    silent_seconds: float = option(600.0, "A server that says nothing for so long has failed.", "seconds")
+    restarts: int = option(3, "Failures of a server in a row that end the run.", ge=0)
+    silent_seconds: float = option(
+        600.0, "A server that says nothing for so long, or takes longer to start, has failed.", "seconds", gt=0
+    )

@@ -17,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.fields import FieldInfo, leaf_candidates
+from megatron_rl.config.checked import Mistakes
+from megatron_rl.config.fields import FieldInfo, leaf_candidates, unknown_key_error
 from megatron_rl.types import UserError
 
 # Layers: a setting of a higher layer replaces one of a lower layer.
@@ -49,11 +50,11 @@ class Setting:
     weak: bool = False
 
 
-def read_recipe(path: Path) -> list[Setting]:
-    """Read a recipe: nested mappings become dotted names.
+def read_recipe(path: Path, mistakes: Mistakes) -> list[Setting]:
+    """Read a recipe: nested mappings become dotted names; a key that stands twice is a mistake.
 
     Raises:
-        UserError: no such file, malformed YAML, a key that stands twice.
+        UserError: no such file, or malformed YAML.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -67,7 +68,7 @@ def read_recipe(path: Path) -> list[Setting]:
     loader = yaml.SafeLoader(text)
     try:
         root = loader.get_single_node()
-        settings = [] if root is None else _Walker(path, loader).walk(root, "", 0)
+        settings = [] if root is None else _Walker(path, loader, mistakes).walk(root, "", 0)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise UserError(
@@ -78,30 +79,30 @@ def read_recipe(path: Path) -> list[Setting]:
         ) from error
     finally:
         loader.dispose()
-    _refuse_repeated(settings)
+    _refuse_repeated(settings, mistakes)
     return settings
 
 
-def read_mapping(sections: Mapping[str, Any], prefix: str = "") -> list[Setting]:
+def read_mapping(sections: Mapping[str, Any], mistakes: Mistakes, prefix: str = "") -> list[Setting]:
     """Read settings that a program passes: nested mappings and dotted names alike."""
     settings = []
     for key, value in sections.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            settings += read_mapping(value, f"{name}.")
+            settings += read_mapping(value, mistakes, f"{name}.")
         else:
             plain = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
             settings.append(Setting(name, plain, "the config that was passed", RECIPE))
     if not prefix:
-        _refuse_repeated(settings)
+        _refuse_repeated(settings, mistakes)
     return settings
 
 
 class _Walker:
     """Flattens the node tree of one recipe."""
 
-    def __init__(self, path: Path, loader: yaml.SafeLoader) -> None:
-        self.path, self.loader = path, loader
+    def __init__(self, path: Path, loader: yaml.SafeLoader, mistakes: Mistakes) -> None:
+        self.path, self.loader, self.mistakes = path, loader, mistakes
 
     def walk(self, node: yaml.Node, prefix: str, depth: int) -> list[Setting]:
         source = f"{self.path}:{node.start_mark.line + 1}"
@@ -138,16 +139,18 @@ class _Walker:
             line = key.start_mark.line + 1
             if key.value in lines and key.tag != _MERGE_TAG:
                 name = f"{prefix}.{key.value}" if prefix else key.value
-                raise _repeated_error(name, f"{self.path}:{lines[key.value]}", f"{self.path}:{line}")
+                self.mistakes.errors.append(
+                    _repeated_error(name, f"{self.path}:{lines[key.value]}", f"{self.path}:{line}")
+                )
             lines[key.value] = line
 
 
-def _refuse_repeated(settings: list[Setting]) -> None:
+def _refuse_repeated(settings: list[Setting], mistakes: Mistakes) -> None:
     """Catch `actor: {lr: 1}` next to `actor.lr: 2`, which are different keys to YAML."""
     seen: dict[str, Setting] = {}
     for setting in settings:
         if setting.name in seen:
-            raise _repeated_error(setting.name, seen[setting.name].source, setting.source)
+            mistakes.errors.append(_repeated_error(setting.name, seen[setting.name].source, setting.source))
         seen[setting.name] = setting
 
 
@@ -163,39 +166,40 @@ def _repeated_error(name: str, first: str, second: str) -> UserError:
 def read_overrides(
     arguments: Sequence[str],
     fields: Mapping[str, FieldInfo],
-    is_boolean: Callable[[str], bool],
-    is_alias: Callable[[str], bool],
-    unknown: Callable[[str, str], UserError],
+    aliases: Callable[[], Any],
+    mistakes: Mistakes,
 ) -> list[Setting]:
     """Read overrides from the command line, in their order.
 
     Args:
         arguments: what follows the recipe on the command line.
         fields: the settings, for the Megatron spelling `--leaf value`.
-        is_boolean: whether a full name may stand as a flag without a value.
-        is_alias: whether a name of another project is read, which may be a flag where no leaf has that name.
-        unknown: makes the error for an unknown leaf from (name, source).
-
-    Raises:
-        UserError: no override syntax, a missing value, an unknown or ambiguous leaf.
+        aliases: imports the names of other projects, which may be flags where no leaf has that name.
+        mistakes: takes what is left out: no override syntax, a missing value, an unknown or ambiguous leaf.
     """
     settings = []
     rest = deque(arguments)
     while rest:
         argument = rest.popleft()
         name, separator, text = argument.partition("=")
-        is_flag = name.startswith("--") and len(name) > 2
-        if not (separator or is_flag) or (name.startswith("-") and not is_flag):
-            raise UserError(
-                f"{argument!r} is not an override",
-                source="command line",
-                expected=_SYNTAX,
-                hint="quote values that contain spaces",
-            )
-        name = _flag_name(name, fields, is_alias, unknown) if is_flag else name.lstrip("+")  # '+key=value' as in Hydra
-        if not separator:
-            text = _take_value(name, rest, is_boolean)
-        settings.append(Setting(name, _parse_value(name, text), "command line", COMMAND_LINE, text))
+        is_flag, number = name.startswith("--") and len(name) > 2, len(mistakes.errors)
+        with mistakes.collect():
+            if not (separator or is_flag) or (name.startswith("-") and not is_flag):
+                raise UserError(
+                    f"{argument!r} is not an override",
+                    source="command line",
+                    expected=_SYNTAX,
+                    hint="quote values that contain spaces",
+                )
+            # '+key=value' as in Hydra
+            name = _flag_name(name, fields, aliases) if is_flag else name.lstrip("+")
+            with mistakes.collect(name):
+                if not separator:
+                    text = _take_value(name, rest, fields, aliases)
+                settings.append(Setting(name, _parse_value(name, text), "command line", COMMAND_LINE, text))
+        if is_flag and not separator and len(mistakes.errors) > number:
+            while rest and "=" not in rest[0] and not rest[0].startswith("--"):
+                rest.popleft()  # the value of a flag that there is not
     return settings
 
 
@@ -205,15 +209,14 @@ _ROLES_LIKE_THE_ACTOR = ("critic", "reward_model", "teachers")
 def _flag_name(
     flag: str,
     fields: Mapping[str, FieldInfo],
-    is_alias: Callable[[str], bool],
-    unknown: Callable[[str, str], UserError],
+    aliases: Callable[[], Any],
 ) -> str:
     name = flag[2:].replace("-", "_")
     if "." in name:
         return name
-    candidates = leaf_candidates(name, fields) or ([name] if is_alias(name) else [])
+    candidates = leaf_candidates(name, fields) or ([name] if name in aliases().alias_names() else [])
     if not candidates:
-        raise unknown(name, "command line")
+        raise unknown_key_error(name, "command line", fields, aliases().alias_names())
     if f"actor.{name}" in candidates:  # Megatron's flags describe the model that is trained
         candidates = [full for full in candidates if full.partition(".")[0] not in _ROLES_LIKE_THE_ACTOR]
     if len(candidates) > 1:
@@ -226,9 +229,10 @@ def _flag_name(
     return candidates[0]
 
 
-def _take_value(name: str, rest: deque[str], is_boolean: Callable[[str], bool]) -> str:
+def _take_value(name: str, rest: deque[str], fields: Mapping[str, FieldInfo], aliases: Callable[[], Any]) -> str:
     following = rest[0] if rest else "--"
-    if is_boolean(name):
+    ours = name if name in fields else aliases().alias_target(name)
+    if ours in fields and fields[ours].kind is bool:
         return rest.popleft() if following.lower() in _BOOLEAN_WORDS else "true"
     if following.startswith("--"):
         raise UserError(

@@ -13,22 +13,10 @@ _TRAINED = ("actor", "critic")
 
 
 def check_zero_stages(config: CheckedConfig) -> None:
-    """Refuse a stage that does not exist, and what stage 3 does not work with.
-
-    Raises:
-        UserError: the first thing found.
-    """
+    """What stage 3 does not work with."""
     for section in (*_TRAINED, "reward_model", *(f"teachers.{teacher}" for teacher in config.config.teachers)):
         name = f"{section}.zero_stage"
-        stage = config.get(name)
-        config.require(
-            stage in (1, FULLY_SHARDED),
-            name,
-            "is no stage that there is",
-            expected="1 or 3",
-            hint="1 shards optimizer states, 3 shards gradients and weights as well",
-        )
-        if stage != FULLY_SHARDED:
+        if config.get(name) != FULLY_SHARDED:
             continue
         for other, wanted, why in _list_wanted(section):
             config.require(

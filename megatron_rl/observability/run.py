@@ -68,7 +68,6 @@ class SinkSettings(Protocol):
     wandb_name: str | None
     status_port: int | None
     status_host: str
-    status_token: bool
     health: HealthSettings
 
 
@@ -161,7 +160,6 @@ class Run:
                 self.dir.resolve().name,
                 settings.status_host,
                 settings.status_port,
-                has_token=settings.status_token,
                 now=self._describe_now,
                 positions=positions,
                 records=records,

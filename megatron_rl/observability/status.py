@@ -95,12 +95,11 @@ def _explain(host: str, port: int, error: Exception) -> UserError:
 
 
 class StatusPage(Sink):
-    """Serves the page of one run until `close`.
+    """Serves the page of one run until `close`, below a path that cannot be guessed.
 
     Args:
         name: of the run.
         host, port: where; port 0: any free one.
-        has_token: serve below a path that cannot be guessed.
         now: what changes between two steps, asked for each answer.
         positions: the last heartbeat of each rank, None where there was none; empty where nobody watches the ranks.
         records: of the run so far, where it is resumed.
@@ -115,7 +114,6 @@ class StatusPage(Sink):
         host: str,
         port: int,
         *,
-        has_token: bool,
         now: Callable[[], Mapping[str, Any]],
         positions: Positions,
         records: Sequence[Mapping[str, float | None]] = (),
@@ -126,7 +124,7 @@ class StatusPage(Sink):
         self._alarms: list[dict[str, Any]] = []
         for record in records:
             self._add(step_of(record), record)
-        self._path = f"/{secrets.token_urlsafe(16)}/" if has_token else "/"
+        self._path = f"/{secrets.token_urlsafe(16)}/"
         self._page = read_template(_PARTS, name, connect="'self'")
         try:
             self._server = _Server((host, port), self._path, self.status, self._page)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.config.schema import LayoutConfig, TrainedConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size
@@ -109,7 +109,7 @@ def compute_activation_bytes(
     s = layout.tp_size if config.sequence_parallel else 1
     h, is_last = shape.hidden_size, pp_rank == layout.pp_size - 1
     is_update = num_microbatches is not None
-    is_full = is_update and config.recompute_granularity == "full"
+    is_full = is_update and isinstance(config, TrainedConfig) and config.recompute_granularity == "full"
     layer = count_layer_elements(shape, layout, config.sequence_parallel, fused, fused and itemsize == _FLOAT)
     head = (h / s + h) * tokens * itemsize if is_last else 0
     logits = 0

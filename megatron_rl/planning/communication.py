@@ -92,7 +92,7 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     trainings = work.passes if role.trainable else 0
     # A training pass goes forward and backward; full recomputation goes forward once more, and sequence
     # parallelism gathers the inputs again for the gradients of the weights, which a model under adapters has not.
-    rounds = forwards + trainings * (2 + (section.recompute_granularity == "full"))
+    rounds = forwards + trainings * (2 + (role.trainable and role.training.recompute_granularity == "full"))
     layers, mixtures = shape.num_layers / pp, _count_mixtures(shape, layout, rank)
     hidden = tokens * shape.hidden_size * itemsize
     extra = 0.5 * trainings if section.sequence_parallel and job.adapters_of(role) is None else 0.0

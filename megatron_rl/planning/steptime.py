@@ -115,7 +115,7 @@ def predict_step(
 
     def train(role: RoleSpec) -> float:
         """A frozen model has no gradients of weights, which are half of a backward pass."""
-        passes = (2 if role.training.lora.rank else 3) + (role.layout.recompute_granularity == "full")
+        passes = (2 if role.training.lora.rank else 3) + (role.training.recompute_granularity == "full")
         return compute(role, work.passes * passes)
 
     roles, actor = job.spec.roles, job.config.actor

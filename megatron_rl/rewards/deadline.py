@@ -131,7 +131,7 @@ def post_within(url: str, body: bytes, seconds: float, max_answer_bytes: int) ->
                 while chunk := response.raw.read1(_CHUNK_BYTES, decode_content=True):
                     answer += chunk
                     if len(answer) > max_answer_bytes:
-                        raise TooLarge(f"an answer of more than reward.service_max_answer_bytes = {max_answer_bytes:,}")
+                        raise TooLarge(f"an answer of more than {max_answer_bytes:,} bytes")
                 status = response.status_code
         except TooLarge:
             raise

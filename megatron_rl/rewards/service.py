@@ -29,6 +29,7 @@ from megatron_rl.types import SERVICE_FAILURES, Rollout, UserError
 
 _MOST_NAMED_PROMPTS = 8
 _LONGEST_TEXT = 10_000  # bytes of an answer that an error looks at
+MAX_ANSWER_BYTES = 64 << 20
 _OK, _TOO_MANY_REQUESTS = 200, 429
 
 
@@ -108,9 +109,7 @@ class RewardService:
         body = json.dumps({"samples": told}, default=_to_json).encode()
         config = self._config
         try:
-            status, answer = post_within(
-                self._url, body, config.service_timeout_seconds, config.service_max_answer_bytes
-            )
+            status, answer = post_within(self._url, body, config.service_timeout_seconds, MAX_ANSWER_BYTES)
         except (DeadlineExceeded, TooLarge) as error:
             raise _RequestFailed(str(error), retry=True) from error
         except Exception as error:  # of requests, urllib3 and what they are built on

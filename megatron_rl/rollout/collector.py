@@ -208,7 +208,6 @@ class Collector:
         config, metrics = self._config, {}
         for name, prompt_set in validation.items():
             drawn = config.rollout.for_validation(name)
-            size = config.data.validation_batch_size or len(prompt_set.prompts)
             sampling = replace(
                 self.sampling(drawn.temperature),
                 top_p=drawn.top_p,
@@ -216,13 +215,7 @@ class Collector:
                 min_p=0.0,
                 thinking_budget=drawn.thinking_budget,
             )
-            parts = [
-                self.generate(
-                    SampleGroups(prompt_set.prompts[first : first + size], drawn.n, sampling, step=0),
-                    with_answers=True,
-                )
-                for first in range(0, len(prompt_set.prompts), size)
-            ]
+            parts = [self.generate(SampleGroups(prompt_set.prompts, drawn.n, sampling, step=0), with_answers=True)]
             headers = join_headers([part.headers for part in parts]).rollouts
             shape = (-1, drawn.n)
             found = compute_validation_metrics(
@@ -315,7 +308,8 @@ class Collector:
             if self._rewards.model is not None:
                 scores = np.asarray(self._rewards.model(samples), np.float64)
                 rollouts = headers.rollouts
-                rewards = add_model_scores(self._rewards.plan, rollouts["reward"], scores, rollouts.name)
+                plan, name = self._rewards.plan, lambda index: rollouts.list_titles()[index]
+                rewards = add_model_scores(plan, rollouts["reward"], scores, name)
                 samples = samples.rescore(rewards, MODEL, scores)
         mine = [rollout for _, rollout in held] if self._generator.is_first else []
         if has_kept:

@@ -28,6 +28,8 @@ from megatron_rl.run.opening import OpenedRun
 from megatron_rl.run.state import TrainingState
 from megatron_rl.types import EXIT_PREEMPTED, Preempted, UserError
 
+MAX_FAILED_SAVES = 3  # in a row
+
 
 class Checkpoints:
     """Saves and restores one run, and stops it when a signal asks for it; all methods are collective.
@@ -57,7 +59,7 @@ class Checkpoints:
             self._group,
             async_save=config.checkpoint.async_save,
             keep_last=config.checkpoint.keep_last,
-            keep_best=config.checkpoint.keep_best,
+            keep_best=True,
             report=self._report,
         )
         self._last: SaveOutcome | None = None
@@ -249,11 +251,11 @@ class Checkpoints:
     def _check_failures(self) -> None:
         """Refuse to train on when nothing of it can be kept."""
         error = self._last and self._last.error
-        if error and self._failures_in_a_row >= self._config.checkpoint.max_failed_saves:
+        if error and self._failures_in_a_row >= MAX_FAILED_SAVES:
             raise UserError(
                 f"{self._failures_in_a_row} saves in a row have failed, the last one: {error.found}",
                 source=error.source,
-                expected=f"fewer than checkpoint.max_failed_saves = {self._config.checkpoint.max_failed_saves}",
+                expected=f"fewer than {MAX_FAILED_SAVES}",
                 hint=error.hint,
             )
 

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol, TextIO
 
 from megatron_rl.config.batch_plan import BatchPlan, SftPlan
+from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.run.loading import LoadedConfig, load_config, read_settings
@@ -220,7 +221,9 @@ def _import_plugins(argv: Sequence[str], is_first: bool) -> None:
     """Import the plugins that a command line names, for their settings; what is wrong with it is said."""
     try:
         _, recipe, arguments = _split([argument for argument in argv if argument not in ("--help", "-h")])
-        read_settings(recipe, arguments)
+        mistakes = Mistakes()
+        read_settings(recipe, arguments, mistakes)
+        mistakes.raise_all()
     except UserError as error:
         _say(f"note: settings of plugins may be missing: {error}", is_first, stream=sys.stderr)
 

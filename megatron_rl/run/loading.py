@@ -19,7 +19,9 @@ from typing import Any
 
 import yaml
 
+from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.checks import check_config
+from megatron_rl.config.declaring import MISSING
 from megatron_rl.config.fields import (
     TEACHERS,
     FieldInfo,
@@ -28,12 +30,12 @@ from megatron_rl.config.fields import (
     list_fields,
     section_classes,
     section_names,
-    unknown_key_error,
 )
 from megatron_rl.config.idle import put_aside
 from megatron_rl.config.options import PREFIX, build_options, list_options
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.config.sources import RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
+from megatron_rl.extension.engines import find_engine
 from megatron_rl.extension.plugins import load_plugins
 from megatron_rl.types import UserError
 
@@ -41,22 +43,18 @@ _REFERENCE = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")
 _SELECT = "oc.select:"
 
 
-def resolve_references(settings: Sequence[Setting]) -> list[Setting]:
-    """Put values in the place of references.
+def _resolve_references(settings: Sequence[Setting], mistakes: Mistakes) -> list[Setting]:
+    """Put values in the place of references; of two settings with the same name the later one is referred to.
 
-    Args:
-        settings: in order; of two with the same name the later one is referred to.
-
-    Raises:
-        UserError: a reference to itself, to a setting that is not given, or of another kind.
+    A mistake is a reference to itself, to a setting that is not given, or of another kind.
     """
     latest = {setting.name: setting for setting in settings}
-    return [
-        replace(setting, value=_resolve(setting.value, setting, latest, (setting.name,)), text=None)
-        if _has_reference(setting.value)
-        else setting
-        for setting in settings
-    ]
+    resolved = []
+    for setting in settings:
+        with mistakes.collect(setting.name):
+            value = _resolve(setting.value, setting, latest, (setting.name,))
+            resolved.append(replace(setting, value=value, text=None) if _has_reference(setting.value) else setting)
+    return resolved
 
 
 def _has_reference(value: Any) -> bool:
@@ -103,6 +101,7 @@ def _error(setting: Setting, found: str) -> UserError:
 
 
 _PLUGINS = "algorithm.plugins"
+_ENGINE = "rollout.engine"
 
 
 @dataclass(frozen=True)
@@ -130,10 +129,11 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
         overrides: `section.key=value`, `--section.key value`, `--leaf value`, verl names alike.
 
     Raises:
-        UserError: anything that cannot be read, is unknown, has the wrong type, is missing, or is
-            refused by `check_config`.
+        UserError: all that cannot be read, is unknown, has the wrong type, is missing, or is refused by `check_config`;
+            a file that is no YAML, alone.
     """
-    given = read_settings(recipe, overrides)
+    mistakes = Mistakes()
+    given = read_settings(recipe, overrides, mistakes)
     teachers = _name_teachers(given)
     fields = list_fields(teachers) | list_options()
     settings = _gather_mappings(given, fields)
@@ -141,20 +141,25 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     num_ranks = None
     if not all(_is_ours(setting, fields) for setting in settings):
         num_ranks = _aliases().find_ranks(settings)
-        settings, notes = _aliases().translate(settings, fields)
+        settings, notes = _aliases().translate(settings, fields, mistakes)
     notes = _find_contradictions(settings) + notes
-    chosen = _choose(settings, fields)
-    _require_all(chosen, fields, recipe)
+    chosen = _choose(settings, fields, mistakes)
+    _require_all(chosen, fields, recipe, mistakes)
     sources = {name: choice.source for name, choice in chosen.items()}
-    values = {name: choice.value for name, choice in chosen.items()}
+    values = dict.fromkeys((name for name, info in fields.items() if info.required), MISSING)
+    values |= {name: choice.value for name, choice in chosen.items()}
+    with mistakes.collect(_ENGINE):
+        find_engine(values.get(_ENGINE, RolloutConfig().engine))
+    if _ENGINE in mistakes.refused:
+        values.pop(_ENGINE, None)
     classes = section_classes()
     make_teacher = classes.pop(TEACHERS)
     sections = {name: build_section(declaration, name, values) for name, declaration in classes.items()}
     sections[TEACHERS] = {name: build_section(make_teacher, f"{TEACHERS}.{name}", values) for name in teachers}
-    options = build_options(values, sources)
-    sections["algorithm"] = replace(sections["algorithm"], options=options)
+    with mistakes.collect():
+        sections["algorithm"] = replace(sections["algorithm"], options=build_options(values, sources))
     config, idle = put_aside(RunConfig(**sections), sources)
-    check_config(config, sources)
+    check_config(config, sources, mistakes)
     return LoadedConfig(config, [*notes, *idle], sources, num_ranks)
 
 
@@ -164,28 +169,31 @@ def _name_teachers(settings: Sequence[Setting]) -> list[str]:
     return list(dict.fromkeys(part[1] for part in parts if part[0] == TEACHERS and len(part) > 1))
 
 
-def read_settings(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> list[Setting]:
+def read_settings(
+    recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str], mistakes: Mistakes
+) -> list[Setting]:
     """Read a recipe and the command line, and import the plugins that they name: those declare further settings.
 
     Args:
         recipe, overrides: of `load_config`.
+        mistakes: takes what cannot be read, and plugins that cannot be imported.
 
     Raises:
-        UserError: something that cannot be read, or a plugin that cannot be imported.
+        UserError: the recipe is no YAML.
     """
     fields = list_fields()
-    settings = read_mapping(recipe) if isinstance(recipe, Mapping) else read_recipe(Path(recipe)) if recipe else []
-    settings += read_overrides(
-        overrides,
-        fields,
-        lambda name: _is_boolean(name, fields),
-        lambda name: name in _aliases().alias_names(),
-        lambda name, source: unknown_key_error(name, source, fields, _aliases().alias_names()),
-    )
-    settings = resolve_references(_without_empty_sections([_expand_layout(setting) for setting in settings]))
-    plugins = _choose([setting for setting in settings if setting.name == _PLUGINS], fields)
-    if _PLUGINS in plugins:
-        load_plugins(plugins[_PLUGINS].value)
+    if isinstance(recipe, Mapping):
+        settings = read_mapping(recipe, mistakes)
+    else:
+        settings = read_recipe(Path(recipe), mistakes) if recipe else []
+    settings += read_overrides(overrides, fields, _aliases, mistakes)
+    settings = _without_empty_sections([_expand_layout(setting) for setting in settings], mistakes)
+    settings = _resolve_references(settings, mistakes)
+    plugins = _choose([setting for setting in settings if setting.name == _PLUGINS], fields, mistakes)
+    with mistakes.collect(_PLUGINS):
+        load_plugins(plugins[_PLUGINS].value if _PLUGINS in plugins else ())
+    if _PLUGINS in mistakes.refused:  # its options are not known
+        settings = [setting for setting in settings if not setting.name.startswith(f"{PREFIX}.")]
     return settings
 
 
@@ -194,11 +202,6 @@ def _aliases() -> Any:
     from megatron_rl.compat.verl import aliases
 
     return aliases
-
-
-def _is_boolean(name: str, fields: Mapping[str, FieldInfo]) -> bool:
-    ours = name if name in fields else _aliases().alias_target(name)
-    return ours in fields and fields[ours].kind is bool
 
 
 def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
@@ -259,17 +262,18 @@ def _expand_layout(setting: Setting) -> Setting:
     return replace(setting, name="layout.mode") if is_short else setting
 
 
-def _without_empty_sections(settings: list[Setting]) -> list[Setting]:
+def _without_empty_sections(settings: list[Setting], mistakes: Mistakes) -> list[Setting]:
     """Drop `section:` with nothing below it; refuse `section: value`."""
     sections = {*section_names(), PREFIX}
     for setting in settings:
         if setting.name in sections and setting.value is not None:
-            raise UserError(
+            error = UserError(
                 f"the section {setting.name!r} has the value {setting.value!r}",
                 source=setting.source,
                 expected=f"settings below {setting.name}",
                 hint=f"write {setting.name}.KEY=VALUE, see --help",
             )
+            mistakes.errors.append(error)
     return [setting for setting in settings if setting.name not in sections]
 
 
@@ -298,7 +302,7 @@ def _put(mapping: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     return {**mapping, key: _put(inner if isinstance(inner, dict) else {}, rest, value) if rest else value}
 
 
-def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> dict[str, Setting]:
+def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo], mistakes: Mistakes) -> dict[str, Setting]:
     """Pick the valid one of several settings of one name.
 
     A higher layer wins; inside a layer a weak setting yields; on the command line the later one
@@ -306,12 +310,13 @@ def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> dic
     """
     chosen: dict[str, Setting] = {}
     for setting in settings:
-        new = replace(setting, value=coerce(fields[setting.name], setting.value, setting.source, setting.text))
-        old = chosen.get(new.name)
-        if old is not None and _strength(old) == _strength(new):
-            _refuse_conflict(old, new)
-        if old is None or _strength(old) <= _strength(new):
-            chosen[new.name] = new
+        with mistakes.collect(setting.name):
+            new = replace(setting, value=coerce(fields[setting.name], setting.value, setting.source, setting.text))
+            old = chosen.get(new.name)
+            if old is not None and _strength(old) == _strength(new):
+                _refuse_conflict(old, new)
+            if old is None or _strength(old) <= _strength(new):
+                chosen[new.name] = new
     return chosen
 
 
@@ -330,17 +335,22 @@ def _refuse_conflict(old: Setting, new: Setting) -> None:
 
 
 def _require_all(
-    chosen: Mapping[str, Setting], fields: Mapping[str, FieldInfo], recipe: Path | Mapping[str, Any] | None
+    chosen: Mapping[str, Setting],
+    fields: Mapping[str, FieldInfo],
+    recipe: Path | Mapping[str, Any] | None,
+    mistakes: Mistakes,
 ) -> None:
-    missing = [info for name, info in fields.items() if info.required and name not in chosen]
-    if missing:
-        names = ", ".join(info.name for info in missing)
-        raise UserError(
-            f"{names} {'is' if len(missing) == 1 else 'are'} missing",
-            source=_describe_source(recipe),
-            expected="; ".join(f"{info.name}: {info.describe_type()}" for info in missing),
-            hint=f"add {missing[0].name} to the recipe or write {missing[0].name}=VALUE",
-        )
+    given = {*chosen, *mistakes.refused}
+    missing = [info for name, info in fields.items() if info.required and name not in given]
+    names = [info.name for info in missing]
+    with mistakes.collect(*names):
+        if missing:
+            raise UserError(
+                f"{', '.join(names)} {'is' if len(missing) == 1 else 'are'} missing",
+                source=_describe_source(recipe),
+                expected="; ".join(f"{info.name}: {info.describe_type()}" for info in missing),
+                hint=f"add {names[0]} to the recipe or write {names[0]}=VALUE",
+            )
 
 
 def _describe_source(recipe: Path | Mapping[str, Any] | None) -> str:

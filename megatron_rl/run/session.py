@@ -215,7 +215,7 @@ class Session:
         found: dict[str, list[Any]] = {}
         with self.run.timers.phase("validation", swallow=True):
             metrics = self.policy.validate(self.inputs.validation, found.__setitem__)
-        for name, parts in found.items() if self.config.trainer.log_validation else ():
+        for name, parts in found.items():
             self.run.write_validation(step, name, text_rows(parts, self.inputs.tokenizer.decode))
         self.run.count(metrics)
         return metrics

@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.config.run_spec import RoleSpec
+from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.models.gpt import build_gpt_stages, choose_transformer_impl
 from megatron_rl.models.packed_sequences import PackedSequences, build_packed_sequences
 from megatron_rl.models.stages import local_values
@@ -77,7 +78,9 @@ class PackedModel(LaidOutModel):
             groups.layout,
             dtype=DTYPES[setup.model.dtype],
             sequence_parallel=spec.layout.sequence_parallel,
-            recompute_granularity=spec.layout.recompute_granularity,
+            recompute_granularity=spec.layout.recompute_granularity
+            if isinstance(spec.layout, TrainedConfig)
+            else "none",
             use_transformer_engine=self.transformer_impl == "transformer_engine",
         )
         build = partial(

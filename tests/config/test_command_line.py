@@ -131,6 +131,12 @@ def test_what_only_plans_does_not_start_a_run(capsys: pytest.CaptureFixture[str]
     assert "error: --world-size without --dry-run" in capsys.readouterr().err
 
 
+def test_a_dry_run_reports_all_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command([*SETTINGS, "rollout.n=0", "actor.lrr=1", "--dry-run"], run=print, **PROGRAM) == 2
+    said = capsys.readouterr().err
+    assert "error: 2 mistakes\n1. unknown setting 'actor.lrr'" in said and "\n2. rollout.n = 0 is too small\n" in said
+
+
 def test_a_misspelled_flag_is_recognized(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command([*SETTINGS, "--dryrun"], run=print, **PROGRAM) == 2
     assert "did you mean --dry-run?" in capsys.readouterr().err

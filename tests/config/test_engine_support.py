@@ -16,7 +16,7 @@ import torch
 from registries import restored_registries
 
 from megatron_rl.config.batch_plan import BatchPlan
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.engines.protocol import register_rollout_engine
 from megatron_rl.extension.engines import ABILITIES, ENGINES, RegisteredEngine, name_engines
 from megatron_rl.run.bitwise import check_bitwise
@@ -163,8 +163,13 @@ def test_models_that_an_engine_serves() -> None:
 def test_an_engine_refuses_models_on_a_cpu() -> None:
     """By a function of its own, in a line of the plan."""
 
-    def refuse(shape: ModelShape, tp_size: int) -> None:
-        raise UserError(f"{shape.family} on {tp_size}", source="model.path", expected="another", hint="none")
+    def refuse(shape: ModelShape, config: RolloutConfig) -> None:
+        raise UserError(
+            f"{shape.family} on {config.tensor_model_parallel_size}",
+            source="model.path",
+            expected="another",
+            hint="none",
+        )
 
     ENGINES["picky"] = RegisteredEngine(lambda spec: None, check_on_cpu=refuse)
     config = load("rollout.engine=picky")

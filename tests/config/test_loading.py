@@ -37,9 +37,10 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def refusal(recipe: Path | None, *overrides: str) -> UserError:
+    """The first mistake: malformed recipes lack settings, too."""
     with pytest.raises(UserError) as caught:
         load_config(recipe, overrides)
-    return caught.value
+    return getattr(caught.value, "errors", [caught.value])[0]
 
 
 def test_recipe_values_have_the_declared_types(recipe: Path) -> None:

@@ -32,7 +32,7 @@ GIVEN = ["model.path=m", "data.train_files=[t.jsonl]", "data.train_batch_size=8"
 def test_what_cannot_be_done_is_refused(overrides: list[str], source: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(None, [*GIVEN, *overrides])
-    assert caught.value.source.startswith(source)
+    assert caught.value.found.startswith(f"{source} = ")
 
 
 def test_the_roles_choose_for_themselves() -> None:

@@ -141,7 +141,7 @@ def build(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     engines = []
 
     def make(stop: StopStrings | None = None, **server: Any) -> ServedEngine:
-        settings = {"on_update": f"{endpoint.url}/update", "start_seconds": 5.0, **server}
+        settings = {"on_update": f"{endpoint.url}/update", "silent_seconds": 5.0, **server}
         config = ServerConfig(endpoints=[endpoint.url + "/"], directory=str(tmp_path / "weights"), **settings)
         engines.append(
             build_openai_server(

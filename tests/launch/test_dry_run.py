@@ -51,12 +51,12 @@ from megatron_rl.config.schema import option
 
 @dataclass(frozen=True)
 class DryOptions:
-    alpha: float = option(0.5, "How far a token may go.", "nats")
+    alpha: float = option(0.5, "How far a token may go.", "nats", gt=0)
     side: Literal["left", "right"] = "left"
 
     def __post_init__(self):
-        if not 0 < self.alpha < 2:
-            raise ValueError("alpha is not between 0 and 2")
+        if self.alpha >= 2:
+            raise ValueError("alpha is not below 2")
 
 @register_policy_loss("dry_loss", options=DryOptions)
 def loss(inputs, config):
@@ -181,9 +181,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         [*DRY_LOSS, f"{DRY}.side=up"],
         [f"{DRY}.side = 'up'", "left | right", "command line"],
     ),
+    "option out of its bounds": ([*DRY_LOSS, f"{DRY}.alpha=0"], [f"{DRY}.alpha = 0.0 is not positive", "command line"]),
     "option that its class refuses": (
         [*DRY_LOSS, f"{DRY}.alpha=3"],
-        [f"{DRY}.alpha = 3.0: alpha is not between 0 and 2", "alpha (command line)"],
+        [f"{DRY}.alpha = 3.0: alpha is not below 2", "alpha (command line)"],
     ),
     "options that may change": (
         ["algorithm.plugins={files}/mutable.py"],

@@ -27,6 +27,7 @@ from megatron_rl.checkpoint.manifest import seal
 from megatron_rl.checkpoint.torch_dist import ChunkWriter
 from megatron_rl.config.schema import ObservabilityConfig
 from megatron_rl.observability.run import Run
+from megatron_rl.run import checkpoints
 from megatron_rl.run.changes import check_dependencies, describe_changes, find_dependencies
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.lock import RunLock
@@ -246,7 +247,7 @@ def test_saves_by_time_and_saves_that_fail(task: Path, tmp_path: Path) -> None:
                 raise RuntimeError("planted")
             return real(self)
 
-        ChunkWriter.close = close
+        ChunkWriter.close, checkpoints.MAX_FAILED_SAVES = close, limit
         try:
             fine_tune(
                 rank,
@@ -258,7 +259,6 @@ def test_saves_by_time_and_saves_that_fail(task: Path, tmp_path: Path) -> None:
                     "trainer.save_freq=4",
                     "trainer.total_steps=6",
                     "checkpoint.async_save=false",
-                    f"checkpoint.max_failed_saves={limit}",
                 ),
             )
         except UserError as error:

@@ -178,10 +178,9 @@ def test_only_who_knows_the_token_is_answered(run: tuple[Run, str], tmp_path: Pa
     ):
         code, _, body = ask(run[1], path)
         assert code == 404 and token.encode() not in body and b"<script" not in body, path
-    pages = [StatusPage("run", "127.0.0.1", 0, has_token=has, now=dict, positions=tuple) for has in (True, True, False)]
+    pages = [StatusPage("run", "127.0.0.1", 0, now=dict, positions=tuple) for _ in range(2)]
     paths = [urlsplit(page.url).path for page in pages]
-    assert len({token, *(path.strip("/") for path in paths)}) == 4 and paths[2] == "/"
-    assert ask(pages[2].url, "/status.json")[0] == 200
+    assert len({token, *(path.strip("/") for path in paths)}) == 3
     for page in pages:
         page.close()
 
@@ -229,7 +228,7 @@ def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent connections take neither all threads of the node nor, for long, the page from its readers."""
     from megatron_rl.observability import status as module
 
-    page = StatusPage("run", "127.0.0.1", 0, has_token=True, now=dict, positions=tuple)
+    page = StatusPage("run", "127.0.0.1", 0, now=dict, positions=tuple)
     address, threads = urlsplit(page.url), threading.active_count()
     with ExitStack() as stack:
         for number in range(1, module._MOST_CONNECTIONS + 1):
@@ -257,21 +256,21 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"127.0.0.1:{port} cannot be served") as caught:
-            StatusPage("run", "127.0.0.1", port, has_token=True, now=dict, positions=tuple)
+            StatusPage("run", "127.0.0.1", port, now=dict, positions=tuple)
     assert caught.value.source == "observability.status_port"
-    page = StatusPage("run", "127.0.0.1", port, has_token=True, now=dict, positions=tuple)  # free again
+    page = StatusPage("run", "127.0.0.1", port, now=dict, positions=tuple)  # free again
     ask(page.url, "status.json")
     page.close()
     page.close()
     with pytest.raises(ConnectionRefusedError):
         ask(page.url, "status.json")
     # A run that is started again:
-    StatusPage("run", "127.0.0.1", port, has_token=True, now=dict, positions=tuple).close()
+    StatusPage("run", "127.0.0.1", port, now=dict, positions=tuple).close()
 
 
 def test_a_resumed_run_shows_its_curves(tmp_path: Path) -> None:
     records = [{"step": step, "reward/mean": None if step == 2 else step / 1000} for step in range(1, 1001)]
-    page = StatusPage("run", "127.0.0.1", 0, has_token=False, now=dict, positions=tuple, records=records)
+    page = StatusPage("run", "127.0.0.1", 0, now=dict, positions=tuple, records=records)
     page.log(1001, {"reward/mean": 2.0})
     (chart,) = page.status()["charts"]
     page.close()

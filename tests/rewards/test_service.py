@@ -132,14 +132,15 @@ def test_pauses_double(service):
         ("slow-3", "not done within reward.service_timeout_seconds = 0.3", 3),
         ("nested", "a bad answer", 3),
         ("drip", "not done within reward.service_timeout_seconds = 0.3", 3),
-        ("large", "more than reward.service_max_answer_bytes = 4,000,000", 3),
+        ("large", "an answer of more than 4,000,000 bytes", 3),
     ],
 )
-def test_lasting_trouble_stops_the_run(service, behavior, message, attempts):
+def test_lasting_trouble_stops_the_run(service, behavior, message, attempts, monkeypatch):
+    monkeypatch.setattr("megatron_rl.rewards.service.MAX_ANSWER_BYTES", 4_000_000)
     url = f"{service}/{behavior}/lasting-{behavior}"
     timeout = 0.3 if "0.3" in message else 20.0
     with pytest.raises(UserError, match=message) as caught:
-        ask(url, replace(QUICK, service_timeout_seconds=timeout, service_max_answer_bytes=4_000_000), [make_rollout()])
+        ask(url, replace(QUICK, service_timeout_seconds=timeout), [make_rollout()])
     assert f"{url} gave no scores for 1 responses in {attempts} attempt(s)" in str(caught.value)
     assert "prompt ids: 17" in str(caught.value) and caught.value.source == "reward.service_url"
     assert seen(service, f"lasting-{behavior}")["requests"] == attempts

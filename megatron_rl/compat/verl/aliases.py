@@ -23,6 +23,7 @@ from megatron_rl.compat.verl.kl_names import note
 from megatron_rl.compat.verl.loss_names import find_defaults
 from megatron_rl.compat.verl.name_groups import take_parts
 from megatron_rl.compat.verl.name_tables import PATTERNS
+from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.fields import FieldInfo, unknown_key_error
 from megatron_rl.config.sources import Setting, describe
 from megatron_rl.types import UserError
@@ -54,18 +55,18 @@ def find_ranks(settings: Sequence[Setting]) -> int | None:
     return nodes * gpus if counted else None
 
 
-def translate(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> tuple[list[Setting], list[str]]:
+def translate(
+    settings: Sequence[Setting], fields: Mapping[str, FieldInfo], mistakes: Mistakes
+) -> tuple[list[Setting], list[str]]:
     """Turn other names into ours.
 
     Args:
         settings: settings in order; of two with the same name the later one is valid.
         fields: our settings by full name.
+        mistakes: takes unknown names, and values that mean something that this program does not do.
 
     Returns:
         Settings with our names only, and one note for each setting that has no effect.
-
-    Raises:
-        UserError: an unknown name, or a value that means something this program does not do.
     """
     latest: dict[str, Setting] = {}
     for setting in settings:
@@ -78,30 +79,34 @@ def translate(settings: Sequence[Setting], fields: Mapping[str, FieldInfo]) -> t
     notes: list[str] = []
     for group in _GROUPS:
         parts = take_parts(group, latest)
-        for found in group.combine(parts) if parts else ():
-            if isinstance(found, str):
-                notes.append(found)
-            else:
-                translated.append(found)
+        with mistakes.collect(*group.reads, *group.targets.values()):
+            for found in group.combine(parts) if parts else ():
+                if isinstance(found, str):
+                    notes.append(found)
+                else:
+                    translated.append(found)
     repeated: list[tuple[Setting, SameAs]] = []
     below: dict[str, list[Setting]] = {}
     for setting in latest.values():
         alias = _ALIASES.get(setting.name)
-        if isinstance(alias, Renamed):
-            translated += _rename(setting, alias, fields)
-        elif isinstance(alias, SameAs):
-            repeated.append((setting, alias))
-        elif alias is not None:
-            notes += _ignore(setting, alias)
-        elif setting.name in fields:
-            translated.append(setting)
-        else:
-            pattern = next((pattern for pattern in PATTERNS if fnmatchcase(setting.name, pattern)), None)
-            if pattern is None:
-                raise unknown_key_error(setting.name, setting.source, fields, alias_names())
-            if setting.value is not None:
-                below.setdefault(pattern, []).append(setting)
-    notes += [text for setting, alias in repeated for text in _compare(setting, alias, translated)]
+        with mistakes.collect(alias.target if isinstance(alias, Renamed) else setting.name):
+            if isinstance(alias, Renamed):
+                translated += _rename(setting, alias, fields)
+            elif isinstance(alias, SameAs):
+                repeated.append((setting, alias))
+            elif alias is not None:
+                notes += _ignore(setting, alias)
+            elif setting.name in fields:
+                translated.append(setting)
+            else:
+                pattern = next((pattern for pattern in PATTERNS if fnmatchcase(setting.name, pattern)), None)
+                if pattern is None:
+                    raise unknown_key_error(setting.name, setting.source, fields, alias_names())
+                if setting.value is not None:
+                    below.setdefault(pattern, []).append(setting)
+    for setting, alias in repeated:
+        with mistakes.collect(alias.target):
+            notes += _compare(setting, alias, translated)
     notes += [_ignore_all(pattern, members) for pattern, members in below.items()]
     return translated, notes
 

@@ -39,9 +39,7 @@ def megatron_names(role: str) -> dict[str, Alias]:
         "megatron.dtype": Ignored("model.dtype decides"),
         "megatron.seed": Ignored("trainer.seed decides"),
         "megatron.use_distributed_optimizer": Ignored("this role has no optimizer"),
-        "megatron.override_transformer_config.recompute_granularity": Renamed(
-            f"{role}.recompute_granularity", (("selective", "selective"), ("full", "full")), closed=True
-        ),
+        "megatron.override_transformer_config.recompute_granularity": Ignored("only a backward pass recomputes"),
         "megatron.override_transformer_config.recompute_modules": Ignored("selective recomputes the core attention"),
         "megatron.override_transformer_config.recompute_method": Ignored("full recomputes every layer"),
         "megatron.override_transformer_config.recompute_num_layers": Ignored("full recomputes every layer"),
@@ -99,6 +97,9 @@ def trainable_names(role: str) -> dict[str, Alias]:
         "fsdp_config.optimizer_offload": Renamed(f"{role}.offload_optimizer"),
         "megatron.optimizer_offload": Renamed(f"{role}.offload_optimizer"),
         "megatron.grad_offload": Renamed(f"{role}.offload_gradients"),
+        "megatron.override_transformer_config.recompute_granularity": Renamed(
+            f"{role}.recompute_granularity", (("selective", "selective"), ("full", "full")), closed=True
+        ),
         "megatron.use_distributed_optimizer": Renamed(f"{role}.use_distributed_optimizer"),
     }
 
@@ -297,7 +298,7 @@ _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
 
 _DATA: dict[str, Alias] = {
     "val_files": Renamed("data.validation_files"),
-    "val_batch_size": Renamed("data.validation_batch_size"),
+    "val_batch_size": Ignored("the prompts of a validation set are generated together"),
     "val_max_samples": Renamed("data.validation_limit", ((-1, None),)),
     "train_max_samples": Only((-1,), "all training prompts are used"),
     "tokenizer": Renamed("model.tokenizer"),

@@ -244,12 +244,12 @@ class Server:
         """Start the server or wait for it, give it the weights of now, and what it has not answered."""
         if not self._config.endpoints:
             self._start()
-        deadline = time.monotonic() + self._config.start_seconds
+        deadline = time.monotonic() + self._config.silent_seconds
         while not self._is_well():
             if self._process is not None and self._process.has_ended:
                 raise ServerFailure("the server ended before it was ready")
             if time.monotonic() > deadline:
-                raise ServerFailure(f"no answer within {self._config.start_seconds} seconds")
+                raise ServerFailure(f"no answer within {self._config.silent_seconds} seconds")
             time.sleep(_POLL_SECONDS)
         self._load()
         self._is_open = True
