@@ -149,7 +149,7 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     values = dict.fromkeys((name for name, info in fields.items() if info.required), MISSING)
     values |= {name: choice.value for name, choice in chosen.items()}
     with mistakes.collect(_ENGINE):
-        find_engine(values.get(_ENGINE, RolloutConfig().engine))
+        find_engine(chosen[_ENGINE].value if _ENGINE in chosen else RolloutConfig().engine)
     if _ENGINE in mistakes.refused:
         values.pop(_ENGINE, None)
     classes = section_classes()
