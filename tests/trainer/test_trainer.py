@@ -36,7 +36,7 @@ LAYOUTS = [  # world, actor tp, pp, dp, rollout tp
 def one_rank(task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported: None) -> Path:
     """The run that all layouts are compared with."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
-    assert run_ranks(train, 1, overrides_for(task, run_dir), timeout=150) == [None]
+    assert run_ranks(train, 1, overrides_for(task, run_dir), True, timeout=150) == [None]
     return run_dir
 
 
