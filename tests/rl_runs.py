@@ -109,13 +109,18 @@ def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:
     ]
 
 
-def train(rank: int, world_size: int, overrides: Sequence[str], draws: bool = False) -> str | None:
-    """One rank of the program, as the entry point runs it; returns the error's text, if any.
+def leave_out_curves() -> None:
+    """Let runs in this process draw no curves.png, which takes as long as all else of a small run."""
+    run_module.plot_curves = lambda run_dir: run_dir / CURVES_FILE
 
-    Drawing curves.png takes as long as a small run itself, so that it is left out but for `draws`.
+
+def train(rank: int, world_size: int, overrides: Sequence[str], draws: bool = False) -> str | None:
+    """One rank of the program, as the entry point runs it, without its picture but for `draws`.
+
+    Returns the error's text, if any.
     """
     if not draws:
-        run_module.plot_curves = lambda run_dir: run_dir / CURVES_FILE
+        leave_out_curves()
     os.environ["WORLD_SIZE"] = str(world_size)
     try:
         trainer_module.Trainer.from_config(load_config(None, overrides).config, parts=PARTS).train()
@@ -126,7 +131,7 @@ def train(rank: int, world_size: int, overrides: Sequence[str], draws: bool = Fa
 
 def fine_tune(rank: int, world_size: int, overrides: Sequence[str]) -> None:
     """One rank of supervised fine-tuning, without its picture."""
-    run_module.plot_curves = lambda run_dir: run_dir / CURVES_FILE
+    leave_out_curves()
     os.environ["WORLD_SIZE"] = str(world_size)
     sft_module.train_sft(load_config(None, overrides).config, None)
 

@@ -22,6 +22,7 @@ import yaml
 import megatron_rl.trainer.grpo as trainer_module
 from distributed import run_ranks
 from megatron_rl.config.loading import load_config
+from rl_runs import leave_out_curves
 from tiny_models import engine_sizes, save_tiny_model
 from tools import prepare_prompts
 
@@ -139,6 +140,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(rank: int, world_size: int, place: Path, recipe: Path, overrides: list[str]) -> list[str]:
     """One rank, as the entry point runs it; returns the notes."""
     os.chdir(place)
+    leave_out_curves()
     loaded = load_config(recipe, [*overrides, f"trainer.run_dir={recipe.stem}"])
     trainer_module.Trainer.from_config(loaded.config, recipe).train()
     return loaded.notes
