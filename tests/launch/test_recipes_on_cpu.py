@@ -55,7 +55,7 @@ CHAT_TEMPLATE = (
 
 
 def shrink(recipe: dict[str, Any]) -> tuple[int, list[str]]:
-    """The fewest ranks on which its layout shows, and the settings that a recipe gets: type, batch, length, layout."""
+    """The fewest ranks on which its layout shows, and settings for the recipe: type, batch, length, layout, workers."""
     sections = {name: recipe.get(name, {}) for name in ("actor", "critic", "rollout")}
     sections |= {f"teachers.{name}": section for name, section in recipe.get("teachers", {}).items()}
     layout = {
@@ -72,6 +72,7 @@ def shrink(recipe: dict[str, Any]) -> tuple[int, list[str]]:
         "data.max_response_length=8",
         "trainer.total_steps=2",
         *(f"{k}={v}" for k, v in layout.items()),
+        *(["agents.workers=1"] if "agents" in recipe else []),  # each imports transformers
     ]
     return math.prod(sizes), overrides
 
