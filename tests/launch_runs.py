@@ -24,7 +24,7 @@ from torch.distributed import TCPStore
 
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.run.loading import load_config
-from rl_runs import overrides_for
+from rl_runs import leave_out_curves, overrides_for
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 3
@@ -128,6 +128,7 @@ def _be_rank(program: Callable[[], int], rank: int, world_size: int, port: int, 
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
         torch.set_num_threads(1)  # OpenMP's worker threads do not survive the fork
+        leave_out_curves()
         code = program()
     except BaseException:  # as an interpreter would
         traceback.print_exc()

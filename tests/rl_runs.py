@@ -14,9 +14,11 @@ import sentencepiece
 import torch
 import yaml
 
+import megatron_rl.observability.run as run_module
 import megatron_rl.run.grpo as trainer_module  # heavy imports once, in the parent
 import megatron_rl.run.sft as sft_module
 from megatron_rl.engines.vllm.vllm_library import prepare_vllm
+from megatron_rl.observability.curves import CURVES_FILE
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.parts import Parts
 from megatron_rl.types import UserError
@@ -107,8 +109,18 @@ def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:
     ]
 
 
-def train(rank: int, world_size: int, overrides: Sequence[str]) -> str | None:
-    """One rank of the program, as the entry point runs it; returns the error's text, if any."""
+def leave_out_curves() -> None:
+    """Let runs in this process draw no curves.png, which takes as long as all else of a small run."""
+    run_module.plot_curves = lambda run_dir: run_dir / CURVES_FILE
+
+
+def train(rank: int, world_size: int, overrides: Sequence[str], draws: bool = False) -> str | None:
+    """One rank of the program, as the entry point runs it, without its picture but for `draws`.
+
+    Returns the error's text, if any.
+    """
+    if not draws:
+        leave_out_curves()
     os.environ["WORLD_SIZE"] = str(world_size)
     try:
         trainer_module.Trainer.from_config(load_config(None, overrides).config, parts=PARTS).train()
@@ -118,7 +130,8 @@ def train(rank: int, world_size: int, overrides: Sequence[str]) -> str | None:
 
 
 def fine_tune(rank: int, world_size: int, overrides: Sequence[str]) -> None:
-    """One rank of supervised fine-tuning."""
+    """One rank of supervised fine-tuning, without its picture."""
+    leave_out_curves()
     os.environ["WORLD_SIZE"] = str(world_size)
     sft_module.train_sft(load_config(None, overrides).config, None)
 
@@ -155,7 +168,7 @@ def import_engine() -> None:
         importlib.import_module(f"matplotlib.{name}")
     # An engine puts these in place when it is built, by a pass over all modules that takes most of its start.
     current_platform = importlib.import_module("vllm.platforms").current_platform
-    if not hasattr(current_platform, "_overrides_are_here"):
+    if "_overrides_are_here" not in vars(type(current_platform)):  # as an attribute it has any name
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
         type(current_platform)._overrides_are_here = True

@@ -162,9 +162,9 @@ def list_settings(failure: Failure, task: Path, tmp_path: Path) -> list[str]:
     )
 
 
-def launch(failure: Failure, task: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Two ranks of the program with the fault, under torchrun."""
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+def launch(failure: Failure, task: Path, tmp_path: Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """Ranks of the program with the fault, under torchrun."""
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", str(ranks)]
     return run([*torchrun, str(FAULTY), failure.fault, *list_settings(failure, task, tmp_path)])
 
 
@@ -204,7 +204,7 @@ def test_a_failure_is_one_message_under_torchrun(failure: Failure, task: Path, t
 
 def test_a_full_disk_is_one_error_at_the_start(task: Path, tmp_path: Path) -> None:
     """Before any model is built, and without what the log would say about its file."""
-    result = launch(Failure("fill_the_disk", "", 2, ""), task, tmp_path)  # with its output in pipes
+    result = launch(Failure("fill_the_disk", "", 2, ""), task, tmp_path, ranks=1)  # with its output in pipes
     ours = TORCHRUN_SAYS.split(result.stderr)[0]
     message = (
         r"^error: cannot write the run directory: \[Errno 27\] File too large\n  source:   trainer.run_dir\n"

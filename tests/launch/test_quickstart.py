@@ -79,18 +79,28 @@ def test_the_layout_fits_the_number_of_ranks(nproc: int, tmp_path: Path) -> None
     assert plan.dp_size * actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size == nproc
 
 
-def test_two_ranks_and_five_steps(tmp_path: Path) -> None:
+def start_warm_and_train(command: str, directory: Path, steps: int) -> None:
     """Task, warm start (three steps of it) and GRPO; what was learned is below."""
-    clone = make_clone(tmp_path / "clone", warm_start_steps=3)
-    done = type_command("NPROC=2 bash launch/quickstart.sh trainer.total_steps=5", clone)
+    clone = make_clone(directory / "clone", warm_start_steps=3)
+    done = type_command(command, clone)
     records = (clone / "checkpoints/toy_arithmetic/warm_start/metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["sft/loss"] for line in records]
     assert len(losses) == 3 and losses[2] < losses[0]
     [run] = (clone / "checkpoints/runs").iterdir()
-    assert "step 5/5 | reward" in done.stdout
+    assert f"step {steps}/{steps} | reward" in done.stdout
     assert f"quickstart: done; a look at checkpoints/runs/{run.name}/curves.png" in done.stdout
     assert "Warning" not in done.stdout + done.stderr, "libraries speak between our lines"
-    assert json.loads((run / "summary.json").read_text())["steps"] == 5 and (run / "curves.png").is_file()
+    assert json.loads((run / "summary.json").read_text())["steps"] == steps and (run / "curves.png").is_file()
+
+
+def test_a_rank_and_two_steps(tmp_path: Path) -> None:
+    """Of two ranks each would import everything."""
+    start_warm_and_train("NPROC=1 bash launch/quickstart.sh trainer.total_steps=2", tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_two_ranks_and_five_steps(tmp_path: Path) -> None:
+    start_warm_and_train("NPROC=2 bash launch/quickstart.sh trainer.total_steps=5", tmp_path, 5)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ import yaml
 import megatron_rl.run.grpo as trainer_module
 from distributed import run_ranks
 from megatron_rl.run.loading import load_config
+from rl_runs import leave_out_curves
 from tiny_models import engine_sizes, save_tiny_model
 from tools import prepare_prompts
 
@@ -54,7 +55,7 @@ CHAT_TEMPLATE = (
 
 
 def shrink(recipe: dict[str, Any]) -> tuple[int, list[str]]:
-    """The fewest ranks on which its layout shows, and the settings that a recipe gets: type, batch, length, layout."""
+    """The fewest ranks on which its layout shows, and settings for the recipe: type, batch, length, layout, workers."""
     sections = {name: recipe.get(name, {}) for name in ("actor", "critic", "rollout")}
     sections |= {f"teachers.{name}": section for name, section in recipe.get("teachers", {}).items()}
     layout = {
@@ -71,6 +72,7 @@ def shrink(recipe: dict[str, Any]) -> tuple[int, list[str]]:
         "data.max_response_length=8",
         "trainer.total_steps=2",
         *(f"{k}={v}" for k, v in layout.items()),
+        *(["agents.workers=1"] if "agents" in recipe else []),  # each imports transformers
     ]
     return math.prod(sizes), overrides
 
@@ -139,6 +141,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(rank: int, world_size: int, place: Path, recipe: Path, overrides: list[str]) -> list[str]:
     """One rank, as the entry point runs it; returns the notes."""
     os.chdir(place)
+    leave_out_curves()
     loaded = load_config(recipe, [*overrides, f"trainer.run_dir={recipe.stem}"])
     trainer_module.Trainer.from_config(loaded.config, recipe).train()
     return loaded.notes

@@ -21,7 +21,7 @@ from megatron_rl.run.parts import Parts
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.critic import Critic
-from rl_runs import overrides_for, read_records, train
+from rl_runs import leave_out_curves, overrides_for, read_records, train
 
 # Bitwise: the log-probs of a response do not depend on the engine that it came from, nor on what ran beside it.
 PPO = [
@@ -116,6 +116,7 @@ def _meet(role: str, other: str) -> None:
 
 
 def _train_meeting(rank: int, world_size: int, overrides: list[str], notes: Path) -> None:
+    leave_out_curves()
     os.environ.update(WORLD_SIZE=str(world_size), NOTES=str(notes))
     config = load_config(None, overrides).config
     Trainer.from_config(config, parts=Parts(actor=_MeetingActor, critic=_MeetingCritic)).train()

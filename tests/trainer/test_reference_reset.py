@@ -27,7 +27,7 @@ def run(task: Path, run_dir: Path, steps: int, world_size: int, *extra: str) -> 
 
 
 def test_a_reset_reference_is_the_policy_and_is_resumed(task: Path, tmp_path: Path) -> None:
-    """A run that ends after step 3 and continues is, bit for bit, one that does not; in another layout nearly."""
+    """A run that continues after step 3 is, bit for bit, one that has not ended; in another layout nearly."""
     whole = run(task, tmp_path / "whole", 5, 2)
     kl = [record["kl/per_response"] for record in whole]
     assert [value == 0 for value in kl] == [True, False, True, False, True]
@@ -37,9 +37,9 @@ def test_a_reset_reference_is_the_policy_and_is_resumed(task: Path, tmp_path: Pa
     name = "checkpoints/latest/huggingface/model.safetensors"
     ours, theirs = load_file(tmp_path / "whole" / name), load_file(tmp_path / "halves" / name)
     assert all(value.equal(theirs[key]) for key, value in ours.items())
-    run(task, tmp_path / "other", 3, 2)
-    other = run(task, tmp_path / "other", 5, 4, *layout_overrides(2, 2, 1))
-    for before, after in zip(whole[3:], other[3:], strict=True):
+    ended = f"checkpoint.resume={tmp_path}/halves/checkpoints/step_3"
+    other = run(task, tmp_path / "other", 5, 4, *layout_overrides(2, 2, 1), ended)
+    for before, after in zip(whole[3:], other, strict=True):
         assert after["kl/per_response"] == pytest.approx(before["kl/per_response"], rel=1e-3, abs=1e-5)
 
 

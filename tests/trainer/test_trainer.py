@@ -36,7 +36,7 @@ LAYOUTS = [  # world, actor tp, pp, dp, rollout tp
 def one_rank(task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported: None) -> Path:
     """The run that all layouts are compared with."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
-    assert run_ranks(train, 1, overrides_for(task, run_dir), timeout=150) == [None]
+    assert run_ranks(train, 1, overrides_for(task, run_dir), True, timeout=150) == [None]
     return run_dir
 
 
@@ -163,10 +163,8 @@ def test_layouts_train_alike(
     shard is orders of magnitude above it.
     """
     run_dir = tmp_path / "run"
-    overrides = overrides_for(
-        task, run_dir, *layout_overrides(tp, pp, rollout_tp), f"actor.context_parallel_size={world // (tp * pp * dp)}"
-    )
-    assert run_ranks(train, world, overrides, timeout=150) == [None] * world
+    settings = [*layout_overrides(tp, pp, rollout_tp), f"actor.context_parallel_size={world // (tp * pp * dp)}"]
+    assert run_ranks(train, world, overrides_for(task, run_dir, *settings), timeout=150) == [None] * world
     for mine, reference in zip(read_records(run_dir), read_records(one_rank), strict=True):
         for key in ("reward/mean", "tokens/response", "validation/validation/accuracy"):
             assert mine.get(key) == reference.get(key), key
@@ -184,14 +182,9 @@ def test_layouts_train_alike(
     )
     for (name, a), b in zip(mine.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=0, msg=name)
-
-
-def test_same_seed_same_layout_is_bitwise_equal(task: Path, tmp_path: Path, vllm_imported: None) -> None:
-    """Two runs of one recipe write identical records, timings aside."""
-    for name in ("a", "b"):
-        overrides = overrides_for(task, tmp_path / name, *layout_overrides(2, 1, 1))
-        assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2
-    assert read_records(tmp_path / "a") == read_records(tmp_path / "b")
+    if (world, tp) == (2, 2):  # the same seed and layout: identical records, timings aside
+        assert run_ranks(train, 2, overrides_for(task, tmp_path / "again", *settings), timeout=150) == [None] * 2
+        assert read_records(tmp_path / "again") == read_records(run_dir)
 
 
 def test_failing_reward_function_stops_every_rank(task: Path, tmp_path: Path, vllm_imported: None) -> None:

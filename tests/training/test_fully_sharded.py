@@ -136,9 +136,12 @@ def test_three_updates_equal_zero_1(layout: str, family: str, paths: dict[str, P
     assert_shared(LAYOUTS[layout], found, expected)
 
 
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("layout", [layout for layout in EXPERT_LAYOUTS if layout != "ep2-tp2-sp"])
 def test_experts_are_shared_by_their_replicas(layout: str, paths: dict[str, Path]) -> None:
-    """Where experts are spread over ranks, they have fewer replicas than the rest; with one, they are whole."""
+    """Where experts are spread over ranks, they have fewer replicas than the rest; with one, they are whole.
+
+    With tensor parallelism beside it is below, where routers have biases.
+    """
     case = EXPERT_LAYOUTS[layout]
     expected, found = (train(case, paths["qwen3_moe"], stage) for stage in (1, 3))
     assert_same(found, expected)
@@ -178,7 +181,7 @@ def assert_shared(case: Case, found: Found, expected: Found) -> None:
 
 def test_bfloat16_trains_as_zero_1_does(paths: dict[str, Path]) -> None:
     """What is gathered is what ZeRO-1 computes with, up to a weight that is rounded to its other side."""
-    expected, found = (train(replace(LAYOUTS["tp2-dp2-sp"], dtype="bfloat16"), paths["qwen3"], n) for n in (1, 3))
+    expected, found = (train(replace(LAYOUTS["dp2-selective"], dtype="bfloat16"), paths["qwen3"], n) for n in (1, 3))
     assert found.metrics[0] == pytest.approx(expected.metrics[0], rel=1e-5)
     for name in ("policy/loss", "policy/grad_norm"):
         assert found.metrics[2][name] == pytest.approx(expected.metrics[2][name], rel=0.01)

@@ -187,7 +187,7 @@ def quantizable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2-sp-full", "tp2", "pp2-selective", "tp2-pp2-sp-full"])
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2-selective", "tp2-pp2-sp-full"])
 def test_quantized_models_train_as_what_they_stand_for(layout: str, quantizable: Path) -> None:
     """To the last bit: log-probs, metrics, adapters, and the matrices that the reshard reads, in each layout alike."""
     plain = with_lora(LAYOUTS[layout], quantizable)
