@@ -40,7 +40,13 @@ MAX_FAN_OUT = 20
 # A plain run loads fewer lines than this, and none of these modules.
 MAX_LOADED_LINES = 36_000
 BEHIND_DOORS = (
-    "agents.",
+    "agents.adapters",
+    "agents.environment",
+    "agents.episode",
+    "agents.in_rank",
+    "agents.processes",
+    "agents.tools",
+    "agents.transcript",
     "algorithms.distillation",
     "capsule.",
     "checkpoint.peft",
@@ -64,7 +70,7 @@ BEHIND_DOORS = (
     "roles.reference",
     "roles.reward_model",
     "roles.teachers",
-    "rollout.episode",
+    "rollout.packed_episodes",
     "training.adapters",
     "training.cuda_graph",
     "training.fully_sharded",

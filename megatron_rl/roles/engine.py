@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from megatron_rl.rollout.serving import open_channel
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
 from megatron_rl.weights.shard_box import ShardBox
+
+if TYPE_CHECKING:
+    from megatron_rl.agents.in_rank import AnyEpisodes
 
 
 def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> EngineWeights:
@@ -53,6 +57,7 @@ def build_rollout(
     progress: RolloutProgress,
     stop: StopStrings | None = None,
     thoughts: Thoughts | None = None,
+    processes: AnyEpisodes | None = None,
 ) -> tuple[HybridEngine, RolloutGenerator]:
     """The rollout engine: what brings the actor's weights into it, and what generates with it; collective."""
 
@@ -75,6 +80,8 @@ def build_rollout(
         run_seed=config.trainer.seed,
         group=group,
         progress=progress,
+        agents=config.agents,
+        processes=processes,
     )
 
 

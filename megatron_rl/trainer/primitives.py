@@ -31,7 +31,7 @@ from megatron_rl.lifecycle.state import TrainedPart, TrainingState
 from megatron_rl.roles.export import actor_export
 from megatron_rl.roles.inputs import RlInputs
 from megatron_rl.roles.on_samples import ActorOnSamples, CriticOnSamples, PolicyOnSamples, RewardModelOnSamples
-from megatron_rl.rollout.generation import SampleGroups
+from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.trainer.sampling import RolloutMembers
 from megatron_rl.types import Prompt, UserError
 

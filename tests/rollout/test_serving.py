@@ -205,7 +205,7 @@ def test_one_turn_engines_generate_what_waits() -> None:
     engine.add([make_request(9)])
     assert [s.finish_reason for s in engine.interrupt([9, 10])] == ["interrupted"] and not engine.has_requests()
     serve(engine, close_batch(requests), lambda s: told.append((s.key, len(s.tokens))))
-    assert calls == [(2, 0.7), (1, 0.0)] and told == [(0, 3), (2, 1), (-1, 1)]
+    assert calls == [(2, 0.7), (1, 0.0)] and told == [(0, 3), (2, 1), (2, 1)]
 
 
 class Failing(ScriptedEngine):

@@ -50,7 +50,7 @@ from megatron_rl.roles.engine import build_rollout
 from megatron_rl.roles.export import actor_export
 from megatron_rl.roles.models import RoleInputs
 from megatron_rl.roles.resolve import resolve
-from megatron_rl.rollout.generation import SampleGroups
+from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weight_sync.hybrid_engine import HybridEngine
 from megatron_rl.weights.adapters import make_adapter_shape
