@@ -435,6 +435,23 @@ def test_responses_of_older_checkpoints_are_read() -> None:
     assert branch.kept is not None and branch.kept.counts.tolist() == [0, 0, 2, 1, 0]
 
 
+def _take_from_a_faulty_engine(rank: int, world_size: int) -> str:
+    job = Job(ScheduleConfig(max_staleness=1), 1, random.Random(rank))
+    engine: Any = job.generator._engine.requests
+    end = engine._end
+    if rank == 1:
+        engine._end = lambda key, reason: replace(end(key, reason), logprobs=np.empty(0, np.float32))
+    with pytest.raises(UserError) as caught:
+        job.take()
+    return caught.value.source
+
+
+def test_a_wrong_response_ends_the_phase_of_all_engines() -> None:
+    """Nobody waits for the sample that it was of."""
+    first, second = run_ranks(_take_from_a_faulty_engine, 2, timeout=20)
+    assert first == second and first.startswith("rollout engine 1 (scripted, rank 1), prompt_id ")
+
+
 def test_seeds_of_segments_differ_from_all_others() -> None:
     seeds = {derive_seed(1, 2, 3, 4, round, position) for round in range(4) for position in range(40)}
     assert len(seeds) == 160
