@@ -192,6 +192,8 @@ class RolloutGenerator:
                 on_finished(episodes.rollout(key), samples.step_of(key))
 
         def take(is_idle: bool) -> ControlMessage:
+            if is_idle and requests.running:  # nobody would end the wait for them
+                raise miscounted(requests.heard, requests.asked, self._name)
             following = episodes.follow()
             for key in following.finished:
                 end(key)

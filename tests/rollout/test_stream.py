@@ -7,6 +7,7 @@ The engines are scripted (scripted_job.py). Real engines are in tests/trainer/te
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -435,21 +436,27 @@ def test_responses_of_older_checkpoints_are_read() -> None:
     assert branch.kept is not None and branch.kept.counts.tolist() == [0, 0, 2, 1, 0]
 
 
-def _take_from_a_faulty_engine(rank: int, world_size: int) -> str:
+def _take_from_a_faulty_engine(rank: int, world_size: int, loses_responses: bool) -> tuple[str, str]:
     job = Job(ScheduleConfig(max_staleness=1), 1, random.Random(rank))
     engine: Any = job.generator._engine.requests
-    end = engine._end
-    if rank == 1:
+    end, step = engine._end, engine.step
+    if rank == 1 and loses_responses:
+        engine.step = lambda: step()[1:]
+    elif rank == 1:
         engine._end = lambda key, reason: replace(end(key, reason), logprobs=np.empty(0, np.float32))
     with pytest.raises(UserError) as caught:
         job.take()
-    return caught.value.source
+    return caught.value.source, caught.value.found
 
 
-def test_a_wrong_response_ends_the_phase_of_all_engines() -> None:
-    """Nobody waits for the sample that it was of."""
-    first, second = run_ranks(_take_from_a_faulty_engine, 2, timeout=20)
-    assert first == second and first.startswith("rollout engine 1 (scripted, rank 1), prompt_id ")
+@pytest.mark.parametrize(
+    ("loses_responses", "found"), [(False, "a response of "), (True, r"\d+ responses to \d+ requests")]
+)
+def test_a_fault_of_an_engine_ends_the_phase_of_all(loses_responses: bool, found: str) -> None:
+    """Nobody waits for the samples whose responses are wrong, or lost."""
+    first, second = run_ranks(_take_from_a_faulty_engine, 2, loses_responses, timeout=20)
+    assert first == second and first[0].startswith("rollout engine 1 (scripted, rank 1)")
+    assert re.match(found, first[1])
 
 
 def test_seeds_of_segments_differ_from_all_others() -> None:
