@@ -334,14 +334,6 @@ class Rollout:
         """The same response with the routes of its tokens, prompt and response."""
         return replace(self, branches=[replace(self.branches[0], routes=routes)])
 
-    def with_inserted(self, inserted: np.ndarray | None) -> Rollout:
-        """The same response, of which some tokens [s] were not sampled but put in (`engines.thinking`)."""
-        if inserted is None:
-            return self
-        branch = self.branches[0]
-        sampled = np.concatenate([branch.sampled[: branch.num_prompt_tokens], ~inserted])
-        return replace(self, branches=[replace(branch, sampled=sampled)])
-
     @property
     def response_tokens(self) -> np.ndarray:
         """[s] int32, all sampled tokens in their order (the EOS token included where it was sampled)."""

@@ -14,11 +14,9 @@ import sentencepiece
 import torch
 import yaml
 
-import megatron_rl.observability.run as run_module
-import megatron_rl.run.grpo as trainer_module  # heavy imports once, in the parent
 import megatron_rl.run.sft as sft_module
 from megatron_rl.engines.vllm.vllm_library import prepare_vllm
-from megatron_rl.observability.curves import CURVES_FILE
+from megatron_rl.observability import curves
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.parts import Parts
 from megatron_rl.types import UserError
@@ -111,7 +109,7 @@ def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:
 
 def leave_out_curves() -> None:
     """Let runs in this process draw no curves.png, which takes as long as all else of a small run."""
-    run_module.plot_curves = lambda run_dir: run_dir / CURVES_FILE
+    curves.plot_curves = lambda run_dir: run_dir / curves.CURVES_FILE
 
 
 def train(rank: int, world_size: int, overrides: Sequence[str], draws: bool = False) -> str | None:

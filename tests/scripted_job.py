@@ -30,11 +30,9 @@ from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.rollout.carried import CarriedResponses
 from megatron_rl.rollout.collector import Collector, RewardSources
-from megatron_rl.rollout.episodes import Episodes
 from megatron_rl.rollout.generation import RolloutGenerator
-from megatron_rl.rollout.order import STRIDE, SampleOrder
+from megatron_rl.rollout.order import SampleOrder
 from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
 from megatron_rl.rollout.serving import open_channel
 from megatron_rl.rollout.stream import Clock, RolloutStream, Taken
@@ -76,7 +74,7 @@ class VersionEngine:
             assert len(request.tokens) - prompt_length + request.sampling.max_tokens == SAMPLING.max_tokens
             if len(tokens) == request.sampling.max_tokens:
                 finished.append(self._end(key, "length"))
-            elif request.num_sampled + len(tokens) == length_of(prompt_id, key % STRIDE % GROUP, request.turn):
+            elif request.num_sampled + len(tokens) == length_of(prompt_id, key % GROUP, request.turn):
                 finished.append(self._end(key, "stop"))
         return finished
 
@@ -106,27 +104,27 @@ class ScriptedProcesses:
 
     def __init__(self, pause: random.Random, turns: int) -> None:
         self._pause, self._turns = pause, turns
-        self._played: dict[int, int] = {}
-        self._answers: dict[int, Answer] = {}
+        self._played: dict[Any, int] = {}
+        self._answers: dict[Any, Answer] = {}
 
-    def open(self, key: int, prompt: Prompt) -> None:
+    def open(self, key: Any, prompt: Prompt) -> None:
         assert key not in self._played
         self._played[key] = 0
         self._answers[key] = Answer(Tail([]))
 
-    def tell(self, key: int, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
+    def tell(self, key: Any, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
         assert len(tokens) == len(logprobs) > 0
         self._played[key] += 1
-        is_last = self._played[key] == 1 + key % self._turns
+        is_last = self._played[key] == 1 + key[1] % self._turns
         self._answers[key] = Answer(None if is_last else Tail([7, 8]), reward=0.5)
 
-    def wait(self) -> dict[int, Answer]:
+    def wait(self) -> dict[Any, Answer]:
         if self._answers and self._pause.random() < 0.2:
             time.sleep(0.005)
         answers, self._answers = self._answers, {}
         return answers
 
-    def close(self, key: int) -> None:
+    def close(self, key: Any) -> None:
         del self._played[key]
 
 
@@ -180,7 +178,7 @@ class Job:
             schedule=self.schedule,
             rollout=RolloutConfig(n=GROUP, dispatch="samples"),
             reward=RewardConfig(),
-            agents=AgentsConfig(environment=None if self.turns is None else "scripted"),
+            agents=AgentsConfig(environment=None if self.turns is None else "scripted", episodes_in_flight=5),
             trainer=SimpleNamespace(seed=1),
             data=SimpleNamespace(train_batch_size=BATCH, max_response_length=SAMPLING.max_tokens),
             algorithm=SimpleNamespace(
@@ -190,6 +188,7 @@ class Job:
                 mask_truncated=False,
             ),
         )
+        processes: Any = None if self.turns is None else ScriptedProcesses(self.pause, self.turns)
         self.generator = RolloutGenerator(
             BuiltEngine(engine, engine, "scripted", engines),
             self.weights,
@@ -198,6 +197,8 @@ class Job:
             run_seed=1,
             group=dist.group.WORLD,
             progress=RolloutProgress(),
+            agents=config.agents,
+            processes=processes,
         )
         end = open_phase_end(self.schedule.steps_per_update, engines.of, None)
         store = open_store("training", world())
@@ -207,9 +208,8 @@ class Job:
         speaks_for = self.generator.engine_index if self.generator.is_first else None
         trace = ScheduleTrace(number, speaks_for, self.trace, replayed)
         order = SampleOrder(self.prompts, config)
-        carried = CarriedResponses(order) if self.turns is None else self.carry_episodes(order, self.turns)
         clock = Clock(end, training, trace)
-        self.stream = RolloutStream(self.generator, order, carried, config, clock, dist.group.WORLD)
+        self.stream = RolloutStream(self.generator, order, config, clock, dist.group.WORLD)
         plan: Any = None  # of a reward model
         scorer: Any = StepScorer()
         rewards = RewardSources(plan, scorer, None, False)
@@ -222,11 +222,6 @@ class Job:
             timers=PhaseTimers(),
             group=dist.group.WORLD,
         )
-
-    def carry_episodes(self, order: SampleOrder, turns: int) -> Episodes:
-        """Few of them are open at a time."""
-        processes: Any = ScriptedProcesses(self.pause, turns) if self.generator.is_first else None
-        return Episodes(order, processes, 5, shift=0)
 
     def take(self, told: list[Rollout] | None = None) -> Taken:
         """One step."""

@@ -40,7 +40,13 @@ MAX_FAN_OUT = 20
 # A plain run loads fewer lines than this, and none of these modules.
 MAX_LOADED_LINES = 36_000
 BEHIND_DOORS = (
-    "agents.",
+    "agents.adapters",
+    "agents.environment",
+    "agents.episode",
+    "agents.in_rank",
+    "agents.processes",
+    "agents.tools",
+    "agents.transcript",
     "algorithms.distillation",
     "capsule.",
     "checkpoint.peft",
@@ -50,6 +56,7 @@ BEHIND_DOORS = (
     "models.latent_attention",
     "models.lora_linears",
     "models.routing",
+    "observability.curves",
     "observability.status",
     "observability.wandb_run",
     "parallel.chunked_divergence",
@@ -58,12 +65,12 @@ BEHIND_DOORS = (
     "rewards.public_sets",
     "rewards.service",
     "rewards.workers",
+    "rollout.packed_episodes",
     "training.roles.critic",
     "training.roles.mtp_layer",
     "training.roles.reference",
     "training.roles.reward_model",
     "training.roles.teachers",
-    "rollout.episode",
     "training.adapted_model",
     "training.cuda_graph",
     "training.fully_sharded",
@@ -229,7 +236,7 @@ def find_engine_names(source: Source) -> Iterator[str]:
     A place is a comparison, `startswith`, a case of `match`, a literal table that is looked up, or a collection of
     nothing but names.
     """
-    if source.room == "engines" or source.path.is_relative_to(Path(PACKAGE, "config/verl")):
+    if source.room == "engines" or source.path.is_relative_to(Path(PACKAGE, "compat")):
         return
     for node in ast.walk(source.tree):
         if any(_is_engine_name(part) for part in _list_deciding(node)):
@@ -424,7 +431,7 @@ def _source(path: str, text: str) -> Source:
         (find_engine_names, "megatron_rl/data/a.py", "SERVERS = ('vllm_server', 'openai')", 1),
         (find_engine_names, "megatron_rl/data/a.py", "match a:\n    case 'hf' | 'vllm':\n        pass", 2),
         (find_engine_names, "megatron_rl/engines/a.py", "a == 'vllm'", 0),
-        (find_engine_names, "megatron_rl/config/verl/a.py", "a == 'vllm'", 0),
+        (find_engine_names, "megatron_rl/compat/a.py", "a == 'vllm'", 0),
         (find_engine_names, "megatron_rl/data/a.py", "find_spec('vllm'); a == 'torch'; b = {'hf': 1}", 0),
     ],
 )

@@ -8,7 +8,8 @@ share the variables of their modules, and end the run where they end their proce
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from megatron_rl.agents.environment import Environment
 from megatron_rl.agents.episode import Answer, Opening, Setup, play_environment
 from megatron_rl.agents.processes import EpisodeProcesses
 from megatron_rl.agents.worker import find_environments, read_tokenizer
-from megatron_rl.config.agents import AgentsConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.types import Prompt
@@ -59,10 +60,10 @@ class EpisodesInRank:
     def __init__(self, setup: Setup) -> None:
         self._given = setup
         self._found: tuple[Callable[[], Environment], Setup, Tokenizer] | None = None
-        self._episodes: dict[int, _Episode] = {}
-        self._answers: dict[int, Answer] = {}
+        self._episodes: dict[Hashable, _Episode] = {}
+        self._answers: dict[Hashable, Answer] = {}
 
-    def open(self, key: int, prompt: Prompt) -> None:
+    def open(self, key: Hashable, prompt: Prompt) -> None:
         """Begin an episode; its first answer is to nothing.
 
         Raises:
@@ -74,16 +75,16 @@ class EpisodesInRank:
         self._episodes[key] = _Episode(play_environment(*self._found, opening), opening.task.seed)
         self._answers[key] = self._episodes[key].ask(next)
 
-    def tell(self, key: int, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
+    def tell(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
         """Tell an episode a reply: its tokens and the log-prob of each."""
         self._answers[key] = self._episodes[key].ask(lambda answers: answers.send((tokens, finish_reason)))
 
-    def wait(self) -> dict[int, Answer]:
+    def wait(self) -> dict[Any, Answer]:
         """The answers of all episodes that were opened or told something since the last call, by key."""
         found, self._answers = self._answers, {}
         return found
 
-    def close(self, key: int) -> None:
+    def close(self, key: Hashable) -> None:
         """The episode is over."""
         self._episodes.pop(key, None)
         self._answers.pop(key, None)
@@ -97,8 +98,33 @@ class EpisodesInRank:
 AnyEpisodes = EpisodeProcesses | EpisodesInRank
 
 
-def choose_episodes(setup: Setup, agents: AgentsConfig, is_debugged: bool) -> AnyEpisodes:
-    """Where the episodes of a rank are played; programs have processes of their own, also of a debugged rank."""
+def choose_episodes(
+    config: RunConfig, tokenizer: str, stop_token_ids: tuple[int, ...], is_debugged: bool
+) -> AnyEpisodes:
+    """Where the episodes of a rank are played; programs have processes of their own, also of a debugged rank.
+
+    Args:
+        config: of the run.
+        tokenizer: path of its file or directory.
+        stop_token_ids: end a reply.
+        is_debugged: this rank is.
+    """
+    agents, data = config.agents, config.data
+    setup = Setup(
+        environment=agents.environment,
+        tokenizer=tokenizer,
+        options=data.apply_chat_template_kwargs,
+        stop_token_ids=stop_token_ids,
+        follows_template=agents.history == "template",
+        max_turns=agents.max_turns,
+        run_seed=config.trainer.seed,
+        program=agents.program,
+        tools=tuple(agents.tools),
+        temperature=config.rollout.temperature,
+        context_length=data.max_prompt_length + data.max_response_length,
+        tool_format=agents.tool_format,
+        reads_marks=data.special_tokens_in_contents,
+    )
     if is_debugged and setup.program is None:
         return EpisodesInRank(setup)
     return EpisodeProcesses(setup, agents.workers, agents.episode_timeout_seconds, agents.turn_timeout_seconds)

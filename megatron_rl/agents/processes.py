@@ -11,7 +11,9 @@ import contextlib
 import pickle
 import socket
 import time
+from collections.abc import Hashable
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from megatron_rl.agents.episode import Answer, Opening, Setup
 from megatron_rl.rewards.child import ChildProcess
@@ -66,12 +68,12 @@ class EpisodeProcesses:
     def __init__(self, setup: Setup, num_workers: int, episode_seconds: float, turn_seconds: float) -> None:
         self._setup, self._episode_seconds, self._turn_seconds = setup, episode_seconds, turn_seconds
         self._workers: list[ChildProcess | None] = [None] * num_workers
-        self._running: dict[int, _Running] = {}
-        self._waited_for: set[int] = set()
-        self._failed: dict[int, Answer] = {}
+        self._running: dict[Hashable, _Running] = {}
+        self._waited_for: set[Hashable] = set()
+        self._failed: dict[Hashable, Answer] = {}
         self._num_opened = 0
 
-    def open(self, key: int, prompt: Prompt) -> None:
+    def open(self, key: Hashable, prompt: Prompt) -> None:
         """Begin an episode; its first answer is to nothing.
 
         Raises:
@@ -86,11 +88,11 @@ class EpisodeProcesses:
             self._running[key] = _Running(self._find_worker(number), self._episode_seconds)
         self._ask(key, Opening.of(prompt, self._setup.run_seed))
 
-    def tell(self, key: int, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
+    def tell(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
         """Tell an episode a reply: its tokens and the log-prob of each."""
         self._ask(key, (tokens, logprobs, finish_reason))
 
-    def wait(self) -> dict[int, Answer]:
+    def wait(self) -> dict[Any, Answer]:
         """The answers of all episodes that were opened or told something since the last call, by key."""
         found, self._failed = self._failed, {}
         while self._waited_for:
@@ -108,7 +110,7 @@ class EpisodeProcesses:
                 found[key] = self._fail(key, "timeout", self._describe_deadline(key))
         return found
 
-    def close(self, key: int) -> None:
+    def close(self, key: Hashable) -> None:
         """The episode is over: end its process."""
         self._waited_for.discard(key)
         running = self._running.pop(key, None)
@@ -149,14 +151,14 @@ class EpisodeProcesses:
             worker.dismiss()
             worker.end(_GRACE_SECONDS)
 
-    def _ask(self, key: int, message: object) -> None:
+    def _ask(self, key: Hashable, message: object) -> None:
         self._waited_for.add(key)
         try:
             self._running[key].ask(message)
         except OSError:
             self._failed[key] = self._fail(key, "error", "its process has ended")
 
-    def _receive(self, key: int) -> Answer | None:
+    def _receive(self, key: Hashable) -> Answer | None:
         """What an episode says, if it is an answer."""
         try:
             answer = self._running[key].receive()
@@ -168,11 +170,11 @@ class EpisodeProcesses:
                 return self._fail(key, "error", answer.failure)
         return answer
 
-    def _describe_deadline(self, key: int) -> str:
+    def _describe_deadline(self, key: Hashable) -> str:
         is_turn = self._turn_seconds < self._running[key].seconds
         setting = "turn_timeout_seconds" if is_turn else "episode_timeout_seconds"
         return f"no answer within agents.{setting} = {self._turn_seconds if is_turn else self._episode_seconds:g}"
 
-    def _fail(self, key: int, reason: str, failure: str) -> Answer:
+    def _fail(self, key: Hashable, reason: str, failure: str) -> Answer:
         self.close(key)
         return Answer(finish_reason=reason, failure=failure)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_rl.types import Branch, KeptSets, Prompt, Rollout, Turn, complete_routes
@@ -29,10 +31,20 @@ class Recording:
 
     def __init__(self, prompt: Prompt, sample_index: int) -> None:
         self.prompt, self._sample_index = prompt, sample_index
-        self._contexts, self._current = [_Context(prompt.tokens)], 0
+        self._contexts, self._current = [_Context(_Part(prompt.tokens))], 0
         self._turns: list[Turn] = []
         self.interrupted = 0
         self.reward: float | None = None
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Recording:
+        """Record the rest of what `finish` has made; rewards of its turns are not kept."""
+        found, last = cls(rollout.prompt, rollout.sample_index), rollout.turns[-1:]
+        found._contexts = [_Context.of(branch) for branch in rollout.branches]
+        found._turns = list(rollout.turns)
+        if last and rollout.finish_reason == "interrupted":
+            found._current, found.interrupted = last[0].branch, last[0].stop - last[0].start
+        return found
 
     @property
     def num_turns(self) -> int:
@@ -58,11 +70,12 @@ class Recording:
         """A request was made."""
         known = [i for i, context in enumerate(self._contexts) if context.begins(tokens)]
         if not known:
-            self._contexts = [*self._contexts, _Context(tokens)] if self._turns else [_Context(tokens)]
+            begun = _Context(_Part(tokens))
+            self._contexts = [*self._contexts, begun] if self._turns else [begun]
         self._current = max(known, key=lambda i: self._contexts[i].length, default=len(self._contexts) - 1)
         context = self._contexts[self._current]
         if len(tokens) > context.length:
-            context.append(tokens[context.length :])
+            context.append(_Part(tokens[context.length :]))
 
     def reply(
         self,
@@ -71,13 +84,14 @@ class Recording:
         version: int,
         kept: KeptSets | None = None,
         routes: np.ndarray | None = None,
+        inserted: np.ndarray | None = None,
         *,
         is_whole: bool = True,
     ) -> None:
         """The engine answered it, or continued the answer.
 
         Args:
-            tokens, logprobs, kept: [s] of the answer, or of what is new of it.
+            tokens, logprobs, kept, inserted: [s] of the answer, or of what is new of it, as in `Sampled`.
             version: of the weights.
             routes: of the whole context with the answer, as in `Sampled`.
             is_whole: nothing continues it.
@@ -89,14 +103,15 @@ class Recording:
         self.interrupted = 0 if is_whole else self.interrupted + len(tokens)
         if is_whole or self.interrupted:
             self._turns.append(Turn(self._current, start, context.length + len(tokens)))
-            context.append(tokens, logprobs, version, kept)
+            sampled = True if inserted is None else ~inserted
+            context.append(_Part(np.asarray(tokens, np.int32), np.asarray(logprobs), version, sampled, kept))
             context.add_routes(routes, version)
 
     def last_reply(self) -> tuple[list[int], list[float]]:
         """The tokens of the last reply, and their log-probs."""
         start = self._turns[-1].start
         context = self._contexts[self._current]
-        return context.joined[start:].tolist(), np.concatenate(context.logprobs)[start:].tolist()
+        return context.joined[start:].tolist(), context.logprobs[start:].tolist()
 
     def judge(self, reward: float) -> None:
         """The last reply is worth so much; in a branch that others follow, the episode is."""
@@ -110,71 +125,87 @@ class Recording:
         return Rollout(self.prompt, self._sample_index, branches, list(self._turns), finish_reason)
 
 
+class _Part(NamedTuple):
+    """Some tokens of a context; the other attributes as those of `Branch`, None for tokens that nobody returned."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray | None = None
+    versions: int | np.ndarray = 0
+    sampled: bool | np.ndarray = True
+    kept: KeptSets | None = None
+
+
 class _Context:
     """One branch in parts."""
 
-    def __init__(self, tokens: np.ndarray) -> None:
-        self.tokens: list[np.ndarray] = []
-        self._sampled: list[np.ndarray] = []
-        self.logprobs: list[np.ndarray] = []
-        self._versions: list[np.ndarray] = []
-        self._kept: list[KeptSets | None] = []
+    def __init__(self, *parts: _Part) -> None:
+        self._parts: list[_Part] = []
         self.rewards: dict[int, float] = {}  # by the place of a token
         self._routes: np.ndarray | None = None
         self._routed_by: int | None = None  # version of the weights that read it last
-        self.length = 0
-        self.append(tokens)
+        self.length = self._replied = 0  # so many tokens; where the last reply ends
+        for part in parts:
+            self.append(part)
+
+    @classmethod
+    def of(cls, branch: Branch) -> _Context:
+        """Continue a branch."""
+        found = cls(_Part(branch.tokens, branch.logprobs, branch.versions, branch.sampled, branch.kept))
+        if branch.routes is not None:
+            found.add_routes(branch.routes, int(branch.versions[-1]))
+        return found
 
     @property
     def joined(self) -> np.ndarray:
         """[s] int32, all tokens."""
-        return np.concatenate(self.tokens)
+        return np.concatenate([part.tokens for part in self._parts])
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """[s] float32 of all tokens, 0 for those that the engine did not return."""
+        parts = (np.zeros(len(p.tokens), np.float32) if p.logprobs is None else p.logprobs for p in self._parts)
+        return np.concatenate([*parts], dtype=np.float32)
 
     def begins(self, tokens: np.ndarray) -> bool:
         """Whether other tokens begin with all of this."""
         return len(tokens) >= self.length and np.array_equal(tokens[: self.length], self.joined)
 
-    def append(
-        self,
-        tokens: np.ndarray,
-        logprobs: np.ndarray | None = None,
-        version: int = 0,
-        kept: KeptSets | None = None,
-    ) -> None:
-        """Tokens that were sampled, if there are log-probs."""
-        count = len(tokens)
-        self.tokens.append(np.asarray(tokens, np.int32))
-        self._sampled.append(np.full(count, logprobs is not None))
-        self.logprobs.append(np.zeros(count, np.float32) if logprobs is None else np.asarray(logprobs, np.float32))
-        self._versions.append(np.full(count, version, np.int32))
-        self._kept.append(kept)
-        self.length += count
+    def append(self, part: _Part) -> None:
+        """Add tokens."""
+        self._parts.append(part)
+        self.length += len(part.tokens)
+        if part.logprobs is not None:
+            self._replied = self.length
 
     def add_routes(self, routes: np.ndarray | None, version: int) -> None:
         """Take the routes of the tokens so far, which the engine returned with the weights of a version."""
-        self._routes = complete_routes(self._routes, routes, has_moved=version != self._routed_by)
-        self._routed_by = version
+        if routes is not None:
+            self._routes = complete_routes(self._routes, routes, has_moved=version != self._routed_by)
+            self._routed_by = version
 
     def as_branch(self, prompt: np.ndarray) -> Branch:
-        """The branch, up to its last sampled token; of one without, the prompt's last token is taken for a response."""
-        tokens, sampled = self.joined, np.concatenate(self._sampled)
-        stop = int(np.flatnonzero(sampled)[-1]) + 1 if sampled.any() else len(tokens)
-        shared = tokens[: len(prompt)] == prompt[: len(tokens)]
-        num_prompt_tokens = min(len(shared) if shared.all() else int(shared.argmin()), stop - 1)
+        """The branch, up to the end of its last reply; of one without, the prompt's last token is taken for one."""
+        tokens, stop, place = self.joined, self._replied or self.length, 0
+        sampled, versions = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int32)
+        for part in self._parts:
+            here, place = slice(place, place + len(part.tokens)), place + len(part.tokens)
+            if part.logprobs is not None:
+                sampled[here], versions[here] = part.sampled, part.versions
+        num_shared = len(prompt)
+        if self._parts[0].tokens is not prompt:
+            shared = tokens[:num_shared] == prompt[: len(tokens)]
+            num_shared = len(shared) if shared.all() else int(shared.argmin())
+        kept = KeptSets.join_known([(part.kept, len(part.tokens)) for part in self._parts])
         return Branch(
             tokens[:stop],
             sampled[:stop],
-            np.concatenate(self.logprobs)[:stop],
-            np.concatenate(self._versions)[:stop],
-            num_prompt_tokens,
-            self._join_kept(stop),
+            self.logprobs[:stop],
+            versions[:stop],
+            min(num_shared, stop - 1),
+            kept and kept.cut(stop),
             self._place_rewards(stop),
             routes=None if self._routes is None else self._routes[:stop],
         )
-
-    def _join_kept(self, stop: int) -> KeptSets | None:
-        joined = KeptSets.join_known([*zip(self._kept, map(len, self.tokens), strict=True)])
-        return joined and joined.cut(stop)
 
     def _place_rewards(self, stop: int) -> np.ndarray | None:
         if not self.rewards:

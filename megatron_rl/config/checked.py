@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_rl.config.options import PREFIX, find_options
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.extension.engines import find_engine
 from megatron_rl.types import UserError, UserErrors
 
 
@@ -76,6 +77,10 @@ class CheckedConfig:
         if refused.intersection(read):
             raise _Unknown
         return attrgetter(leaf)(owner)
+
+    def supports(self, ability: str) -> bool:
+        """Whether the engine has one of `extension.engines.ABILITIES`."""
+        return find_engine(self.get("rollout.engine")).has(ability)
 
     def require(self, holds: bool, name: str, why: str, *, expected: str, hint: str) -> bool:
         """Note a mistake in `name` unless `holds`, which is returned; `why` continues the sentence "name = value"."""

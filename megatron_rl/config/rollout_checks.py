@@ -11,7 +11,7 @@ from megatron_rl.extension.engines import name_engines
 def _check_engine(config: CheckedConfig) -> None:
     """Engines that are there, and what each of them can be asked for."""
     engine, tp_size = config.get("rollout.engine"), config.get("rollout.tensor_model_parallel_size")
-    supports = config.get("rollout.supports")
+    supports = config.supports
     sizes = {1, config.get("actor.tensor_model_parallel_size") if supports("is_actor") else 1}
     config.require(
         tp_size in sizes or supports("tensor_parallel"),
@@ -31,7 +31,7 @@ def _check_engine(config: CheckedConfig) -> None:
 
 def _check_server(config: CheckedConfig) -> None:
     """What a run must say of servers that it does not start."""
-    engine, supports = config.get("rollout.engine"), config.get("rollout.supports")
+    engine, supports = config.get("rollout.engine"), config.supports
     if not supports("is_server"):
         return
     endpoints = config.get("rollout.server.endpoints")
@@ -74,7 +74,7 @@ def _check_server(config: CheckedConfig) -> None:
 
 def _check_abilities(config: CheckedConfig) -> None:
     """What not every engine can be asked for."""
-    supports = config.get("rollout.supports")
+    supports = config.supports
     config.require(
         supports("decode_steps")
         or config.get("schedule.steps_per_update") is None
@@ -105,7 +105,7 @@ def _check_options(config: CheckedConfig) -> None:
             hint=f"leave {name} out",
         )
     config.require(
-        not options or config.get("rollout.supports")("options"),
+        not options or config.supports("options"),
         "rollout.engine_options",
         f"with rollout.engine = {config.get('rollout.engine')!r}, which takes none",
         expected="{}",
@@ -125,7 +125,7 @@ def _check_precision(config: CheckedConfig) -> None:
     options, name = config.get("rollout.engine_options"), "rollout.quantization"
     is_coded = config.get(name) != "none"
     config.require(
-        not is_coded or config.get("rollout.supports")("coded_weights"),
+        not is_coded or config.supports("coded_weights"),
         name,
         f"with rollout.engine = {config.get('rollout.engine')!r}, whose weights are in model.dtype",
         expected="none",
@@ -226,7 +226,7 @@ def _check_min_tokens(config: CheckedConfig) -> None:
         hint="0 switches it off",
     )
     config.require(
-        config.get(name) == 0 or config.get("rollout.supports")("min_tokens"),
+        config.get(name) == 0 or config.supports("min_tokens"),
         name,
         f"with rollout.engine = {config.get('rollout.engine')!r}, which does not hold stop tokens back",
         expected="0",
@@ -245,7 +245,7 @@ def _check_truncation(config: CheckedConfig) -> None:
     )
     config.require(
         not config.get("rollout.is_ever_truncated")
-        or not config.get("rollout.supports")("vllm_modes")
+        or not config.supports("vllm_modes")
         or config.get("rollout.model_runner") == "v1",
         "rollout.model_runner",
         "with rollout.top_p, top_k, min_p or min_tokens: its sampler does not tell what it draws from",
@@ -312,7 +312,7 @@ def _check_bitwise(config: CheckedConfig) -> None:
     if not config.get("rollout.bitwise"):
         return
     engine, tp_size = config.get("rollout.engine"), config.get("actor.tensor_model_parallel_size")
-    supports = config.get("rollout.supports")
+    supports = config.supports
     config.require(
         supports("bitwise"),
         "rollout.engine",

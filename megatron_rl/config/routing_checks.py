@@ -18,7 +18,7 @@ def check_routers(config: CheckedConfig) -> None:
         expected="0",
         hint="leave it out",
     )
-    engine, supports = config.get("rollout.engine"), config.get("rollout.supports")
+    engine, supports = config.get("rollout.engine"), config.supports
     split = config.get("actor.expert_tensor_parallel_size")
     config.require(
         split in (None, config.get("actor.tensor_model_parallel_size")) or not supports("is_actor"),

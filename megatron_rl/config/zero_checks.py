@@ -27,7 +27,7 @@ def check_zero_stages(config: CheckedConfig) -> None:
                 hint=f"set {other}={str(wanted).lower()}, or {name}=1",
             )
     config.require(
-        config.get("actor.zero_stage") != FULLY_SHARDED or not config.get("rollout.supports")("is_actor"),
+        config.get("actor.zero_stage") != FULLY_SHARDED or not config.supports("is_actor"),
         "rollout.engine",
         "runs the actor's modules, whose weights are in parts with actor.zero_stage = 3",
         expected="an engine with weights of its own",

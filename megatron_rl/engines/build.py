@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
@@ -127,12 +127,12 @@ class OneTurn(WaitingRequests):
         self._engine = engine
 
     def step(self) -> list[Sampled]:
-        """The responses to what waits; one that was not asked for gets a negative key."""
+        """The responses to what waits; one that was not asked for gets the last key once more."""
         batch = self.take_batch()
         if not batch:
             return []
         responses = self._engine.generate([r.tokens for r in batch], [r.seed for r in batch], batch[0].sampling)
-        keys = chain((r.key for r in batch), count(-1, -1))
+        keys = chain((r.key for r in batch), repeat(batch[-1].key))
         return [replace(response, key=key) for key, response in zip(keys, responses, strict=False)]
 
     def tokens_in_flight(self) -> int:

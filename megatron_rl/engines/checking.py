@@ -3,96 +3,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import numpy as np
 
-from megatron_rl.engines.protocol import Sampled
+from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.types import RouteShape, UserError
 
 
 def check_sampled(
-    responses: Sequence[Sampled],
-    requests: Sequence[str],
-    *,
-    max_tokens: int,
-    vocab_size: int,
-    engine: str,
-    is_truncated: bool = False,
-    has_whole: bool = False,
+    response: Sampled, request: Request, *, vocab_size: int, source: str, route_shape: RouteShape | None = None
 ) -> None:
-    """Compare the responses of one engine with its requests.
+    """Compare a response with its request.
 
     Args:
-        responses: what it returned, in the order of the requests.
-        requests: what each request is called in a message.
-        max_tokens: longest response.
+        response: what an engine returned.
+        request: what it was asked.
         vocab_size: token ids are below.
-        engine: that made them, as a message calls it.
-        is_truncated: tokens were drawn from a part of the vocabulary, which a response must tell.
-        has_whole: some of them from the whole vocabulary.
+        source: what a message calls the engine and the request.
+        route_shape: of the routes that the engine's model has; None: it returns none.
 
     Raises:
-        UserError: their number, a length, a token id, a log-prob or a kept set is not what it must be; names the first
-            such one.
+        UserError: its length, a token id, a log-prob, a kept set or its routes are not what they must be.
     """
-    if len(responses) != len(requests):
+    num_tokens, num_logprobs, max_tokens = len(response.tokens), len(response.logprobs), request.sampling.max_tokens
+    if num_tokens != num_logprobs or np.ndim(response.tokens) != 1:
         raise UserError(
-            f"{len(responses)} responses to {len(requests)} requests",
-            source=engine,
-            expected="one response per request, in their order",
-            hint="this is a fault of the engine: check its version against requirements.txt, or set rollout.engine=hf",
+            f"a response of {num_tokens} tokens with {num_logprobs} log-probs",
+            source=source,
+            expected="one log-prob per sampled token, both [s]",
+            hint="an engine of your own must return the log-prob of each sampled token, the stop token included; "
+            "otherwise set rollout.engine=hf and compare",
         )
-    for response, request in zip(responses, requests, strict=True):
-        num_tokens, num_logprobs = len(response.tokens), len(response.logprobs)
-        source = f"{engine}, {request}"
-        if num_tokens != num_logprobs or np.ndim(response.tokens) != 1:
-            raise UserError(
-                f"a response of {num_tokens} tokens with {num_logprobs} log-probs",
-                source=source,
-                expected="one log-prob per sampled token, both [s]",
-                hint="an engine of your own must return the log-prob of each sampled token, the stop token included; "
-                "otherwise set rollout.engine=hf and compare",
-            )
-        if not 1 <= num_tokens <= max_tokens:
-            raise UserError(
-                f"a response of {num_tokens} tokens",
-                source=source,
-                expected=f"1 to {max_tokens} (data.max_response_length)",
-                hint="the engine must stop at sampling.max_tokens, and needs room for a token behind the longest "
-                "prompt: see data.max_prompt_length and data.max_response_length",
-            )
-        if is_truncated and not _has_kept_sets(response, has_whole):
-            raise UserError(
-                "a response whose tokens are not in the sets that they were drawn from",
-                source=source,
-                expected="Sampled.kept with a set for each token, which has the token",
-                hint="an engine of your own must return these sets (engines/truncation.py makes them); otherwise set "
-                "rollout.top_p=1.0, top_k=-1, min_p=0 and min_tokens=0",
-            )
-    _check_values(responses, requests, vocab_size, engine)
+    if not 1 <= num_tokens <= max_tokens:
+        raise UserError(
+            f"a response of {num_tokens} tokens",
+            source=source,
+            expected=f"1 to {max_tokens} (data.max_response_length)",
+            hint="the engine must stop at sampling.max_tokens, and needs room for a token behind the longest "
+            "prompt: see data.max_prompt_length and data.max_response_length",
+        )
+    if request.sampling.is_truncated and not _has_kept_sets(response, not request.sampling.keeps_likely):
+        raise UserError(
+            "a response whose tokens are not in the sets that they were drawn from",
+            source=source,
+            expected="Sampled.kept with a set for each token, which has the token",
+            hint="an engine of your own must return these sets (engines/truncation.py makes them); otherwise set "
+            "rollout.top_p=1.0, top_k=-1, min_p=0 and min_tokens=0",
+        )
+    _check_values(response, vocab_size, source)
+    if route_shape is not None and not _has_routes(response, route_shape):
+        layers, choices, dtype = route_shape.layers, route_shape.choices, route_shape.dtype.__name__
+        raise UserError(
+            "a response without the experts of its tokens",
+            source=source,
+            expected=f"Sampled.routes, [prompt and response, {layers}, {choices}] {dtype}",
+            hint="set rollout.engine=vllm, hf or megatron, or actor.router_replay=trainer",
+        )
 
 
-def check_routes(responses: Iterable[Sampled], engine: str, shape: RouteShape) -> None:
-    """Compare the routes of the responses of one engine with those that its model has.
+def _check_values(response: Sampled, vocab_size: int, source: str) -> None:
+    tokens, logprobs = np.asarray(response.tokens), np.asarray(response.logprobs)
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise UserError(
+            f"token id {tokens[(tokens < 0) | (tokens >= vocab_size)][0]} in a response",
+            source=source,
+            expected=f"0 to {vocab_size - 1}, the vocabulary of model.path",
+            hint="model.path and model.tokenizer may belong to different models; an engine must not sample the rows "
+            "that pad its vocabulary",
+        )
+    if not np.isfinite(logprobs).all():
+        raise UserError(
+            f"log-prob {logprobs[~np.isfinite(logprobs)][0]} of a sampled token",
+            source=source,
+            expected="finite log-probs",
+            hint="the engine's weights or activations have overflowed: set hybrid.verify=full to rule out its weights, "
+            "lower actor.lr if this comes after some steps, or set model.dtype=float32",
+        )
 
-    Args:
-        responses: each with a token.
-        engine: that made them, as a message calls it.
-        shape: of the routes.
 
-    Raises:
-        UserError: they are not there, have another shape or type, or name experts that there are not.
-    """
-    for response in responses:
-        if not _has_routes(response, shape):
-            raise UserError(
-                "a response without the experts of its tokens",
-                source=engine,
-                expected=f"Sampled.routes, [prompt and response, {shape.layers}, {shape.choices}] "
-                f"{shape.dtype.__name__}",
-                hint="set rollout.engine=vllm, hf or megatron, or actor.router_replay=trainer",
-            )
+def miscounted(num_responses: int, num_requests: int, source: str) -> UserError:
+    """Return the error of an engine that has returned more or fewer responses than it was asked for."""
+    return UserError(
+        f"{num_responses} responses to {num_requests} requests",
+        source=source,
+        expected="one response per request, in their order",
+        hint="this is a fault of the engine: check its version against requirements.txt, or set rollout.engine=hf",
+    )
 
 
 def _has_routes(response: Sampled, shape: RouteShape) -> bool:
@@ -111,27 +106,3 @@ def _has_kept_sets(response: Sampled, has_whole: bool) -> bool:
     has_token = np.bincount(rows[kept.ids == response.tokens[rows]], minlength=len(kept.counts)) > 0
     is_free = has_whole if response.inserted is None else has_whole | response.inserted
     return bool((has_token | (is_free & (kept.counts == 0))).all())
-
-
-def _check_values(responses: Sequence[Sampled], requests: Sequence[str], vocab_size: int, engine: str) -> None:
-    if not responses:
-        return
-    owners = np.repeat(np.arange(len(responses)), [len(g.tokens) for g in responses])
-    tokens = np.concatenate([g.tokens for g in responses])
-    logprobs = np.concatenate([g.logprobs for g in responses])
-    for bad in np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[:1].tolist():
-        raise UserError(
-            f"token id {tokens[bad]} in a response",
-            source=f"{engine}, {requests[int(owners[bad])]}",
-            expected=f"0 to {vocab_size - 1}, the vocabulary of model.path",
-            hint="model.path and model.tokenizer may belong to different models; an engine must not sample the rows "
-            "that pad its vocabulary",
-        )
-    for bad in np.flatnonzero(~np.isfinite(logprobs))[:1].tolist():
-        raise UserError(
-            f"log-prob {logprobs[bad]} of a sampled token",
-            source=f"{engine}, {requests[int(owners[bad])]}",
-            expected="finite log-probs",
-            hint="the engine's weights or activations have overflowed: set hybrid.verify=full to rule out its weights, "
-            "lower actor.lr if this comes after some steps, or set model.dtype=float32",
-        )

@@ -39,7 +39,7 @@ class Request:
     """What an engine is asked to continue.
 
     Attributes:
-        key: names it; unique among the requests of an engine.
+        key: the number of its sample, of which one request runs at a time: with `turn` it names the request.
         tokens: [s] int32 prompt, and what was sampled of it before.
         seed: of this response alone.
         sampling: how to draw it.

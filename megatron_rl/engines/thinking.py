@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
@@ -117,22 +116,13 @@ def join(first: Sampled, later: Sampled) -> Sampled:
     )
 
 
-class _Marked(Protocol):
-    """Tokens of which some may have been put in: a `Sampled`, or a response that is carried."""
-
-    @property
-    def tokens(self) -> np.ndarray: ...
-    @property
-    def inserted(self) -> np.ndarray | None: ...
-
-
-def join_inserted(first: _Marked, later: _Marked) -> np.ndarray | None:
+def join_inserted(first: Sampled, later: Sampled) -> np.ndarray | None:
     """Which tokens of both were put in, [s] bool; None: none were."""
     if first.inserted is None and later.inserted is None:
         return None
     return np.concatenate([mark_inserted(first), mark_inserted(later)])
 
 
-def mark_inserted(part: _Marked) -> np.ndarray:
+def mark_inserted(part: Sampled) -> np.ndarray:
     """Which of its tokens were put in, [s] bool."""
     return np.zeros(len(part.tokens), bool) if part.inserted is None else part.inserted

@@ -99,9 +99,9 @@ ENGINES: dict[str, RegisteredEngine] = {
 }
 
 
-def find_engine(name: str) -> RegisteredEngine:
-    """The engine of a name; UserError naming the known ones if there is none."""
-    return find_entry(ENGINES, name, "rollout.engine")
+def find_engine(name: str, place: str | None = None) -> RegisteredEngine:
+    """The engine of a name, given at `place`; UserError naming the known ones if there is none."""
+    return find_entry(ENGINES, name, "rollout.engine", place)
 
 
 def name_engines(ability: str) -> str:

@@ -69,8 +69,8 @@ def name_of(function: Any) -> str:
     return getattr(inspect.unwrap(function), "__name__", type(function).__name__)
 
 
-def find_entry(table: dict[str, Entry], name: str, setting: str) -> Entry:
-    """The entry of a name.
+def find_entry(table: dict[str, Entry], name: str, setting: str, place: str | None = None) -> Entry:
+    """The entry of a name, which `setting` has at `place`.
 
     Raises:
         UserError: unknown; names those that are known.
@@ -80,7 +80,7 @@ def find_entry(table: dict[str, Entry], name: str, setting: str) -> Entry:
         meant = f'did you mean "{close[0]}"? ' if close else ""
         raise UserError(
             f'{setting} = "{name}" is not known',
-            source=setting,
+            source=f"{setting} ({place})" if place else setting,
             expected=", ".join(sorted(table)),
             hint=f"{meant}one of yours needs its file in algorithm.plugins",
         )

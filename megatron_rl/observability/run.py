@@ -21,7 +21,6 @@ import yaml
 from torch.distributed.distributed_c10d import Store
 
 from megatron_rl.observability.console import ConsoleLines
-from megatron_rl.observability.curves import plot_curves
 from megatron_rl.observability.durable import replace_text
 from megatron_rl.observability.health import HealthMonitor, HealthSettings
 from megatron_rl.observability.metrics import (
@@ -347,7 +346,9 @@ class Run:
                     course["best"],
                 )
             self.log.info("summary: %s", summary)
-            self.log.info("curves:  %s", plot_curves(self.dir))
+            from megatron_rl.observability import curves  # once, at the end
+
+            self.log.info("curves:  %s", curves.plot_curves(self.dir))
 
     def close(self) -> None:
         """Close what is open: after `finish` the log; after an error, which must not be replaced by another, all."""

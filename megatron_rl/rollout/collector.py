@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -25,7 +24,8 @@ from megatron_rl.parallel.collectives import gather_objects, raise_together, red
 from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scores
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rewards.validation import compute_validation_metrics, estimate_pass_at_k
-from megatron_rl.rollout.generation import Generator, SampleGroups
+from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.fetch import hold
@@ -113,7 +113,7 @@ class Collector:
     def __init__(
         self,
         *,
-        generator: Generator,
+        generator: RolloutGenerator,
         stream: RolloutStream,
         rewards: RewardSources,
         config: RunConfig,
@@ -123,6 +123,7 @@ class Collector:
     ) -> None:
         self._generator, self._stream, self._rewards, self._config = generator, stream, rewards, config
         self._stop_token_ids, self._timers, self._group = stop_token_ids, timers, group
+        self._on_finished = rewards.scorer.begin if rewards.scorer.is_concurrent else None
         self._failures: dict[bool, str] = {}  # the last one of an episode (True), and of a service, scored here
 
     def collect(self, step: int) -> Experience:
@@ -135,13 +136,13 @@ class Collector:
         so that its size never changes.
         """
         algorithm, wanted = self._config.algorithm, self._config.data.train_batch_size
-        resamples, takes_ahead = algorithm.dynamic_sampling, self._stream.is_in_use
+        resamples = algorithm.dynamic_sampling
         most = wanted * (algorithm.max_sampling_rounds if resamples else 1)
         parts: list[Experience] = []
         informative: list[bool] = []  # of each group
         while sum(informative) < wanted and len(informative) < most:
             missing = min(wanted - sum(informative), most - len(informative))
-            part = self._take(missing, len(parts)) if takes_ahead else self._generate_next(step, len(parts))
+            part = self._draw(step, len(parts), missing)
             informative += (
                 find_informative(part.headers, algorithm.dynamic_sampling_metric)
                 if resamples
@@ -167,16 +168,13 @@ class Collector:
             samples.add_baselines(self.generate(SampleGroups(samples.prompts, 1, self.sampling(0.0), step)))
         return samples
 
-    def _take(self, count: int, round: int) -> Experience:
-        """The next groups of the stream."""
-        scorer = self._rewards.scorer
+    def _draw(self, step: int, round: int, missing: int) -> Experience:
+        """The next groups: all that begin and end in this step; of those that begin ahead of it, what is missing."""
+        if not self._stream.is_in_use:
+            groups = SampleGroups(self._stream.next_batch(), self._config.rollout.n, self.sampling(), step, round)
+            return self.generate(groups)
         with self._timers.phase("rollout"):
-            taken = self._stream.take(
-                self.sampling(),
-                scorer.begin if scorer.is_concurrent else None,
-                count,
-                round,
-            )
+            taken = self._stream.take(self.sampling(), self._on_finished, missing, round)
         samples = self._score(taken.prompts, taken.rollouts, taken.steps)
         samples.add_metrics(taken.metrics)
         return samples
@@ -188,13 +186,7 @@ class Collector:
 
     def run_ahead(self) -> None:
         """They do so until it has ended; collective."""
-        scorer = self._rewards.scorer
-        self._stream.run_ahead(self.sampling(), scorer.begin if scorer.is_concurrent else None)
-
-    def _generate_next(self, step: int, round: int) -> Experience:
-        """The next `train_batch_size` groups, which begin and end in this step."""
-        prompts = self._stream.next_batch()
-        return self.generate(SampleGroups(prompts, self._config.rollout.n, self.sampling(), step, round))
+        self._stream.run_ahead(self.sampling(), self._on_finished)
 
     def validate(
         self, validation: dict[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
@@ -236,11 +228,8 @@ class Collector:
             groups: what to generate.
             with_answers: the headers tell equal answers; the responses are not learned from.
         """
-        scorer = self._rewards.scorer
         with self._timers.phase("rollout"):
-            generated = self._generator.generate(
-                groups, partial(scorer.begin, step=groups.step) if scorer.is_concurrent else None
-            )
+            generated = self._generator.generate(groups, self._on_finished)
         held = [(key // groups.group_size, rollout) for key, rollout in sorted(generated.items())]
         samples = self._score(groups.prompts, held, [groups.step] * len(groups.prompts), with_answers)
         samples.add_metrics(self._generator.metrics)

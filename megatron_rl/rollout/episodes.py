@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From prompts to episodes: an environment answers each reply, and the engine is asked again, until it is done.
+"""Samples that have begun: what an engine is asked for them, and what it has sampled.
+
+An environment answers each reply of an episode, and the engine is asked again, until it is done. A plain response is an
+episode without an environment, which ends with its first reply.
 
 Requests join the engine between two of its steps, and an episode that waits for its environment has no place in it.
 The engine waits in turn, before its next step, until the environments have answered all that it has finished: so what
@@ -14,19 +17,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from megatron_rl.agents.episode import Answer
-from megatron_rl.agents.in_rank import AnyEpisodes
 from megatron_rl.agents.recording import Recording
+from megatron_rl.config.agents import AgentsConfig
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
-from megatron_rl.rollout.carried import Following
-from megatron_rl.rollout.order import STRIDE, Samples
-from megatron_rl.rollout.packed_episodes import pack_rollouts, unpack_rollouts
+from megatron_rl.rollout.order import Samples
 from megatron_rl.types import FAILED, Rollout
+
+if TYPE_CHECKING:
+    from megatron_rl.agents.episode import Answer
+    from megatron_rl.agents.in_rank import AnyEpisodes
 
 _COUNTED = (
     "episodes",
@@ -44,11 +49,26 @@ _COUNTED = (
 
 
 @dataclass(frozen=True)
+class Following:
+    """What comes before the next step of an engine.
+
+    Attributes:
+        requests: to add.
+        finished: keys of samples that are finished.
+        is_last: no request comes after these.
+    """
+
+    requests: Sequence[Request]
+    finished: Sequence[int]
+    is_last: bool
+
+
+@dataclass(frozen=True)
 class _Episode:
     """One episode as its engine has it.
 
     Attributes:
-        recording: of it; on the other ranks of the engine all that there is.
+        recording: of it; with an environment, all that there is on other ranks than the first of the engine.
         request: for the reply that comes next, from its beginning; None: nobody waits for one.
         finish_reason: how its last reply ended.
         rollout: of an episode that is over.
@@ -61,20 +81,25 @@ class _Episode:
 
 
 class Episodes:
-    """The episodes of one engine, see `carried.Carried`; its first rank has their processes, and knows how they end.
+    """The samples of one engine that have begun and were not taken, by key; the same calls on each of its ranks.
 
-    What is interrupted is a reply: the environment waits for the rest of it. All environments have answered before the
-    engine's next step, and when a phase is over.
+    A reply may be interrupted: the environment waits for the rest of it. All environments have answered before the
+    engine's next step, and when a phase is over. The engine's first rank has their processes, and knows how they end.
 
     Args:
         samples: what they are of.
-        processes: of their environments; None: another rank of the engine has them.
-        in_flight: episodes that are open at a time; None: all.
-        shift: from the key of an episode to that of its process, apart from the keys of others.
+        run_seed: seed of the run, see `derive_seed`.
+        agents: whether they have an environment, and how many are open at a time.
+        processes: of their environments; None: they have none, or another rank of the engine has them.
+
+    Attributes:
+        samples: see above.
+        counts: sums that `describe_episodes` makes metrics of.
     """
 
-    def __init__(self, samples: Samples, processes: AnyEpisodes | None, in_flight: int | None, shift: int) -> None:
-        self._samples, self._processes, self._in_flight, self._shift = samples, processes, in_flight, shift
+    def __init__(self, samples: Samples, run_seed: int, agents: AgentsConfig, processes: AnyEpisodes | None) -> None:
+        self.samples, self._run_seed, self._processes = samples, run_seed, processes
+        self._is_plain, self._in_flight = not agents.has_episodes, agents.episodes_in_flight
         self._episodes: dict[int, _Episode] = {}
         self._waiting: deque[int] = deque()  # that may be opened in the phase
         self._open: set[int] = set()
@@ -85,105 +110,126 @@ class Episodes:
 
     @property
     def keys(self) -> list[int]:
-        """See `Carried.keys`."""
+        """Of all of them."""
         return [*self._episodes]
 
     @property
     def num_tokens(self) -> int:
-        """See `Carried.num_tokens`."""
-        return sum(
-            len(episode.rollout.response_tokens) if episode.rollout else episode.recording.num_sampled
-            for episode in self._episodes.values()
-        )
+        """Tokens that an engine returned for them."""
+        return sum(episode.recording.num_sampled for episode in self._episodes.values())
 
     def begin(self, keys: Iterable[int]) -> None:
-        """See `Carried.begin`."""
-        self._episodes |= {key: _Episode(Recording(*self._samples.sample_of(key))) for key in keys}
+        """Samples have begun."""
+        self._episodes |= {key: _Episode(Recording(*self.samples.sample_of(key))) for key in keys}
 
     def find_unfinished(self) -> list[int]:
-        """See `Carried.find_unfinished`."""
+        """Keys of those to which something must be added; with an environment, only the first rank knows."""
         return [key for key, episode in self._episodes.items() if episode.rollout is None]
 
     def start(self, keys: Iterable[int], sampling: SamplingConfig) -> None:
-        """See `Carried.start`."""
+        """A phase starts, in which these are continued."""
         self._sampling, self._started = sampling, time.monotonic()
         chosen = sorted({*keys} & {*self.find_unfinished()})
+        if self._is_plain:
+            self._requests = [self._continue_reply(self._first_request(key)) for key in chosen]
+            return
         self._waiting = deque(key for key in chosen if key not in self._open)
-        self._requests = [
-            self._continue_reply(key, request) for key in chosen if (request := self._episodes[key].request) is not None
-        ]
+        requests = (self._episodes[key].request for key in chosen)
+        self._requests = [self._continue_reply(request) for request in requests if request is not None]
 
     def follow(self) -> Following:
-        """See `Carried.follow`; waits for the environments."""
-        assert self._processes is not None
+        """What comes next, at first what continues interrupted replies; on the first rank, waits for environments."""
         started, finished = time.monotonic(), list[int]()
         requests, self._requests = self._requests, []
-        while True:
+        while self._processes is not None:
             while self._waiting and len(self._open) < (self._in_flight or len(self._episodes)):
                 key = self._waiting.popleft()
                 self._open.add(key)
-                self._processes.open(key + self._shift, self._episodes[key].recording.prompt)
-            answers, self._late = self._late | self._processes.wait(), {}
+                self._processes.open((self, key), self._episodes[key].recording.prompt)
+            answers, self._late = self._late | self._wait(self._processes), {}
             if not answers:
                 break
-            for key in sorted(place - self._shift for place in answers):
-                requests += self._continue(key, answers[key + self._shift])
+            for key in sorted(answers):
+                requests += self._continue(key, answers[key])
                 finished += [key] if self._episodes[key].rollout is not None else []
         self.counts["wait_seconds"] += time.monotonic() - started
         return Following(requests, finished, is_last=not self._open)
 
+    def _wait(self, processes: AnyEpisodes) -> dict[int, Answer]:
+        return {key: answer for (_, key), answer in processes.wait().items()}
+
     def ask(self, requests: Sequence[Request]) -> None:
-        """See `Carried.ask`."""
-        for request in requests:
-            self._episodes[request.key % STRIDE].recording.ask(request.tokens)
+        """Requests are added to the engine."""
+        for request in () if self._is_plain else requests:
+            self._episodes[request.key].recording.ask(request.tokens)
 
     def hear(self, sampled: Sampled, version: int) -> bool:
-        """See `Carried.hear`; an episode is finished by its environment."""
-        key = sampled.key % STRIDE
-        if sampled.key < 0 or key not in self._episodes or np.shape(sampled.tokens) != np.shape(sampled.logprobs):
-            self._open.discard(key)  # what is wrong is said in the end
-            return False
-        episode, is_whole = self._episodes[key], sampled.finish_reason != "interrupted"
-        episode.recording.reply(
-            sampled.tokens, sampled.logprobs, version, sampled.kept, sampled.routes, is_whole=is_whole
+        """Take what the engine has sampled with the weights of a version; return whether that ends the episode.
+
+        One with an environment is ended by it, see `follow`.
+        """
+        key, is_whole = sampled.key, sampled.finish_reason != "interrupted"
+        recording = self._episodes[key].recording
+        recording.reply(
+            sampled.tokens,
+            sampled.logprobs,
+            version,
+            sampled.kept,
+            sampled.routes,
+            sampled.inserted,
+            is_whole=is_whole,
         )
-        if is_whole and self._processes is not None:
-            self._episodes[key] = replace(episode, request=None, finish_reason=sampled.finish_reason)
-            self._processes.tell(key + self._shift, *episode.recording.last_reply(), sampled.finish_reason)
-        return False
+        if is_whole and self._is_plain:
+            self._episodes[key] = _Episode(recording, rollout=recording.finish(sampled.finish_reason))
+        elif is_whole and self._processes is not None:
+            self._episodes[key] = _Episode(recording, finish_reason=sampled.finish_reason)
+            self._processes.tell((self, key), *recording.last_reply(), sampled.finish_reason)
+        return is_whole and self._is_plain
 
     def stop(self) -> None:
-        """See `Carried.stop`."""
+        """The phase is over."""
         if self._processes is not None:
-            self._late |= self._processes.wait()
+            self._late |= self._wait(self._processes)
             self.counts["seconds"] += time.monotonic() - self._started
 
     def rollout(self, key: int) -> Rollout:
-        """See `Carried.rollout`; on other ranks than the first it does not say how the episode ended."""
+        """A sample that is over, the same object each time; ranks that do not know how it ended say "stop"."""
         episode = self._episodes[key]
         return episode.rollout or episode.recording.finish("stop")
 
     def drop(self, keys: Iterable[int]) -> None:
-        """See `Carried.drop`."""
+        """These are taken, as far as they are here."""
         for key in keys:
             self._episodes.pop(key, None)
             self._close(key)
 
-    def describe(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """See `Carried.describe`."""
-        return describe_episodes(sums)
-
     def pack(self) -> dict[str, torch.Tensor]:
-        """See `Carried.pack`; an episode that is not over has no more than its key there, and begins again."""
+        """What a checkpoint has of them.
+
+        Of a response that is not over, the tokens that there are; an episode with an environment begins again.
+        """
+        from megatron_rl.rollout.packed_episodes import pack_rollouts
+
+        rollouts = {
+            key: one.recording.finish("interrupted")
+            if one.rollout is None and self._is_plain and one.recording.num_turns
+            else one.rollout
+            for key, one in self._episodes.items()
+        }
         counts = torch.tensor([*self.counts.values()], dtype=torch.float64)  # of a phase that is not described yet
-        return pack_rollouts({key: episode.rollout for key, episode in self._episodes.items()}) | {"counts": counts}
+        return pack_rollouts(rollouts) | {"counts": counts}
 
     def load(self, state: Mapping[str, torch.Tensor], is_mine: Callable[[int], bool]) -> None:
-        """See `Carried.load`."""
-        rollouts = unpack_rollouts(state, self._samples)
+        """Add what `pack` made; only samples of some keys."""
+        from megatron_rl.rollout.packed_episodes import unpack_rollouts
+
+        rollouts = unpack_rollouts(state, self.samples)
         for key, rollout in rollouts.items():
-            if is_mine(key):
-                self._episodes[key] = _Episode(Recording(*self._samples.sample_of(key)), rollout=rollout)
+            if is_mine(key) and rollout is None:
+                self.begin([key])
+            elif is_mine(key) and rollout is not None:
+                is_over = rollout.finish_reason != "interrupted"
+                self._episodes[key] = _Episode(Recording.of(rollout), rollout=rollout if is_over else None)
         if "counts" in state and is_mine(min(rollouts)):  # one engine takes them
             for name, value in zip(self.counts, state["counts"].tolist(), strict=True):
                 self.counts[name] += value
@@ -197,25 +243,28 @@ class Episodes:
         if key in self._open:
             self._open.discard(key)
             assert self._processes is not None
-            self._processes.close(key + self._shift)
+            self._processes.close((self, key))
 
-    def _continue_reply(self, key: int, request: Request) -> Request:
+    def _first_request(self, key: int) -> Request:
+        prompt, _ = self.samples.sample_of(key)
+        return Request(key, prompt.tokens, self._seed(key, 0), self._sampling)
+
+    def _continue_reply(self, request: Request) -> Request:
         """The request for a reply, or for the rest of it."""
-        recording = self._episodes[key].recording
+        recording = self._episodes[request.key].recording
         if not recording.interrupted:
             return request
         tokens = recording.tokens[-recording.interrupted :]
-        return request.continued(tokens, self._seed(key, request.turn, len(tokens)))
+        return request.continued(tokens, self._seed(request.key, request.turn, len(tokens)))
 
     def _seed(self, key: int, turn: int, position: int = 0) -> int:
-        """Of what follows so many tokens of a reply; the first reply has the seeds of a plain response."""
-        if not turn:
-            return self._samples.request(key, self._sampling, position).seed
-        return derive_seed(self._samples.request(key, self._sampling).seed, turn, 0, 0, position=position)
+        """Of what follows so many tokens of a reply."""
+        first = derive_seed(self._run_seed, *self.samples.seed_parts(key), position=0 if turn else position)
+        return derive_seed(first, turn, 0, 0, position=position) if turn else first
 
     def _continue(self, key: int, answer: Answer) -> list[Request]:
         """The request that follows an answer; none where the episode is over."""
-        episode, first = self._episodes[key], self._samples.request(key, self._sampling)
+        episode, sampling = self._episodes[key], self._sampling
         recording = episode.recording
         self.counts["environment_seconds"] += answer.seconds
         if answer.reward is not None:
@@ -225,19 +274,12 @@ class Episodes:
             return []
         known = [] if answer.tail.is_fork else [recording.tokens]
         tokens = np.concatenate([*known, np.array(answer.tail.tokens, np.int32)])
-        room = len(recording.prompt.tokens) + first.sampling.max_tokens - len(tokens)
+        room = len(recording.prompt.tokens) + sampling.max_tokens - len(tokens)
         if room < 1:
             self._end(key, answer, "length")
             return []
-        turn, most = recording.num_turns, min(room, answer.max_tokens or room, first.sampling.max_tokens)
-        request = replace(
-            first,
-            key=key + turn * STRIDE,
-            tokens=tokens,
-            seed=self._seed(key, turn),
-            sampling=replace(first.sampling, max_tokens=most),
-            turn=turn,
-        )
+        turn, most = recording.num_turns, min(room, answer.max_tokens or room, sampling.max_tokens)
+        request = Request(key, tokens, self._seed(key, turn), replace(sampling, max_tokens=most), turn)
         self._episodes[key] = replace(episode, request=request)
         return [request]
 

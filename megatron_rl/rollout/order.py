@@ -1,35 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of a run in the order of its data: which prompt each one answers, and what an engine is asked for it."""
+"""Samples by number: which prompt each one answers, and what its random numbers follow from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_order import PromptBatches
-from megatron_rl.engines.protocol import Request
-from megatron_rl.engines.sampling import SamplingConfig, derive_seed
+from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.types import Prompt
-
-STRIDE = 1 << 40  # from the key of a request to that of the next turn of its episode; the first one has its sample's
 
 
 class Samples(Protocol):
-    """Samples by number, their key."""
+    """Samples by number, position of the prompt * group_size + sample_index; the same on every rank."""
+
+    @property
+    def group_size(self) -> int:
+        """Samples of a prompt."""
+        ...
 
     def sample_of(self, key: int) -> tuple[Prompt, int]:
         """The prompt of a sample, and its place in the group."""
         ...
 
-    def request(self, key: int, sampling: SamplingConfig, position: int = 0) -> Request:
-        """What begins a sample; its seed is that of what follows so many tokens of the first reply."""
+    def step_of(self, key: int) -> int:
+        """The step that learns from a sample, where none is dropped."""
+        ...
+
+    def seed_parts(self, key: int) -> tuple[int, int, int, int]:
+        """The arguments of `derive_seed` behind the seed of the run: step, prompt_id, sample, round."""
         ...
 
 
+@dataclass(frozen=True)
+class SampleGroups:
+    """Groups that begin and end in one generation.
+
+    Attributes:
+        prompts, group_size: one group each; its samples.
+        sampling, step, round: how to draw them; the last two are part of every sample's seed.
+    """
+
+    prompts: Sequence[Prompt]
+    group_size: int
+    sampling: SamplingConfig
+    step: int
+    round: int = 0
+
+    def __len__(self) -> int:
+        return len(self.prompts) * self.group_size
+
+    def sample_of(self, key: int) -> tuple[Prompt, int]:
+        """See `Samples.sample_of`."""
+        return self.prompts[key // self.group_size], key % self.group_size
+
+    def step_of(self, key: int) -> int:
+        """See `Samples.step_of`."""
+        return self.step
+
+    def seed_parts(self, key: int) -> tuple[int, int, int, int]:
+        """See `Samples.seed_parts`.
+
+        A prompt can come twice, at an epoch boundary, and must not get the same responses twice.
+        """
+        prompt, sample = self.sample_of(key)
+        sample += self._occurrences[key // self.group_size] * self.group_size
+        return self.step, prompt.prompt_id, sample, self.round
+
+    @cached_property
+    def _occurrences(self) -> list[int]:
+        return count_occurrences(self.prompts)
+
+
 class SampleOrder:
-    """The samples of a run; a key is the position of the prompt in the data order * group_size + sample_index.
+    """The samples of a run in the order of its data.
 
     Args:
         prompts: the data order; its position says how many prompts have begun.
@@ -42,27 +89,21 @@ class SampleOrder:
 
     def __init__(self, prompts: PromptBatches[Prompt], config: RunConfig) -> None:
         self.prompts, self.group_size = prompts, config.rollout.n
-        self._batch_size, self._run_seed = config.data.train_batch_size, config.trainer.seed
+        self._batch_size = config.data.train_batch_size
         self._batch = lru_cache(maxsize=config.schedule.max_staleness + 2)(self._read_batch)
 
     def sample_of(self, key: int) -> tuple[Prompt, int]:
         """See `Samples.sample_of`."""
         return self._prompt_of(key)[0], key % self.group_size
 
-    def request(self, key: int, sampling: SamplingConfig, position: int = 0) -> Request:
-        """See `Samples.request`."""
-        prompt, occurrence = self._prompt_of(key)
-        sample = occurrence * self.group_size + key % self.group_size
-        seed = derive_seed(self._run_seed, self.step_of(key), prompt.prompt_id, sample, position=position)
-        return Request(key, prompt.tokens, seed, sampling)
-
     def step_of(self, key: int) -> int:
-        """The step that learns from a sample, where none is dropped; also part of its seed."""
+        """See `Samples.step_of`."""
         return key // self.group_size // self._batch_size + 1
 
-    def name(self, key: int) -> str:
-        """What a message calls the sample of a request."""
-        return name_sample(*self.sample_of(key % STRIDE))
+    def seed_parts(self, key: int) -> tuple[int, int, int, int]:
+        """See `Samples.seed_parts`."""
+        prompt, occurrence = self._prompt_of(key)
+        return self.step_of(key), prompt.prompt_id, occurrence * self.group_size + key % self.group_size, 0
 
     def _prompt_of(self, key: int) -> tuple[Prompt, int]:
         """The prompt of a sample, and how often the same one came before in its batch."""
@@ -73,11 +114,6 @@ class SampleOrder:
         first = number * self._batch_size
         prompts = [self.prompts.stream.prompt(position) for position in range(first, first + self._batch_size)]
         return list(zip(prompts, count_occurrences(prompts), strict=True))
-
-
-def name_sample(prompt: Prompt, sample: int) -> str:
-    """What a message calls a sample."""
-    return f"prompt_id {prompt.prompt_id}, sample {sample}"
 
 
 def count_occurrences(prompts: Sequence[Prompt]) -> list[int]:

@@ -1,33 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes in checkpoints: those that are over, as a few tensors, and the keys of those that begin again."""
+"""Samples in checkpoints: those that are over, parts of others, and the keys of those that begin again."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_rl.rollout.carried import Response, pack_responses, unpack_responses
 from megatron_rl.rollout.order import Samples
-from megatron_rl.types import Branch, Rollout, Turn
+from megatron_rl.types import Branch, KeptSets, Rollout, Turn
 
 
 def pack_rollouts(rollouts: Mapping[int, Rollout | None]) -> dict[str, torch.Tensor]:
-    """Rollouts by key, not scored by reward sources, for `unpack_rollouts`; None: the episode is not over."""
+    """Rollouts by key, not scored by reward sources, for `unpack_rollouts`; None: nothing is kept but the key."""
     branches = [branch for rollout in rollouts.values() if rollout is not None for branch in rollout.branches]
-    whole = {i: Response(b.tokens, b.logprobs, b.versions, "stop", b.kept, b.routes) for i, b in enumerate(branches)}
-    rewards = [np.full(len(b.tokens), np.nan, np.float32) if b.rewards is None else b.rewards for b in branches]
     table = json.dumps([{"key": key} | ({} if one is None else _describe(one)) for key, one in rollouts.items()])
-    return pack_responses(whole) | {
-        "sampled": torch.from_numpy(np.concatenate([np.empty(0, bool), *(b.sampled for b in branches)])),
-        "rewards": torch.from_numpy(np.concatenate([np.empty(0, np.float32), *rewards])),
+    packed = {
+        "tokens": _join([b.tokens for b in branches], np.int32),
+        "sampled": _join([b.sampled for b in branches], bool),
+        "logprobs": _join([b.logprobs for b in branches], np.float32),
+        "versions": _join([b.versions for b in branches], np.int32),
+        "rewards": _join(
+            [np.full(len(b.tokens), np.nan) if b.rewards is None else b.rewards for b in branches], np.float32
+        ),
+        "lengths": torch.tensor([len(b.tokens) for b in branches], dtype=torch.int64),
         "prompt_lengths": torch.tensor([b.num_prompt_tokens for b in branches], dtype=torch.int64),
         "episodes": torch.frombuffer(bytearray(table.encode()), dtype=torch.uint8),
     }
+    kept = KeptSets.join_known([(b.kept, len(b.tokens)) for b in branches])
+    if kept is not None:
+        packed |= {"kept_ids": torch.from_numpy(kept.ids), "kept_counts": torch.from_numpy(kept.counts)}
+    routes = [branch.routes for branch in branches if branch.routes is not None]
+    if routes:
+        lengths = [0 if branch.routes is None else len(branch.routes) for branch in branches]
+        packed |= {"routes": torch.from_numpy(np.concatenate(routes)), "route_lengths": torch.tensor(lengths)}
+    return packed
+
+
+def _join(parts: Sequence[np.ndarray], dtype: Any) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False))
 
 
 def _describe(rollout: Rollout) -> dict[str, Any]:
@@ -42,25 +58,33 @@ def _describe(rollout: Rollout) -> dict[str, Any]:
 
 
 def unpack_rollouts(tensors: Mapping[str, torch.Tensor], samples: Samples) -> dict[int, Rollout | None]:
-    """The rollouts by key, and None for each that was not over."""
-    bounds = np.cumsum(tensors["lengths"].numpy())[:-1]
-    sampled, rewards = (np.split(tensors[name].numpy(), bounds) for name in ("sampled", "rewards"))
-    whole, lengths = unpack_responses(tensors).values(), tensors["prompt_lengths"].tolist()
-    branches = (
-        Branch(
-            one.tokens,
-            mask,
-            one.logprobs,
-            one.versions,
-            length,
-            one.kept,
-            None if np.isnan(worth).any() else worth,
-            one.routes,
-        )
-        for one, mask, worth, length in zip(whole, sampled, rewards, lengths, strict=False)  # no branch: one empty part
-    )
+    """The rollouts by key, and None for each of which only the key was kept.
+
+    Also of older checkpoints, which have responses without their prompts in place of "episodes".
+    """
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    bounds = np.cumsum(arrays["lengths"])[:-1]
+    count = len(bounds) + 1
+
+    def split(name: str) -> Sequence[Any]:
+        return np.split(arrays[name], bounds) if name in arrays else [None] * count
+
+    kept, routes = split("kept_counts"), [None] * count
+    if "kept_ids" in arrays:
+        stops = np.cumsum([counts.sum() for counts in kept])[:-1]
+        kept = [*map(KeptSets, np.split(arrays["kept_ids"], stops), kept)]
+    if "routes" in arrays:
+        stops = np.cumsum(arrays["route_lengths"])[:-1]
+        routes = [part if len(part) else None for part in np.split(arrays["routes"], stops)]
+    rewards = [None if worth is None or np.isnan(worth).any() else worth for worth in split("rewards")]
+    if "episodes" not in arrays:
+        rows = zip(*(arrays[name].tolist() for name in ("keys", "reasons")), strict=True)
+        parts = zip(*map(split, ("tokens", "logprobs", "versions", "inserted")), kept, routes, strict=True)
+        return dict(_read_response(samples, *row, *part) for row, part in zip(rows, parts, strict=False))
+    columns = [*map(split, ("tokens", "sampled", "logprobs", "versions")), arrays["prompt_lengths"].tolist()]
+    branches = map(Branch, *columns, kept, rewards, routes)
     found: dict[int, Rollout | None] = {}
-    for row in json.loads(bytes(tensors["episodes"].numpy())):
+    for row in json.loads(bytes(arrays["episodes"])):
         found[row["key"]] = None
         if "turns" in row:
             found[row["key"]] = Rollout(
@@ -73,3 +97,23 @@ def unpack_rollouts(tensors: Mapping[str, torch.Tensor], samples: Samples) -> di
                 failure=row.get("failure", ""),
             )
     return found
+
+
+def _read_response(
+    samples: Samples,
+    key: int,
+    reason: int,
+    tokens: np.ndarray,
+    logprobs: np.ndarray,
+    versions: np.ndarray,
+    inserted: np.ndarray | None,
+    kept: KeptSets | None,
+    routes: np.ndarray | None,
+) -> tuple[int, Rollout | None]:
+    """A response of an older checkpoint by its key; None: it had no token."""
+    reasons = ("interrupted", "stop", "length")
+    rollout = Rollout.from_response(*samples.sample_of(key), tokens, logprobs, reasons[reason], versions, kept)
+    branch = replace(rollout.branches[0], routes=routes)
+    if inserted is not None:
+        branch.sampled[branch.num_prompt_tokens :] &= ~inserted
+    return key, replace(rollout, branches=[branch]) if len(tokens) else None

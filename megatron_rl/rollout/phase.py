@@ -1,14 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a phase of generation ends for all engines: every one of them has what the step needs.
+"""What a phase of generation waits for, and when it ends for all engines: every one of them has what the step needs.
 
 An engine that is done keeps generating for later steps. How it learns that the others are done decides what is
 reproducible: with `StepCount` all engines end at the same multiple of decode steps, with `ByStore` as soon as it is so.
+
+Which prompts of the data order may begin, and which of those that have begun a step takes, is a rule of numbers.
+With max_staleness k and B prompts per step, no prompt is learned from more than k steps after the one in which it may
+begin. Let a step that has taken c prompts so far, and needs n more, have the number s = c + n: B at first, B more in
+every further step, and more where dynamic sampling drops prompts. Prompt i may begin once i < s + k B - p; once
+i < s - p it must be taken. The second holds k steps after the first at the latest. Prompts that must be taken never
+outnumber those that are needed: s grows by what is needed from call to call.
+
+`schedule.order: stream` has p = 0: a step takes the next prompts. `whole` has p = k B / 2: a step takes what must be
+taken, and others whose responses are all there. As k B - p prompts are ahead at the end of a step, the mean staleness
+is k - p / B: half the bound with `whole`. With p = 0 it is the bound, so that no prompt can be passed over within it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -17,11 +29,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from megatron_rl.engines.protocol import Request
 from megatron_rl.parallel.collectives import align_group_names, make_group, open_store, world
-from megatron_rl.rollout.carried import Following
+from megatron_rl.rollout.episodes import Following
 from megatron_rl.rollout.serving import ControlMessage
-from megatron_rl.rollout.window import Goal
 
 _POLL_SECONDS = 0.02
 _LONGEST_POLL_SECONDS = 0.1
@@ -29,6 +39,49 @@ _FAILURE_SECONDS = 1.0  # an engine whose own part is missing looks only for the
 _IDLE_SECONDS = 0.002
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def find_window(open_: Sequence[int], begun: int, wanted: int, ahead: int, passed: int) -> tuple[int, range]:
+    """How many of the prompts that are open must be taken next, and which ones begin.
+
+    Args:
+        open_: positions in the data order of those that have begun and were not taken, in order.
+        begun: prompts that have begun.
+        wanted: prompts that the step needs.
+        ahead: prompts that may begin before their step, k B.
+        passed: of them, those that may be passed over.
+
+    Returns:
+        The first so many of `open_` and the new ones; and the positions of the new ones.
+    """
+    end = begun - len(open_) + wanted - passed
+    new = range(begun, max(begun, end + ahead))
+    return min(wanted, sum(position < end for position in [*open_, *new])), new
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a phase waits for.
+
+    Attributes:
+        needed: the first so many groups.
+        wanted: groups that are whole, those included.
+        left: [groups] samples that this engine has to finish.
+        holders: [groups] engines with samples to finish.
+    """
+
+    needed: int
+    wanted: int
+    left: np.ndarray
+    holders: np.ndarray
+
+    def is_reached(self, left: np.ndarray) -> bool:
+        """Whether it is, with so many samples of each group to finish on all engines."""
+        return not left[: self.needed].any() and int(np.count_nonzero(left == 0)) >= self.wanted
+
+    def choose(self, left: np.ndarray) -> list[int]:
+        """The groups that are taken then: the needed ones, and the first others that are whole."""
+        return np.flatnonzero(left == 0)[: self.wanted].tolist()
 
 
 class PhaseEnd(Protocol):
@@ -185,44 +238,38 @@ class Phase:
     Args:
         awaited: positions of the first prompts, which the step may take.
         left: [groups] samples of each prompt that this engine has to finish.
-        end: of the phase.
-        drains: it ends when nothing follows.
+        end: of the phase; None: it drains, and ends when nothing follows.
 
     Attributes:
-        requests: all that were made.
-        running: keys of the unfinished ones.
         num_steps: decode steps before its end.
     """
 
-    def __init__(
-        self,
-        awaited: Sequence[int],
-        left: np.ndarray,
-        end: PhaseEnd | TrainingEnd,
-        *,
-        drains: bool,
-    ) -> None:
-        self._left, self._end, self._drains = left.copy(), end, drains
-        self.requests: list[Request] = []
+    def __init__(self, awaited: Sequence[int], left: np.ndarray, end: PhaseEnd | TrainingEnd | None) -> None:
+        self._left, self._end = left.copy(), end
         self._places = {position: place for place, position in enumerate(awaited)}
-        self.running: set[int] = set()
         self.num_steps, self._has_begun = 0, False
         self._started, self._idle_seconds = time.monotonic(), 0.0
 
-    def take(self, is_idle: bool, following: Following) -> ControlMessage:
-        """The next message, with what comes next as far as the phase is not over; see `rollout.serving.serve`."""
-        if self._has_begun and not self._drains:
+    def take(self, is_idle: bool, following: Following, running: Iterable[int]) -> ControlMessage:
+        """The next message, with what comes next as far as the phase is not over; see `rollout.serving.serve`.
+
+        Args:
+            is_idle: the engine has nothing to do.
+            following: what comes next.
+            running: keys of the requests that the engine has.
+        """
+        if self._end is None:
+            return ControlMessage(requests=following.requests, stop=following.is_last)
+        if self._has_begun:
             if self._end.is_over(self._left):
-                return ControlMessage(interrupts=sorted(self.running), stop=True)
+                return ControlMessage(interrupts=sorted(running), stop=True)
             is_idle &= not following.requests
             self.num_steps += not is_idle
             if is_idle:
                 time.sleep(_IDLE_SECONDS)
                 self._idle_seconds += _IDLE_SECONDS
         self._has_begun = True
-        self.requests += following.requests
-        self.running |= {request.key for request in following.requests}
-        return ControlMessage(requests=following.requests, stop=self._drains and following.is_last)
+        return ControlMessage(requests=following.requests)
 
     def finish(self, position: int) -> bool:
         """A sample of a prompt is finished; whether the step may take it."""
@@ -238,7 +285,7 @@ class Phase:
             try:
                 return call(argument)
             except Exception:
-                if not self._drains:
+                if self._end is not None:
                     self._end.give_up()
                 raise
 

@@ -27,19 +27,17 @@ class ControlMessage:
 
     Attributes:
         interrupts: keys of requests to end as they are.
-        weights: the version of weights that are ready to be received.
         requests: to add; in the order of (turn, key), whatever their order here.
         stop: no message follows: what runs is run to its end.
     """
 
     interrupts: Sequence[int] = ()
-    weights: int | None = None
     requests: Sequence[Request] = ()
     stop: bool = False
 
     def is_empty(self) -> bool:
         """True if there is nothing to do."""
-        return not self.interrupts and self.weights is None and not self.requests and not self.stop
+        return not self.interrupts and not self.requests and not self.stop
 
 
 class Channel:
@@ -101,7 +99,6 @@ def serve(
     take: Callable[[bool], ControlMessage],
     on_sampled: Listener,
     channel: Channel | None = None,
-    receive_weights: Callable[[int], None] | None = None,
     on_requests: Callable[[Sequence[Request]], None] | None = None,
 ) -> Exception | None:
     """Step an engine until a message says stop and everything is finished; the same call on every rank of it.
@@ -112,7 +109,6 @@ def serve(
             the same there); its argument: whether to wait, as nothing runs.
         on_sampled: told of everything that is finished or interrupted, in the order of the engine, on every rank.
         channel: to the other ranks of the engine.
-        receive_weights: brings the weights of a version into the engine; collective, called on every rank of it.
         on_requests: told of the requests of each message before they are added, on every rank.
 
     Returns:
@@ -121,7 +117,7 @@ def serve(
         afterwards.
 
     Raises:
-        Exception: what the engine or `receive_weights` raised; no request is left in the engine.
+        Exception: what the engine raised; no request is left in the engine.
     """
     loop = _Loop(engine, on_sampled)
     channel = channel or Channel()
@@ -129,9 +125,6 @@ def serve(
         while True:
             message = channel.share(loop.take(take) if channel.is_first else None)
             loop.tell(engine.interrupt(message.interrupts) if message.interrupts else [])
-            if message.weights is not None:
-                assert receive_weights is not None
-                receive_weights(message.weights)
             if on_requests is not None:
                 on_requests(message.requests)
             loop.add(message.requests)

@@ -4,7 +4,7 @@
 Prompt i of the data order may begin once i < (t + 1 + k) B, where t steps were taken and k is `schedule.max_staleness`;
 the step after them learns from the prompts t B .. (t + 1) B - 1. Therefore no response begins with weights that are
 more than k steps older than those that learn from it, every prompt is learned from once, and in the order of k = 0.
-`rollout.window` has the general rule: with dynamic sampling, and with `schedule.order: whole`.
+`rollout.phase` has the general rule: with dynamic sampling, and with `schedule.order: whole`.
 
 A phase ends when the batch of the step is whole. What is unfinished then keeps its tokens, their log-probs and the
 version that made each of them, on the ranks of its engine, and continues there in the next phase from a prefill. Seeds
@@ -15,25 +15,26 @@ nor the time of an interruption decides what a segment draws.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.engines.protocol import Sampled
+from megatron_rl.data.prompt_order import PromptBatches
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.rollout.carried import Carried
-from megatron_rl.rollout.dispatch import assign_engines
-from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.parallel.collectives import open_store, world
+from megatron_rl.rollout.episodes import describe_episodes
+from megatron_rl.rollout.generation import OnFinished, RolloutGenerator
 from megatron_rl.rollout.order import SampleOrder
-from megatron_rl.rollout.phase import Phase, PhaseEnd, TrainingEnd
-from megatron_rl.rollout.serving import ControlMessage
-from megatron_rl.rollout.trace import ScheduleTrace
-from megatron_rl.rollout.window import Goal, find_window
+from megatron_rl.rollout.phase import Goal, Phase, PhaseEnd, TrainingEnd, find_window, open_phase_end
+from megatron_rl.rollout.trace import ScheduleTrace, read_trace
 from megatron_rl.types import Prompt, Rollout, UserError
 
 
@@ -69,17 +70,12 @@ class Clock:
     trace: ScheduleTrace = field(default_factory=ScheduleTrace)
 
 
-# Told of a rollout that is finished, not decoded yet, and of the step that it belongs to (see `Taken`).
-OnFinished = Callable[[Rollout, int], None]
-
-
 class RolloutStream:
     """The samples of a run in the order of its data; the same calls on every rank.
 
     Args:
         generator: the engines.
         order: of the samples.
-        carried: those that have begun, of this rank's engine.
         config: the resolved config.
         clock: when phases end.
         group: all ranks.
@@ -92,12 +88,12 @@ class RolloutStream:
         self,
         generator: RolloutGenerator,
         order: SampleOrder,
-        carried: Carried,
         config: RunConfig,
         clock: Clock,
         group: dist.ProcessGroup,
     ) -> None:
-        self._generator, self._order, self._carried, self._clock, self._group = generator, order, carried, clock, group
+        self._generator, self._order, self._clock, self._group = generator, order, clock, group
+        self._carried = generator.open(order)
         self.runs_ahead = clock.training is not None
         self._schedule, self._rollout, self._agents = config.schedule, config.rollout, config.agents
         self._batch_size, self._group_size = config.data.train_batch_size, order.group_size
@@ -130,7 +126,7 @@ class RolloutStream:
             round: calls before this one in the step. A further one takes what is whole without generating.
 
         Raises:
-            Exception: as `RolloutGenerator.serve`.
+            Exception: as `RolloutGenerator.run`.
         """
         self._step += round == 0
         wanted, ahead = count or self._batch_size, self._schedule.max_staleness * self._batch_size
@@ -156,9 +152,9 @@ class RolloutStream:
             name = f"rollout {round}" if round else "rollout"
             end = self._clock.trace.find_end(self._step, name) or self._clock.end
             self._carried.start(keys, sampling)
-            phase = Phase(self._open[:awaited], left, end, drains=self._drains)
+            phase = Phase(self._open[:awaited], left, None if self._drains else end)
             self._clock.end.begin(goal)
-            self._serve(phase, on_finished, int(missing[:awaited].sum()), name)
+            self._run(phase, on_finished, int(missing[:awaited].sum()), name)
             missing, busy_share = self._sum_over_engines(self._count_unfinished()), phase.busy_share()
         chosen = goal.choose(missing)
         assert len(chosen) == wanted, f"{len(chosen)} of {wanted} prompts are whole"
@@ -197,58 +193,27 @@ class RolloutStream:
             training.tell()
         end = self._clock.trace.find_end(self._step, name) or training
         self._carried.start(self._carried.keys, sampling)
-        phase = Phase([], np.empty(0), end, drains=self._drains)
-        self._serve(phase, on_finished, None, name)
+        self._run(Phase([], np.empty(0), None if self._drains else end), on_finished, None, name)
 
     @property
     def _drains(self) -> bool:
         return self._schedule.updates == "drain"
 
-    def _serve(self, phase: Phase, on_finished: OnFinished | None, total: int | None, name: str) -> None:
-        """Generate from the beginning of a phase to its end; arguments as of `take` and `RolloutGenerator.serve`."""
-
-        def end(key: int) -> None:
-            if phase.finish(key // self._group_size):
-                self._generator.count(len(self._carried.rollout(key).response_tokens))
-            if on_finished is not None and self._generator.is_first:
-                on_finished(self._carried.rollout(key), self._order.step_of(key))
-
-        def take(is_idle: bool) -> ControlMessage:
-            following = self._carried.follow()
-            for key in following.finished:
-                end(key)
-            return phase.take(is_idle, following)
-
-        def listen(sampled: Sampled) -> None:
-            phase.running.discard(sampled.key)
-            if self._carried.hear(sampled, self._generator.policy_version):
-                end(sampled.key)
-
-        self._generator.serve(
-            phase.requests,
-            phase.guard(take),
-            phase.guard(listen),
-            name=self._order.name,
-            total=total,
-            on_requests=self._carried.ask,
-        )
-        self._carried.stop()
+    def _run(self, phase: Phase, on_finished: OnFinished | None, total: int | None, name: str) -> None:
+        self._generator.run(self._carried, phase, on_finished, total)
         self._clock.trace.write(self._step, name, phase.num_steps)
 
     def _begin(self, positions: range, max_tokens: int) -> None:
         """Give the samples of new prompts to the engines that have least to do."""
-        unfinished = np.zeros(len(self._generator.engines.of))
-        unfinished[self._generator.engine_index] = len(self._carried.find_unfinished())
-        engines = assign_engines(
-            self._rollout.dispatch,
-            [len(self._order.prompts.stream.prompt(position).tokens) for position in positions],
+        loads = np.zeros(len(self._generator.engines.of))
+        loads[self._generator.engine_index] = len(self._carried.find_unfinished())
+        mine = self._generator.assign(
+            [self._order.prompts.stream.prompt(position) for position in positions],
             self._group_size,
-            len(unfinished),
             max_tokens,
-            self._sum_over_engines(unfinished).astype(np.int64),
+            self._sum_over_engines(loads).astype(np.int64),
         )
-        first = positions.start * self._group_size
-        self._carried.begin((first + np.flatnonzero(engines == self._generator.engine_index)).tolist())
+        self._carried.begin([positions.start * self._group_size + key for key in mine])
 
     def _sum_over_engines(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
         """Sums of what the first ranks of all engines give; collective."""
@@ -263,7 +228,7 @@ class RolloutStream:
         counts, found = self._carried.counts, [len(self._carried.keys), self._carried.num_tokens, busy_share or 0.0]
         carried, tokens, busy, *sums = self._sum_over_engines([*found, *counts.values()]).tolist()
         metrics = {"schedule/carried": carried, "schedule/carried_tokens": tokens} | self._generator.metrics
-        metrics |= self._carried.describe(dict(zip(counts, sums, strict=True)))
+        metrics |= describe_episodes(dict(zip(counts, sums, strict=True)))
         counts.update(dict.fromkeys(counts, 0.0))
         if busy_share is not None:
             metrics["schedule/engine_busy"] = busy / len(self._generator.engines.of)
@@ -346,3 +311,41 @@ class RolloutStream:
                 return (engine if of == num_engines else key % num_engines) == mine
 
             self._carried.load(state, is_mine)
+
+
+def open_stream(
+    generator: RolloutGenerator,
+    prompts: PromptBatches[Prompt],
+    config: RunConfig,
+    *,
+    is_apart: bool,
+    timeout: timedelta | None,
+    trace: Path | None,
+) -> RolloutStream:
+    """Build the stream; collective.
+
+    Args:
+        generator, prompts, config: of the run.
+        is_apart: the engines have ranks of their own.
+        timeout: of groups.
+        trace: directory of the schedule's trace; None: none is written.
+
+    Raises:
+        UserError: the run whose trace is to be replayed has none, or had other engines; on every rank.
+    """
+    every = config.schedule.steps_per_update
+    end = open_phase_end(every, generator.engines.of, timeout)
+    runs_ahead = is_apart and config.schedule.max_staleness > 0
+    training = TrainingEnd(every, open_store("training", world())) if runs_ahead else None
+    clock, order = Clock(end, training, _open_trace(config.schedule, generator, trace)), SampleOrder(prompts, config)
+    return RolloutStream(generator, order, config, clock, world())
+
+
+def _open_trace(schedule: ScheduleConfig, generator: RolloutGenerator, directory: Path | None) -> ScheduleTrace:
+    """It is written where the engines look at the clock."""
+    num_engines, replayed = len(generator.engines.of), None
+    if schedule.replay is not None:
+        replayed = read_trace(Path(schedule.replay), num_engines)
+    is_timed = schedule.max_staleness > 0 and schedule.updates == "in_flight" and schedule.steps_per_update is None
+    engine = generator.engine_index if generator.is_first else None
+    return ScheduleTrace(num_engines, engine, directory if is_timed else None, replayed)

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.rollout.phase import PhaseEnd
-from megatron_rl.rollout.window import Goal
+from megatron_rl.rollout.phase import Goal, PhaseEnd
 from megatron_rl.types import UserError
 
 DecodeSteps = Mapping[tuple[int, str], int]  # by step and phase

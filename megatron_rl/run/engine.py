@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from megatron_rl.training.roles.actor import Actor
 from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.weights.shard_box import ShardBox
+
+if TYPE_CHECKING:
+    from megatron_rl.agents.in_rank import AnyEpisodes
 
 
 def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> EngineWeights:
@@ -52,6 +56,7 @@ def build_rollout(
     progress: RolloutProgress,
     stop: StopStrings | None = None,
     thoughts: Thoughts | None = None,
+    processes: AnyEpisodes | None = None,
 ) -> tuple[HybridEngine, RolloutGenerator]:
     """The rollout engine: what brings the actor's weights into it, and what generates with it; collective."""
 
@@ -74,6 +79,8 @@ def build_rollout(
         run_seed=config.trainer.seed,
         group=group,
         progress=progress,
+        agents=config.agents,
+        processes=processes,
     )
 
 

@@ -245,7 +245,7 @@ def _check_paths(config: RunConfig) -> None:
 
         if run_dir is None or not list_steps(Path(run_dir, "checkpoints")):
             read_manifest(find_step(Path(resume)))  # else the run continues from its own
-    is_started = config.rollout.engine in ("vllm_server", "sglang") and not server.endpoints
+    is_started = config.rollout.supports("starts_server") and not server.endpoints
     if is_started and server.python is not None and shutil.which(server.python) is None:
         raise UserError(
             f"rollout.server.python = {server.python}, which is no program",

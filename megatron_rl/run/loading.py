@@ -148,8 +148,11 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     sources = {name: choice.source for name, choice in chosen.items()}
     values = dict.fromkeys((name for name, info in fields.items() if info.required), MISSING)
     values |= {name: choice.value for name, choice in chosen.items()}
-    with mistakes.collect(_ENGINE):
-        find_engine(chosen[_ENGINE].value if _ENGINE in chosen else RolloutConfig().engine)
+    if _PLUGINS in mistakes.refused:  # one of which may bring the engine
+        mistakes.refused.add(_ENGINE)
+    else:
+        with mistakes.collect(_ENGINE):
+            find_engine(chosen[_ENGINE].value if _ENGINE in chosen else RolloutConfig().engine, sources.get(_ENGINE))
     if _ENGINE in mistakes.refused:
         values.pop(_ENGINE, None)
     classes = section_classes()

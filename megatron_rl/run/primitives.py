@@ -24,7 +24,7 @@ import torch
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSet
-from megatron_rl.rollout.generation import SampleGroups
+from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.run.export import actor_export
 from megatron_rl.run.inputs import RlInputs
 from megatron_rl.run.sampling import RolloutMembers

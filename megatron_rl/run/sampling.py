@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.observability.rollout_progress import RolloutProgress
@@ -16,15 +17,16 @@ from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, world
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.collector import Collector, RewardSources
-from megatron_rl.rollout.generation import Generator, RolloutGenerator
-from megatron_rl.rollout.opening import open_stream
-from megatron_rl.rollout.stream import RolloutStream
+from megatron_rl.rollout.stream import RolloutStream, open_stream
 from megatron_rl.run.engine import build_rollout
 from megatron_rl.run.inputs import RlInputs
 from megatron_rl.run.parts import NO_PARTS, Parts
 from megatron_rl.run.roles import group_timeout
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.roles.on_samples import RewardModelOnSamples, score_all_rollouts
+
+if TYPE_CHECKING:
+    from megatron_rl.agents.in_rank import AnyEpisodes
 
 
 @dataclass(frozen=True)
@@ -83,22 +85,15 @@ def build_rollout_members(
     rewards = RewardSources(
         inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, read), score, inputs.spec.needs_greedy_baseline
     )
-    texts = inputs.stop, inputs.thoughts
-    hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, *texts)
+    further = inputs.stop, inputs.thoughts, _open_episodes(config, inputs, process)
+    hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, *further)
     for role in (roles[name] for name in ("critic", "mtp") if name in roles):
         hybrid.also_release(role.optimizer)
-    players = _open_players(generator, config, inputs.stop_token_ids)
     stream = open_stream(
-        generator,
-        players,
-        prompts,
-        config,
-        is_apart=hybrid.is_apart,
-        timeout=group_timeout(config),
-        trace=run.trace,
+        generator, prompts, config, is_apart=hybrid.is_apart, timeout=group_timeout(config), trace=run.trace
     )
     collector = Collector(
-        generator=players,
+        generator=generator,
         rewards=rewards,
         config=config,
         stop_token_ids=inputs.stop_token_ids,
@@ -109,10 +104,10 @@ def build_rollout_members(
     return RolloutMembers(hybrid, collector, prompts, stream, model)
 
 
-def _open_players(generator: RolloutGenerator, config: RunConfig, stop_token_ids: tuple[int, ...]) -> Generator:
-    """The engines' generator of responses, or one of episodes over it."""
+def _open_episodes(config: RunConfig, inputs: RlInputs, process: Process) -> AnyEpisodes | None:
     if not config.agents.has_episodes:
-        return generator
-    from megatron_rl.rollout.episode_generation import open_episodes
+        return None
+    from megatron_rl.agents.in_rank import choose_episodes
 
-    return open_episodes(generator, config, stop_token_ids)
+    tokenizer = str(config.model.tokenizer or find_model_files(config.model.path))
+    return choose_episodes(config, tokenizer, inputs.stop_token_ids, config.trainer.debug_rank == process.rank)

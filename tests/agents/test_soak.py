@@ -27,10 +27,10 @@ from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.rollout.episode_generation import EpisodeGenerator
-from megatron_rl.rollout.generation import RolloutGenerator, SampleGroups
+from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.rollout.serving import open_channel
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import Prompt
 from tools.make_toy_task import train_tokenizer
 
 ENVIRONMENT = """
@@ -131,6 +131,8 @@ def soak(rank: int, world_size: int, directory: Path, seeds: Sequence[int], coun
     """The rollouts of each seed as this rank has them: prompt, sample, tokens; and how they ended and for what."""
     engines, engine = EngineRanks.consecutive(range(world_size), world_size), SeededEngine()
     weights: Any = SimpleNamespace(policy_version=0, shape=SimpleNamespace(vocab_size=16))
+    setup = Setup(f"{directory / 'odd.py'}:Odd", str(directory / "tokenizer.model"), {}, (), False, TURNS, 1)
+    processes = EpisodeProcesses(setup, 2, 10 * seconds, seconds)
     generator = RolloutGenerator(
         BuiltEngine(engine, engine, "scripted", engines),  # type: ignore[arg-type]
         weights,
@@ -139,26 +141,26 @@ def soak(rank: int, world_size: int, directory: Path, seeds: Sequence[int], coun
         run_seed=1,
         group=dist.group.WORLD,  # type: ignore[arg-type]
         progress=RolloutProgress(),
+        agents=AgentsConfig(environment=setup.environment),
+        processes=processes,
     )
-    setup = Setup(f"{directory / 'odd.py'}:Odd", str(directory / "tokenizer.model"), {}, (), False, TURNS, 1)
-    processes = EpisodeProcesses(setup, 2, 10 * seconds, seconds)
-    config: Any = SimpleNamespace(agents=AgentsConfig())
-    episodes = EpisodeGenerator(generator, processes, config, dist.group.WORLD)  # type: ignore[arg-type]
     found: list[Any] = []
     sampling = SamplingConfig(temperature=1.0, max_tokens=40, stop_token_ids=())
+    told: list[int] = []  # steps
     for seed in seeds:
-        told: list[Rollout] = []
         prompts = make_prompts(seed, count, directory)
-        rollouts = episodes.generate(SampleGroups(prompts, GROUP, sampling, step=seed), told.append)
+        rollouts = generator.generate(
+            SampleGroups(prompts, GROUP, sampling, step=seed), lambda rollout, step: told.append(step)
+        )
         found.append(
             (
                 {key: rollout.response_tokens.tolist() for key, rollout in sorted(rollouts.items())},
                 {key: (rollout.finish_reason, rollout.reward) for key, rollout in sorted(rollouts.items())},
-                episodes.metrics,
-                len(told),
+                generator.metrics,
+                told.count(seed),
             )
         )
-    episodes.close()
+    generator.close()
     return found
 
 

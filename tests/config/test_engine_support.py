@@ -115,7 +115,7 @@ def test_a_plain_run_needs_nothing() -> None:
     loaded = load_config(None, [*MINIMAL, "rollout.engine=bare", "rollout.server.restarts=5"])
     assert loaded.notes == [
         "ignored: rollout.server=ServerConfig(endpoints=[], directory=None, on_update=None, python=None, restarts=5, "
-        "start_seconds=600.0, silent_seconds=600.0), rollout.engine 'bare' is no server"
+        "silent_seconds=600.0), rollout.engine 'bare' is no server"
     ]
 
 

@@ -7,15 +7,23 @@ That all ranks raise it, and what the console shows, is tested in tests/launch/t
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_rl.engines.checking import check_sampled
-from megatron_rl.engines.protocol import Sampled
+from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.types import KeptSets, UserError
 
-REQUESTS = ["prompt_id 4, sample 0", "prompt_id 9, sample 1"]
+SOURCE = "rollout engine 2 (VllmEngine, ranks 4-5), prompt_id 9, sample 1"
+
+
+def check(response: Sampled, **sampling: Any) -> None:
+    """Compare a response with a request for four tokens."""
+    request = Request(9, np.zeros(3, np.int32), 0, SamplingConfig(1.0, 4, (), **sampling))
+    check_sampled(response, request, vocab_size=16, source=SOURCE)
 
 
 def response(tokens: list[int], logprobs: list[float] | None = None) -> Sampled:
@@ -26,19 +34,9 @@ def response(tokens: list[int], logprobs: list[float] | None = None) -> Sampled:
 GOOD = response([1, 2, 15, 0])
 
 
-def check(*responses: Sampled) -> None:
-    check_sampled(
-        responses,
-        REQUESTS[: max(len(responses), 1)],
-        max_tokens=4,
-        vocab_size=16,
-        engine="rollout engine 2 (VllmEngine, ranks 4-5)",
-    )
-
-
 def test_good_responses_pass() -> None:
-    check(GOOD, response([0]))
-    check_sampled([], [], max_tokens=4, vocab_size=16, engine="rollout engine 0 (VllmEngine, rank 0)")
+    check(GOOD)
+    check(response([0]))
 
 
 @pytest.mark.parametrize(
@@ -55,14 +53,9 @@ def test_good_responses_pass() -> None:
 )
 def test_a_fault_is_named(bad: Sampled, found: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
-        check(GOOD, bad)
+        check(bad)
     assert caught.value.found == found and caught.value.expected.startswith(expected) and caught.value.hint
-    assert caught.value.source == "rollout engine 2 (VllmEngine, ranks 4-5), prompt_id 9, sample 1"
-
-
-def test_a_missing_response_is_named() -> None:
-    with pytest.raises(UserError, match="0 responses to 1 requests"):
-        check()
+    assert caught.value.source == SOURCE
 
 
 @pytest.mark.parametrize(
@@ -81,21 +74,19 @@ def test_a_missing_response_is_named() -> None:
 def test_kept_sets_must_have_their_tokens(ids: list[int] | None, counts: list[int] | None, is_right: bool) -> None:
     kept = None if ids is None else KeptSets(np.array(ids, np.int32), np.array(counts, np.int32))
     sampled = replace(response([3, 4]), kept=kept)
-    arguments = dict(max_tokens=4, vocab_size=16, engine="rollout engine 0 (VllmEngine, rank 0)")
     if is_right:
-        check_sampled([sampled], REQUESTS[:1], **arguments, is_truncated=True)
+        check(sampled, top_k=3)
     else:
         with pytest.raises(UserError, match="not in the sets"):
-            check_sampled([sampled], REQUESTS[:1], **arguments, is_truncated=True)
-    check_sampled([sampled], REQUESTS[:1], **arguments)
+            check(sampled, top_k=3)
+    check(sampled)
 
 
 def test_tokens_may_be_drawn_from_the_whole_vocabulary() -> None:
     """With `min_tokens` alone: the first token has a set, the second one needs none, but a set must have its token."""
-    arguments = dict(max_tokens=4, vocab_size=16, engine="rollout engine 0", is_truncated=True, has_whole=True)
     ids = np.array([3, 9], np.int32)
     right = replace(response([3, 4]), kept=KeptSets(ids, np.array([2, 0], np.int32)))
-    check_sampled([right], REQUESTS[:1], **arguments)
+    check(right, min_tokens=1)
     wrong = replace(response([4, 4]), kept=KeptSets(ids, np.array([2, 0], np.int32)))
     with pytest.raises(UserError, match="not in the sets"):
-        check_sampled([wrong], REQUESTS[:1], **arguments)
+        check(wrong, min_tokens=1)

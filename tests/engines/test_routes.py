@@ -17,18 +17,20 @@ import transformers
 
 import megatron_rl.parallel  # noqa: F401 (before megatron.core)
 from distributed import run_ranks
+from megatron_rl.agents.recording import Recording
 from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import BuiltEngine, build_engine
-from megatron_rl.engines.checking import check_routes
+from megatron_rl.engines.checking import check_sampled
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rollout.carried import NOTHING, pack_responses, unpack_responses
+from megatron_rl.rollout.order import SampleGroups
+from megatron_rl.rollout.packed_episodes import pack_rollouts, unpack_rollouts
 from megatron_rl.rollout.serving import generate
 from megatron_rl.training.frozen_policy import build_policy
-from megatron_rl.types import RouteShape, UserError
+from megatron_rl.types import Prompt, RouteShape, UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, engine_sizes, save_tiny_model
 
@@ -85,15 +87,19 @@ def interrupt_and_continue(engine: BuiltEngine) -> tuple[list[Request], list[Sam
     engine.requests.add(requests)
     for _ in range(4):
         assert not engine.requests.step()
-    held = {sampled.key: NOTHING.extend(sampled, 0) for sampled in engine.requests.interrupt([0, 1, 2])}
-    again = unpack_responses(pack_responses(held))
-    rest = [
-        Request(r.key, np.append(r.tokens, again[r.key].tokens), 90 + r.key, SamplingConfig(1.0, 6, (2,)))
-        for r in requests
-    ]
-    whole = [again[s.key].extend(s, 1) for s in generate(engine.requests, rest)]
+    samples = SampleGroups([Prompt(r.key, r.tokens, "", "") for r in requests], 1, SAMPLED, step=1)
+    held = {r.key: Recording(*samples.sample_of(r.key)) for r in requests}
+    for part in engine.requests.interrupt([0, 1, 2]):
+        held[part.key].reply(part.tokens, part.logprobs, 0, routes=part.routes, is_whole=False)
+    kept = unpack_rollouts(pack_rollouts({key: one.finish("interrupted") for key, one in held.items()}), samples)
+    held = {key: Recording.of(rollout) for key, rollout in kept.items() if rollout is not None}
+    rest = [Request(r.key, held[r.key].tokens, 90 + r.key, SamplingConfig(1.0, 6, (2,))) for r in requests]
+    for part in generate(engine.requests, rest):
+        held[part.key].reply(part.tokens, part.logprobs, 1, routes=part.routes)
+    whole = [held[r.key].finish("stop") for r in requests]
     return requests, [
-        Sampled(r.key, w.tokens, w.logprobs, "", routes=w.routes) for r, w in zip(requests, whole, strict=True)
+        Sampled(r.key, w.response_tokens, w.rollout_logprobs, "", routes=w.branches[0].routes)
+        for r, w in zip(requests, whole, strict=True)
     ]
 
 
@@ -189,7 +195,7 @@ def test_an_engine_must_tell_routes() -> None:
 
     def check(routes: np.ndarray | None) -> None:
         sampled = Sampled(0, tokens, logprobs, "stop", routes=routes)
-        check_routes([sampled], "mine", SHAPE)
+        check_sampled(sampled, make_requests()[0], vocab_size=10, source="mine", route_shape=SHAPE)
 
     check(good)
     wrong = good.copy()

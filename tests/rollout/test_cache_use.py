@@ -10,13 +10,13 @@ from distributed import run_ranks
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import init_distributed, world
-from megatron_rl.rollout.generation import CacheUse
+from megatron_rl.rollout.generation import OpenRequests
 
 
 def work(rank: int, world_size: int, counts: list[list[int | None]]) -> dict[str, float]:
     """Requests of 10 tokens; rank 1 does not speak for its engine."""
     init_distributed(2)
-    use, sampling = CacheUse(), SamplingConfig(1.0, 4, ())
+    use, sampling = OpenRequests(), SamplingConfig(1.0, 4, ())
     use.ask([Request(key, np.zeros(10, np.int32), 0, sampling) for key in range(len(counts[rank]))])
     for key, count in enumerate(counts[rank]):
         use.hear(Sampled(key, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", num_cached=count))

@@ -25,6 +25,7 @@ from scripted_job import (
 
 from distributed import run_ranks
 from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.rollout.packed_episodes import pack_rollouts, unpack_rollouts
 from megatron_rl.types import Branch, KeptSets, Prompt, Rollout, Turn, UserError
 
@@ -139,15 +140,8 @@ def test_episodes_that_have_begun_are_not_taken_for_responses() -> None:
     assert found == "the section agents asks for responses, and 3 prompts have begun as episodes"
 
 
-class _Samples:
-    def sample_of(self, key: int) -> tuple[Prompt, int]:
-        return PROMPT, key % 4
-
-    def request(self, *_: Any) -> Any:
-        raise NotImplementedError
-
-
 PROMPT = Prompt(3, np.array([1, 2], np.int32), "", "")
+SAMPLES = SampleGroups([PROMPT] * 3, 4, SAMPLING, step=1)
 
 
 def make_branch(length: int, rewards: bool, kept: bool) -> Branch:
@@ -176,6 +170,6 @@ def test_what_is_packed_is_unpacked_bit_by_bit(kept: bool) -> None:
         6: None,
         7: Rollout(PROMPT, 3, [make_branch(7, False, kept)], [], "error", reward=float("nan"), failure="a traceback"),
     }
-    found = unpack_rollouts(pack_rollouts(rollouts), _Samples())
+    found = unpack_rollouts(pack_rollouts(rollouts), SAMPLES)
     assert repr(found) == repr(rollouts)
-    assert unpack_rollouts(pack_rollouts({2: None}), _Samples()) == {2: None}
+    assert unpack_rollouts(pack_rollouts({2: None}), SAMPLES) == {2: None}

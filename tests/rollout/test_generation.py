@@ -33,7 +33,8 @@ from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rewards.plan import build_reward_plan
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.generation import RolloutGenerator, SampleGroups
+from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.run.engine import build_rollout
 from megatron_rl.run.models import RoleInputs
 from megatron_rl.run.resolve import resolve
@@ -101,7 +102,7 @@ def stream(rank: int, world_size: int, path: Path, engine: str, rollout_tp: int)
     groups = SampleGroups(make_prompts(), GROUP_SIZE, SAMPLED, step=1)
 
     silent = gather_rollouts(generator.generate(groups))
-    mine = generator.generate(groups, told.append)
+    mine = generator.generate(groups, lambda rollout, step: told.append(rollout))
     rollouts = gather_rollouts(mine)
     by_groups = RolloutGenerator(
         generator._engine,
@@ -163,7 +164,7 @@ def fail(rank: int, world_size: int, path: Path) -> tuple[str, int]:
     generator = open_generator(path, world_size, "vllm", 1)
     calls = []
 
-    def listen(rollout: Rollout) -> None:
+    def listen(rollout: Rollout, step: int) -> None:
         calls.append(rollout)
         if rank == 1:
             raise UserError("cannot listen", source="here", expected="", hint="")
@@ -192,7 +193,7 @@ def score_while_generating(
     scorer = Scorer(build_reward_plan(config, 12), config, decode=lambda tokens: " ".join(map(str, tokens)))
     told: list[Rollout] = []
 
-    def listen(rollout: Rollout) -> None:
+    def listen(rollout: Rollout, step: int) -> None:
         scorer.begin(rollout)
         told.append(rollout)
         if len(told) == 2:

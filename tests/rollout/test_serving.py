@@ -53,7 +53,6 @@ class Inbox:
                 waits = self._messages[-1]
                 self._messages[-1] = ControlMessage(
                     [*waits.interrupts, *message.interrupts],
-                    waits.weights if message.weights is None else message.weights,
                     [*waits.requests, *message.requests],
                     waits.stop or message.stop,
                 )
@@ -90,7 +89,6 @@ def share_messages(rank: int, world_size: int) -> list[list[ControlMessage]]:
     """What each channel brings: of engines of two ranks, of one engine, and of that one through its group."""
     message = ControlMessage(
         interrupts=[4, 2**40],
-        weights=7,
         stop=True,
         requests=[
             Request(3, np.array([5, 6], np.int32), 2**62 + 1, SamplingConfig(0.1, 9, ()), turn=2),
@@ -121,7 +119,7 @@ def shared() -> list[list[list[ControlMessage]]]:
 
 
 def check_equal(found: ControlMessage, message: ControlMessage) -> None:
-    assert (found.interrupts, found.weights, found.stop) == ([4, 2**40], 7, True)
+    assert (found.interrupts, found.stop) == ([4, 2**40], True)
     for one, expected in zip(found.requests, message.requests, strict=True):
         assert one.tokens.tolist() == expected.tokens.tolist() and one.tokens.dtype == np.int32
         assert (one.key, one.seed, one.sampling, one.turn) == (
@@ -179,21 +177,15 @@ def test_an_interrupt_does_not_overtake_its_request() -> None:
     assert told == [(0, "interrupted")]
 
 
-def test_weights_come_between_two_steps() -> None:
-    """After the interruptions and before the requests of the same message."""
-    events: list[Any] = []
-    engine = script([3, 3])
+def test_requests_join_behind_the_interruptions_of_their_message() -> None:
+    """A request may have the key of one that the same message interrupts."""
+    found: list[Any] = []
     messages = [
         ControlMessage(requests=[make_request(0)]),
-        ControlMessage(interrupts=[0], weights=4, requests=[make_request(1)], stop=True),
+        ControlMessage(interrupts=[0], requests=[make_request(0)], stop=True),
     ]
-    serve(
-        engine,
-        lambda wait: messages.pop(0),
-        lambda s: events.append((s.key, len(s.tokens))),
-        receive_weights=lambda version: events.append((version, engine.has_requests())),
-    )
-    assert events == [(0, 1), (4, False), (1, 3)]
+    serve(script([3, 3]), lambda wait: messages.pop(0), lambda s: found.append((s.key, len(s.tokens))))
+    assert found == [(0, 1), (0, 3)]
 
 
 def test_one_turn_engines_generate_what_waits() -> None:
@@ -213,7 +205,7 @@ def test_one_turn_engines_generate_what_waits() -> None:
     engine.add([make_request(9)])
     assert [s.finish_reason for s in engine.interrupt([9, 10])] == ["interrupted"] and not engine.has_requests()
     serve(engine, close_batch(requests), lambda s: told.append((s.key, len(s.tokens))))
-    assert calls == [(2, 0.7), (1, 0.0)] and told == [(0, 3), (2, 1), (-1, 1)]
+    assert calls == [(2, 0.7), (1, 0.0)] and told == [(0, 3), (2, 1), (2, 1)]
 
 
 class Failing(ScriptedEngine):

@@ -7,6 +7,7 @@ The engines are scripted (scripted_job.py). Real engines are in tests/trainer/te
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_job import (
@@ -30,14 +32,16 @@ from scripted_job import (
 )
 
 from distributed import run_ranks
+from megatron_rl.config.agents import AgentsConfig
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.engines.protocol import Sampled
 from megatron_rl.engines.sampling import derive_seed
-from megatron_rl.rollout.carried import NOTHING, Response, pack_responses, unpack_responses
+from megatron_rl.rollout.episodes import Episodes
+from megatron_rl.rollout.order import SampleGroups
+from megatron_rl.rollout.phase import find_window
 from megatron_rl.rollout.stream import Taken
 from megatron_rl.rollout.trace import ScheduleTrace, read_trace
-from megatron_rl.rollout.window import find_window
-from megatron_rl.types import KeptSets, Rollout, UserError
+from megatron_rl.types import KeptSets, Prompt, Rollout, UserError
 
 
 def describe(job: Job, taken: Taken) -> list[tuple[Any, ...]]:
@@ -359,34 +363,100 @@ def test_a_smaller_bound_takes_what_has_begun_first() -> None:
     assert find_window(open_, begun=15, wanted=3, ahead=3, passed=1) == (2, range(15, 15))
 
 
+PROMPT = Prompt(3, np.array([1, 2], np.int32), "", None)
+KEPT = KeptSets(np.array([9, 2, 7], np.int32), np.array([2, 1], np.int32))
+
+
+def open_responses() -> Episodes:
+    return Episodes(SampleGroups([PROMPT] * 3, 2, SAMPLING, step=1), 1, AgentsConfig(), None)
+
+
+def hear(responses: Episodes, parts: list[Sampled], version: int) -> list[Any]:
+    """A phase that ends with these; the requests that it began with."""
+    responses.start(responses.keys, SAMPLING)
+    requests = responses.follow().requests
+    responses.ask(requests)
+    for part in parts:
+        assert responses.hear(part, version) == (part.finish_reason != "interrupted")
+    return [(one.key, one.tokens.tolist(), one.seed, one.sampling, one.num_sampled) for one in requests]
+
+
+def part(key: int, tokens: list[int], reason: str, kept: KeptSets | None = None, inserted: Any = None) -> Sampled:
+    logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32) / 4
+    return Sampled(key, np.array(tokens, np.int32), logprobs, reason, kept, inserted=inserted)
+
+
 def test_responses_survive_the_file() -> None:
-    first = NOTHING.extend(Sampled(4, np.array([7, 8]), np.array([-0.5, -0.25]), "interrupted"), 3)
-    second = first.extend(Sampled(4, np.array([9]), np.array([-1.0]), "stop"), 5)
-    found = unpack_responses(pack_responses({4: second, 9: NOTHING, 2: first}))
-    assert list(found) == [4, 9, 2] and not found[9].is_finished
-    assert found[4].versions.tolist() == [3, 3, 5] and found[4].is_finished
-    for key, response in {4: second, 9: NOTHING, 2: first}.items():
-        assert_equal(found[key], response)
+    """Whole ones, parts and what has no token; kept sets behind others without any, and tokens that were put in."""
+    responses = open_responses()
+    responses.begin([4, 1, 2, 5])
+    hear(responses, [part(key, tokens, "interrupted") for key, tokens in ((4, [7, 8]), (1, []), (2, [5]))], 3)
+    last_is_put_in = part(2, [6, 7], "interrupted", KEPT, inserted=np.array([False, True]))
+    hear(responses, [part(4, [9], "stop"), last_is_put_in, part(5, [4], "length")], 5)
+    found = open_responses()
+    found.load(responses.pack(), lambda key: key != 5)
+    assert found.keys == [4, 1, 2] and found.find_unfinished() == [1, 2] and found.num_tokens == 6
+    assert found.rollout(4).versions.tolist() == [3, 3, 5] and found.rollout(4).finish_reason == "stop"
+    assert found.rollout(4).rollout_logprobs.tolist() == [-0.25, -0.5, -0.25]
+    ends = [part(1, [3, 3], "stop"), part(2, [2], "stop")]
+    responses.drop([5])
+    assert hear(found, ends, 6) == hear(responses, ends, 6)
+    (branch,), (expected,) = (one.rollout(2).branches for one in (found, responses))
+    assert branch.sampled.tolist() == expected.sampled.tolist() == [False, False, True, True, False, True]
+    assert branch.tokens.tolist() == expected.tokens.tolist() == [1, 2, 5, 6, 7, 2]
+    assert branch.versions.tolist()[2:] == expected.versions.tolist()[2:] == [3, 5, 5, 6]
+    assert branch.kept is not None and branch.kept.counts.tolist() == [0, 0, 0, 2, 1, 0]
 
 
-def test_kept_sets_survive_the_file() -> None:
-    """Also beside responses without any, and behind tokens that were drawn from the whole vocabulary."""
-    kept = KeptSets(np.array([9, 2, 7], np.int32), np.array([2, 1], np.int32))
-    first = NOTHING.extend(Sampled(4, np.array([5]), np.array([-0.5]), "interrupted"), 3)
-    second = first.extend(Sampled(4, np.array([2, 7]), np.array([-0.5, -0.25]), "stop", kept), 3)
-    assert first.kept is None and second.kept is not None
-    found = unpack_responses(pack_responses({1: first, 4: second, 9: NOTHING, 2: second}))
-    for key, (ids, counts) in {1: ([], [0]), 4: ([9, 2, 7], [0, 2, 1]), 9: ([], []), 2: ([9, 2, 7], [0, 2, 1])}.items():
-        sets = found[key].kept
-        assert sets is not None and (sets.ids.tolist(), sets.counts.tolist()) == (ids, counts)
-    assert "kept_ids" not in pack_responses({1: first})
+def test_responses_of_older_checkpoints_are_read() -> None:
+    """They have no prompts, and name samples and reasons in tensors."""
+    arrays: dict[str, Any] = {
+        "keys": [4, 1, 2],
+        "lengths": [3, 0, 2],
+        "reasons": np.array([1, 0, 0], np.uint8),
+        "tokens": np.array([7, 8, 9, 5, 6], np.int32),
+        "logprobs": np.array([-0.5, -0.25, -1, -2, -3], np.float32),
+        "versions": np.array([3, 3, 5, 4, 4], np.int32),
+        "kept_ids": KEPT.ids,
+        "kept_counts": np.array([0, 0, 0, 2, 1], np.int32),
+        "inserted": np.array([False, False, False, False, True]),
+    }
+    found = open_responses()
+    found.load({name: torch.tensor(values) for name, values in arrays.items()}, lambda key: True)
+    assert found.keys == [4, 1, 2] and found.find_unfinished() == [1, 2]
+    assert found.rollout(4).response_tokens.tolist() == [7, 8, 9]
+    assert found.rollout(4).versions.tolist() == [3, 3, 5] and found.rollout(4).finish_reason == "stop"
+    requests = hear(found, [part(2, [4], "length")], 6)
+    assert [(key, tokens, num_sampled) for key, tokens, *_, num_sampled in requests] == [
+        (1, [1, 2], 0),
+        (2, [1, 2, 5, 6], 2),
+    ]
+    (branch,) = found.rollout(2).branches
+    assert branch.sampled.tolist() == [False, False, True, False, True]
+    assert branch.kept is not None and branch.kept.counts.tolist() == [0, 0, 2, 1, 0]
 
 
-def assert_equal(a: Response, b: Response) -> None:
-    assert a.finish_reason == b.finish_reason
-    for name in ("tokens", "logprobs", "versions"):
-        assert getattr(a, name).dtype == getattr(b, name).dtype
-        assert np.array_equal(getattr(a, name), getattr(b, name))
+def _take_from_a_faulty_engine(rank: int, world_size: int, loses_responses: bool) -> tuple[str, str]:
+    job = Job(ScheduleConfig(max_staleness=1), 1, random.Random(rank))
+    engine: Any = job.generator._engine.requests
+    end, step = engine._end, engine.step
+    if rank == 1 and loses_responses:
+        engine.step = lambda: step()[1:]
+    elif rank == 1:
+        engine._end = lambda key, reason: replace(end(key, reason), logprobs=np.empty(0, np.float32))
+    with pytest.raises(UserError) as caught:
+        job.take()
+    return caught.value.source, caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("loses_responses", "found"), [(False, "a response of "), (True, r"\d+ responses to \d+ requests")]
+)
+def test_a_fault_of_an_engine_ends_the_phase_of_all(loses_responses: bool, found: str) -> None:
+    """Nobody waits for the samples whose responses are wrong, or lost."""
+    first, second = run_ranks(_take_from_a_faulty_engine, 2, loses_responses, timeout=20)
+    assert first == second and first[0].startswith("rollout engine 1 (scripted, rank 1)")
+    assert re.match(found, first[1])
 
 
 def test_seeds_of_segments_differ_from_all_others() -> None:

@@ -15,7 +15,6 @@ from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.rollout.carried import CarriedResponses
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.order import SampleOrder
 from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
@@ -97,7 +96,7 @@ class ScriptedStream:
         )
         order = SampleOrder(PromptBatches(PromptStream(prompts, False, 0), size), config)
         clock = Clock(open_phase_end(steps_per_update, engines.of, None), training)
-        self._stream = RolloutStream(generator, order, CarriedResponses(order), config, clock, dist.group.WORLD)
+        self._stream = RolloutStream(generator, order, config, clock, dist.group.WORLD)
         self._sampling = SamplingConfig(temperature=1.0, max_tokens=costs.longest, stop_token_ids=())
 
     def take(self) -> int:

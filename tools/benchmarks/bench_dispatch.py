@@ -123,7 +123,8 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
     import torch.distributed as dist
 
     from megatron_rl.observability.rollout_progress import RolloutProgress
-    from megatron_rl.rollout.generation import RolloutGenerator, SampleGroups
+    from megatron_rl.rollout.generation import RolloutGenerator
+    from megatron_rl.rollout.order import SampleGroups
     from megatron_rl.rollout.serving import Channel
     from megatron_rl.types import Prompt
 

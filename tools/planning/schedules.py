@@ -4,7 +4,7 @@
 Prompt i may begin once i < (version + 1 + k) B, where version counts the updates so far, k is `max_staleness` and B the
 prompts of a batch. With `order: stream` batch n is the prompts nB to nB + B - 1, and no response is older than k
 updates when it is trained on. With `order: whole` it may be any prompts whose responses are all there, half as many
-begin ahead, and that bound holds too (`rollout.window`).
+begin ahead, and that bound holds too (`rollout.phase`).
 """
 
 from __future__ import annotations

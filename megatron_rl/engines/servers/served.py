@@ -197,14 +197,14 @@ class Server:
         temperatures = (0.0, spec.config.temperature)
         self.add(
             [
-                Request(-1 - i, prompt, 1, SamplingConfig(temperature, _PROBE_RESPONSE, ()))
+                Request(i, prompt, 1, SamplingConfig(temperature, _PROBE_RESPONSE, ()))
                 for i, temperature in enumerate(temperatures)
             ]
         )
         found: dict[int, Sampled] = {}
         while self._running:
             found |= {one.key: one for one in self.step()}
-        return Probed(prompt, [found[key] for key in sorted(found, reverse=True)], temperatures)
+        return Probed(prompt, [found[key] for key in sorted(found)], temperatures)
 
     def _try(self, action: Callable[[], T]) -> T:
         """What an action returns, however often the server must be brought back for it.
