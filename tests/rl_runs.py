@@ -14,6 +14,7 @@ import sentencepiece
 import torch
 import yaml
 
+import megatron_rl.run.grpo as trainer_module  # heavy imports once, in the parent
 import megatron_rl.run.sft as sft_module
 from megatron_rl.engines.vllm.vllm_library import prepare_vllm
 from megatron_rl.observability import curves

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.run.loading import load_config
+from tools.rehearsal.report import find_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "launch/recipes/qwen2.5_0.5b_gsm8k.yaml"
@@ -60,6 +61,51 @@ def test_what_is_right_has_no_problem(problems: dict[str, list[str]]) -> None:
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_planted_fault_is_named(fault: str, problems: dict[str, list[str]]) -> None:
     assert any(EXPECTED[fault] in problem for problem in problems[fault]), problems[fault]
+
+
+def make_report(**changes: Any) -> dict[str, Any]:
+    """Of a rank that agrees with its plan, but for changes of its update, or of its row of memory or of traffic."""
+    row = {"phase": "actor update", "planned": 2 << 30, "rehearsed": 2 << 30, "at_peak": []}
+    traffic = {"role": "actor", "axis": "DP", "planned": 1 << 30, "rehearsed": 1 << 30}
+    update = {"host_collectives": [], "mixes": [], "syncs": {"megatron_rl/training/update.py:1": 1}, "peak": 2 << 30}
+    update |= {"live": 1 << 30, "held": {"a.py:1": 1 << 30}}
+    return {
+        "rank": 0,
+        "memory": [row | changes.get("memory", {})],
+        "host": {"planned": 0, "rehearsed": 0} | changes.get("host", {}),
+        "traffic": [traffic | changes.get("traffic", {})],
+        "most_planned": 2 << 30,
+        "phases": {
+            "first actor update": update,
+            "save": update | {"syncs": {}} | changes.get("save", {}),
+            "actor update": update | changes.get("update", {}),
+        },
+    }
+
+
+# What a rehearsal has found -> words of the problem; `EXPECTED` has them of whole rehearsals.
+FOUND: dict[str, tuple[dict[str, Any], str]] = {
+    "memory": ({"memory": {"rehearsed": 3 << 30}}, "actor update: 3.00 GiB rehearsed, 2.00 planned"),
+    "page-locked memory": ({"host": {"rehearsed": 1 << 30}}, "1.00 GiB of page-locked memory rehearsed, 0.00 planned"),
+    "bytes": ({"traffic": {"rehearsed": 2 << 30}}, "actor DP: 2.000 GiB sent, 1.000 planned"),
+    "host collective": ({"update": {"host_collectives": ["x.py:7"]}}, "a collective of a tensor on the host at x.py:7"),
+    "mix": ({"update": {"mixes": ["x.py:8"]}}, "tensors of the host and of the device at x.py:8"),
+    "wait": ({"update": {"syncs": {"megatron_rl/training/step.py:9": 1}}}, "waits for the device at megatron_rl/train"),
+    "second wait": ({"update": {"syncs": {"megatron_rl/training/update.py:1": 2}}}, "the host waits 2 times for the"),
+    "a save": ({"save": {"peak": 3 << 30}}, "save: 3.00 GiB rehearsed, more than the 2.00 of any planned phase"),
+    "leak": (
+        {"update": {"live": (1 << 30) + (1 << 20), "held": {"a.py:1": 1 << 30, "b.py:2": 1 << 20}}},
+        "1.0 MiB (0.1%) more are held after the second actor update than after the first, made at b.py:2",
+    ),
+}
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_a_problem_is_named_by_itself(found: str) -> None:
+    assert [*find_problems(make_report(), {"actor": "eager"})] == []
+    changes, words = FOUND[found]
+    (problem,) = find_problems(make_report(**changes), {"actor": "eager"})
+    assert problem.startswith("rank 0") and words in problem
 
 
 def test_tool_rehearses_every_class_and_agrees(arguments: list[str], tmp_path: Path) -> None:

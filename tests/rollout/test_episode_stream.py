@@ -100,6 +100,34 @@ def test_no_episode_is_lost_when_a_job_is_killed(max_staleness: int, every: int 
     assert max(versions) > 1, "no episode saw two versions"
 
 
+class Slow(random.Random):
+    """Every environment is slow, and every engine fast."""
+
+    def random(self) -> float:
+        return 0.0
+
+
+def _run_slow_environments(rank: int, world_size: int, schedule: ScheduleConfig) -> list[Any]:
+    job, rows = Job(schedule, 1, Slow(), turns=TURNS), []
+    for step in range(4):
+        rows += [describe_rollout(one) for _, one in job.take().rollouts]
+        job.train(OPTIMIZER_STEPS * (step + 1))
+    return rows
+
+
+@pytest.mark.parametrize("updates", ["in_flight", "drain"])
+def test_replies_of_slow_environments(updates: Any) -> None:
+    """One rank. An interrupted reply continues with a seed of its own, which its log-probs tell; drained, none is."""
+    every = 2 if updates == "in_flight" else None
+    (rows,) = run_ranks(
+        _run_slow_environments, 1, ScheduleConfig(max_staleness=1, steps_per_update=every, updates=updates)
+    )
+    assert len(rows) == 4 * BATCH * GROUP
+    changes = [(row[5][i - 1], row[5][i]) for row in rows for i in np.flatnonzero(np.diff(row[3])) + 1]
+    assert (len(changes) > 10) == (updates == "in_flight") and all(before != after for before, after in changes)
+    assert updates == "in_flight" or not changes
+
+
 def test_drained_episodes_have_one_version_and_a_killed_job_is_the_same() -> None:
     """Two jobs with other pauses, one of which is killed again and again; one rank trains beside two engines."""
     schedule = ScheduleConfig(max_staleness=1, updates="drain")

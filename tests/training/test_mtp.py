@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from distributed import run_ranks
 from megatron_rl.parallel.collectives import world
 from megatron_rl.samples.batch import MicrobatchSlice, TrainBatch
 from megatron_rl.training.mtp import find_successors, shift_targets
-from megatron_rl.training.roles.mtp_layer import Mtp
+from megatron_rl.training.roles.mtp_layer import Mtp, _compute_loss
 from megatron_rl.weights.fused_experts import name_expert, split_experts, split_huggingface_experts
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.shard_box import box_slices
@@ -112,6 +113,16 @@ def test_gradients_equal_transformers(layout: str, reference: Any) -> None:
     assert max(gaps.values()) <= 1e-5, {k: v for k, v in gaps.items() if v > 1e-5}
     for name, gradient in expected.items():
         assert gradient.any() or ".experts." in name, name
+
+
+def test_the_share_of_accepted_drafts_by_hand() -> None:
+    """Tokens in the proportions of p: their mean of min(1, q / p) is the sum of min(p, q), 0.25 + 0.3 + 0.1."""
+    policy, draft = torch.tensor([0.25, 0.5, 0.25]), torch.tensor([0.6, 0.3, 0.1])
+    drawn = torch.tensor([0, 1, 1, 2, 2])  # the last of them is not in the loss
+    mask = torch.tensor([True] * 4 + [False])
+    microbatch: Any = SimpleNamespace(loss_mask=mask, loss_weights=mask / 4, rollout_logprobs=policy[drawn].log())
+    _, metrics = _compute_loss(None, microbatch, draft[drawn].log(), torch.zeros(5))
+    assert metrics["accepted"].item() / 4 == pytest.approx(torch.minimum(policy, draft).sum().item())
 
 
 def _measure_policy(rank: int, world_size: int, case: Case, path: Path) -> Any:
