@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl.engines.vllm import vllm_engine as seam
 from megatron_rl.engines.vllm.vllm_arguments import LOAD_FORMAT
-from megatron_rl.engines.vllm.vllm_engine import vllm_engine as seam
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.rollout_layout import vllm_placements
 

@@ -62,10 +62,6 @@ def _formula(name: str, *, needs_old_logprobs: bool = False, **needs: bool) -> R
     return RegisteredEstimator(formula, needs_old_logprobs=needs_old_logprobs, **needs)
 
 
-def _loss(name: str, module: str = "policy_losses") -> Deferred:
-    return Deferred(f"megatron_rl.algorithms.{module}", f"compute_{name}_loss")
-
-
 ADVANTAGE_ESTIMATORS: dict[str, RegisteredEstimator] = {
     **{name: _formula(name, needs_group=True) for name in ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg")},
     "optimal_token_baseline": _formula(
@@ -79,11 +75,11 @@ ADVANTAGE_ESTIMATORS: dict[str, RegisteredEstimator] = {
 }
 CHOOSES_TOKENS = ("clip_cov", "kl_cov")  # policy losses that choose tokens out of the whole step, by `old_logprobs`
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    **{
-        name: _loss(name)
-        for name in ("ppo", "gspo", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "policy_gradient")
-    },
-    **{name: _loss(name, "covariance") for name in CHOOSES_TOKENS},
+    name: Deferred("megatron_rl.algorithms.policy_losses", f"compute_{name}_loss")
+    for name in (
+        *("ppo", "gspo", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "policy_gradient"),
+        *CHOOSES_TOKENS,
+    )
 }
 LOSS_AGGREGATIONS: dict[str, LossAggregation] = {
     name: Deferred("megatron_rl.algorithms.aggregation", f"weigh_{name.replace('-', '_')}")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import advantages as estimation
-from megatron_rl.algorithms import policy_losses as covariance
+from megatron_rl.algorithms import policy_losses
 from megatron_rl.algorithms.catalog import CHOOSES_TOKENS
 from megatron_rl.algorithms.kl import compute_kl_penalty
 from megatron_rl.algorithms.losses import PolicyLossInputs
@@ -225,7 +225,7 @@ def choose_tokens(batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.Pro
     """The tokens that the policy loss treats in another way, where it does that; collective."""
     if algorithm.policy_loss not in CHOOSES_TOKENS:
         return None
-    return covariance.choose_tokens(loss_inputs(batch), algorithm, group)
+    return policy_losses.choose_tokens(loss_inputs(batch), algorithm, group)
 
 
 def loss_inputs(batch: TrainBatch) -> PolicyLossInputs:

@@ -24,8 +24,8 @@ from megatron_rl.checkpoint.model_files import ModelFiles
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.protocol import EngineSpec, Request
 from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.vllm import vllm_engine as engine_module
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
-from megatron_rl.engines.vllm.vllm_engine import vllm_engine as engine_module
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.weights.model_config import load_model_shape
 from shards import find_differences

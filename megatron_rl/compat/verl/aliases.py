@@ -15,9 +15,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megatron_rl.compat import trl as huggingface
-from megatron_rl.compat.verl import name_groups as groups
-from megatron_rl.compat.verl import name_tables as tables
+from megatron_rl.compat import trl
+from megatron_rl.compat.verl import name_groups, name_tables
 from megatron_rl.compat.verl.kinds import Ignored, Only, Renamed, SameAs
 from megatron_rl.compat.verl.kl_names import note
 from megatron_rl.compat.verl.loss_names import find_defaults
@@ -30,8 +29,8 @@ from megatron_rl.types import UserError
 
 # Hydra's mark for a value that must be given elsewhere, and an empty section that a reference left.
 _NOTHING = ("???", {})
-_ALIASES = {**tables.ALIASES, **huggingface.ALIASES}
-_GROUPS = (*groups.GROUPS, *huggingface.GROUPS)
+_ALIASES = {**name_tables.ALIASES, **trl.ALIASES}
+_GROUPS = (*name_groups.GROUPS, *trl.GROUPS)
 
 
 def alias_names() -> list[str]:
@@ -184,13 +183,13 @@ def _same(value: Any, other: Any) -> bool:
 
 def format_names(width: int = 100) -> str:
     """List the verl names for `--help`, in lines of `width` columns."""
-    renamed = [(name, alias.target) for name, alias in tables.ALIASES.items() if isinstance(alias, Renamed)]
+    renamed = [(name, alias.target) for name, alias in name_tables.ALIASES.items() if isinstance(alias, Renamed)]
     pairs = [(name, target) for name, target in renamed if name != target]
-    pairs += [(" + ".join(group.names), group.meaning) for group in groups.GROUPS]
+    pairs += [(" + ".join(group.names), group.meaning) for group in name_groups.GROUPS]
     lines = ["[verl names]  accepted in recipes and on the command line"]
     for name, target in sorted(pairs):
         lines += textwrap.wrap(f"{name} -> {target}", width - 2, initial_indent="  ", subsequent_indent="      ")
-    others = sorted(name for name, alias in tables.ALIASES.items() if not isinstance(alias, Renamed))
+    others = sorted(name for name, alias in name_tables.ALIASES.items() if not isinstance(alias, Renamed))
     text = f"Without effect or with one value only (reasons: docs/verl_keys.md): {', '.join(others)}."
     lines += textwrap.wrap(text, width - 2, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
     return "\n".join(lines) + "\n"
