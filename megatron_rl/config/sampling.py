@@ -9,14 +9,11 @@ from typing import Any
 from megatron_rl.config.declaring import option
 
 _HISTORY = "not served: a token's probability would depend on which tokens came before, by a rule that training lacks"
-_GONE = "gone: what its default said is always done; remove it"
 _FORBIDDEN = "not served: it forbids tokens, and which ones is not recorded for training"
 # Settings of samplers that users look for, and why they are missing (docs/sampling.md).
 NOT_SERVED = {
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _HISTORY),
     **dict.fromkeys(("logit_bias", "bad_words", "structured_outputs"), _FORBIDDEN),
-    **dict.fromkeys(("validation_batch_size", "log_validation", "status_token", "keep_best"), _GONE),
-    **dict.fromkeys(("max_failed_saves", "service_max_answer_bytes", "start_seconds"), _GONE),
 }
 
 

@@ -2,7 +2,7 @@
 """GRPO, PPO and their relatives: `train` is the algorithm, and what its lines mean comes below.
 
 Every rank runs the same program. What decides (lengths, rewards) is known to every rank; tokens are where they were
-generated and where they are trained on (see `experience`). What surrounds the steps is in `session.py`.
+generated and where they are trained on (see `samples`). What surrounds the steps is in `session.py`.
 """
 
 from __future__ import annotations

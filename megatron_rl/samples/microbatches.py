@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which sequence goes into which microbatch of which DP rank (pure).
 
-Invariants (asserted in tests/packing/test_microbatches.py):
+Invariants (asserted in tests/samples/test_microbatches.py):
 
 * every sequence is in exactly one microbatch;
 * no microbatch exceeds the token budget, a shared prefix counted once per microbatch;

@@ -2,7 +2,7 @@
 """A megatron-core model over packed batches: what all roles (actor, reference, critic, reward model) have in common.
 
 The schedule is megatron-core's (no pipelining, 1F1B or interleaved). The last pipeline stage ends in hidden states;
-a head (`heads.py`) says what is made of them, and only that stage ever has it.
+a head (`token_heads.py`) says what is made of them, and only that stage ever has it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megatron_rl.training.adapted_model import Adapters
     from megatron_rl.training.router_replay import Routing
 
-# (hidden states of the last stage, microbatch) -> tensors [t, ...] of the whole microbatch; see `heads.py`
+# (hidden states of the last stage, microbatch) -> tensors [t, ...] of the whole microbatch; see `token_heads.py`
 Head = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, ...]]
 # (microbatch, *what the head gives [t]) -> loss and the sums (or maxima, "max/...") that make up its metrics
 LossFunction = Callable[..., tuple[torch.Tensor, Any]]

@@ -5,7 +5,7 @@ Pure and deterministic: each rank computes its own part of the plan from the sam
 is negotiated. Both sides are lists of `Shard`s, ranks that hold the same placements; what Megatron or vLLM
 are is not known here. Work is done once per class of tensors that are cut alike (`classes.py`).
 
-Invariants (asserted in tests/resharding/test_planner.py): every placed destination element is written
+Invariants (asserted in tests/transfer/test_planner.py): every placed destination element is written
 exactly once; every element is read from a rank that holds it, near before far, every replica the same
 share; both ends of a pair list the same operations in the same order, that of the destination's placements.
 """

@@ -58,7 +58,7 @@ def test_mode_equals_its_definition(mode: str) -> None:
 def test_sum_is_independent_of_the_split(mode: str, dp_size: int, max_tokens: int) -> None:
     """Weights are made once for the minibatch; partial sums over any microbatches add up to the same loss.
 
-    Does not cover the tensors of a batch (tests/packing/test_batch.py) nor real ranks (tests/training).
+    Does not cover the tensors of a batch (tests/samples/test_batch.py) nor real ranks (tests/training).
     """
     losses = make_losses(LENGTHS)
     weights = aggregate(mode, LENGTHS, MAX_RESPONSE_LENGTH).weights

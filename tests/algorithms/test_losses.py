@@ -292,7 +292,7 @@ def test_importance_weights_scale_the_policy_term_only() -> None:
 def test_masked_tokens_enter_nothing(garbage: float, name: str) -> None:
     """Whatever stands at masked positions of the inputs, loss, gradients and metrics stay as they are.
 
-    Does not cover garbage in loss_weights, which are 0 there by construction (tests/packing/test_batch.py).
+    Does not cover garbage in loss_weights, which are 0 there by construction (tests/samples/test_batch.py).
     """
     clean, dirty, config = random_tokens(), random_tokens(), CONFIGS[name]
     for field in ("old_logprobs", "ref_logprobs", "advantages", "importance_weights"):

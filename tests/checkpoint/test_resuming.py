@@ -2,7 +2,7 @@
 """Training states survive a save and a load, in the same layout bit by bit and in any other layout.
 
 Not covered: CUDA generators, apex's and Transformer Engine's Adam, runs of a whole trainer
-(tests/trainer/test_trainer.py).
+(tests/run/test_trainer.py).
 """
 
 from __future__ import annotations

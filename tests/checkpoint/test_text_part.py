@@ -2,7 +2,7 @@
 """Image-text models (Qwen3.5) are read as their text part, and written as a text model.
 
 That Megatron computes the logits of the whole model from these files is tests/models/test_gpt.py's matter, and that a
-run starts from them that of tests/trainer/test_families_in_loop.py. Not covered: images, published checkpoints.
+run starts from them that of tests/run/test_families_in_loop.py. Not covered: images, published checkpoints.
 """
 
 from __future__ import annotations

@@ -192,6 +192,23 @@ def test_the_page_of_names_is_in_step() -> None:
     assert all(f"`{name}`" in page for name in names)
 
 
+def test_settings_that_are_gone_are_read_where_they_say_what_is_done(tmp_path: Path) -> None:
+    """The config.yaml of an earlier run holds every setting, with its default."""
+    recipe = tmp_path / "config.yaml"
+    recipe.write_text(
+        "model: {path: m}\ndata: {train_files: [a], train_batch_size: 2, validation_batch_size: null}\n"
+        "trainer: {log_validation: true}\ncheckpoint: {keep_best: true, max_failed_saves: 3}\n"
+        "observability: {status_token: true}\nreward: {service_max_answer_bytes: 67108864}\n"
+        "reward_model: {recompute_granularity: none}\nrollout: {server: {start_seconds: 600.0}}\n"
+        "teachers: {code: {path: t, recompute_granularity: full}}\n"
+    )
+    loaded = load_config(recipe, ["algorithm.distillation.coef=1"])
+    assert [note.partition("=")[0] for note in loaded.notes] == ["ignored: teachers.code.recompute_granularity"]
+    recipe.write_text(recipe.read_text().replace("keep_best: true", "keep_best: false"))
+    with pytest.raises(UserError, match=r"checkpoint.keep_best = False"):
+        load_config(recipe, ["algorithm.distillation.coef=1"])
+
+
 def test_no_name_of_ours_is_hidden_by_an_alias() -> None:
     """A verl name that is also ours may only translate values, never point elsewhere."""
     shared = {name: ALIASES[name] for name in ALIASES if name in list_fields()}

@@ -2,7 +2,7 @@
 """Configs that are refused: each mistake of a recipe is reported, in one error.
 
 `bad_configs.json` has a row for each: settings, the one that is refused, and words of its error. Not covered: what
-takes the world size (test_batch_plan.py) or files (tests/roles).
+takes the world size (test_batch_plan.py) or files (tests/run).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ INDENTED = re.compile(r" {4,}((?:[A-Z_]+=\S+ )*(?:python|bash|torchrun|pytest) .
 ASSIGNMENT, SETTING = re.compile(r"[A-Z_0-9]+="), re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=")
 # First word, or the whole command -> why it is not read.
 UNREAD = {
-    "schedule.replay=checkpoints/runs/RUN": "needs the trace of a run; tests/trainer/test_schedule.py repeats one",
+    "schedule.replay=checkpoints/runs/RUN": "needs the trace of a run; tests/run/test_schedule.py repeats one",
     "source": "of the shell",
     "pip": "installs a package that docs/dependencies.md names",
     "ssh": "needs another machine",
@@ -39,7 +39,7 @@ UNREAD = {
     "vllm.entrypoints.openai.api_server": "vLLM's; tests/engines start it with these arguments",
     "torchrun ... algorithm.plugins=my_estimator.py algorithm.options.quantile.quantile=0.25": "the files are on the "
     "page; tests/docs/test_extending.py writes and trains with them",
-    "algorithm.plugins=[mine.py]": "the file is on the page; tests/trainer/test_algorithms_in_loop.py trains with it",
+    "algorithm.plugins=[mine.py]": "the file is on the page; tests/run/test_algorithms_in_loop.py trains with it",
     "algorithm.plugins=[my_estimator.py,": "the files are on the page; tests/docs/test_extending.py trains with them",
 }
 

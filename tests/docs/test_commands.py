@@ -47,7 +47,7 @@ COVERED = {
     "NPROC=2 bash launch/quickstart.sh trainer.total_steps=5": "tests/launch/test_quickstart.py::test_two_ranks_and_five_steps",
     "bash tests/run.sh": ".ci/run::exec bash tests/run.sh",
     "torchrun --nproc-per-node 4 launch/pretrain_grpo.py RECIPE.yaml algorithm.plugins=[mine.py] "
-    "algorithm.adv_estimator=best_of_group algorithm.policy_loss=plain": "tests/trainer/test_algorithms_in_loop.py::test_estimator_and_loss_of_the_users_own",
+    "algorithm.adv_estimator=best_of_group algorithm.policy_loss=plain": "tests/run/test_algorithms_in_loop.py::test_estimator_and_loss_of_the_users_own",
     "python tools/doctor.py": "tests/tools/test_doctor.py::test_one_machine",
     "python tools/inspect_checkpoint.py checkpoints/runs/first": "tests/tools/test_convert.py::test_training_checkpoints",
     "python tools/convert_megatron_to_hf.py --checkpoint checkpoints/runs/first --out policy": "tests/tools/test_convert.py::test_training_checkpoints",
@@ -156,7 +156,7 @@ def test_command_works(command: str, checkout: Path) -> None:
 
 
 def test_python_of_the_readme_is_run_elsewhere() -> None:
-    """Its one block is the file that tests/trainer/test_algorithms_in_loop.py trains with."""
+    """Its one block is the file that tests/run/test_algorithms_in_loop.py trains with."""
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert block.startswith("# mine.py")
-    assert 'startswith("# mine.py")' in (ROOT / "tests/trainer/test_algorithms_in_loop.py").read_text(encoding="utf-8")
+    assert 'startswith("# mine.py")' in (ROOT / "tests/run/test_algorithms_in_loop.py").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples of docs/extending.md, as they stand there, in one run of the whole program.
 
-Not covered: an engine with a layout of its own (tests/weight_sync/test_hybrid_engine.py has vLLM's), and the model
+Not covered: an engine with a layout of its own (tests/transfer/test_hybrid_engine.py has vLLM's), and the model
 family (tests/weights).
 """
 

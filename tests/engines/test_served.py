@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own server as an engine, against the engine in the process with the same weights: one server for all of it.
 
-Servers that fail are in test_served_failures.py, the whole program in tests/trainer/test_served_in_loop.py. Not
+Servers that fail are in test_served_failures.py, the whole program in tests/run/test_served_in_loop.py. Not
 covered: GPUs, servers on other nodes.
 """
 

@@ -2,7 +2,7 @@
 """Servers that fail, lie or say nothing: a small HTTP server that behaves as each test tells it to.
 
 The tokens of a response follow from its seed, as a real server's do. vLLM's own server is in test_served.py, and one
-that is killed in tests/trainer/test_served_in_loop.py.
+that is killed in tests/run/test_served_in_loop.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is posted to SGLang's server, and how its answers are read; without a server.
 
-The real one is in tests/trainer/test_served_in_loop.py, with and without truncated sampling.
+The real one is in tests/run/test_served_in_loop.py, with and without truncated sampling.
 """
 
 from __future__ import annotations

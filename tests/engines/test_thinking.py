@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thoughts that a budget ends: in each engine, token by token, and how the tags of a model are found.
 
-Whole runs, with thoughts that are interrupted, saved and resumed, are in tests/trainer/test_thinking_in_loop.py.
+Whole runs, with thoughts that are interrupted, saved and resumed, are in tests/run/test_thinking_in_loop.py.
 Not covered: GPUs.
 """
 

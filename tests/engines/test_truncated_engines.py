@@ -2,7 +2,7 @@
 """Truncated sampling in real engines: what they report is what training scores from the sets that they return.
 
 vLLM (one rank and two, its cache too small for all requests) and transformers; the policy's own engine draws the same
-way in tests/trainer/test_bitwise.py and test_schedule.py. Not covered: GPUs, and prompts computed in parts, which CPU
+way in tests/run/test_bitwise.py and test_schedule.py. Not covered: GPUs, and prompts computed in parts, which CPU
 vLLM cannot do (tests/engines/test_truncation.py has the rule for them).
 """
 

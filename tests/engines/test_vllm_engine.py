@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our in-process vLLM relies on. Its outputs are compared in tests/weight_sync/test_hybrid_engine.py."""
+"""What our in-process vLLM relies on. Its outputs are compared in tests/transfer/test_hybrid_engine.py."""
 
 from __future__ import annotations
 

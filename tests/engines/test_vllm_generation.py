@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One real vLLM engine under work as users have it: long prompts, large batches, errors in the middle.
 
-Its log-probs are compared with transformers in tests/weight_sync/test_hybrid_engine.py. Not covered: GPUs.
+Its log-probs are compared with transformers in tests/transfer/test_hybrid_engine.py. Not covered: GPUs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The commands that users type: torchrun, help, and one error in the job.
 
 Bad input and the dry run are in test_dry_run.py. Not covered: several nodes, and what a run computes
-(tests/trainer/test_trainer.py).
+(tests/run/test_trainer.py).
 """
 
 from __future__ import annotations

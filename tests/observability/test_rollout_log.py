@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts of single tokens out of real tokenizers, and per-token values as a row holds them.
 
-How the values come to the writer is tested in tests/experience/test_experience.py, whole runs in
-tests/trainer/test_trainer.py.
+How the values come to the writer is tested in tests/samples/test_experience.py, whole runs in
+tests/run/test_trainer.py.
 """
 
 from __future__ import annotations

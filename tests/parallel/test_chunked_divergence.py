@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two distributions compared in chunks: values and gradients against autograd through whole float64 softmaxes.
 
-Not covered: what brings the teacher's columns here (tests/trainer/test_distillation.py).
+Not covered: what brings the teacher's columns here (tests/run/test_distillation.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`layout: auto`: what is chosen is the planner's first, stands in the config, and is refused where nothing fits.
 
-Not covered: whether the choice is the fastest on a cluster; runs of it are in tests/trainer/test_auto_layout.py.
+Not covered: whether the choice is the fastest on a cluster; runs of it are in tests/run/test_auto_layout.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planned bytes of engines: of their tables, in eight bits, of servers, and of the switch to them.
 
-What a real switch to eight bits moves is held against the same count in tests/weight_sync/test_coding.py.
+What a real switch to eight bits moves is held against the same count in tests/transfer/test_coding.py.
 """
 
 from __future__ import annotations

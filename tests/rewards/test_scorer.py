@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards of one rank's rollouts: the same whether or not scoring began early, with every kind of source.
 
-That scoring overlaps a real generation: tests/weight_sync/test_hybrid_streaming.py.
+That scoring overlaps a real generation: tests/transfer/test_hybrid_streaming.py.
 """
 
 from __future__ import annotations

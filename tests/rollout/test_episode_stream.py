@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Episodes that begin ahead of their step: replies are interrupted, nothing is lost, nothing comes twice.
 
-Engines and environments are scripted (scripted_job.py); real ones are in tests/trainer/test_agents_in_loop.py.
+Engines and environments are scripted (scripted_job.py); real ones are in tests/run/test_agents_in_loop.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Responses are told of as they finish, by real engines, and scored while others are still being generated.
 
-What the engines generate is compared with transformers in tests/weight_sync/test_hybrid_engine.py.
+What the engines generate is compared with transformers in tests/transfer/test_hybrid_engine.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples that begin ahead of their step: bounded staleness, nothing lost, nothing twice, in the order of the data.
 
-The engines are scripted (scripted_job.py). Real engines are in tests/trainer/test_schedule.py.
+The engines are scripted (scripted_job.py). Real engines are in tests/run/test_schedule.py.
 """
 
 from __future__ import annotations

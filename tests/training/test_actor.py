@@ -4,7 +4,7 @@
 Compared: logprobs of the responses before and after two updates, every metric of both, and all weights after the first
 (in HF coordinates, through the placement tables). Tolerances are ten times what float32 rounding was seen to leave.
 Not covered: CUDA, Transformer Engine; shared prompts (tests/models/test_context_parallel.py and
-tests/trainer/test_algorithms_in_loop.py have them).
+tests/run/test_algorithms_in_loop.py have them).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The layer that predicts the token after the next, in training.
 
 Its loss and gradients equal transformers' layers in every layout, and the policy's steps are the same
-with and without it, bit for bit. Not covered: the whole program (tests/trainer/test_mtp_in_loop.py), GPUs.
+with and without it, bit for bit. Not covered: the whole program (tests/run/test_mtp_in_loop.py), GPUs.
 """
 
 from __future__ import annotations

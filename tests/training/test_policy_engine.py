@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine that is the policy, on one rank: greedy tokens of each family, batches, interruptions, seeds, bytes.
 
-Several ranks, an optimizer step and the weights' road are in tests/weight_sync/test_hybrid_engine.py, a run in
-tests/trainer/test_policy_engine_in_loop.py. Not covered: GPUs.
+Several ranks, an optimizer step and the weights' road are in tests/transfer/test_hybrid_engine.py, a run in
+tests/run/test_policy_engine_in_loop.py. Not covered: GPUs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn the names that users of verl, and of TRL, know into ours.
 
-verl's tables are in `tables.py` (one name at a time) and `groups.py` (names that are read together);
+verl's tables are in `name_tables.py` (one name at a time) and `name_groups.py` (names that are read together);
 `docs/verl_keys.md` is made from both. TRL's are in `compat/trl.py`. Invariant: nothing is dropped silently;
 whatever has no effect comes back as a note, and whatever would change the result is an error.
 """
@@ -29,7 +29,20 @@ from megatron_rl.types import UserError
 
 # Hydra's mark for a value that must be given elsewhere, and an empty section that a reference left.
 _NOTHING = ("???", {})
-_ALIASES = {**name_tables.ALIASES, **trl.ALIASES}
+_GONE = "the setting is gone, and what its default said is always done"
+# Settings of this program that are no more: the config.yaml of an earlier run has them all.
+_EARLIER = {
+    "checkpoint.keep_best": Only((True,), _GONE),
+    "checkpoint.max_failed_saves": Only((3,), _GONE),
+    "data.validation_batch_size": Only((), _GONE),
+    "observability.status_token": Only((True,), _GONE),
+    "reward.service_max_answer_bytes": Only((64 << 20,), _GONE),
+    "reward_model.recompute_granularity": Only(("none",), _GONE),
+    "rollout.server.start_seconds": Only((600.0,), "rollout.server.silent_seconds bounds the start as well"),
+    "trainer.log_validation": Only((True,), _GONE),
+}
+_PATTERNS = {**PATTERNS, "teachers.*.recompute_granularity": Ignored("only a backward pass recomputes")}
+_ALIASES = {**name_tables.ALIASES, **trl.ALIASES, **_EARLIER}
 _GROUPS = (*name_groups.GROUPS, *trl.GROUPS)
 
 
@@ -98,7 +111,7 @@ def translate(
             elif setting.name in fields:
                 translated.append(setting)
             else:
-                pattern = next((pattern for pattern in PATTERNS if fnmatchcase(setting.name, pattern)), None)
+                pattern = next((pattern for pattern in _PATTERNS if fnmatchcase(setting.name, pattern)), None)
                 if pattern is None:
                     raise unknown_key_error(setting.name, setting.source, fields, alias_names())
                 if setting.value is not None:
@@ -172,8 +185,8 @@ def _compare(setting: Setting, alias: SameAs, translated: Sequence[Setting]) -> 
 
 def _ignore_all(pattern: str, members: Sequence[Setting]) -> str:
     if len(members) == 1:
-        return note(members[0], PATTERNS[pattern].reason)
-    return f"ignored: {len(members)} settings {pattern} ({members[0].source} ff.), {PATTERNS[pattern].reason}"
+        return note(members[0], _PATTERNS[pattern].reason)
+    return f"ignored: {len(members)} settings {pattern} ({members[0].source} ff.), {_PATTERNS[pattern].reason}"
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -2,7 +2,7 @@
 """Runs that train adapters: GRPO with the actor as its own reference, PPO with two sets of adapters, SFT.
 
 That adapters train as PEFT's do is in tests/training/test_lora.py, that engines have them in
-tests/weight_sync/test_hybrid_engine.py. Not covered: GPUs.
+tests/transfer/test_hybrid_engine.py. Not covered: GPUs.
 """
 
 from __future__ import annotations

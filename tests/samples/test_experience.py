@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples on several ranks: tokens stay with their engines, roles in different layouts fetch what they need.
 
-Models are left out: what a role would compute is written down by hand. Whole runs are in tests/trainer.
+Models are left out: what a role would compute is written down by hand. Whole runs are in tests/run.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Weights from Megatron into the engine: what the engine then says equals transformers on the same weights.
 
 Real megatron-core, real vLLM, real transformers, gloo. Not covered here: bytes and load of the plan
-(tests/resharding), GPU sleep and wake.
+(tests/transfer), GPU sleep and wake.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which roles a config asks for, and what each of them is.
 
-That the roles are built from these specs is tested by whole runs in tests/trainer and tests/test_golden_runs.py.
+That the roles are built from these specs is tested by whole runs in tests/run and tests/test_golden_runs.py.
 """
 
 from __future__ import annotations
