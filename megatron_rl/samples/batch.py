@@ -3,9 +3,9 @@
 
 All token-level tensors are flat `[t]` over the rank's microbatches in execution order; a minibatch or
 a microbatch is a slice of them, so what a role computes of a batch (`old_logprobs`) is aligned with it by
-construction. Each microbatch ends in a padding sequence where its length must be a multiple of
-something (TP sequence parallelism, context parallelism), must be that of a bucket (`shape_buckets.py`), or would be zero;
-padding enters no loss and no metric. With buckets all that describes a microbatch has a shape of the ladder: behind its
+construction. Each microbatch ends in a padding sequence where its length must be a multiple of something (TP sequence
+parallelism, context parallelism), must be that of a bucket (`shape_buckets.py`), or would be zero; padding enters no
+loss and no metric. With buckets all that describes a microbatch has a shape of the ladder: behind its
 segments come empty ones, up to the number that there is room for.
 
 Where prefixes are shared (`prefix.py`) the first response of a group is packed behind the prompt, the others follow as
