@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import make_dataclass
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -130,6 +131,7 @@ def install(shape: ModelShape) -> None:
     for name, values in members.items():
         module = ModuleType(name)
         module.__dict__.update(values)
+        module.__spec__ = ModuleSpec(name, None)
         sys.modules[name] = module
     vllm = SimpleNamespace(LLM=Llm, SamplingParams=None)
     seam.__dict__.update(prepare_vllm=lambda device: vllm, register_model=lambda vllm, spec: None)

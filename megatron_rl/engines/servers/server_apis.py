@@ -23,7 +23,7 @@ from megatron_rl.types import KeptSets, UserError
 
 Ask = Callable[..., Any]  # (path, body=None, method="POST") -> JSON; ServerFailure, UserError
 _NAME = "policy"
-_ROOT = str(Path(__file__).resolve().parents[2])
+_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 class ServerApi(Protocol):
