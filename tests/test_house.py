@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -38,7 +39,7 @@ MAX_FUNCTION_LINES = 60
 # What was there before these limits: it may only shrink, and an entry that is gone goes from here as well.
 MAX_FAN_OUT = 20
 # A plain run loads fewer lines than this, and none of these modules.
-MAX_LOADED_LINES = 36_000
+MAX_LOADED_LINES = 35_900
 BEHIND_DOORS = (
     "agents.adapters",
     "agents.environment",
@@ -320,6 +321,15 @@ def test_a_plain_run_loads_what_it_needs() -> None:
     entered = {name for name in loaded if name.startswith(BEHIND_DOORS)}
     assert not entered, f"import them where a config asks for them: {sorted(entered)}"
     assert sum(loaded.values()) <= MAX_LOADED_LINES
+
+
+def test_names_of_files_and_classes_are_used_once() -> None:
+    """Of modules, and of public classes, in the whole package."""
+    tree = read_tree()
+    files = Counter(name.rpartition(".")[2] for name in tree.modules if not (ROOT / name.replace(".", "/")).is_dir())
+    classes = Counter(node.name for node in tree.classes if not node.name.startswith("_"))
+    assert len(files) > 300 and len(classes) > 300
+    assert not [name for name, count in (files + classes).items() if max(files[name], classes[name]) > 1]
 
 
 def test_imports_have_no_circle() -> None:

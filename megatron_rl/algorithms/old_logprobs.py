@@ -9,7 +9,7 @@ quarter of the matrix products of a step (2 of 8 operations per weight and token
 from __future__ import annotations
 
 from megatron_rl.algorithms.catalog import CHOOSES_TOKENS, RegisteredEstimator
-from megatron_rl.config.distillation import SAMPLED
+from megatron_rl.config.algorithm import SAMPLED
 from megatron_rl.config.schema import AlgorithmConfig, RunConfig
 from megatron_rl.types import UserError
 

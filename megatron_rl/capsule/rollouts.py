@@ -89,7 +89,7 @@ def _read_routes(row: dict[str, Any]) -> np.ndarray | None:
 
 
 @dataclass(frozen=True)
-class Recording:
+class CapturedRollouts:
     """The rollouts of a capsule.
 
     Attributes:
@@ -101,7 +101,7 @@ class Recording:
     baselines: np.ndarray | None
 
 
-def read_rollouts(path: Path) -> Recording:
+def read_rollouts(path: Path) -> CapturedRollouts:
     """What `write_rollouts` wrote.
 
     Raises:
@@ -119,7 +119,7 @@ def read_rollouts(path: Path) -> Recording:
             expected="the file as it was written",
             hint="capture the step again",
         ) from None
-    return Recording(rollouts, None if None in baselines else np.array([*baselines]))
+    return CapturedRollouts(rollouts, None if None in baselines else np.array([*baselines]))
 
 
 def _read_prompt(row: dict[str, Any]) -> Prompt:
@@ -154,7 +154,7 @@ class RecordedRollouts:
 
     transport, reshard_stats, verified_tensors, runs_ahead = "none", ReshardStats(), 0, False
 
-    def __init__(self, recording: Recording, *, mask_truncated: bool) -> None:
+    def __init__(self, recording: CapturedRollouts, *, mask_truncated: bool) -> None:
         self._recording, self._mask_truncated = recording, mask_truncated
 
     @contextmanager

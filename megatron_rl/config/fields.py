@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_rl.config.sampling import NOT_SERVED
+from megatron_rl.config.sampling_settings import NOT_SERVED
 from megatron_rl.config.schema import MISSING, RunConfig
 from megatron_rl.types import UserError
 

@@ -21,7 +21,7 @@ from megatron_rl.config.declaring import MISSING, option
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.observability import ObservabilityConfig
 from megatron_rl.config.placement import AutoLayoutConfig, HybridConfig, PlacementConfig
-from megatron_rl.config.sampling import SamplingSettings
+from megatron_rl.config.sampling_settings import SamplingSettings
 from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.server import ServerConfig
 from megatron_rl.extension.engines import find_engine

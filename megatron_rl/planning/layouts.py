@@ -17,7 +17,7 @@ from megatron_rl.config.batch_plan import BatchPlan, divisors
 from megatron_rl.config.checks import check_config
 from megatron_rl.planning.cluster import GIB, Job, check_layout
 from megatron_rl.planning.communication import ACROSS, Workload, link_of, list_traffic
-from megatron_rl.planning.memory import Phase, RankMemory, compute_memory, find_smallest_cache
+from megatron_rl.planning.memory import MemoryPhase, RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.steptime import Assumptions, predict_step
 from megatron_rl.types import UserError
 from megatron_rl.weights.support import check_rollout_layout
@@ -66,7 +66,7 @@ class Candidate:
 
     choice: Choice
     job: Job
-    worst_phase: Phase
+    worst_phase: MemoryPhase
     seconds: float
 
     @property

@@ -31,7 +31,7 @@ _FLOAT = 4
 
 
 @dataclass(frozen=True)
-class Phase:
+class MemoryPhase:
     """What one rank holds in one phase, by kind, in bytes."""
 
     name: str
@@ -56,13 +56,13 @@ class RankMemory:
     """
 
     rank: int
-    phases: list[Phase] = field(default_factory=list)
+    phases: list[MemoryPhase] = field(default_factory=list)
     kv_cache_bytes: int = 0
     kv_bytes_per_token: int = 0
     host_bytes: int = 0
 
     @property
-    def peak(self) -> Phase:
+    def peak(self) -> MemoryPhase:
         """The phase that takes the most."""
         return max(self.phases, key=lambda phase: phase.total)
 
@@ -126,11 +126,11 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
     if job.spec.num_scoring_passes or config.trainer.critic_warmup:
         scorers = [role for role in (roles["actor"], roles.get("reference")) if role is not None]
         scoring = next((found for role in scorers if (found := _activations(job, rank, role))), {})
-        phases.append(Phase("log-probs", base | waiting | resting | {"reference": reference} | scoring))
+        phases.append(MemoryPhase("log-probs", base | waiting | resting | {"reference": reference} | scoring))
     update = _activations(job, rank, roles["actor"], is_update=True) | _lesson_bytes(job, rank)
     update |= {"kept hidden states": _count_kept(job) if rank in _mtp_ranks(job) else 0}
-    phases.append(Phase("actor update", updating | update))
-    phases = [Phase(phase.name, {kind: size for kind, size in phase.parts.items() if size}) for phase in phases]
+    phases.append(MemoryPhase("actor update", updating | update))
+    phases = [MemoryPhase(phase.name, {kind: size for kind, size in phase.parts.items() if size}) for phase in phases]
     return replace(memory, phases=phases, host_bytes=host)
 
 
@@ -193,15 +193,15 @@ def _resting_bytes(role: RoleSpec, held: RoleBytes) -> int:
     return held.parameters + gradients + (0 if role.training.offload_optimizer else held.optimizer)
 
 
-def _scoring_phases(job: Job, rank: int, resident: dict[str, int], updating: dict[str, int]) -> Iterator[Phase]:
+def _scoring_phases(job: Job, rank: int, resident: dict[str, int], updating: dict[str, int]) -> Iterator[MemoryPhase]:
     """Of other roles: what is there while they score, and while they are updated."""
     for role in job.others:
         held = _role_bytes(job, rank, role)
         at_work = resident | {role.title: _resting_bytes(role, held) if role.trainable else held.total}
         name = {"value": "values", "score": "rewards", "logprob": role.title}[role.head]
-        yield Phase(name, at_work | _activations(job, rank, role))
+        yield MemoryPhase(name, at_work | _activations(job, rank, role))
         if role.trainable:
-            yield Phase(f"{role.title} update", updating | _activations(job, rank, role, is_update=True))
+            yield MemoryPhase(f"{role.title} update", updating | _activations(job, rank, role, is_update=True))
 
 
 def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False) -> dict[str, int]:
@@ -258,7 +258,7 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     """Start of the engine, the switch and the rollout."""
     config, rollout, shape = job.config, job.config.rollout, job.shape
     if rank not in job.rollout_ranks:
-        return RankMemory(rank, [Phase(ENGINE_PHASES[1], resident)])
+        return RankMemory(rank, [MemoryPhase(ENGINE_PHASES[1], resident)])
     itemsize, tp, staged = DTYPE_BYTES[config.model.dtype], job.engine_tp, 0
     attending = shape.num_layers - len(shape.delta_layers)  # the others have states, which do not grow
     per_token = 2 * attending * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
@@ -288,9 +288,11 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     return RankMemory(
         rank,
         [
-            Phase(ENGINE_PHASES[0], resident | fresh | ({} if job.engine_is_actor else engine)),
-            Phase(ENGINE_PHASES[1], resident | {"engine weights": own, "staging": staging, "dequantized": largest}),
-            Phase(ENGINE_PHASES[2], resident | engine),
+            MemoryPhase(ENGINE_PHASES[0], resident | fresh | ({} if job.engine_is_actor else engine)),
+            MemoryPhase(
+                ENGINE_PHASES[1], resident | {"engine weights": own, "staging": staging, "dequantized": largest}
+            ),
+            MemoryPhase(ENGINE_PHASES[2], resident | engine),
         ],
         cache,
         per_token,

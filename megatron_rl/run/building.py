@@ -17,7 +17,7 @@ from megatron_rl.run.parts import Parts
 from megatron_rl.run.preparing import prepare
 from megatron_rl.run.primitives import Policy, Primitives
 from megatron_rl.run.roles import build_roles, group_timeout
-from megatron_rl.run.sampling import RunSinks, build_rollout_members
+from megatron_rl.run.rollout_members import RunSinks, build_rollout_members
 from megatron_rl.run.state import TrainedPart, TrainingState
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.roles.on_samples import CriticOnSamples, PolicyOnSamples

@@ -21,7 +21,7 @@ from megatron_rl.rollout.collector import describe_set
 from megatron_rl.run.inputs import RlInputs, read_rl_inputs
 from megatron_rl.run.parts import Parts
 from megatron_rl.run.roles import build_roles, group_timeout
-from megatron_rl.run.sampling import RunSinks, build_rollout_members
+from megatron_rl.run.rollout_members import RunSinks, build_rollout_members
 from megatron_rl.samples.describe import rollout_row
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.table import join_headers

@@ -27,7 +27,7 @@ from megatron_rl.run.parts import NO_PARTS, Parts
 from megatron_rl.run.preparing import Prepared, check, prepare
 from megatron_rl.run.primitives import Primitives
 from megatron_rl.run.roles import group_timeout
-from megatron_rl.run.sampling import RunSinks
+from megatron_rl.run.rollout_members import RunSinks
 from megatron_rl.samples.describe import text_rows
 from megatron_rl.training.fast_path import find_fast_paths, format_table
 from megatron_rl.training.profiling import StepProfiler

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.engines.local.paging import ContinuousBatch, Rows
+from megatron_rl.engines.local.paging import ContinuousBatch, PagedRows
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.models.attention import PackedAttention
 from megatron_rl.models.packed_sequences import CachedRows, PackedSequences, build_packed_sequences
@@ -146,7 +146,7 @@ class PolicyEngine:
             self._batch.record_routes(rows, self._combine(used))
         return self._batch.record(rows, [int(token) for token in tokens], logprobs, kept)
 
-    def _make_room(self, rows: Rows) -> torch.Tensor | None:
+    def _make_room(self, rows: PagedRows) -> torch.Tensor | None:
         """For the experts of the rows, [t, layers, choices]; None: nobody asks."""
         if self._route_shape is None:
             return None
@@ -167,7 +167,7 @@ class PolicyEngine:
         broadcast_tensors([ids], self._leader, self._group)
         return KeptSets(ids.numpy(), counts.numpy())
 
-    def _run_stages(self, rows: Rows, used: torch.Tensor | None) -> torch.Tensor | None:
+    def _run_stages(self, rows: PagedRows, used: torch.Tensor | None) -> torch.Tensor | None:
         """Hidden states [t, 1, h] ([t/tp, 1, h] under TP-SP) on the last pipeline stage; None elsewhere."""
         model, groups = self._model, self._model.groups
         tokens, positions = (move_to_device(values, model.device) for values in (rows.tokens, rows.positions))
@@ -190,7 +190,7 @@ class PolicyEngine:
                 dist.send(hidden, group=groups.pp, group_dst=(groups.at.pp + 1) % groups.layout.pp_size)
         return hidden if groups.is_last_stage else None
 
-    def _describe(self, rows: Rows, positions: torch.Tensor) -> PackedSequences:
+    def _describe(self, rows: PagedRows, positions: torch.Tensor) -> PackedSequences:
         """What attention must know of the rows."""
         device, shape = self._model.device, self._model.shape
         if not self._layers:
@@ -207,7 +207,7 @@ class PolicyEngine:
         packed = build_packed_sequences(piece, positions, shape, dtype=self._dtype, backend=backend)
         return replace(packed, cache=CachedRows(self._layers, slots))
 
-    def _draw(self, hidden: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, KeptSets | None]:
+    def _draw(self, hidden: torch.Tensor, rows: PagedRows) -> tuple[torch.Tensor, torch.Tensor, KeptSets | None]:
         """The next token of each response, its log-prob [b], and what it was drawn from."""
         last = move_to_device(rows.last, hidden.device)
         return draw_next_tokens(

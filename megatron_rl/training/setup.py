@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.distillation import DistillationConfig
+from megatron_rl.config.algorithm import DistillationConfig
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ModelConfig
 from megatron_rl.parallel.groups import ParallelGroups

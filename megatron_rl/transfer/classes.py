@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, Row, Rows, as_table
+from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, Row, TableRows, as_table
 from megatron_rl.weights.shard_box import Box, ShardBox, box_volume
 
-Cut = tuple[Rows, Hashable]  # rows of the table, kind
+Cut = tuple[TableRows, Hashable]  # rows of the table, kind
 Targets = tuple[tuple[Box, tuple[int, ...]], ...]  # boxes of a tensor and the destination shards that place them
 
 
@@ -34,7 +34,7 @@ class Shard:
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class BoxPiece:
     """A distinct box of every tensor of a class.
 
     Attributes:
@@ -56,7 +56,7 @@ class TensorClass:
         targets: boxes that the destination wants.
     """
 
-    pieces: list[Piece]
+    pieces: list[BoxPiece]
     targets: Targets
     names: list[str] = field(default_factory=list)
 
@@ -74,7 +74,7 @@ class TensorIndex:
         self.tables: list[PlacementTable] = [as_table(shard.placements) for shard in shards]
         self.cuts: dict[str, list[Cut]] = defaultdict(list)
         self.places: dict[str, list[int]] = defaultdict(list)
-        self._sharing: dict[Rows, list[int]] = defaultdict(list)  # the shards with these rows
+        self._sharing: dict[TableRows, list[int]] = defaultdict(list)  # the shards with these rows
         for shard, table in enumerate(self.tables):
             self._sharing[table.rows].append(shard)
         for rows in self._sharing:
@@ -116,12 +116,12 @@ def find_classes(source: TensorIndex, destination: TensorIndex) -> dict[str, Ten
     return found
 
 
-def _find_pieces(source: TensorIndex, cuts: Sequence[Cut]) -> list[Piece]:
+def _find_pieces(source: TensorIndex, cuts: Sequence[Cut]) -> list[BoxPiece]:
     """Group equal boxes: replicas are one piece with several holders."""
-    pieces: dict[Box, Piece] = {}
+    pieces: dict[Box, BoxPiece] = {}
     for shard, place, (local_box, hf_box) in source.list_boxes(cuts):
         if hf_box in pieces or box_volume(hf_box):
-            pieces.setdefault(hf_box, Piece(hf_box, {})).holders.setdefault(shard, (place, local_box))
+            pieces.setdefault(hf_box, BoxPiece(hf_box, {})).holders.setdefault(shard, (place, local_box))
     return list(pieces.values())
 
 

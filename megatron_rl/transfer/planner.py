@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from megatron_rl.transfer.classes import Piece, Shard, TensorClass, TensorIndex, find_classes
+from megatron_rl.transfer.classes import BoxPiece, Shard, TensorClass, TensorIndex, find_classes
 from megatron_rl.weights.placement_tables import BoxPair, as_table
 from megatron_rl.weights.shard_box import Box, ShardBox, box_volume, find_overlap, intersect, localize
 
@@ -178,7 +178,7 @@ class RankPlan:
 
 
 Flow = tuple[np.ndarray, np.ndarray, np.ndarray]  # source ranks, destination ranks, elements; [n] int64 each
-_Spread = dict[tuple[str, Piece], dict[int, int]]  # piece of a tensor -> leftover rank -> its source
+_Spread = dict[tuple[str, BoxPiece], dict[int, int]]  # piece of a tensor -> leftover rank -> its source
 
 
 @dataclass(slots=True, eq=False)
@@ -188,14 +188,14 @@ class _Route:
     holders: tuple[int, ...]
     destinations: tuple[int, ...]
     turn: int
-    pieces: list[tuple[TensorClass, Piece]]
+    pieces: list[tuple[TensorClass, BoxPiece]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """What a piece fills of a target: the same for all tensors of a class."""
 
-    piece: Piece
+    piece: BoxPiece
     box: Box
     dst_box: Box
 
@@ -246,7 +246,7 @@ class Planner:
         self._held, self._wanted = TensorIndex(source), TensorIndex(destination)
         self._classes = find_classes(self._held, self._wanted)
         self._ordinals = {name: number for number, name in enumerate(self._classes)}
-        self._routes: dict[Piece, _Route] = {}  # pieces that nobody needs have none
+        self._routes: dict[BoxPiece, _Route] = {}  # pieces that nobody needs have none
         self._choose = cache(self._make_choice)  # of routes that `plan` asks for
         self._index_routes()
 
@@ -323,11 +323,11 @@ class Planner:
                         for other in ranks[index][1:]:
                             yield replace(first, dst_rank=other)
 
-    def _serve(self, rank: int) -> dict[str, list[tuple[Piece, dict[int, list[int]]]]]:
+    def _serve(self, rank: int) -> dict[str, list[tuple[BoxPiece, dict[int, list[int]]]]]:
         """Tensor name -> pieces that this rank sends, each with destination shard -> ranks."""
         shard = self._source_of[rank]
         fixed_of: dict[_Route, dict[int, list[int]]] = {}
-        mine: dict[str, list[tuple[Piece, dict[int, list[int]]]]] = {}
+        mine: dict[str, list[tuple[BoxPiece, dict[int, list[int]]]]] = {}
         for name in dict.fromkeys(name for _, name, _ in self._held.tables[shard].rows):
             for piece in self._classes[name].pieces:
                 route = self._routes.get(piece)
@@ -362,7 +362,7 @@ class Planner:
             part.dst_box,
         )
 
-    def _find_source(self, name: str, piece: Piece, rank: int) -> int:
+    def _find_source(self, name: str, piece: BoxPiece, rank: int) -> int:
         choice, leftover = self._choose(self._routes[piece])
         return choice.fixed[rank] if rank in choice.fixed else leftover[name, piece][rank]
 
@@ -401,7 +401,7 @@ class Planner:
                     route.pieces.append((tensors, piece))
                     self._routes[piece] = route
 
-    def _demand(self, tensors: TensorClass, piece: Piece) -> dict[int, int]:
+    def _demand(self, tensors: TensorClass, piece: BoxPiece) -> dict[int, int]:
         """Destination shard -> elements of the piece that each of its ranks needs."""
         demand: dict[int, int] = defaultdict(int)
         for box, indices in tensors.targets:

@@ -19,7 +19,7 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.delta_nets import DeltaNetSizes
 from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
 from megatron_rl.weights.family import LatentSizes, SigmoidRouter
-from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, Rows
+from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, TableRows
 from megatron_rl.weights.rope import restore_rope_scaling
 from megatron_rl.weights.shard_box import columns, full_box, rows
 
@@ -172,7 +172,7 @@ def adapted_parameters(shape: AdapterShape, base: PlacementTable) -> frozenset[s
 
 
 @lru_cache(maxsize=4)
-def _list_rows(base: Rows, kinds: tuple[str, ...]) -> Rows:
+def _list_rows(base: TableRows, kinds: tuple[str, ...]) -> TableRows:
     found = []
     for param, name, kind in base:
         if kind in kinds:
@@ -180,13 +180,13 @@ def _list_rows(base: Rows, kinds: tuple[str, ...]) -> Rows:
             found += [(f"{owner}.{half}", f"{matrix}.{half}.weight", f"{kind}.{half}") for half in ("lora_A", "lora_B")]
         elif name == SCORE_HEAD:
             found.append((param, name, kind))
-    return Rows(found)
+    return TableRows(found)
 
 
 @lru_cache(maxsize=4)
-def _list_separate_rows(base: Rows, kinds: tuple[str, ...]) -> Rows:
+def _list_separate_rows(base: TableRows, kinds: tuple[str, ...]) -> TableRows:
     matrices = [(name.removesuffix(".weight"), kind) for _, name, kind in base if kind in kinds]
-    return Rows(
+    return TableRows(
         (f"{matrix}.{half}", f"{matrix}.{half}.weight", f"{kind}.{half}")
         for matrix, kind in matrices
         for half in ("lora_A", "lora_B")

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.weights.delta_nets import CONV_PARTS, PROJECTION_KINDS
 from megatron_rl.weights.families import DENSE, MTP_KINDS, SCORE_HEAD, SHARED, ModelShape
 from megatron_rl.weights.fused_experts import name_expert
-from megatron_rl.weights.placement_tables import PlacementTable, Row, Rows, Share, list_parts, split_boxes
+from megatron_rl.weights.placement_tables import PlacementTable, Row, Share, TableRows, list_parts, split_boxes
 
 if TYPE_CHECKING:
     from megatron_rl.parallel.layout import ParallelLayout
@@ -65,7 +65,7 @@ def find_shares(layout: ParallelLayout, rank: int) -> tuple[Share, Share]:
 
 
 @lru_cache(maxsize=1)  # the ranks of a TP group come one after the other
-def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank: int) -> Rows:
+def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank: int) -> TableRows:
     """What a pipeline stage and EP rank holds, whatever TP is."""
     found: list[Row] = []
     pp_size, vpp_size, per_rank = layout.pp_size, layout.vpp_size, shape.num_experts // layout.ep_size
@@ -90,15 +90,15 @@ def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank:
             elif not (shape.tied_embeddings and is_first):
                 source = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
                 found.append((f"{chunk}.output_layer.weight", source, "vocab"))
-    return Rows(found)
+    return TableRows(found)
 
 
-def _list_mtp_rows(shape: ModelShape, layer: list[Row]) -> Rows:
+def _list_mtp_rows(shape: ModelShape, layer: list[Row]) -> TableRows:
     """What every rank of a layer that predicts further tokens holds, beside that layer's own."""
     ours, hf = "0.decoder.layers.0.", f"model.layers.{shape.mtp_layer}."
     beside = {"shared_head.norm.weight": "decoder.final_layernorm.weight"}
     found = [(f"0.{beside.get(name, name)}", hf + name, kind) for name, kind in MTP_KINDS.items()]
-    return Rows([*found, *((ours + param, hf + name, kind) for param, name, kind in layer)])
+    return TableRows([*found, *((ours + param, hf + name, kind) for param, name, kind in layer)])
 
 
 def _list_layer(shape: ModelShape, layer: int, experts: range) -> list[Row]:

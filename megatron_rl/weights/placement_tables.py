@@ -22,7 +22,7 @@ BoxPair = tuple[Box, Box]  # in the parameter, in the HF tensor
 _WHOLE = ("hidden", "head", "router", "router_bias", "logit_bias", "o.bias", "shared_router", "score", "mtp_proj")
 
 
-class Rows(tuple[Row, ...]):
+class TableRows(tuple[Row, ...]):
     """Rows of a table; equal only to themselves, so that finding out who shares them costs nothing."""
 
     __slots__ = ()
@@ -45,7 +45,7 @@ class PlacementTable(Sequence[ShardBox]):
         boxes: kind -> where a piece of that kind lies.
     """
 
-    def __init__(self, rows: Rows, boxes: Mapping[Any, BoxPair]) -> None:
+    def __init__(self, rows: TableRows, boxes: Mapping[Any, BoxPair]) -> None:
         self.rows, self.boxes = rows, boxes
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ def as_table(placements: Iterable[ShardBox]) -> PlacementTable:
     """Shard boxes as a table; a table is returned as it is."""
     if isinstance(placements, PlacementTable):
         return placements
-    return PlacementTable(Rows((p.param, p.hf_name, (p.local_box, p.hf_box)) for p in placements), _SameBoxes())
+    return PlacementTable(TableRows((p.param, p.hf_name, (p.local_box, p.hf_box)) for p in placements), _SameBoxes())
 
 
 class Share(NamedTuple):
@@ -174,10 +174,10 @@ def list_parts(kind: str) -> list[tuple[str, str]]:
 
 
 @lru_cache(maxsize=1)
-def _keep(rows: Rows, names: frozenset[str]) -> Rows:
-    return Rows(row for row in rows if row[1] in names)
+def _keep(rows: TableRows, names: frozenset[str]) -> TableRows:
+    return TableRows(row for row in rows if row[1] in names)
 
 
 @lru_cache(maxsize=1)
-def _drop(rows: Rows, params: frozenset[str]) -> Rows:
-    return Rows(row for row in rows if row[0] not in params)
+def _drop(rows: TableRows, params: frozenset[str]) -> TableRows:
+    return TableRows(row for row in rows if row[0] not in params)

@@ -19,7 +19,7 @@ from functools import lru_cache
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.packed_experts import is_packed
-from megatron_rl.weights.placement_tables import PlacementTable, Rows, Share, list_parts, split_boxes
+from megatron_rl.weights.placement_tables import PlacementTable, Share, TableRows, list_parts, split_boxes
 from megatron_rl.weights.shard_box import ShardBox, full_box
 
 VLLM_VOCAB_MULTIPLE = 64
@@ -56,10 +56,10 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> Placeme
 
 
 @lru_cache(maxsize=2)
-def _list_rows(shape: ModelShape, is_first: bool) -> Rows:
+def _list_rows(shape: ModelShape, is_first: bool) -> TableRows:
     """What the ranks of an engine hold a part of; of gpt-oss, the first rank or the others."""
     packed = is_packed(shape)
-    return Rows(
+    return TableRows(
         (_rename(name, kind) if packed else _find_param(name, kind), name, _ALONE.get(boxes, boxes))
         for name, kind in shape.tensor_kinds().items()
         for _, boxes in list_parts(kind)

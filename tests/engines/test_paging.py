@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.engines.local.paging import ContinuousBatch, Rows
+from megatron_rl.engines.local.paging import ContinuousBatch, PagedRows
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.types import UserError
@@ -32,7 +32,7 @@ def make_batch(**changes: Any) -> ContinuousBatch:
     return ContinuousBatch(**(sizes | changes))
 
 
-def run(batch: ContinuousBatch, rng: np.random.Generator, multiple: int = 1) -> tuple[list[Sampled], list[Rows]]:
+def run(batch: ContinuousBatch, rng: np.random.Generator, multiple: int = 1) -> tuple[list[Sampled], list[PagedRows]]:
     """Sample random tokens until all is done; the cache holds tokens and positions instead of keys and values."""
     cache = np.full((NUM_BLOCKS * BLOCK_SIZE + multiple, 2), -1)
     finished, steps = [], []

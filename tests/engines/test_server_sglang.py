@@ -21,7 +21,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.server import ServerConfig
 from megatron_rl.engines.protocol import EngineSpec, Request
 from megatron_rl.engines.sampling import SamplingConfig, StopStrings
-from megatron_rl.engines.servers.server_client import Answer, ServerFailure
+from megatron_rl.engines.servers.server_client import ServerAnswer, ServerFailure
 from megatron_rl.engines.servers.server_sglang import SglangServer
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.weights.families import ModelShape
@@ -63,7 +63,7 @@ def test_truncated_answers_bring_what_was_drawn_from(begins: tuple[int, int]) ->
     """And the log-probs of that; whole ones the log-probs of the whole vocabulary, and no sets."""
     server = make_server()
     for sampling, logprobs, kept in ((CUT, SCORES, MASKS), (WHOLE, [-2.0, -3.0, -4.0], None)):
-        answer = Answer(make_request(sampling))
+        answer = ServerAnswer(make_request(sampling))
         server.read(make_event(begins[0], 1), answer)
         server.read(make_event(begins[1], 3, {"type": "length", "length": 3}), answer)
         found = answer.to_sampled()
@@ -74,14 +74,14 @@ def test_truncated_answers_bring_what_was_drawn_from(begins: tuple[int, int]) ->
 
 def test_event_without_a_token() -> None:
     """The end of a response may come by itself."""
-    server, answer = make_server(), Answer(make_request(CUT))
+    server, answer = make_server(), ServerAnswer(make_request(CUT))
     server.read(make_event(0, 3), answer)
     server.read(make_event(0, 3, {"type": "stop", "matched": 9}), answer)
     assert answer.tokens == [5, 7, 9] and answer.finish_reason == "stop" and len(answer.kept) == 3
 
 
 def test_sets_end_where_a_stop_string_ends_the_answer() -> None:
-    server, answer = make_server(), Answer(make_request(CUT))
+    server, answer = make_server(), ServerAnswer(make_request(CUT))
     server.read(make_event(0, 3), answer)
     assert answer.completes_text(StopStrings(["7"], lambda tokens: "".join(map(str, tokens))), 0)
     found = answer.to_sampled()
@@ -134,7 +134,7 @@ def test_the_key_is_no_argument_of_the_process(tmp_path: Path) -> None:
 )
 def test_answers_of_other_weights_and_given_up_ones_are_failures(event: dict[str, Any], message: str) -> None:
     with pytest.raises(ServerFailure, match=message):
-        make_server().read(event, Answer(make_request(WHOLE)))
+        make_server().read(event, ServerAnswer(make_request(WHOLE)))
 
 
 def test_weights_that_are_refused_are_a_failure_at_once() -> None:
@@ -152,7 +152,7 @@ def test_weights_that_are_refused_are_a_failure_at_once() -> None:
     with pytest.raises(ServerFailure, match="no such file"):
         server.load(refuse, Path("weights"), "a-2")
     assert asked == [("/flush_cache?timeout=60", None), ("/update_weights_from_disk", True)]
-    server.read(make_event(0, 1), Answer(make_request(WHOLE)))  # its weights are still the former
+    server.read(make_event(0, 1), ServerAnswer(make_request(WHOLE)))  # its weights are still the former
 
 
 @pytest.mark.parametrize(("seed", "expected"), [(7, 7), (1 << 32, 0), ((1 << 63) - 1, (1 << 32) - 1)])

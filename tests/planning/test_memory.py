@@ -17,7 +17,7 @@ from megatron_rl.planning.activations import count_passes_in_flight
 from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.engine_weights import compute_engine_bytes, count_aliased_elements
 from megatron_rl.planning.layouts import find_problem
-from megatron_rl.planning.memory import Phase, compute_memory, count_microbatches
+from megatron_rl.planning.memory import MemoryPhase, compute_memory, count_microbatches
 from megatron_rl.planning.parameters import compute_role_bytes
 from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.weights.megatron_layout import megatron_placements
@@ -29,7 +29,7 @@ RECOMPUTE = "algorithm.old_logprobs=recompute"
 PPO = ("algorithm.adv_estimator=gae", "reward_model.path=elsewhere")
 
 
-def phases(job: Job, rank: int = 0) -> dict[str, Phase]:
+def phases(job: Job, rank: int = 0) -> dict[str, MemoryPhase]:
     return {phase.name: phase for phase in compute_memory(job)[rank].phases}
 
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from megatron_rl.capsule.fingerprints import Fingerprints, StoredRole
 from megatron_rl.capsule.record import Section, decode_sections
 from megatron_rl.capsule.recorder import CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE
-from megatron_rl.capsule.rollouts import Recording, read_rollouts
+from megatron_rl.capsule.rollouts import CapturedRollouts, read_rollouts
 from megatron_rl.checkpoint.directory import find_problems, find_problems_together, read_manifest
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state
@@ -50,7 +50,7 @@ class Capsule:
     directory: Path
     manifest: Mapping[str, Any]
     sections: list[Section]
-    recording: Recording
+    recording: CapturedRollouts
 
     @property
     def step(self) -> int:

@@ -64,7 +64,7 @@ class Running:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PagedRows:
     """What one forward computes: segments of new tokens, one for each running response, and maybe one of padding.
 
     Attributes:
@@ -146,7 +146,7 @@ class ContinuousBatch:
         """Tokens sampled so far for what runs."""
         return sum(len(one.tokens) for one in list(self._running))
 
-    def plan(self, multiple: int) -> Rows:
+    def plan(self, multiple: int) -> PagedRows:
         """Admit what there is room for, and lay out the next forward; something waits or runs.
 
         Args:
@@ -164,7 +164,7 @@ class ContinuousBatch:
             tokens.append(np.zeros(missing, np.int64))
             seen.append(np.arange(missing) + self._num_blocks * self._block_size)
         lengths, key_lengths = ([len(part) for part in parts] for parts in (tokens, seen))
-        return Rows(
+        return PagedRows(
             running,
             np.concatenate(tokens),
             np.concatenate([np.arange(k - n, k) for n, k in zip(lengths, key_lengths, strict=True)]),
@@ -174,13 +174,13 @@ class ContinuousBatch:
             np.cumsum([0, *key_lengths], dtype=np.int32),
         )
 
-    def record_routes(self, rows: Rows, routes: np.ndarray) -> None:
+    def record_routes(self, rows: PagedRows, routes: np.ndarray) -> None:
         """Note the experts [t, layers, choices] of the rows of a forward; before `record`."""
         for one, start, stop in zip(rows.running, rows.bounds, rows.bounds[1:], strict=False):
             one.routes.append(routes[start:stop])
 
     def record(
-        self, rows: Rows, tokens: Sequence[int], logprobs: Sequence[float], kept: KeptSets | None = None
+        self, rows: PagedRows, tokens: Sequence[int], logprobs: Sequence[float], kept: KeptSets | None = None
     ) -> list[Sampled]:
         """Append what was sampled after `rows`; returns what is finished, in the order in which it was admitted."""
         finished, sets = [], kept.split() if kept else [None] * len(tokens)

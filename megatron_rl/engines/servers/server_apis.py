@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
-from megatron_rl.engines.servers.server_client import Answer, ServerFailure
+from megatron_rl.engines.servers.server_client import ServerAnswer, ServerFailure
 from megatron_rl.types import KeptSets, UserError
 
 Ask = Callable[..., Any]  # (path, body=None, method="POST") -> JSON; ServerFailure, UserError
@@ -49,7 +49,7 @@ class ServerApi(Protocol):
         """A request as it is posted; the answer comes as a stream of events."""
         ...
 
-    def read(self, event: Any, answer: Answer) -> None:
+    def read(self, event: Any, answer: ServerAnswer) -> None:
         """Add an event to the answer.
 
         Raises:
@@ -137,7 +137,7 @@ class VllmServer:
             },
         }
 
-    def read(self, event: Any, answer: Answer) -> None:
+    def read(self, event: Any, answer: ServerAnswer) -> None:
         """Tokens, their log-probs, and the version of the weights that made them; last, what was in the cache."""
         check_event(event)
         if not event["choices"]:
@@ -221,7 +221,7 @@ class OpenAiServer:
             "return_tokens_as_token_ids": True,  # and no text, for which a server would need a tokenizer
         }
 
-    def read(self, event: Any, answer: Answer) -> None:
+    def read(self, event: Any, answer: ServerAnswer) -> None:
         """The ids are asked for beside the text, which says less."""
         check_event(event)
         if not event["choices"]:  # usage

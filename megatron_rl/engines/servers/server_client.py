@@ -104,7 +104,7 @@ class ServerFailure(Exception):
 
 
 @dataclass
-class Answer:
+class ServerAnswer:
     """What has come of a request.
 
     Attributes:
@@ -171,9 +171,9 @@ class ServerClient:
     def __init__(self, silent_seconds: float, stop: StopStrings | None = None, key: str | None = None) -> None:
         self._stop, self.key = stop, key
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=silent_seconds, sock_read=silent_seconds)
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, ServerAnswer] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._news: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[ServerAnswer | Exception] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="server-client", daemon=True).start()
         self._session = self._wait(self._open())
@@ -189,7 +189,9 @@ class ServerClient:
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def submit(self, url: str, body: Mapping[str, Any], request: Request, read: Callable[[Any, Answer], None]) -> None:
+    def submit(
+        self, url: str, body: Mapping[str, Any], request: Request, read: Callable[[Any, ServerAnswer], None]
+    ) -> None:
         """Begin a request.
 
         Args:
@@ -197,14 +199,14 @@ class ServerClient:
             request: that it is made of.
             read: adds an event of the stream to the answer.
         """
-        answer = self._answers[request.key] = Answer(request)
+        answer = self._answers[request.key] = ServerAnswer(request)
         self._wait(self._begin(self._stream(url, body, answer, read), request.key))
 
     async def _begin(self, work: Coroutine[Any, Any, None], key: int) -> None:
         self._tasks[key] = asyncio.create_task(work)
 
     async def _stream(
-        self, url: str, body: Mapping[str, Any], answer: Answer, read: Callable[[Any, Answer], None]
+        self, url: str, body: Mapping[str, Any], answer: ServerAnswer, read: Callable[[Any, ServerAnswer], None]
     ) -> None:
         try:
             async with self._session.post(url, json=body) as response:
@@ -247,7 +249,7 @@ class ServerClient:
             self._news.put(news)  # those that are finished first
         return found
 
-    def cancel(self, keys: Sequence[int] | None = None) -> list[Answer]:
+    def cancel(self, keys: Sequence[int] | None = None) -> list[ServerAnswer]:
         """End requests, all of them by default; what has come of them, in the order of the keys."""
         keys = list(self._answers) if keys is None else keys
         self._wait(self._end([self._tasks.pop(key) for key in keys if key in self._tasks]))

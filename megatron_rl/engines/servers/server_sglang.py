@@ -11,7 +11,7 @@ from typing import Any
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.servers.served import ServedEngine
 from megatron_rl.engines.servers.server_apis import Ask, check_event
-from megatron_rl.engines.servers.server_client import Answer, ServerFailure
+from megatron_rl.engines.servers.server_client import ServerAnswer, ServerFailure
 from megatron_rl.engines.servers.server_key import START_SGLANG
 
 _ON_CPU = {
@@ -80,7 +80,7 @@ class SglangServer:
             },
         }
 
-    def read(self, event: Any, answer: Answer) -> None:
+    def read(self, event: Any, answer: ServerAnswer) -> None:
         """Events bring all tokens so far, or the new ones; their number says how many are new."""
         check_event(event)
         meta, reason = event["meta_info"], event["meta_info"]["finish_reason"]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms.distillation import finish_divergences, mix_logprobs, sum_divergences
-from megatron_rl.config.distillation import DistillationConfig
+from megatron_rl.config.algorithm import DistillationConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import choose_teachers
 from megatron_rl.parallel.collectives import reduce_scalars
