@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/architecture.md: the rooms by layer, and the two roads through them."""
+"""docs/architecture.md: the rooms by layer, the two roads through their files, and where topics are."""
 
 from __future__ import annotations
 
@@ -16,47 +16,49 @@ The code is divided into rooms, the subpackages of `megatron_rl/`. A room import
 | layer | room | what it does |
 |---|---|---|
 """
-# Each line names rooms of the table above; a test holds the page to that.
-_ROADS = """
-## The road of the samples
-
-```text
- data          prompts of step n, shuffled by (seed, epoch)
-  |
- rollout       responses from engines, scored by rewards
-  |
- samples       headers on every rank; each role fetches its tokens and packs them
-  |
- training      columns: old log-probs, reference log-probs, values
-  |
- algorithms    advantages and losses, with global denominators
-  |
- training      optimizer steps of actor and critic
-  |
- observability one record per step
-```
-
-## The road of the weights
-
-```text
- checkpoint    HF files or a distributed checkpoint, as boxes of logical tensors (weights)
-  |
- models        Megatron shards in the role's layout (parallel)
-  |
- training      optimizer steps
-  |
- transfer      moves the weights by a plan and certifies them
-  |
- engines       the engine's own parameters
-  |
- checkpoint    back to disk, for any layout
-```
-
+# The files of a step in order: what each does, file of the package, and the name in it; a test looks them up.
+SAMPLES_ROAD = (
+    ("prompts of step n, shuffled by (seed, epoch)", "data/prompt_order.py", "PromptBatches"),
+    (
+        "draws groups, has them scored, and draws again what dynamic sampling leaves out",
+        "rollout/collector.py",
+        "Collector",
+    ),
+    ("the loop between samples and engines", "rollout/generation.py", "RolloutGenerator"),
+    ("samples that have begun, and the requests of their next turns", "rollout/episodes.py", "Episodes"),
+    ("one engine, step by step, until the phase ends", "rollout/serving.py", "serve"),
+    ("tokens and log-probs", "engines/vllm/vllm_engine.py", "VllmEngine"),
+    ("rewards", "rewards/scorer.py", "Scorer"),
+    ("headers of all samples on every rank", "samples/table.py", "Headers"),
+    ("tokens that a role fetches", "samples/fetch.py", "fetch"),
+    ("microbatches of a token budget", "samples/pack.py", "Packer"),
+    ("columns of a role: log-probs, values", "training/roles/on_samples.py", "RoleOnSamples"),
+    ("advantages and returns", "samples/estimate.py", "compute_advantages"),
+    ("the loss, with global denominators", "algorithms/losses.py", "compute_policy_loss"),
+    ("forward and backward of packed rows", "training/packed_model.py", "PackedModel"),
+    ("an optimizer step", "training/update.py", "OptimizerStep"),
+    ("one record per step", "observability/run.py", "Run"),
+)
+WEIGHTS_ROAD = (
+    ("HF files, as boxes of logical tensors", "checkpoint/huggingface.py", "load_huggingface"),
+    ("Megatron shards in the role's layout", "models/gpt.py", "build_gpt_stages"),
+    ("optimizer steps", "training/optimizer.py", "Optimizer"),
+    (
+        "before a rollout: wakes the engine, moves the weights, certifies them",
+        "transfer/hybrid_engine.py",
+        "HybridEngine",
+    ),
+    ("which rank sends which box", "transfer/planner.py", "Planner"),
+    ("copies between ranks", "transfer/executor.py", "Resharder"),
+    ("digests of both sides", "transfer/certificate.py", "Certificate"),
+    ("back to disk, for any layout", "checkpoint/saving.py", "CheckpointSaver"),
+)
+_ROADS_END = """
 `Trainer.train` in `megatron_rl/run/grpo.py` joins both roads. [Concepts](concepts.md) has pictures;
 [Extending](extending.md#inside-the-package) says where changes go.
 """
 
-_PLACES_HEAD = "| topic | file | name |\n|---|---|---|"
+_PLACES_HEAD = "| what | file | name |\n|---|---|---|"
 # Topic -> file of the package, and the name in it; a test looks them up.
 PLACES = (
     ("the algorithm, line by line", "run/grpo.py", "Trainer"),
@@ -89,5 +91,15 @@ def format_page() -> str:
     """The page, the highest layer first."""
     rows = sorted(ROOMS.items(), key=lambda item: -item[1].layer)
     table = [f"| {room.layer} | `{name}` | {room.does} |" for name, room in rows]
-    places = [f"| {topic} | `megatron_rl/{file}` | `{name}` |" for topic, file, name in PLACES]
-    return "\n".join([_HEAD + "\n".join(table), _ROADS, "## Places\n", _PLACES_HEAD, *places, ""])
+    parts = [_HEAD + "\n".join(table)]
+    for title, rows_of in (
+        ("The road of the samples", SAMPLES_ROAD),
+        ("The road of the weights", WEIGHTS_ROAD),
+        ("Places", PLACES),
+    ):
+        parts += [
+            f"\n## {title}\n",
+            _PLACES_HEAD,
+            *(f"| {what} | `megatron_rl/{file}` | `{name}` |" for what, file, name in rows_of),
+        ]
+    return "\n".join([*parts, _ROADS_END])

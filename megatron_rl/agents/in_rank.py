@@ -101,7 +101,7 @@ AnyEpisodes = EpisodeProcesses | EpisodesInRank
 def choose_episodes(
     config: RunConfig, tokenizer: str, stop_token_ids: tuple[int, ...], is_debugged: bool
 ) -> AnyEpisodes:
-    """Where the episodes of a rank are played; programs have processes of their own, also of a debugged rank.
+    """Return the player of a rank's episodes; programs get processes of their own, even on a debugged rank.
 
     Args:
         config: of the run.

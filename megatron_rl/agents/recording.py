@@ -126,7 +126,7 @@ class Recording:
 
 
 class _Part(NamedTuple):
-    """Some tokens of a context; the other attributes as those of `Branch`, None for tokens that nobody returned."""
+    """A run of tokens in a context; the other fields as in `Branch`, None for tokens that no engine sampled."""
 
     tokens: np.ndarray
     logprobs: np.ndarray | None = None
@@ -143,7 +143,7 @@ class _Context:
         self.rewards: dict[int, float] = {}  # by the place of a token
         self._routes: np.ndarray | None = None
         self._routed_by: int | None = None  # version of the weights that read it last
-        self.length = self._replied = 0  # so many tokens; where the last reply ends
+        self.length = self._replied = 0  # number of tokens; end of the last reply
         for part in parts:
             self.append(part)
 

@@ -242,7 +242,7 @@ def find_weights(path: str | Path) -> FoundWeights:
 
 
 def find_gaps(directory: Path, manifest: Mapping[str, Any], part: int = 0, num_parts: int = 1) -> list[str]:
-    """What is missing from a training checkpoint, one line each; other kinds have nothing that could be.
+    """Return one line per gap in a training checkpoint; other kinds have none.
 
     Args:
         directory: of the checkpoint.

@@ -11,7 +11,7 @@ from megatron_rl.types import UserError
 
 
 def check_observability(config: CheckedConfig) -> None:
-    """What sends the metrics away is installed."""
+    """Check that the package of each enabled metrics service is installed."""
     config.require(
         config.get("observability.wandb") == "off" or importlib.util.find_spec("wandb") is not None,
         "observability.wandb",

@@ -30,7 +30,7 @@ def _check_engine(config: CheckedConfig) -> None:
 
 
 def _check_server(config: CheckedConfig) -> None:
-    """What a run must say of servers that it does not start."""
+    """Require what a run needs to reach servers that it does not start."""
     engine, supports = config.get("rollout.engine"), config.supports
     if not supports("is_server"):
         return
@@ -73,7 +73,7 @@ def _check_server(config: CheckedConfig) -> None:
 
 
 def _check_abilities(config: CheckedConfig) -> None:
-    """What not every engine can be asked for."""
+    """Refuse settings that the engine does not support."""
     supports = config.supports
     config.require(
         supports("decode_steps")
@@ -235,7 +235,7 @@ def _check_min_tokens(config: CheckedConfig) -> None:
 
 
 def _check_truncation(config: CheckedConfig) -> None:
-    """What cannot score a part of the vocabulary."""
+    """Refuse truncated sampling in step modes and model runners that cannot score a part of the vocabulary."""
     config.require(
         not config.get("rollout.is_truncated") or config.get("actor.step_mode") != "graph",
         "actor.step_mode",
@@ -308,7 +308,7 @@ def _check_agents(config: CheckedConfig) -> None:
 
 
 def _check_bitwise(config: CheckedConfig) -> None:
-    """What must hold for engine and trainer to compute the same bits; see also `run/bitwise.py`."""
+    """Check that engine and trainer can compute the same bits; see also `run/bitwise.py`."""
     if not config.get("rollout.bitwise"):
         return
     engine, tp_size = config.get("rollout.engine"), config.get("actor.tensor_model_parallel_size")

@@ -224,7 +224,7 @@ class ReferenceConfig:
     path: str | None = option(None, "Directory of the reference in HF format; default: model.path.")
     offload: bool = option(False, "Keep the reference's weights on the host except while it scores.")
     reset_every: int | None = option(
-        None, "Make the policy the reference every so many steps (ProRL); null: never.", "steps", ge=1
+        None, "Interval at which the policy becomes the reference (ProRL); null: never.", "steps", ge=1
     )
 
 

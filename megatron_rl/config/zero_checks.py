@@ -13,7 +13,7 @@ _TRAINED = ("actor", "critic")
 
 
 def check_zero_stages(config: CheckedConfig) -> None:
-    """What stage 3 does not work with."""
+    """Refuse settings that stage 3 does not work with."""
     for section in (*_TRAINED, "reward_model", *(f"teachers.{teacher}" for teacher in config.config.teachers)):
         name = f"{section}.zero_stage"
         if config.get(name) != FULLY_SHARDED:

@@ -19,7 +19,7 @@ def check_sampled(
         request: what it was asked.
         vocab_size: token ids are below.
         source: what a message calls the engine and the request.
-        route_shape: of the routes that the engine's model has; None: it returns none.
+        route_shape: shape of the routes that the engine returns; None: it returns none.
 
     Raises:
         UserError: its length, a token id, a log-prob, a kept set or its routes are not what they must be.

@@ -19,7 +19,7 @@ import pytest
 from megatron_rl import types
 from megatron_rl.config.fields import list_fields
 from tools import _error_page
-from tools._architecture_page import PLACES
+from tools._architecture_page import PLACES, SAMPLES_ROAD, WEIGHTS_ROAD
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,16 +143,7 @@ def test_the_example_and_the_exit_codes_are_real(pages: dict[str, str]) -> None:
     assert len(codes) >= 2 and all(f"\n| {code} | " in page for code in codes)
 
 
-@pytest.mark.parametrize(("topic", "file", "name"), PLACES)
+@pytest.mark.parametrize(("topic", "file", "name"), PLACES + SAMPLES_ROAD + WEIGHTS_ROAD)
 def test_a_topic_leads_to_a_name_in_its_file(topic: str, file: str, name: str) -> None:
     tree = ast.parse((ROOT / "megatron_rl" / file).read_text(encoding="utf-8"))
     assert name in [getattr(node, "name", None) for node in tree.body], topic
-
-
-def test_both_roads_lead_through_rooms(pages: dict[str, str]) -> None:
-    """Every stop of the two roads is a room of the table."""
-    page = pages["architecture.md"]
-    blocks = page.split("```text\n")[1:]
-    stops = [line.split()[0] for block in blocks for line in block.partition("```")[0].splitlines() if "|" not in line]
-    assert len(blocks) == 2 and len(stops) > 10
-    assert not [stop for stop in stops if f"| `{stop}` |" not in page]

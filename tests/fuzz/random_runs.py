@@ -333,6 +333,8 @@ def _run_rank(rank: int, world_size: int, overrides: Sequence[str], is_sft: bool
     descriptor = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
+    # pytest has put a file of its own in the place of sys.stderr, where the guard of a run writes its error.
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     try:
         config = load_config(None, overrides).config
         if is_sft:
