@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property, partial
 
-import numpy as np
 import torch
 
 from megatron_rl.algorithms.kl import measure_for_target
@@ -18,6 +17,7 @@ from megatron_rl.algorithms.mismatch import has_importance_weights
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.observability.rollout_log import TokenTexts
 from megatron_rl.run.session import Session
+from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.describe import (
     choose_logged,
     describe_distributions,
@@ -38,6 +38,15 @@ from megatron_rl.samples.estimate import (
 )
 from megatron_rl.samples.experience import Column, Experience
 
+READ_BY_ESTIMATORS = (
+    "old_logprobs",
+    "ref_logprobs",
+    "values",
+    "sum_pi_squared",
+    "importance_weights",
+    "teacher_logprobs",
+)
+
 
 class Trainer(Session):
     """One run; building it is collective.
@@ -50,7 +59,8 @@ class Trainer(Session):
         """The main loop (PPO, arXiv 1707.06347, algorithm 1; GRPO, arXiv 2402.03300, algorithm 1)."""
         with self.session():
             for step in self.steps():
-                samples = self.policy.sample(step)
+                with self.policy.rollout_mode():  # weights move into the engines; those on the actor's ranks sleep then
+                    samples = self.policy.sample(step)
                 self.checkpoints.safe_point()  # SIGTERM ends the run here, before anything is learned,
                 self.fetch_tokens(samples)
                 if self.teachers:
@@ -64,8 +74,7 @@ class Trainer(Session):
                     self.compare(samples)
                 if self.inputs.spec.needs_sum_pi_squared:
                     samples.sum_pi_squared = self.policy.sum_pi_squared(samples)
-                samples.advantages, samples.returns = self.estimate(samples)
-                samples.chosen = self.choose_tokens(samples)  # for clip_cov and kl_cov
+                samples.advantages, samples.returns, samples.chosen = self.estimate(samples)
                 if not self.policy.runs_ahead:  # or here, or after the step
                     self.checkpoints.safe_point()
                 if self.critic:
@@ -80,8 +89,7 @@ class Trainer(Session):
                         self.critic.forward_backward(minibatch)
                         self.run.count(self.critic.optim_step())
                 if self.reference:
-                    self.adapt_kl(samples)
-                    self.reset_reference(step)
+                    self.adapt(step, samples)
                 self.policy.run_ahead()  # engines on ranks of their own generate up to here
                 self.describe(step, samples)
 
@@ -110,18 +118,26 @@ class Trainer(Session):
 
     def compare(self, samples: Experience) -> None:
         """Compare the policy with its engine and with the reference, before a weight changes; collective."""
-        self.compare_by_age(samples)
-        if self.reference:
-            samples.kl_per_rollout = self.measure_kl(samples)
-        samples.importance_weights = self.correct_mismatch(samples)
-
-    def compare_by_age(self, samples: Experience) -> None:
-        """The gap to the engine by the age of its weights; in bitwise mode the current ones leave none; collective."""
-        batch, version = self.policy.read(samples, "old_logprobs"), self.policy.role.policy_version
+        batch, algorithm = self.policy.read(samples, "old_logprobs", "ref_logprobs"), self.algorithm_now()
         if not self.policy.is_here:
+            samples.mismatch = {}
+            if has_importance_weights(algorithm):
+                samples.importance_weights = self.policy.as_column(samples, torch.empty_like(batch.loss_weights))
             return
-        steps, group = self.plan.optimizer_steps_per_step, self.policy.model.groups.dp
-        lags = (version - samples.pack(self.policy.packer).versions) // steps
+        headers, group = samples.headers, self.policy.model.groups.dp
+        self.compare_by_age(samples, batch)
+        if self.reference:
+            samples.kl_per_rollout = kl = measure_kl(headers, batch, algorithm.kl_type, group)
+            count = max(int(headers.rollouts.has_reward.sum()), 1)  # a rollout without a reward has no loss token
+            self.run.count({"kl/per_response": float(kl.sum() / count), "kl/coef": algorithm.kl_coef})
+        weights, samples.mismatch = correct_mismatch(headers, batch, algorithm, group)
+        self.run.count(samples.mismatch)
+        samples.importance_weights = self.policy.as_column(samples, weights)
+
+    def compare_by_age(self, samples: Experience, batch: TrainBatch) -> None:
+        """Count the gap to the engine by the age of its weights; in bitwise mode, current weights leave none."""
+        version, steps = self.policy.role.policy_version, self.plan.optimizer_steps_per_step
+        lags, group = (version - samples.pack(self.policy.packer).versions) // steps, self.policy.model.groups.dp
         if self.config.rollout.bitwise:
             check_bits(batch, lags == 0, group)
         if self.config.actor.router_replay == "engine":
@@ -130,71 +146,32 @@ class Trainer(Session):
             self.run.count(measure_lags(batch, lags, most, group))
             self.run.count(describe_staleness(samples.headers, version, steps))
 
-    def measure_kl(self, samples: Experience) -> np.ndarray | None:
-        """KL to the reference of each rollout, summed over its tokens in the loss, on the actor's ranks; collective."""
-        batch, algorithm = self.policy.read(samples, "old_logprobs", "ref_logprobs"), self.algorithm_now()
-        if not self.policy.is_here:
-            return None
-        kl = measure_kl(samples.headers, batch, algorithm.kl_type, self.policy.model.groups.dp)
-        count = max(int(samples.headers.rollouts.has_reward.sum()), 1)  # the others have no token in the loss
-        self.run.count({"kl/per_response": float(kl.sum() / count), "kl/coef": algorithm.kl_coef})
-        return kl
-
-    def adapt_kl(self, samples: Experience) -> None:
-        """Let the KL controller react to this step's KL: the next step has another coefficient."""
-        headers = samples.headers
-        counted = headers.rollouts.has_reward
-        if not self.policy.is_here or not counted.any():
-            return
-        tokens = headers.sum_per_rollout(headers.num_loss_tokens)
-        measured = measure_for_target(samples.kl_per_rollout[counted], tokens[counted], self.config.algorithm)
-        self.kl.update(measured, int(counted.sum()))
-
-    def reset_reference(self, step: int) -> None:
-        """Let the policy become the reference where it is time to."""
-        every = self.config.reference.reset_every
-        if self.reference and every and step % every == 0 and self.policy.is_here:
-            self.reference.role.become(self.policy.model)
-
-    def correct_mismatch(self, samples: Experience) -> Column | None:
-        """Weights that correct for the gap between actor and engine, where the config asks for them; collective."""
-        batch = self.policy.read(samples, "old_logprobs")
-        if not self.policy.is_here:
-            samples.mismatch = {}
-            weighs = has_importance_weights(self.config.algorithm)
-            return self.policy.as_column(samples, torch.empty_like(batch.loss_weights)) if weighs else None
-        group = self.policy.model.groups.dp
-        weights, samples.mismatch = correct_mismatch(samples.headers, batch, self.config.algorithm, group)
-        self.run.count(samples.mismatch)
-        return self.policy.as_column(samples, weights)
-
-    def estimate(self, samples: Experience) -> tuple[Column, Column | None]:
-        """Advantages, and returns where there is a critic; collective."""
+    def estimate(self, samples: Experience) -> tuple[Column | None, ...]:
+        """Return advantages, returns (with a critic), and the tokens that clip_cov and kl_cov treat; collective."""
         if self.teachers:
             self.run.count(self.teachers.teach(samples))
-        batch = self.policy.read(
-            samples,
-            "old_logprobs",
-            "ref_logprobs",
-            "values",
-            "sum_pi_squared",
-            "importance_weights",
-            "teacher_logprobs",
-        )
+        batch, algorithm = self.policy.read(samples, *READ_BY_ESTIMATORS), self.algorithm_now()
         if not self.policy.is_here:
-            nothing = Column(torch.empty_like(batch.loss_weights), samples.pack(self.policy.packer))
-            return nothing, nothing if self.critic else None
-        turn_rewards = samples.pack(self.policy.packer).turn_rewards
-        found = compute_advantages(samples, batch, self.algorithm_now(), self.policy.model.groups.dp, turn_rewards)
+            nothing = self.policy.as_column(samples, torch.empty_like(batch.loss_weights))
+            return nothing, nothing if self.critic else None, None
+        group, turn_rewards = self.policy.model.groups.dp, samples.pack(self.policy.packer).turn_rewards
+        found = compute_advantages(samples, batch, algorithm, group, turn_rewards)
         self.run.count({name: float(value) for name, value in found.metrics.items()})
-        return Column(found.advantages, samples.pack(self.policy.packer)), self.policy.as_column(samples, found.returns)
+        chosen = choose_tokens(replace(batch, advantages=found.advantages), algorithm, group)
+        return tuple(self.policy.as_column(samples, values) for values in (found.advantages, found.returns, chosen))
 
-    def choose_tokens(self, samples: Experience) -> Column | None:
-        """The tokens that the policy loss treats in another way, where it does that; collective."""
-        batch = self.policy.read(samples, "old_logprobs", "advantages")
+    def adapt(self, step: int, samples: Experience) -> None:
+        """Update the KL controller by this step's KL; every `reference.reset_every` steps, copy the policy's weights
+        into the reference."""
         if not self.policy.is_here:
-            return None
-        return self.policy.as_column(samples, choose_tokens(batch, self.algorithm_now(), self.policy.model.groups.dp))
+            return
+        headers, every = samples.headers, self.config.reference.reset_every
+        if (counted := headers.rollouts.has_reward).any():
+            tokens = headers.sum_per_rollout(headers.num_loss_tokens)
+            measured = measure_for_target(samples.kl_per_rollout[counted], tokens[counted], self.config.algorithm)
+            self.kl.update(measured, int(counted.sum()))
+        if self.reference and every and step % every == 0:
+            self.reference.role.become(self.policy.model)
 
     def describe(self, step: int, samples: Experience) -> None:
         """Count what a step was like, and write some of its rollouts; collective."""

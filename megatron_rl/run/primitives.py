@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an algorithm is written with: `Trainer.train` is, and so is a loop of your own (docs/primitives.md).
 
-    samples = policy.sample(step)
+    with policy.rollout_mode():
+        samples = policy.sample(step)
     samples.old_logprobs = policy.logprobs(samples)
     samples.advantages = ...
     for minibatch in policy.minibatches(samples):
@@ -13,7 +14,8 @@ Every call is collective: all ranks make the same ones. Layouts, packing, reshar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +64,26 @@ class Policy(ActorOnSamples):
         self.hybrid, self._collector, self._state, self._config = sampling.hybrid, sampling.collector, state, config
         mtp = self.role.mtp
         self._export = actor_export(config, self.model, None if mtp is None else mtp.model)
+        self._generates = False
+
+    @contextmanager
+    def rollout_mode(self) -> Iterator[None]:
+        """Move the actor's weights into the engines; afterwards, engines on the actor's ranks sleep. Collective."""
+        with self.hybrid.rollout_mode():
+            self._generates = True
+            try:
+                yield
+            finally:
+                self._generates = False
+
+    def _check_mode(self, call: str) -> None:
+        if not self._generates:
+            raise UserError(
+                f"policy.{call} outside rollout mode",
+                source=f"policy.{call}",
+                expected="engines with the current weights",
+                hint=f"with policy.rollout_mode(): policy.{call}(...)",
+            )
 
     def sample(
         self,
@@ -70,7 +92,7 @@ class Policy(ActorOnSamples):
         n: int | None = None,
         temperature: float | None = None,
     ) -> Experience:
-        """Scored responses of the current weights.
+        """Generate and score responses with the weights that the engines hold, in `rollout_mode`.
 
         Args:
             step: part of every response's seed: equal steps give equal responses, of equal weights.
@@ -79,8 +101,9 @@ class Policy(ActorOnSamples):
             n, temperature: in place of `rollout`'s, with prompts; `logprobs` keeps `rollout.temperature`.
 
         Raises:
-            UserError: a prompt is too long, or a reward failed; on every rank.
+            UserError: a prompt is too long, a reward failed, or it is not rollout mode; on every rank.
         """
+        self._check_mode("sample")
         rollout, limit = self._config.rollout, self._config.data.max_prompt_length
         for prompt in prompts or ():
             if len(prompt.tokens) > limit:
@@ -90,11 +113,10 @@ class Policy(ActorOnSamples):
                     expected=f"at most data.max_prompt_length = {limit}",
                     hint="shorten it, or raise the limit",
                 )
-        with self.hybrid.rollout_mode():  # the engines take the actor's weights
-            if prompts is None:
-                return self._collector.collect(step)
-            sampling = self._collector.sampling(temperature)
-            return self._collector.generate(SampleGroups(prompts, rollout.n if n is None else n, sampling, step))
+        if prompts is None:
+            return self._collector.collect(step)
+        sampling = self._collector.sampling(temperature)
+        return self._collector.generate(SampleGroups(prompts, rollout.n if n is None else n, sampling, step))
 
     @property
     def runs_ahead(self) -> bool:
@@ -109,9 +131,12 @@ class Policy(ActorOnSamples):
     def validate(
         self, validation: Mapping[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
     ) -> dict[str, float]:
-        """Metrics of every validation set, `validation/<set>/<metric>`; `on_set` is told of the samples of each."""
-        with self.hybrid.rollout_mode():
-            return self._collector.validate(validation, on_set)
+        """Return the metrics of every validation set, `validation/<set>/<metric>`, in `rollout_mode`.
+
+        `on_set` is called with the name of each set and its samples.
+        """
+        self._check_mode("validate")
+        return self._collector.validate(validation, on_set)
 
     def expand(self, samples: Experience, values: Sequence[float] | np.ndarray) -> Column:
         """One value per rollout, [num_rollouts], at each of its tokens in the loss; 0 elsewhere."""

@@ -214,7 +214,8 @@ class Session:
         """Metrics of every validation set, whose responses are written; collective."""
         found: dict[str, list[Any]] = {}
         with self.run.timers.phase("validation", swallow=True):
-            metrics = self.policy.validate(self.inputs.validation, found.__setitem__)
+            with self.policy.rollout_mode():
+                metrics = self.policy.validate(self.inputs.validation, found.__setitem__)
         for name, parts in found.items():
             self.run.write_validation(step, name, text_rows(parts, self.inputs.tokenizer.decode))
         self.run.count(metrics)

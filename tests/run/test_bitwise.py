@@ -75,7 +75,9 @@ def loaded(model: Path, tokens: Path, engine: str) -> Iterator[tuple[Any, Experi
     recipe["data"] |= {"max_prompt_length": 80, "validation_files": []}
     run = megatron_rl.load(model, recipe)
     prompts = [Prompt(i, tokens, "", None) for i, tokens in enumerate(PROMPTS)]
-    yield run.policy, run.policy.sample(1, prompts, n=4)
+    with run.policy.rollout_mode():
+        samples = run.policy.sample(1, prompts, n=4)
+    yield run.policy, samples
     run.policy.close()
 
 

@@ -79,7 +79,8 @@ def learn_from_another_engine(rank: int, world_size: int, task: Path, out: Path)
     recipe = load_nested(overrides_for(task, out, *COMMON, "rollout.engine=hf"))
     run = megatron_rl.load(task / "model", recipe)
     policy, algorithm = run.policy, replace(run.config.algorithm, importance_sampling="bypass")
-    samples = policy.sample(1)
+    with policy.rollout_mode():
+        samples = policy.sample(1)
     before = policy.logprobs(samples).values
     batch = policy.read(samples)
     batch.rollout_logprobs.copy_(torch.where(batch.loss_mask, before - 0.1, 0.0))

@@ -85,6 +85,11 @@ def learn(policy: Any, samples: Experience, loss: Any) -> list[dict[str, float]]
     return updates
 
 
+def sample(policy: Any, prompt: Prompt) -> Experience:
+    with policy.rollout_mode():
+        return policy.sample(1, [prompt], n=32)
+
+
 def use_interactively(rank: int, world_size: int, task: Path, out: Path) -> None:
     """One process without torchrun: sample, update, sample again, go back, and take the same step another way."""
     run = megatron_rl.load(
@@ -95,10 +100,13 @@ def use_interactively(rank: int, world_size: int, task: Path, out: Path) -> None
     with pytest.raises(UserError, match="an optimizer step without gradients"):
         policy.optim_step()
     with pytest.raises(UserError, match="a prompt of 9 tokens"):
-        policy.sample(1, [Prompt(0, np.zeros(9, np.int32), "", None)])
+        sample(policy, Prompt(0, np.zeros(9, np.int32), "", None))
+    for call in (lambda: policy.sample(1), lambda: policy.validate({})):
+        with pytest.raises(UserError, match=r"outside rollout mode(?s:.*)with policy.rollout_mode\(\)"):
+            call()
     saved = policy.save(out, 0)
     prompt = Prompt(0, np.array(run.inputs.tokenizer.encode("1+4="), np.int32), "1+4=", ground_truth="5")
-    first = policy.sample(1, [prompt], n=32)
+    first = sample(policy, prompt)
     before = describe(first, decode)
     assert len(before) == 32 and len({text for text, _ in before}) > 1
 
@@ -106,7 +114,7 @@ def use_interactively(rank: int, world_size: int, task: Path, out: Path) -> None
         policy.forward_backward(next(policy.minibatches(first)), algorithm)
     updates = learn(policy, first, algorithm)
     assert len(updates) == 2 and all(update["policy/grad_norm"] > 0 for update in updates)
-    second = policy.sample(1, [prompt], n=32)
+    second = sample(policy, prompt)
     after = describe(second, decode)
     assert after != before  # the engine has the new weights
     batch = policy.read(second)
@@ -115,7 +123,7 @@ def use_interactively(rank: int, world_size: int, task: Path, out: Path) -> None
     weights = {name: value.clone() for name, value in policy.model.params.items()}
 
     assert policy.load(saved) == 0
-    again = policy.sample(1, [prompt], n=32)
+    again = sample(policy, prompt)
     assert describe(again, decode) == before
     given = learn(policy, again, clipped)
     assert set(given[0]) == {"clipped/loss", "clipped/ratio", "policy/grad_norm", "policy/lr"}

@@ -29,8 +29,7 @@ from megatron_rl.observability.timers import PhaseTimers
 # Work between the program's own phases, by phase: module, class and method; checkouts that lack one count it as rest.
 FURTHER = {
     "packing": ("megatron_rl.samples.pack", "Packer", "pack"),
-    "kl": ("megatron_rl.run.grpo", "Trainer", "measure_kl"),
-    "mismatch": ("megatron_rl.run.grpo", "Trainer", "correct_mismatch"),
+    "kl": ("megatron_rl.run.grpo", "Trainer", "compare"),
     "advantages": ("megatron_rl.run.grpo", "Trainer", "estimate"),
     "describe": ("megatron_rl.run.grpo", "Trainer", "describe"),
 }
