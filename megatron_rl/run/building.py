@@ -11,14 +11,13 @@ from typing import Any
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import import_library
 from megatron_rl.parallel.collectives import Process, init_distributed
-from megatron_rl.run.export import side_files
 from megatron_rl.run.inputs import RlInputs
 from megatron_rl.run.parts import Parts
 from megatron_rl.run.preparing import prepare
 from megatron_rl.run.primitives import Policy, Primitives
 from megatron_rl.run.roles import build_roles, group_timeout
 from megatron_rl.run.rollout_members import RunSinks, build_rollout_members
-from megatron_rl.run.state import TrainedPart, TrainingState
+from megatron_rl.run.state import TrainedPart, TrainingState, side_files
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.roles.on_samples import CriticOnSamples, PolicyOnSamples
 

@@ -27,10 +27,9 @@ from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.rollout.order import SampleGroups
-from megatron_rl.run.export import actor_export
 from megatron_rl.run.inputs import RlInputs
 from megatron_rl.run.rollout_members import RolloutMembers
-from megatron_rl.run.state import TrainedPart, TrainingState
+from megatron_rl.run.state import TrainedPart, TrainingState, actor_export
 from megatron_rl.samples.estimate import find_rollouts
 from megatron_rl.samples.experience import Column, Experience
 from megatron_rl.samples.pack import Packer

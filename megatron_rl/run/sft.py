@@ -15,12 +15,11 @@ from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.run.checkpoints import Checkpoints
-from megatron_rl.run.export import actor_export, side_files
 from megatron_rl.run.inputs import SftInputs
 from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.run.preparing import check_sft
 from megatron_rl.run.roles import build_role, group_timeout
-from megatron_rl.run.state import TrainedPart, TrainingState
+from megatron_rl.run.state import TrainedPart, TrainingState, actor_export, side_files
 from megatron_rl.samples.experience import Experience, replicate
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.roles.on_samples import ActorOnSamples, sft

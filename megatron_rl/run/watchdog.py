@@ -27,8 +27,7 @@ from torch.distributed.distributed_c10d import Store
 from megatron_rl.observability.failures import Scene, explain_lost
 from megatron_rl.observability.positions import Position, explain, find_position
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.run.collective_ledger import describe_collectives
-from megatron_rl.run.reports import ReportBoard
+from megatron_rl.run.reports import ReportBoard, describe_collectives
 from megatron_rl.types import EXIT_FAILED, EXIT_STALLED, UserError
 
 _ANSWER_SECONDS = 5.0  # a rank that looks every second answers sooner
