@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Can engine and trainer compute the same bits here (rollout.bitwise)? What the config alone tells is in its checks."""
+"""Check that engine and trainer can compute the same bits here (rollout.bitwise)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size
 
-_MAX_TRIAL_COLUMNS = 8192  # a product has the same kernel for more
+_MAX_TRIAL_COLUMNS = 8192  # wider products use the same kernel
 
 
 def check_bitwise(shape: ModelShape, tp_size: int, engine: str) -> None:
-    """Refuse a machine or a model on which they cannot.
-
-    Raises:
-        UserError: a GPU, experts in another engine's own kernels, or matrix products whose rows change their bits.
-    """
+    """Refuse a machine or a model on which engine and trainer differ (UserError)."""
     if torch.cuda.is_available():
         raise UserError(
             "rollout.bitwise on a GPU: the kernels of vLLM and of the trainer add up in different orders there",
@@ -61,7 +57,7 @@ def check_bitwise(shape: ModelShape, tp_size: int, engine: str) -> None:
 
 
 def _list_products(shape: ModelShape, tp_size: int) -> Iterator[tuple[int, ...]]:
-    """Products of one rank, as `find_variance` takes them."""
+    """Yield the products of one rank in the format of `find_variance`."""
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size // tp_size
     heads = shape.num_heads // tp_size * shape.head_dim
     kv_heads = max(1, shape.num_kv_heads // tp_size) * shape.head_dim
@@ -70,5 +66,5 @@ def _list_products(shape: ModelShape, tp_size: int) -> Iterator[tuple[int, ...]]
     yield hidden, ffn, ffn
     yield ffn, hidden
     columns = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
-    padding = -shape.vocab_size % columns  # which the trainer leaves out of a product, and vLLM does not
+    padding = -shape.vocab_size % columns  # omitted from the trainer's product, included in vLLM's
     yield hidden, min(columns - padding, _MAX_TRIAL_COLUMNS), *([padding] if padding else [])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the primitives of a program: roles as a loop calls them, the engines and the rewards."""
+"""Build the objects of a training loop: roles on samples, engines and rewards (`Primitives`)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from megatron_rl.training.roles.on_samples import CriticOnSamples, PolicyOnSampl
 def load(
     model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), **parts: Any
 ) -> Primitives:
-    """The primitives of a loop of your own, without the run directory and the watchdog of a `Trainer`; collective.
+    """Build the primitives for a loop of your own; collective.
 
-    A process that torchrun did not start, such as a notebook's, is a job of one rank.
+    There is no run directory and no watchdog, unlike with a `Trainer`. A process that torchrun did not start, such as a
+    notebook's, is a job of one rank.
 
     Args:
         model_path, config, overrides, **parts: see `Trainer.from_hf_config`.
@@ -44,7 +45,7 @@ def load(
 def build_primitives(
     config: RunConfig, inputs: RlInputs, parts: Parts, process: Process, sinks: RunSinks
 ) -> Primitives:
-    """Build the roles, the engines and what surrounds them; collective."""
+    """Build the roles on samples, the engines and the training state; collective."""
     spec, timers = inputs.spec, sinks.timers
     if not parts.rollouts and process.rank in config.placement.ranks_of("rollout", process.world_size):
         import_library(config.rollout.engine, process.device)

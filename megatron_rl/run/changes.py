@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has changed since a checkpoint was written: settings, and the content of files that it depends on.
+"""Find changes since a checkpoint was written: settings, and the content of files that the run depends on.
 
-A checkpoint holds the weights that are trained. It does not hold the reference of the KL term, the reward model, a
-model whose adapters are trained, the data, and the user's reward functions and plugins: their digests tell whether
-they are still what they were.
+A checkpoint contains the trained weights. The reference of the KL term, the reward model, the base model of adapters,
+the data, and the user's reward functions and plugins lie outside; their digests show whether they have changed.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ from megatron_rl.extension.reasoning_gym import PREFIX, identify
 from megatron_rl.types import UserError
 
 Dependencies = dict[str, dict[str, str]]  # name -> {"source": paths, "digest": of their content}
-_SAID_ONLY = ("validation_files", "program")  # the rest changes what is trained
+_SAID_ONLY = ("validation_files", "program")  # all others change the training
 _BLOCK, _MOST_BLOCKS = 64 << 10, 128
 
 
 def find_dependencies(config: RunConfig) -> Dependencies:
-    """What a run depends on and its checkpoints do not contain, as it is now.
+    """Digest the files that a run depends on and its checkpoints do not contain.
 
-    Data and code are read as a whole (about 1 GB/s), weights in samples: 8 MiB of each file, spread over it, and its
-    size. Training changes all matrices of a model, so that the samples differ; an edit of a few numbers may not show.
+    Data and code are read completely (about 1 GB/s), weights in samples: 8 MiB of each file, spread over it, and its
+    size. Training changes all matrices of a model, so that the samples differ; an edit of a few numbers may go
+    unnoticed.
     """
     algorithm, found = config.algorithm, {}
     if config.actor.lora.rank:
@@ -50,8 +50,8 @@ def find_dependencies(config: RunConfig) -> Dependencies:
     found["validation_files"] = [Path(file) for file in config.data.validation_files]
     targets = [text.split(maxsplit=1)[-1] for text in config.reward.components] or [config.reward.function or ""]
     functions = {Path(target.rpartition(":")[0]) for target in targets if "://" not in target}
-    functions = {path for path in functions if path.is_file()}  # the others are rules
-    main = getattr(sys.modules["__main__"], "__file__", None)  # has a function that was passed as an object
+    functions = {path for path in functions if path.is_file()}  # rules have names, not files
+    main = getattr(sys.modules["__main__"], "__file__", None)  # defines functions passed as objects
     program = {path for path in functions if main is not None and path.resolve() == Path(main).resolve()}
     found |= {"reward": sorted(functions - program), "program": sorted(program)}
     found["plugins"] = [Path(file) for file in algorithm.plugins]
@@ -66,7 +66,7 @@ def find_dependencies(config: RunConfig) -> Dependencies:
 
 
 def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable[str], checkpoint: Path) -> list[str]:
-    """Compare what a run depends on with what the run behind a checkpoint depended on.
+    """Compare the dependencies of a run with those of the run that wrote a checkpoint.
 
     Args:
         saved, now: from `find_dependencies`, then and now.
@@ -74,10 +74,10 @@ def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable
         checkpoint: for the error.
 
     Returns:
-        What differs and is let pass, one line each.
+        The accepted differences, one line each.
 
     Raises:
-        UserError: a difference that changes what is trained.
+        UserError: a difference that changes the training.
     """
     lines = {
         name: f"{name}: {now[name]['source']} (digest {now[name]['digest'][:12]}), it was "
@@ -97,12 +97,12 @@ def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable
 
 
 def _list_weights(path: str) -> list[Path]:
-    """The files of a model, in HF format or a distributed checkpoint."""
+    """Return the files of a model, in HF format or a distributed checkpoint."""
     return sorted(file for file in Path(path).iterdir() if file.suffix in (".safetensors", ".distcp"))
 
 
 def _shorten(files: Iterable[Path]) -> list[Path]:
-    """Files of a model by their directory, others as they are."""
+    """Replace the files of a model by their directory."""
     return list(dict.fromkeys(file.parent if file.suffix in (".safetensors", ".distcp") else file for file in files))
 
 
@@ -126,7 +126,7 @@ def _digest(files: Iterable[Path], *, samples: bool) -> str:
 
 
 def describe_changes(before: str, now: str) -> list[str]:
-    """Settings that differ between two resolved configs in YAML."""
+    """Return the settings that differ between two resolved configs in YAML."""
     old, new = (_flatten(yaml.safe_load(text) or {}) for text in (before, now))
     return [
         f"{name}: {old.get(name)!r} -> {new.get(name)!r}"

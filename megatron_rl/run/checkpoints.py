@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a run saves, how it resumes from a checkpoint, and how it follows a signal.
+"""Save a run, resume it from a checkpoint, and stop it on a signal.
 
-A checkpoint holds the end of a step. A run that is stopped before it has learned anything in a step saves the end of
-the step before and does the step again; one that is stopped later finishes the step. Either way the resumed run
-writes the metrics of one that was never stopped (in the same layout).
+A checkpoint holds the end of a step. A run that is stopped before the step's first update saves the end of the previous
+step and repeats the step; a run that is stopped later finishes the step. Either way the resumed run writes the metrics
+of an uninterrupted one (in the same layout).
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ MAX_FAILED_SAVES = 3  # in a row
 
 
 class Checkpoints:
-    """Saves and restores one run, and stops it when a signal asks for it; all methods are collective.
+    """Checkpoints of one run, and its reaction to stop signals; all methods are collective.
 
     Args:
-        config: the resolved config.
         opened: from `open_run`.
-        state: of the run.
+        state: everything that changes during training.
         export: writes the policy in HF format into a new directory.
         total_steps: of the run.
     """
@@ -68,7 +67,7 @@ class Checkpoints:
         self._saved_at, self._failures_in_a_row = time.monotonic(), 0
 
     def start(self) -> int | None:
-        """Restore the checkpoint where there is one, and open the sinks; the step that it ends, None for a new run.
+        """Restore the checkpoint, if any, and open the sinks; return its step, None for a new run.
 
         Raises:
             UserError: the checkpoint does not fit this run, or the run is finished; nothing was changed then.
@@ -98,7 +97,7 @@ class Checkpoints:
         return step
 
     def _restore(self, directory: Path) -> int:
-        is_own = directory.parent == self._run.checkpoints  # looked at by `open_run`
+        is_own = directory.parent == self._run.checkpoints  # verified by `open_run`
         resumed = load_training_state(
             directory, self._state.roles, side_files=self._state.side_files, group=self._group, is_verified=is_own
         )
@@ -123,7 +122,7 @@ class Checkpoints:
             self._run.record(step)
 
     def mark(self, step: int) -> None:
-        """Remember what is small of the end of a step; weights and optimizer states change only in updates."""
+        """Copy the small state of the end of a step; weights and optimizer states change only in updates."""
         best = self._run.best_value
         state = self._state.small_parts() | {
             "best_value": None if best == float("-inf") else best,
@@ -139,7 +138,7 @@ class Checkpoints:
         return self._marked
 
     def end_step(self, step: int, is_best: bool = False) -> None:
-        """Save if it is due.
+        """Save if a checkpoint is due.
 
         Raises:
             UserError: too many saves have failed.
@@ -156,7 +155,7 @@ class Checkpoints:
         self._check_failures()
 
     def _is_overdue(self) -> bool:
-        """Whether by some rank's clock the last save is too long ago; collective."""
+        """Return whether `save_every_minutes` has passed by any rank's clock; collective."""
         minutes = self._config.checkpoint.save_every_minutes
         if minutes is None:
             return False
@@ -167,7 +166,7 @@ class Checkpoints:
     def _save(
         self, is_best: bool = False, export: Callable[[Path], None] | None = None, is_passing: bool = False
     ) -> None:
-        self._run.settle()  # nothing is written about a step that a checkpoint has
+        self._run.settle()  # no record of a step may be written after its checkpoint
         content, rank_state = self._end_of_last_step()
         content, self._saved_at = replace(content, is_passing=is_passing), time.monotonic()
         self._saver.save(
@@ -180,20 +179,20 @@ class Checkpoints:
         )
 
     def save_into(self, root: Path) -> UserError | None:
-        """Write the end of the last step to `<root>/step_<N>`, at once, whatever the run's own checkpoints are.
+        """Write the end of the last step to `<root>/step_<N>` at once, independent of the run's own checkpoints.
 
         Returns:
-            Why it failed, on every rank.
+            The reason if it failed, on every rank.
         """
         content, rank_state = self._end_of_last_step()
         return save_now(root, content, self._state.roles, self._group, rank_state).error
 
     def safe_point(self) -> None:
-        """Here the run may end; nothing has been learned since the last mark.
+        """Stop the run here if a signal was received; no weight has changed since the last mark.
 
         Raises:
-            Preempted: a signal asked for it, and the end of the last step is on the disk.
-            UserError: it could not be saved, too many saves have failed, or another job has the directory.
+            Preempted: a signal was received, and the end of the last step is on the disk.
+            UserError: it could not be saved, too many saves have failed, or another job has taken the directory.
         """
         self._opened.lock.check()
         self._saver.poll()
@@ -249,7 +248,7 @@ class Checkpoints:
             )
 
     def _check_failures(self) -> None:
-        """Refuse to train on when nothing of it can be kept."""
+        """Refuse to continue after `MAX_FAILED_SAVES` failures in a row."""
         error = self._last and self._last.error
         if error and self._failures_in_a_row >= MAX_FAILED_SAVES:
             raise UserError(
@@ -260,5 +259,5 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Give back signals, lock and watchdog (also after an error; not collective)."""
+        """Release signals, lock and watchdog (also after an error; not collective)."""
         self._opened.guard.close()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line that all training entry points share.
+"""The command line of all training entry points.
 
     torchrun --nproc-per-node N launch/<entry>.py RECIPE.yaml [section.key=value ...] [--dry-run [--json]]
 
-A dry run refuses what the start would refuse, by the same functions, and imports no engine; torch is imported for the
-headers of the weights only, and may be missing. It does not look at devices and at the run directory. A failure is
-printed once in the job; every rank exits with the status that says what it was (docs/checkpoints.md).
+A dry run and the start refuse the same inputs, through the same functions; a dry run imports no engine. torch is
+imported for the headers of the weights only, and may be missing. Devices and the run directory are not checked. A
+failure is printed once in the job; every rank exits with the status of its cause (docs/checkpoints.md).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Plan = BatchPlan | SftPlan
 
 
 class Inputs(Protocol):
-    """What an entry point reads before it starts."""
+    """Inputs that an entry point reads before it starts."""
 
     plan: Plan
     notes: list[str]
@@ -79,18 +79,18 @@ def run_command(
     check_memory: Callable[[RunConfig, Path | None, int, float, int | None], tuple[RunConfig, list[str], str]]
     | None = None,
 ) -> int:
-    """Parse, then plan or run.
+    """Parse the arguments, then plan or run.
 
     Args:
         argv: arguments without the program's name.
         name: of the entry point, for the usage text.
-        description: one sentence on what it does.
+        description: one sentence for the usage text.
         build_plan: batch arithmetic from config and world size, for the dry run.
-        read_inputs: reads and checks what the start does, from config and world size, for the dry run.
+        read_inputs: reads and checks the inputs of the start, from config and world size, for the dry run.
         run: trains; called with the loaded config and the recipe's path.
-        check_memory: for the dry run, lays the run out where `layout.mode` is auto and refuses what does not fit; from
-            config, recipe, world size, GiB of a GPU and GPUs per node it makes the config, notes, and a line on memory.
-            None: this entry point has no planner.
+        check_memory: for the dry run, chooses the layout if `layout.mode` is auto and refuses a run that does not fit:
+            from config, recipe, world size, GiB of a GPU and GPUs per node it returns the config, notes, and a line on
+            memory; None for an entry point without a planner.
 
     Returns:
         Exit status: 0, or that of `end_program`.
@@ -118,7 +118,7 @@ def run_command(
                 inputs = read_inputs(loaded.config, world_size)
                 plan = inputs.plan
                 _say_notes(inputs.notes, is_first)
-            except UserError as error:  # what the config alone says is worth seeing where the files are not
+            except UserError as error:  # the plan from the config alone is shown even if files are missing
                 problem = error
             _say(_render_plan(loaded, plan, memory, "--json" in flags), is_first)
             if problem is not None:
@@ -155,10 +155,10 @@ def _refuse_without_dry_run(flag: str) -> UserError:
 
 
 def end_program(error: BaseException) -> int:
-    """Say once in the job what ended this rank, unless that has been said; returns the exit status.
+    """Print the error that ended this rank once per job, unless it was reported; return the exit status.
 
-    A run that is open reports its own failures (`run/guard.py`). What comes before is raised on every rank
-    alike as a rule: an error of the user's without a traceback, anything else with it, for there is no log yet.
+    An open run reports its own failures (`run/guard.py`). Earlier errors are usually raised on every rank alike: a user
+    error is printed without a traceback, any other with it, since there is no log yet.
     """
     is_first, code = os.environ.get("RANK", "0") == "0", reported_code(error)
     if code is not None:
@@ -173,20 +173,20 @@ def end_program(error: BaseException) -> int:
     text = str(error) if is_user_error else "".join(["\n", *traceback.format_exception(error)]).rstrip()
     _say(f"error: {text}", is_first, stream=sys.stderr)
     if not is_first:
-        # torchrun ends all ranks when one has ended: the first must have spoken by then. Where it found no error
-        # (a file that only this node lacks), nobody ends this rank, and it speaks itself.
+        # torchrun ends all ranks when one has ended, so rank 0 must have printed by then. If rank 0 found no error
+        # (a file is missing on this node only), this rank survives the wait and prints by itself.
         time.sleep(_PATIENCE_SECONDS)
         _say(f"error on rank {os.environ['RANK']}: {text}", True, stream=sys.stderr)
     return EXIT_USER_ERROR if is_user_error else EXIT_FAILED
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with a status, as `sys.exit` does; a rank of a job without taking the interpreter apart.
+    """End this process with a status, as `sys.exit` does, but without finalizing the interpreter of a rank.
 
-    That takes seconds, which on a busy machine are more than the patience of `end_program` on the other ranks. And a
-    thread of torch's process groups lets go of a tensor some time after its collective has returned: if it finds an
-    interpreter that is being taken apart, it aborts the process: status -6, whatever the run had to say ("terminate
-    called without an active exception"; eight ranks that leave at once do it nearly every time).
+    Finalization takes seconds, on a busy machine more than the patience of `end_program` on the other ranks. Also, a
+    thread of torch's process groups releases a tensor some time after its collective has returned: during finalization
+    this aborts the process with status -6 ("terminate called without an active exception"; eight ranks that leave at
+    once hit it nearly every time).
     """
     distributed = sys.modules.get("torch.distributed")
     if "RANK" not in os.environ and (distributed is None or not distributed.is_initialized()):
@@ -199,7 +199,7 @@ def leave(code: int) -> NoReturn:
 
 
 def end_program_on_errors() -> None:
-    """Let `end_program` end a script that lets our exceptions through; every other exception ends it as before.
+    """Install an exception hook that ends a script through `end_program` on our exceptions only.
 
     An interactive interpreter is left alone.
     """
@@ -218,7 +218,7 @@ def end_program_on_errors() -> None:
 
 
 def _import_plugins(argv: Sequence[str], is_first: bool) -> None:
-    """Import the plugins that a command line names, for their settings; what is wrong with it is said."""
+    """Import the plugins of a command line to list their settings; print its mistakes as a note."""
     try:
         _, recipe, arguments = _split([argument for argument in argv if argument not in ("--help", "-h")])
         mistakes = Mistakes()
@@ -229,7 +229,7 @@ def _import_plugins(argv: Sequence[str], is_first: bool) -> None:
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], Path | None, list[str]]:
-    """The flags that are not settings, the recipe, and the settings."""
+    """Split the arguments into flags, the recipe, and settings."""
     flags: dict[str, str] = {}
     argv = list(arguments)
     for flag in ("--dry-run", "--json"):
@@ -252,7 +252,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], Path | None, list[
 
 
 def _world_size(flags: dict[str, str], asked: int | None) -> int:
-    """From --world-size, else from torchrun's environment, else what a verl recipe asks for, else 1."""
+    """Return --world-size, else torchrun's world size, else the ranks of a verl recipe, else 1."""
     text = flags.get("--world-size") or os.environ.get("WORLD_SIZE") or str(asked or 1)
     if not text.isdigit() or int(text) < 1:
         raise UserError(
@@ -265,7 +265,7 @@ def _world_size(flags: dict[str, str], asked: int | None) -> int:
 
 
 def _gpus(flags: dict[str, str]) -> tuple[float, int | None]:
-    """Memory of a GPU in GiB, and GPUs per node where that is given."""
+    """Return the memory of a GPU in GiB, and the GPUs per node if given."""
     try:
         memory, per_node = float(flags["--gpu-memory-gib"]), flags.get("--gpus-per-node")
         return memory, None if per_node is None else int(per_node)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine of a run, with what brings the actor's weights into it."""
+"""Build the rollout engine of a run and the transfer of the actor's weights into it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> EngineWeights:
-    """Weights of servers, or of what stands for them on this rank, with the probe; other engines' weights stay."""
+    """Wrap the weights of servers so that probing verifies them; return the weights of other engines unchanged."""
     if not config.rollout.supports("is_server"):
         return weights
     from megatron_rl.training.frozen_policy import score_sequences
@@ -58,7 +58,7 @@ def build_rollout(
     thoughts: Thoughts | None = None,
     processes: AnyEpisodes | None = None,
 ) -> tuple[HybridEngine, RolloutGenerator]:
-    """The rollout engine: what brings the actor's weights into it, and what generates with it; collective."""
+    """Build the engine, the transfer of the actor's weights into it, and the generator on top; collective."""
 
     def find_shareable(wanted: Sequence[ShardBox]) -> dict[str, torch.Tensor]:
         pairs = find_shared(config, actor, process.rank, wanted)
@@ -85,13 +85,11 @@ def build_rollout(
 
 
 def find_shared(config: RunConfig, actor: Actor, rank: int, wanted: Sequence[ShardBox]) -> dict[str, str]:
-    """The parameters of an engine on any rank that may be the actor's own, with the actor's names for them.
+    """Return the engine parameters that may alias the actor's own storage: engine name -> the actor's name.
 
     Args:
-        config: of the run.
-        actor: whose they are.
         rank: of the job.
-        wanted: the engine's table there.
+        wanted: the engine's placement table on that rank.
     """
     model = actor.model
     if not config.hybrid.alias_weights or rank not in model.layout.ranks:
@@ -110,7 +108,7 @@ def _build_engine(
     stop: StopStrings | None,
     thoughts: Thoughts | None,
 ) -> BuiltEngine:
-    """This rank's share of an engine, or what stands for it on ranks without one; collective over the job."""
+    """Build this rank's share of an engine, or a stand-in on ranks without one; collective over the job."""
     ranks, built = config.placement.ranks_of("rollout", process.world_size), None
     if len(ranks) < process.world_size:
         align_group_names()  # an engine makes groups of its own ranks

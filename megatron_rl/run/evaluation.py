@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation without training: the policy's weights, an engine, the rewards, and no optimizer.
+"""Validate a model without training: the policy's weights, an engine, the rewards, and no optimizer.
 
-The number of a set is the one that a run with these weights, seeds and settings writes: both ask the same collector.
+Its metrics equal those of a run with these weights, seeds and settings: both use the same collector.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EvaluatedPolicy:
     """A policy without an optimizer whose weights an engine shares; building it is collective.
 
     Args:
-        setup: that of an actor.
+        setup: of an actor.
         policy_version: optimizer steps behind the weights.
     """
 
@@ -43,11 +43,11 @@ class EvaluatedPolicy:
         self.policy_version, self.optimizer = policy_version, self
 
     def release(self) -> None:
-        """There is nothing that generation does not need."""
+        """Do nothing: all its memory is needed for generation."""
 
 
 def without_training(config: RunConfig, world_size: int) -> RunConfig:
-    """A config of the same model, rollouts, rewards and seeds in which nothing of training can be wrong.
+    """Return a config with the same model, rollouts, rewards and seeds, whose training settings are always valid.
 
     Raises:
         UserError: there is no validation file.
@@ -81,12 +81,11 @@ def without_training(config: RunConfig, world_size: int) -> RunConfig:
 
 
 class Evaluation:
-    """The policy in an engine, and what scores its responses; building it is collective.
+    """The policy in an engine, and the scorer of its responses; building it is collective.
 
     Args:
         config: from `without_training`.
-        inputs: of that config.
-        weights: what `config.model.path` names.
+        weights: found at `config.model.path`.
     """
 
     def __init__(self, config: RunConfig, inputs: RlInputs, weights: FoundWeights) -> None:
@@ -98,13 +97,13 @@ class Evaluation:
         self._members = build_rollout_members(config, inputs, roles, process, RunSinks())
 
     def run(self, rollouts_dir: Path | None = None) -> dict[str, float]:
-        """Metrics of every validation set, `validation/<set>/<metric>`; collective.
+        """Return the metrics of every validation set, `validation/<set>/<metric>`; collective.
 
         Args:
             rollouts_dir: rank 0 writes all rollouts to `<rollouts_dir>/<set>/rollouts/step_<N>.jsonl`.
 
         Returns:
-            What a run writes, and "prompts", the number of them, "truncated", the share of the responses cut at
+            A run's metrics, and "prompts", their number, "truncated", the share of the responses cut at
             `data.max_response_length`, and pass@j for the powers of two below the number k of responses.
         """
         found: dict[str, list[Experience]] = {}
@@ -122,7 +121,7 @@ class Evaluation:
         return metrics
 
     def _write(self, directory: Path, parts: list[Experience]) -> None:
-        """Rank 0 writes the rollouts of a set; collective."""
+        """Write the rollouts of a set on rank 0; collective."""
         texts, rows = TokenTexts(self._decode), []
         for part in parts:
             rollouts = part.fetch_rollouts(range(len(part.rewards)), self._decode)
@@ -132,15 +131,14 @@ class Evaluation:
 
 
 def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = None) -> dict[str, Any]:
-    """Validate the model or the checkpoint that `model.path` names, in the actor's layout; collective.
+    """Validate the model or the checkpoint at `model.path`, in the actor's layout; collective.
 
     Args:
-        config: a run's; what it says of training is not looked at.
-        world_size: ranks.
+        config: a run's; its training settings are ignored.
         rollouts_dir: see `Evaluation.run`.
 
     Returns:
-        What was evaluated and how, and "metrics"; the same on every rank.
+        Model, step, layout, engine, sampling and "metrics"; the same on every rank.
 
     Raises:
         UserError: bad input; on every rank alike, before any process group exists.

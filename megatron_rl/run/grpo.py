@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO, PPO and their relatives: `train` is the algorithm, and what its lines mean comes below.
+"""GRPO, PPO and their relatives: `Trainer.train` is the algorithm, the methods below are its steps.
 
-Every rank runs the same program. What decides (lengths, rewards) is known to every rank; tokens are where they were
-generated and where they are trained on (see `samples`). What surrounds the steps is in `session.py`.
+Every rank runs the same program. Lengths and rewards are known to every rank; tokens stay on the ranks that generate
+them and those that train on them (see `samples`). `session.py` contains everything around the steps.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ READ_BY_ESTIMATORS = (
 
 
 class Trainer(Session):
-    """One run; building it is collective.
+    """One RL run; building it is collective.
 
     trainer = Trainer.from_hf_config("models/Qwen2.5-0.5B-Instruct", "recipe.yaml")
     trainer.train()
     """
 
     def train(self) -> None:
-        """The main loop (PPO, arXiv 1707.06347, algorithm 1; GRPO, arXiv 2402.03300, algorithm 1)."""
+        """Run the main loop (PPO, arXiv 1707.06347, algorithm 1; GRPO, arXiv 2402.03300, algorithm 1)."""
         with self.session():
             for step in self.steps():
-                with self.policy.rollout_mode():  # weights move into the engines; those on the actor's ranks sleep then
+                with self.policy.rollout_mode():  # weights move into the engines; afterwards, engines sleep
                     samples = self.policy.sample(step)
-                self.checkpoints.safe_point()  # SIGTERM ends the run here, before anything is learned,
+                self.checkpoints.safe_point()  # SIGTERM ends the run here, before the first update,
                 self.fetch_tokens(samples)
                 if self.teachers:
                     self.teachers.score(samples)
@@ -69,7 +69,7 @@ class Trainer(Session):
                     samples.ref_logprobs = self.reference.logprobs(samples)
                 if self.critic:
                     samples.values = self.critic.values(samples)
-                if self.recomputes(step):  # else the first pass of the update gives them
+                if self.recomputes(step):  # otherwise the update's first pass computes them
                     samples.old_logprobs = self.policy.logprobs(samples)
                     self.compare(samples)
                 if self.inputs.spec.needs_sum_pi_squared:
@@ -78,7 +78,7 @@ class Trainer(Session):
                 if not self.policy.runs_ahead:  # or here, or after the step
                     self.checkpoints.safe_point()
                 if self.critic:
-                    self.critic.read(samples, "values", "returns")  # so that it does not wait for the policy's update
+                    self.critic.read(samples, "values", "returns")  # no wait for the policy's update later
                 for minibatch in self.policy.minibatches(samples, self.plan.ppo_epochs):
                     if not self.is_warmup(step):
                         self.policy.forward_backward(minibatch, self.algorithm_now())
@@ -90,22 +90,22 @@ class Trainer(Session):
                         self.run.count(self.critic.optim_step())
                 if self.reference:
                     self.adapt(step, samples)
-                self.policy.run_ahead()  # engines on ranks of their own generate up to here
+                self.policy.run_ahead()  # dedicated engines generate until all training ranks are here
                 self.describe(step, samples)
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """What shows tokens one by one."""
+        """Texts of single tokens, for the rollout log."""
         return TokenTexts(self.inputs.tokenizer.decode)
 
     def fetch_tokens(self, samples: Experience) -> None:
-        """Bring the tokens to all roles before one computes: those on different ranks then do at the same time."""
+        """Send the tokens to all roles first, so that roles on different ranks compute concurrently."""
         for role in (self.reference, self.policy, self.critic):
             if role:
                 role.read(samples)
 
     def algorithm_now(self) -> AlgorithmConfig:
-        """The algorithm with the KL controller's current coefficient."""
+        """Return the algorithm settings with the KL controller's current coefficient."""
         return replace(self.config.algorithm, kl_coef=self.kl.coef)
 
     def is_warmup(self, step: int) -> bool:
@@ -113,7 +113,7 @@ class Trainer(Session):
         return self.critic is not None and step <= self.config.trainer.critic_warmup
 
     def recomputes(self, step: int) -> bool:
-        """Whether `old_logprobs` take a forward pass of their own."""
+        """Whether `old_logprobs` need a forward pass of their own."""
         return bool(self.inputs.spec.why_recompute) or self.is_warmup(step)
 
     def compare(self, samples: Experience) -> None:
@@ -135,7 +135,7 @@ class Trainer(Session):
         samples.importance_weights = self.policy.as_column(samples, weights)
 
     def compare_by_age(self, samples: Experience, batch: TrainBatch) -> None:
-        """Count the gap to the engine by the age of its weights; in bitwise mode, current weights leave none."""
+        """Count the policy-engine gap by the staleness of the tokens; in bitwise mode, current ones must have none."""
         version, steps = self.policy.role.policy_version, self.plan.optimizer_steps_per_step
         lags, group = (version - samples.pack(self.policy.packer).versions) // steps, self.policy.model.groups.dp
         if self.config.rollout.bitwise:
@@ -147,7 +147,7 @@ class Trainer(Session):
             self.run.count(describe_staleness(samples.headers, version, steps))
 
     def estimate(self, samples: Experience) -> tuple[Column | None, ...]:
-        """Return advantages, returns (with a critic), and the tokens that clip_cov and kl_cov treat; collective."""
+        """Return advantages, returns (with a critic), and the tokens chosen by clip_cov or kl_cov; collective."""
         if self.teachers:
             self.run.count(self.teachers.teach(samples))
         batch, algorithm = self.policy.read(samples, *READ_BY_ESTIMATORS), self.algorithm_now()
@@ -161,8 +161,7 @@ class Trainer(Session):
         return tuple(self.policy.as_column(samples, values) for values in (found.advantages, found.returns, chosen))
 
     def adapt(self, step: int, samples: Experience) -> None:
-        """Update the KL controller by this step's KL; every `reference.reset_every` steps, copy the policy's weights
-        into the reference."""
+        """Update the KL controller; every `reference.reset_every` steps, copy the policy into the reference."""
         if not self.policy.is_here:
             return
         headers, every = samples.headers, self.config.reference.reset_every
@@ -174,7 +173,7 @@ class Trainer(Session):
             self.reference.role.become(self.policy.model)
 
     def describe(self, step: int, samples: Experience) -> None:
-        """Count what a step was like, and write some of its rollouts; collective."""
+        """Record the metrics of a step and write some of its rollouts; collective."""
         headers = samples.headers
         reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
         self.run.count(describe_rollouts(headers) | samples.metrics | self.policy.describe_packing(samples))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Around the program of a rank: whatever it raises becomes one message of the job.
+"""Turn whatever the program of a rank raises into one message of the job.
 
-The traceback goes to the rank's log, the message (`failures.py`) to the console, once. Where all ranks have raised, the
-exception continues, marked as reported; a rank that fails alone ends its process, and the watchdogs end the others.
+The traceback goes to the rank's log, the message (`failures.py`) to the console, once. If all ranks have raised, the
+exception propagates, marked as reported; a rank that fails alone ends its process, and the watchdogs end the others.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _PATIENCE_SECONDS = 7 * 24 * 3600.0
 
 
 def wait_for_debugger(config: RunConfig) -> RunConfig:
-    """Let the rank that is debugged wait until an IDE attaches to it, before the ranks meet.
+    """Wait on `trainer.debug_rank` until an IDE attaches, before the ranks meet.
 
     Returns:
-        The config, with a limit for collectives that lets the other ranks wait.
+        The config, with a collective time limit long enough for the waiting ranks.
     """
     if config.trainer.debug_rank is None:
         return config
@@ -65,11 +65,11 @@ _LOST_SECONDS = 5.0  # without a heartbeat where a connection is broken: the pro
 
 
 class Guard:
-    """Reports the failures of one rank.
+    """Failure reports of one rank.
 
     Args:
         watched: this rank.
-        watchdog: of this rank; None in a job of one.
+        watchdog: None in a job of one rank.
         release: called by `close`, after the watchdog has ended.
     """
 
@@ -78,7 +78,7 @@ class Guard:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Report what the block raises, and raise it again where all ranks have raised; else the process ends."""
+        """Report an exception of the block, and raise it again if all ranks have raised; otherwise end the process."""
         try:
             yield
         except Preempted:
@@ -90,7 +90,7 @@ class Guard:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """`reporting`, and `close` after an error: around what builds the parts of a run."""
+        """`reporting`, plus `close` after an error: for the construction of a run."""
         try:
             with self.reporting():
                 yield
@@ -99,12 +99,12 @@ class Guard:
             raise
 
     def stop_in_debugger(self, trainer: TrainerConfig, step: int) -> None:
-        """Stop where this returns to, if `trainer` names this rank and the step, and an IDE is attached."""
+        """Break in the caller if `trainer` selects this rank and step and an IDE is attached."""
         if step == trainer.breakpoint_step and self._watched.rank == trainer.debug_rank:
             importlib.import_module("debugpy").breakpoint()
 
     def positions(self) -> Sequence[Position | None]:
-        """The last heartbeat of every rank; nothing in a job of one."""
+        """Return the last heartbeat of every rank; empty in a job of one."""
         return self._watchdog.positions() if self._watchdog else ()
 
     def _report(self, error: Exception) -> None:
@@ -118,16 +118,16 @@ class Guard:
                 self._report_to_all(error, scene, code, watchdog)
             else:
                 show(_describe(error, scene), watched.log_file)
-        except dist.DistError as caught:  # the store is gone, with the rank or the agent that kept it
+        except dist.DistError as caught:  # the store's host, a rank or torchrun's agent, is gone
             append(watched.log_file, f"the job's store does not answer: {caught}")
             show(_describe(error, scene), watched.log_file)
         mark_reported(error, code)
 
     def _report_to_all(self, error: Exception, scene: Scene, code: int, watchdog: Watchdog) -> None:
-        """Returns if all ranks have failed; ends the process otherwise."""
+        """Post or await the job's report; returns if all ranks have failed, otherwise ends the process."""
         board, is_lost = watchdog.board, is_lost_peer(error)
         watchdog.hand_over()
-        # A rank posts its report before it leaves: who finds a broken connection and no report was left without one.
+        # A rank posts its report before it leaves: a broken connection without a report means a lost process.
         if not (is_lost and board.is_posted) and board.claim():
             board.post(_describe(error, scene, lambda: watchdog.find_silent(_LOST_SECONDS)), code)
         are_together = board.have_all_come(self._watched.world_size, 0.0 if is_lost else _TOGETHER_SECONDS)
@@ -136,13 +136,13 @@ class Guard:
             watchdog.leave(report.code if report else code)
 
     def close(self) -> None:
-        """End the watchdog and give back what was caught."""
+        """End the watchdog and release signals and lock."""
         if self._watchdog is not None:
             self._watchdog.close()
         self._release()
 
 
 def _describe(error: Exception, scene: Scene, find_silent: FindSilent = tuple) -> str:
-    """The message; of an error that does not know where it happened, with that."""
+    """Return the message of an error, with its step and phase if the error itself lacks them."""
     found = explain(error, scene, find_silent)
     return f"{found}\n  where:    {scene}" if found is error else str(found)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reads before it starts: models, tokenizer, prompts, rewards and plugins, each checked.
+"""Read and check everything a run needs before it starts: models, tokenizer, prompts, rewards and plugins.
 
-The start and the dry run call the same function here, on every rank alike and before any process group exists: what a
-dry run lets pass is what starts. Torch is imported for the headers of the weights (`models.py`) and by plugins that
-need it, and by nothing else.
+The start and the dry run call the same functions, on every rank alike and before any process group exists, so that they
+accept the same inputs. torch is imported for the headers of the weights (`models.py`) and by plugins.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from megatron_rl.types import UserError
 
 @dataclass(frozen=True)
 class PromptInputs:
-    """Prompts to train on and to validate on, the latter by set, and what is to be said of them, one line each."""
+    """Training prompts, validation prompts by set, and notes about them, one line each."""
 
     train: PromptSet
     validation: dict[str, PromptSet]
@@ -45,8 +44,8 @@ def read_prompts(config: RunConfig, tokenizer: Tokenizer, reward_plan: RewardPla
     """Read and check all prompts.
 
     Raises:
-        UserError: a file, a row or a measured pass rate that is wrong or missing, ground truths that the reward
-            cannot use, or a prompt without a teacher.
+        UserError: a file, a row or a measured pass rate is wrong or missing, the reward cannot use a ground truth, or a
+            prompt has no teacher.
     """
     data, tools, has_episodes = config.data, [], config.agents.has_episodes
     if has_episodes:
@@ -69,7 +68,7 @@ def read_prompts(config: RunConfig, tokenizer: Tokenizer, reward_plan: RewardPla
 
 
 def check_mixture(config: DataConfig, sizes: Sequence[int]) -> None:
-    """Refuse weights of files of which one has no prompt (UserError)."""
+    """Refuse a weighted file that has no prompt left (UserError)."""
     empty = [file for file, size in zip(config.train_files, sizes, strict=True) if not size]
     if config.weights is not None and empty:
         raise UserError(
@@ -88,15 +87,13 @@ class RlInputs:
     """Everything an RL run reads before it starts.
 
     Attributes:
-        spec: which roles it has.
         roles: their models by name, in the order of `spec`.
         tokenizer: of the policy.
-        stop_token_ids: that end its responses.
-        stop: texts that do; None: there are none.
-        thoughts: how its thoughts begin and end, where a budget bounds them.
+        stop: stop strings, None without any.
+        thoughts: marks around a thought if a budget bounds it.
         plan: batch arithmetic for these prompts.
-        notes: settings that have no effect in this run, prompts that pass rates leave out, ground truths that a rule
-            cannot read, and models of which a part is read, one line each.
+        notes: one line for each setting without effect, prompt left out by its pass rate, ground truth that a rule
+            cannot read, and image-text model.
     """
 
     spec: RunSpec
@@ -123,10 +120,10 @@ class SftInputs:
 
 
 def plan_rl(config: RunConfig, world_size: int) -> BatchPlan:
-    """The batch arithmetic of an RL run before its prompts are read.
+    """Compute the batch arithmetic of an RL run before its prompts are read.
 
     Raises:
-        UserError: a plugin or an estimator that is not there, or sizes that do not divide.
+        UserError: a plugin or an estimator is missing, or sizes do not divide.
     """
     return BatchPlan.build(config, world_size, resolve(config))
 
@@ -136,11 +133,9 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
 
     Args:
         config: after `parts.enter`.
-        world_size: number of ranks.
-        parts: given as objects.
 
     Raises:
-        UserError: anything in them that is wrong.
+        UserError: any of them is wrong.
     """
     spec = resolve(config)
     _check_paths(config)
@@ -173,10 +168,10 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
 
 
 def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
-    """How thoughts begin and end; None: no budget bounds them.
+    """Return the marks around a thought, None if no budget bounds thoughts.
 
     Raises:
-        UserError: the text that ends them is none, or leaves no room for an answer.
+        UserError: the closing text is empty, or the budget leaves no room for an answer.
     """
     rollout, longest = config.rollout, config.data.max_response_length
     budgets = [rollout.for_validation(name).thinking_budget for name in (*rollout.validation_sets, "")]
@@ -197,7 +192,7 @@ def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
 
 
 def _check_set_names(config: RunConfig, validation: Mapping[str, PromptSet]) -> None:
-    """Refuse settings of a validation set that is not there (UserError)."""
+    """Refuse settings of an unknown validation set (UserError)."""
     for name in config.rollout.validation_sets:
         if name not in validation:
             raise UserError(
@@ -212,7 +207,7 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
     """Read and check the model and the examples.
 
     Raises:
-        UserError: anything in them that is wrong.
+        UserError: any of them is wrong.
     """
     SftPlan.build(config, world_size)
     _check_paths(config)
@@ -227,7 +222,7 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
 
 
 def _check_paths(config: RunConfig) -> None:
-    """Refuse a run directory or a checkpoint that is none, and servers without an interpreter (UserError)."""
+    """Refuse a run directory that is a file, a missing checkpoint, and servers without an interpreter (UserError)."""
     run_dir, resume, server = config.trainer.run_dir, config.checkpoint.resume, config.rollout.server
     try:
         os.stat(f"{run_dir or ''}/")  # the slash: of a file it is an error
@@ -256,7 +251,7 @@ def _check_paths(config: RunConfig) -> None:
 
 
 def _read_reward_plan(config: RunConfig, parts: Parts) -> RewardPlan:
-    """The reward sources; a reward model alone needs no list of components."""
+    """Return the reward sources; a reward model alone needs no list of components."""
     reward = config.reward
     if parts.reward_model is not None or (config.reward_model.path and not reward.components):
         if parts.reward is not None or (parts.reward_model and config.reward_model.path):
@@ -271,7 +266,7 @@ def _read_reward_plan(config: RunConfig, parts: Parts) -> RewardPlan:
 
 
 def _find_idle_settings(config: RunConfig, spec: RunSpec, plan: BatchPlan) -> list[str]:
-    """A note for each setting whose effect the roles or the length of the run rule out; see `config/idle.py`."""
+    """Return a note for each setting without effect in a run of these roles and this length; see `config/idle.py`."""
     trainer, notes = config.trainer, []
     if trainer.critic_warmup and "critic" not in spec.roles:
         notes.append(f"ignored: trainer.critic_warmup={trainer.critic_warmup}, there is no critic")

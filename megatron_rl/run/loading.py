@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe and a command line to a checked `RunConfig`.
+"""Load a recipe and a command line into a checked `RunConfig`.
 
-Road of a setting: read with its place (`sources.py`), references `${section.key}` resolved, plugins
-imported, which declare settings of their own (`options.py`), verl names translated
-(`compat/verl/aliases.py`), the command line put over the recipe, type checked (`fields.py`), sections built,
-settings without effect put aside (`idle.py`), sanity checked (`checks.py`). Every
-refusal names the value, its setting, its place and what would be accepted.
-Nothing here imports torch, so that a dry run starts at once.
+The path of a setting: read with its place (`sources.py`), references `${section.key}` resolved, plugins imported (they
+declare settings, `options.py`), verl names translated (`compat/verl/aliases.py`), the recipe overridden by the command
+line, types checked (`fields.py`), sections built, settings without effect set aside (`idle.py`), combinations checked
+(`checks.py`). Every refusal names the value, its setting, its place and the accepted values. Nothing here imports
+torch, so that a dry run starts at once.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ _SELECT = "oc.select:"
 
 
 def _resolve_references(settings: Sequence[Setting], mistakes: Mistakes) -> list[Setting]:
-    """Put values in the place of references; of two settings with the same name the later one is referred to.
+    """Replace references by values; of two settings with the same name, the later one is used.
 
-    A mistake is a reference to itself, to a setting that is not given, or of another kind.
+    A reference to itself, to a missing setting, or of another kind is a mistake.
     """
     latest = {setting.name: setting for setting in settings}
     resolved = []
@@ -106,13 +105,13 @@ _ENGINE = "rollout.engine"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config and how it came about.
+    """A config with its origin.
 
     Attributes:
         config: the resolved config, without the settings that have no effect.
-        notes: one line for each of those; print them.
-        sources: full name -> file:line or "command line", for the settings that were given.
-        num_ranks: ranks that a verl recipe asks for (nodes times GPUs per node), where it does; torchrun decides.
+        notes: one line to print for each of those.
+        sources: full name -> file:line or "command line", for the given settings.
+        num_ranks: ranks requested by a verl recipe (nodes times GPUs per node), if any; torchrun decides.
     """
 
     config: RunConfig
@@ -122,15 +121,15 @@ class LoadedConfig:
 
 
 def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Read a recipe, put the command line over it, and check the result.
+    """Read a recipe, override it by the command line, and check the result.
 
     Args:
-        recipe: YAML file with nested sections, or the same as a mapping; None: the command line gives everything.
+        recipe: YAML file with nested sections, or the same as a mapping; None if the command line contains everything.
         overrides: `section.key=value`, `--section.key value`, `--leaf value`, verl names alike.
 
     Raises:
-        UserError: all that cannot be read, is unknown, has the wrong type, is missing, or is refused by `check_config`;
-            a file that is no YAML, alone.
+        UserError: every setting that cannot be read, is unknown, has the wrong type, is missing, or is refused by
+            `check_config`; a file that is not YAML, alone.
     """
     mistakes = Mistakes()
     given = read_settings(recipe, overrides, mistakes)
@@ -148,7 +147,7 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     sources = {name: choice.source for name, choice in chosen.items()}
     values = dict.fromkeys((name for name, info in fields.items() if info.required), MISSING)
     values |= {name: choice.value for name, choice in chosen.items()}
-    if _PLUGINS in mistakes.refused:  # one of which may bring the engine
+    if _PLUGINS in mistakes.refused:  # a plugin may register the engine
         mistakes.refused.add(_ENGINE)
     else:
         with mistakes.collect(_ENGINE):
@@ -167,7 +166,7 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
 
 
 def _name_teachers(settings: Sequence[Setting]) -> list[str]:
-    """In the order in which they first appear."""
+    """Return the names of the teachers in the order of their first settings."""
     parts = [setting.name.split(".") for setting in settings]
     return list(dict.fromkeys(part[1] for part in parts if part[0] == TEACHERS and len(part) > 1))
 
@@ -175,14 +174,14 @@ def _name_teachers(settings: Sequence[Setting]) -> list[str]:
 def read_settings(
     recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str], mistakes: Mistakes
 ) -> list[Setting]:
-    """Read a recipe and the command line, and import the plugins that they name: those declare further settings.
+    """Read a recipe and the command line, and import their plugins, which declare further settings.
 
     Args:
         recipe, overrides: of `load_config`.
-        mistakes: takes what cannot be read, and plugins that cannot be imported.
+        mistakes: collects unreadable settings, and plugins that cannot be imported.
 
     Raises:
-        UserError: the recipe is no YAML.
+        UserError: the recipe is not YAML.
     """
     fields = list_fields()
     if isinstance(recipe, Mapping):
@@ -195,22 +194,22 @@ def read_settings(
     plugins = _choose([setting for setting in settings if setting.name == _PLUGINS], fields, mistakes)
     with mistakes.collect(_PLUGINS):
         load_plugins(plugins[_PLUGINS].value if _PLUGINS in plugins else ())
-    if _PLUGINS in mistakes.refused:  # its options are not known
+    if _PLUGINS in mistakes.refused:  # its options were not declared
         settings = [setting for setting in settings if not setting.name.startswith(f"{PREFIX}.")]
     return settings
 
 
 def _aliases() -> Any:
-    """Import the names of other projects, which a config in our own does not need."""
+    """Import the names of other projects, which a config with native names does not need."""
     from megatron_rl.compat.verl import aliases
 
     return aliases
 
 
 def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
-    """Whether a name is ours, with a value that no other project gives another meaning.
+    """Whether a setting has a native name and a value without another meaning in other projects.
 
-    Hydra's mark for a value that is given elsewhere is `???`; -1 is verl's "never", `~/` a user's home there.
+    Hydra marks a value that is given elsewhere with `???`; -1 is verl's "never", `~/` a user's home there.
     """
     value = setting.value
     if setting.name not in fields or value in ("???", {}, -1):
@@ -220,7 +219,7 @@ def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
 
 
 def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
-    """GAE needs a critic; groups of responses without a section critic, or critic.enable off, speak against one."""
+    """Return a note if the estimator GAE, which needs a critic, comes with settings of a run without one."""
     values = {setting.name: setting for setting in settings}
     estimator, critic, n = (values.get(name) for name in ("algorithm.adv_estimator", "critic.enable", "rollout.n"))
     if estimator is None or estimator.value != "gae" or (critic is not None and critic.value is True):
@@ -243,12 +242,11 @@ def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
 
 
 def override(config: RunConfig, overrides: Sequence[str], source: str) -> RunConfig:
-    """A config with some settings changed; it is not checked.
+    """Return a config with some settings changed; it is not checked.
 
     Args:
-        config: of a run.
         overrides: `section.key=value`.
-        source: who wants them, for errors.
+        source: origin of the overrides, for errors.
     """
     fields = list_fields()
     for text in overrides:
@@ -260,7 +258,7 @@ def override(config: RunConfig, overrides: Sequence[str], source: str) -> RunCon
 
 
 def _expand_layout(setting: Setting) -> Setting:
-    """`layout: auto` is the mode of the section."""
+    """Expand `layout: auto` to the mode of the section."""
     is_short = setting.name == "layout" and isinstance(setting.value, str)
     return replace(setting, name="layout.mode") if is_short else setting
 
@@ -281,7 +279,7 @@ def _without_empty_sections(settings: list[Setting], mistakes: Mistakes) -> list
 
 
 def _gather_mappings(settings: list[Setting], fields: Mapping[str, FieldInfo]) -> list[Setting]:
-    """`section.mapping.key = value` as a part of the setting `section.mapping`; later keys replace earlier ones."""
+    """Collect `section.mapping.key = value` in the setting `section.mapping`; later keys replace earlier ones."""
     names = [name for name, info in fields.items() if info.kind == dict[str, Any]]
     gathered: dict[str, Setting] = {}
     others = []
@@ -299,17 +297,17 @@ def _gather_mappings(settings: list[Setting], fields: Mapping[str, FieldInfo]) -
 
 
 def _put(mapping: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with a value at `key.key...`."""
+    """Return a copy with a value at `key.key...`."""
     key, _, rest = path.partition(".")
     inner = mapping.get(key)
     return {**mapping, key: _put(inner if isinstance(inner, dict) else {}, rest, value) if rest else value}
 
 
 def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo], mistakes: Mistakes) -> dict[str, Setting]:
-    """Pick the valid one of several settings of one name.
+    """Choose the effective one of several settings with the same name.
 
-    A higher layer wins; inside a layer a weak setting yields; on the command line the later one
-    wins, while two different values in the recipe (our name and verl's) are refused.
+    A higher layer wins; inside a layer, a weak setting yields; on the command line, the later one wins; two different
+    values in the recipe (native name and verl's) are refused.
     """
     chosen: dict[str, Setting] = {}
     for setting in settings:

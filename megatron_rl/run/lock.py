@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One job per run directory: a lock that its owner keeps fresh, and that is taken over from an owner that is dead.
+"""One job per run directory: a lock with a heartbeat, which is taken over from a dead owner.
 
-The lock is the file `run.lock`: whose it is, in JSON, made so that it exists once (`O_EXCL`, which NFS keeps), its time
-of change the owner's heartbeat. Whether an owner lives is asked of the system on its own machine (the number of a
-process and the time of its start); elsewhere its heartbeat tells. Times come from the file system: clocks of hosts are
-not compared. `flock` would be released by the kernel, but many shared file systems keep it on one host only.
+The lock is the file `run.lock`: its owner in JSON, created exclusively (`O_EXCL`, which NFS supports), with its
+modification time as heartbeat. On the owner's machine, its process number and start time decide whether it is alive;
+elsewhere its heartbeat does. Times come from the file system, since clocks of hosts differ. `flock` would be released
+by the kernel, but many shared file systems keep it on one host only.
 """
 
 from __future__ import annotations
@@ -34,15 +34,13 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock.
+    """Holder of a lock.
 
     Attributes:
-        host: its name.
-        machine: within which process numbers mean something: host, boot, and namespace of processes.
-        pid: the process.
-        started: when it was, by the clock of its host.
+        machine: scope of process numbers: host, boot, and process namespace.
+        started: start time of the process, by the clock of its host.
         since: when it took the lock, by the same clock.
-        token: tells this lock from every other.
+        token: unique per lock.
     """
 
     host: str
@@ -54,13 +52,13 @@ class Owner:
 
     @classmethod
     def here(cls) -> Owner:
-        """This process."""
+        """Return this process as an owner."""
         return cls(
             socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time(), time.time(), uuid.uuid4().hex
         )
 
     def is_running(self) -> bool:
-        """Whether the process is there; of an owner on this machine."""
+        """Whether the process exists; for an owner on this machine."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < 2.0  # else another one has its number by now
@@ -72,16 +70,15 @@ class Owner:
         return f"process {self.pid} on {self.host}"
 
 
-_UNKNOWN = Owner("an unknown host", "", 0, 0.0, 0.0, "")  # a lock that was cut off while it was written
+_UNKNOWN = Owner("an unknown host", "", 0, 0.0, 0.0, "")  # a lock whose writing was interrupted
 
 
 class RunLock:
-    """The lock of a run directory; free until `acquire`.
+    """Lock of a run directory; not held until `acquire`.
 
     Args:
-        run_dir: the directory.
         beat_seconds: between two heartbeats.
-        dead_seconds: without one after which an owner on another machine is dead.
+        dead_seconds: silence after which an owner on another machine is dead.
     """
 
     def __init__(
@@ -94,10 +91,10 @@ class RunLock:
         self._thread = threading.Thread(target=self._keep_fresh, name="run-lock", daemon=True)
 
     def acquire(self) -> str | None:
-        """Take the lock; waits up to `dead_seconds` where it must see whether another host's owner lives.
+        """Take the lock; waits up to `dead_seconds` for a heartbeat of another host's owner.
 
         Returns:
-            What is to be said if it was taken over.
+            A warning if it was taken over.
 
         Raises:
             UserError: another job holds it.
@@ -107,7 +104,7 @@ class RunLock:
         while not self._create():
             owner = self._read()
             if owner is None:
-                continue  # released in this moment
+                continue  # released just now
             if self._is_alive(owner):
                 raise self._refuse(owner)
             if self._remove(owner):
@@ -116,7 +113,7 @@ class RunLock:
         return taken_over
 
     def check(self) -> None:
-        """Make sure that the lock is still held; free ones pass.
+        """Check that the lock is still held; passes before `acquire`.
 
         Raises:
             UserError: another job has taken it over.
@@ -130,16 +127,16 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Give the lock back; may be called again."""
+        """Release the lock; may be called again."""
         self._end.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=1.0)
-            with suppress(OSError):  # then it is found dead
+            with suppress(OSError):  # the lock then expires
                 if self._read() == self._me:
                     self.path.unlink()
 
     def _create(self) -> bool:
-        """Make the lock; False if there is one."""
+        """Create the lock file; False if it exists."""
         assert self._me is not None, "`acquire` comes first"
         try:
             with open(self.path, "x", encoding="utf-8") as file:
@@ -151,7 +148,7 @@ class RunLock:
         return True
 
     def _read(self) -> Owner | None:
-        """Whose the lock is; None if there is none. One that is being written is read again."""
+        """Return the lock's owner, None without a lock; retries while the file is being written."""
         for _ in range(_READS):
             try:
                 return Owner(**json.loads(self.path.read_text(encoding="utf-8")))
@@ -180,22 +177,22 @@ class RunLock:
         return False
 
     def _last_beat(self) -> float | None:
-        """When the lock was last made fresh, by the clock of the file system; None if there is no lock."""
+        """Return the last heartbeat by the clock of the file system, None without a lock."""
         try:
-            with open(self.path, encoding="utf-8") as file:  # NFS asks the server when a file is opened
+            with open(self.path, encoding="utf-8") as file:  # on NFS, opening a file refreshes its attributes
                 return os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
             return None
 
     def _age(self, moment: float) -> float:
-        """Seconds since then, by the same clock."""
+        """Return the seconds since a moment, by the clock of the file system."""
         with tempfile.TemporaryFile(dir=self.path.parent) as probe:
             return max(0.0, os.fstat(probe.fileno()).st_mtime - moment)
 
     def _remove(self, dead: Owner) -> bool:
-        """Remove the lock of a dead owner; False if it is another's by now, or somebody else is removing it.
+        """Remove the lock of a dead owner; False if its owner has changed or another job is removing it.
 
-        One job at a time may, and it reads the lock again first: a new owner's lock is never touched.
+        Only one job at a time may remove it, and it reads the lock again first: a new owner's lock is never touched.
         """
         claim = self.path.with_name(f"{LOCK_FILE}.takeover")
         try:
@@ -218,14 +215,14 @@ class RunLock:
         while not self._end.wait(self._beat_seconds):
             try:
                 owner = self._read()
-                if owner is None:  # somebody removed the file
+                if owner is None:  # the file was removed
                     self._create()
                 elif owner == self._me:
                     os.utime(self.path)
                 else:
                     self._lost_to = owner
                     return
-            except Exception as error:  # the thread must not end without a word, and the next beat may work
+            except Exception as error:  # logged, since the next beat may succeed
                 _LOG.warning("%s: no heartbeat: %r", self.path, error)
 
     def _refuse(self, owner: Owner) -> UserError:
@@ -242,7 +239,7 @@ class RunLock:
 
 
 def _machine() -> str:
-    """Where a process number names one process only: another container, or this host after a boot, is another one."""
+    """Return the scope in which a process number is unique: another container or another boot is another machine."""
     parts = [socket.gethostname()]
     with suppress(OSError):  # not Linux
         parts += [

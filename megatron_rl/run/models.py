@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of roles as they lie on disk: shape, layout, weights and tokenizer, checked before anything is built.
+"""Read the models of all roles from disk: shape, layout, weights and tokenizer, checked before anything is built.
 
-A layout is checked against its model, and both against the machine.
-
-Torch is imported for the headers of the weights, and left out on a machine without it.
+A layout is checked against its model, and both against the machine. torch is imported for the headers of the weights,
+and its absence is allowed.
 """
 
 from __future__ import annotations
@@ -34,13 +33,7 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 @dataclass(frozen=True)
 class RoleInputs:
-    """A model on disk, and the layout that it is to have.
-
-    Attributes:
-        spec: of the role.
-        shape: of the model.
-        layout: on the ranks of the role.
-    """
+    """The model of a role on disk and its layout on the ranks of the role."""
 
     spec: RoleSpec
     shape: ModelShape
@@ -48,13 +41,13 @@ class RoleInputs:
 
 
 def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict[str, RoleInputs], Tokenizer]:
-    """Read and check the models of all roles and their layouts, and the policy's tokenizer.
+    """Read and check the models and layouts of all roles, and the policy's tokenizer.
 
     Returns:
         The models by role, in the order of `spec`; the tokenizer.
 
     Raises:
-        UserError: missing or mismatching files, a layout that the model does not fit.
+        UserError: files are missing or do not match, or a model does not fit its layout.
     """
     actor = _read_role(config, spec.roles["actor"], world_size)
     if actor.spec.batch_invariant and HAS_TORCH:
@@ -79,11 +72,11 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
 
 
 def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict[str, RoleInputs], Tokenizer]:
-    """The same of a run whose policy samples, in an engine that serves it.
+    """Read the models of an RL run, and check the policy against its engine.
 
     Raises:
-        UserError: as `read_models`, or the engine, its layout, its adapters or the replay of routes does not fit the
-            policy, vLLM lacks its family or an option, or the engine's library does not read its config.json.
+        UserError: as `read_models`; or the engine, its layout, its adapters or routing replay does not fit the policy,
+            vLLM lacks its family or an option, or the engine's library cannot read its config.json.
     """
     roles, tokenizer = read_models(config, spec, world_size)
     policy = roles["actor"].shape
@@ -102,7 +95,7 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
 
 
 def _read_mtp(actor: RoleInputs) -> RoleInputs:
-    """The layer behind the last one of the policy, on the ranks of its last stage."""
+    """Return the policy's multi-token prediction layer, on the ranks of its last stage."""
     check_mtp(find_model_files(actor.spec.path))
     spec = replace(actor.spec, name=MTP_ROLE, path=str(find_mtp_weights(Path(actor.spec.path))))
     _check_weights(spec, actor.shape.mtp)
@@ -110,10 +103,9 @@ def _read_mtp(actor: RoleInputs) -> RoleInputs:
 
 
 def note_models(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str | None = None) -> list[str]:
-    """A line for each image-text model, of which a part alone is read, and one of `check_machine`.
+    """Return a line for each image-text model (its text part alone is read), and the notes of `check_machine`.
 
     Args:
-        config: of the run.
         roles: their models by name.
         engine: of the policy; None if it samples nothing.
 
@@ -135,7 +127,7 @@ def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs
 
 
 def _read_reference(config: RunConfig, spec: RoleSpec, actor: RoleInputs, world_size: int) -> RoleInputs:
-    """A model like the actor's, in its layout on its own ranks; its files are read where they are others."""
+    """Return the reference in the actor's layout on its own ranks; its files are read only if they differ."""
     if spec.path != actor.spec.path:
         shape = load_model_shape(find_model_files(spec.path))
         if shape != actor.shape:
@@ -151,7 +143,7 @@ def _read_reference(config: RunConfig, spec: RoleSpec, actor: RoleInputs, world_
 
 
 def _check_transformers(model: Path, *, is_built: bool) -> None:
-    """Refuse a config.json of which transformers does not read, or build, what nobody else reads."""
+    """Refuse a config.json that transformers cannot read or build."""
     import torch
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM  # slow imports, which the engines need
 
@@ -173,7 +165,7 @@ def _check_transformers(model: Path, *, is_built: bool) -> None:
 
 
 def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:
-    """Compare the headers of the weights with the shape; a dry run on a machine without torch leaves it out."""
+    """Compare the headers of the weights with the shape; skipped on a machine without torch."""
     adapters = make_adapter_shape(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
     if HAS_TORCH:
         from megatron_rl.checkpoint import distributed, peft
@@ -205,16 +197,15 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> N
 
 
 def _check_vocabularies(config: RunConfig, role: RoleSpec, tokenizer: Tokenizer, sizes: Sequence[ModelShape]) -> None:
-    """Refuse a teacher to which the policy's token ids mean something else.
+    """Refuse a teacher with other token ids than the policy's.
 
     Args:
-        config: of the run.
         role: of the teacher.
         tokenizer: of the policy.
         sizes: the policy's shape, and the teacher's.
 
     Raises:
-        UserError: a token has another id, or the teacher has no logits for tokens whose distribution is compared.
+        UserError: a token has another id, or the teacher lacks logits for tokens whose distribution is compared.
     """
     theirs = load_tokenizer(find_model_files(Path(role.path))).read_vocabulary()
     differing = [token for token, index in tokenizer.read_vocabulary().items() if theirs.get(token) != index]
@@ -237,16 +228,10 @@ def _check_vocabularies(config: RunConfig, role: RoleSpec, tokenizer: Tokenizer,
 
 
 def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> ParallelLayout:
-    """The layout of a role on its ranks.
-
-    Args:
-        spec: of the role.
-        ranks: of the job.
-        shape: of its model.
-        dtype: of its model.
+    """Return the layout of a role on its ranks of the job.
 
     Raises:
-        UserError: the model does not fit it, or its optimizer step cannot do what is asked with its experts.
+        UserError: the model does not fit it, or its optimizer step cannot train its experts.
     """
     layout = check_layout(spec, shape, ranks)
     check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=spec.section)
@@ -258,15 +243,14 @@ def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> 
 def check_machine(
     config: RunConfig, roles: Mapping[str, tuple[RoleSpec, ModelShape]], engine: str | None = None
 ) -> list[str]:
-    """Refuse what this machine cannot run, if torchrun has started ranks on it; else it is one line of a plan.
+    """Refuse a config that this machine cannot run; without ranks of torchrun, return the reason as a note instead.
 
     Args:
-        config: of the run.
-        roles: each with its model, by name.
+        roles: specs and shapes by name.
         engine: of the policy; None if it samples nothing.
 
     Raises:
-        UserError: a step mode, Transformer Engine, or a model in its engine, that needs a GPU of some kind.
+        UserError: a step mode, Transformer Engine, or a model in its engine needs a GPU.
     """
     if not HAS_TORCH:
         return []
@@ -293,7 +277,7 @@ def check_machine(
 
 
 def _check_experts(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtype: str) -> None:
-    """Refuse what an optimizer step cannot do with a mixture of experts."""
+    """Refuse settings that an optimizer step does not support with a mixture of experts."""
     config, section = spec.training, spec.section
     mixture = f"a mixture of {shape.num_experts} experts"
     if config.overlap_grad_reduce:
@@ -314,7 +298,7 @@ def _check_experts(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dt
 
 
 def _why_in_turn(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtype: str) -> str:
-    """Why a rank's experts are not multiplied in one product, see `models/experts.py`; empty: they are."""
+    """Return the reason why experts are multiplied one by one (see `models/experts.py`); empty if they are not."""
     multiple = ROW_BYTES // DTYPE_BYTES[dtype]
     if spec.batch_invariant:
         return "rollout.bitwise"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start of a run: its directory, the checkpoint that it resumes from and whether that fits, signals to stop it."""
+"""Open a run: lock its directory, choose the checkpoint to resume from and check that it fits, catch stop signals."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Catches the signals from its making to `close`; a signal to any rank counts for all.
+    """Handler of `STOP_SIGNALS` until `close`; a signal to any rank counts for all.
 
     Args:
-        log: told if they cannot be caught.
+        log: receives a note if the signals cannot be caught.
 
     Attributes:
-        signal: that this rank has received; 0: none.
+        signal: number of the signal that this rank has received; 0: none.
     """
 
     def __init__(self, log: logging.Logger) -> None:
@@ -47,8 +47,8 @@ class StopRequest:
         self._previous, self._wakeup, self._previous_wakeup = {}, None, -1
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
-            # Python runs `_note` when the main thread comes back from C++, which may be never: a collective without
-            # its peer. The interpreter writes the number of the signal here at once.
+            # Python runs `_note` only when the main thread returns from C++, which never happens in a collective
+            # without its peer. The interpreter writes the signal's number to this socket at once.
             self._wakeup = socket.socketpair()
             for end in self._wakeup:
                 end.setblocking(False)
@@ -58,7 +58,7 @@ class StopRequest:
 
     @property
     def is_here(self) -> bool:
-        """True if this rank has received a signal; may be asked by another thread while the main thread waits."""
+        """True if this rank has received a signal; safe to read from another thread while the main thread waits."""
         if not self.signal and self._wakeup is not None:
             with contextlib.suppress(BlockingIOError):
                 self._told = self._told or any(number in STOP_SIGNALS for number in self._wakeup[0].recv(4096))
@@ -69,13 +69,13 @@ class StopRequest:
             self.signal = number
 
     def agreed(self, group: dist.ProcessGroup) -> str | None:
-        """Name of the signal that some rank has received, the same on all ranks; collective over `group`."""
+        """Return the name of a signal that any rank has received, the same on all ranks; collective over `group`."""
         received = torch.tensor(self.signal)
         dist.all_reduce(received, dist.ReduceOp.MAX, group=group)
         return signal.Signals(int(received)).name if received else None
 
     def close(self) -> None:
-        """Give the signals back."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._wakeup is not None:
@@ -93,12 +93,12 @@ class OpenedRun:
     """A run whose directory is open and whose sinks are not.
 
     Attributes:
-        checkpoint: whole, to resume from; None: the run begins.
-        is_known: something of this run is in the directory already.
-        dependencies: what the run depends on and its checkpoints do not contain.
-        stop: what signals ask for.
-        lock: of the directory, held by rank 0.
-        guard: reports failures; its `close` gives the signals and the lock back, too.
+        checkpoint: whole checkpoint to resume from; None starts a new run.
+        is_known: the directory already has records of this run.
+        dependencies: files outside the checkpoints that the run depends on, with digests.
+        stop: pending stop signals.
+        lock: lock of the directory, held by rank 0.
+        guard: reports failures; its `close` also restores the signals and releases the lock.
     """
 
     run: Run
@@ -111,12 +111,11 @@ class OpenedRun:
 
 
 def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> OpenedRun:
-    """Open `trainer.run_dir` (or a new name that rank 0 chooses) and choose what to resume from; collective.
+    """Open `trainer.run_dir` (or a new directory named by rank 0) and choose the checkpoint to resume from; collective.
 
     Raises:
-        UserError: the directory cannot be written, is in use, holds a finished run or one that must not be resumed,
-            none of its checkpoints is whole, what it depends on has changed, or the status page cannot be served;
-            raised on every rank.
+        UserError: the directory cannot be written, is in use, holds a finished run or one that must not be resumed, has
+            no whole checkpoint, a dependency has changed, or the status page's address is taken; on every rank.
     """
     group, error, taken_over = world(), None, None
     name = f"{recipe.stem if recipe else 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -149,7 +148,7 @@ def _open_locked(
     group, run, error = world(), None, None
     try:
         settings = config.observability
-        # A frozen section is only read, which a Protocol's attributes cannot say.
+        # A frozen section is read-only, which a Protocol's attributes cannot express.
         run = Run(run_dir, dump_yaml(config), total_steps, settings, group.rank())  # pyright: ignore[reportArgumentType]
     except OSError as caught:
         error = _explain_unwritable(caught)
@@ -184,7 +183,7 @@ def _explain_unwritable(error: OSError) -> UserError:
 
 
 def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, group: dist.ProcessGroup) -> Dependencies:
-    """Read by rank 0 and compared with what the checkpoint records; collective."""
+    """Digest the run's dependencies on rank 0 and compare them with the checkpoint's; collective."""
     found, error = {}, None
     if group.rank() == 0:
         try:
@@ -209,7 +208,7 @@ def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, gro
 def _start_guard(
     config: RunConfig, run: Run, stop: StopRequest, release: Callable[[], None], group: dist.ProcessGroup
 ) -> Guard:
-    """What watches this rank and reports its failures, until it is closed; collective."""
+    """Start the watchdog and the failure reports of this rank; collective."""
     watched, watchdog = (
         Watched(
             group.rank(),
@@ -230,18 +229,17 @@ def _start_guard(
 
 
 def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.ProcessGroup) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means; collective.
+    """Return the checkpoint that `checkpoint.resume` selects; collective.
 
-    The run's own newest whole one comes before a path elsewhere: a restarted job must not begin again.
+    The newest whole checkpoint of the run itself precedes a path elsewhere, so that a restarted job continues.
 
     Args:
         resume: auto, must, never or a path.
-        run: says which checkpoints were skipped.
+        run: logs the checkpoints that are skipped.
         is_known: the run directory holds metrics.
-        group: all ranks.
 
     Raises:
-        UserError: there is none where one must be; on every rank.
+        UserError: a required checkpoint is missing; on every rank.
     """
     if resume == "never":
         if is_known:
@@ -280,7 +278,7 @@ def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.Process
 
 
 def _check_steps(checkpoint: Path, total_steps: int, is_finished: bool, group: dist.ProcessGroup) -> None:
-    """Refuse to resume where no step is left (one that was cut off after its last step has its end to write)."""
+    """Refuse a checkpoint without remaining steps, unless the run was interrupted after its last step."""
     error = None
     try:
         step = read_manifest(checkpoint).get("step", 0)

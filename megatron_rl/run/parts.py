@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a run that are given as Python objects instead of by name in the config.
+"""Parts of a run that are passed as Python objects instead of by name in the config.
 
-What the rest of the program looks up by name is registered under the object's own name, and the config then says that
-name: a run says in its config.yaml what it was made of, whichever way it was given.
+An object that the program looks up by name is registered under its own name, and the config is set to that name, so
+that config.yaml describes the run however its parts were passed.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:  # a dry run imports no torch
 
 @dataclass(frozen=True)
 class Parts:
-    """Objects of the user's; None: what the config says.
+    """User objects; None leaves the choice to the config.
 
     Attributes:
         reward: verl's signature `(data_source, solution_str, ground_truth, extra_info)`, a number or a dict with
             "score"; called in the rank.
-        adv_estimator: `(AdvantageInputs, AlgorithmConfig)` -> advantages [t]; a `RegisteredEstimator` where it needs a
+        adv_estimator: `(AdvantageInputs, AlgorithmConfig)` -> advantages [t]; a `RegisteredEstimator` if it needs a
             critic's values or greedy responses.
-        policy_loss: `(PolicyLossInputs, AlgorithmConfig)` -> token loss [t] and where it is clipped [t].
-        engine: see `EngineMaker` in `engines.protocol`, such as a class with that one argument; a `RegisteredEngine`
-            where it supports more than plain sampling.
+        policy_loss: `(PolicyLossInputs, AlgorithmConfig)` -> token loss [t] and a clip mask [t].
+        engine: see `EngineMaker` in `engines.protocol`, such as a class with that one argument; a `RegisteredEngine` if
+            it supports more than plain sampling.
         reward_model: all rollouts of a step -> one score for each, the same on every rank; called on every rank. Its
-            scores are the reward, or are added to what `reward.components` gives.
-        rollouts: stands for engine, generation and rewards (see `capsule.rollouts.RecordedRollouts`).
+            scores are the reward, or are added to the sum of `reward.components`.
+        rollouts: replaces engine, generation and rewards (see `capsule.rollouts.RecordedRollouts`).
         choose_layout: for `layout.mode` auto: config, roles, cluster and recipe -> the config with a layout, and a line
             on each choice; `tools.planning.automatic.choose_layout`.
         actor, critic, reference: `RoleSetup` -> the role, such as a class derived from `Actor`, `Critic`, `Reference`.
@@ -66,16 +66,16 @@ class Parts:
 
     @property
     def roles(self) -> dict[str, Callable[[RoleSetup], Any]]:
-        """Classes of roles by name, those that were given."""
+        """Role classes that were passed, by name."""
         given = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
         return {name: make for name, make in given.items() if make is not None}
 
     def enter(self, config: RunConfig) -> RunConfig:
-        """Register what is looked up by name, and name it in the config.
+        """Register the objects that are looked up by name, and return the config with their names.
 
         Raises:
-            UserError: a name that is taken by something else, a setting that the engine does not support, a reward that
-                cannot be called as one, or one beside settings that name other rewards.
+            UserError: a name is taken, the engine does not support a setting, the reward does not have the signature of
+                one, or the config also names other rewards.
         """
         algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
         if self.adv_estimator is not None:

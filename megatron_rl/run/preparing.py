@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold before a run is built: its inputs are right, it fits into memory, its steps can be taken here."""
+"""Checks before a run is built: its inputs, the memory it needs, the step modes this machine supports."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Prepared:
     """A run whose inputs were read and checked.
 
     Attributes:
-        recipe: names its default directory.
-        chosen: what `layout.mode` auto chose, in words.
+        recipe: source of the default directory's name.
+        chosen: one line for each layout choice of `layout.mode` auto.
     """
 
     config: RunConfig
@@ -39,10 +39,10 @@ class Prepared:
     chosen: list[str] = field(default_factory=list)
 
     def agree(self) -> None:
-        """Refuse layouts that ranks have chosen for themselves and differ in; collective.
+        """Refuse a job whose ranks chose different automatic layouts; collective.
 
         Raises:
-            UserError: the nodes are not alike, on every rank.
+            UserError: the nodes have unequal memory; on every rank.
         """
         if self.chosen and any(found != self.chosen for found in gather_objects(self.chosen, world())):
             raise UserError(
@@ -56,7 +56,7 @@ class Prepared:
 def prepare(
     model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str], parts: Parts
 ) -> Prepared:
-    """What a program of the user's own starts with; see `Trainer.from_hf_config`."""
+    """Load and check a config for a user's own program; see `Trainer.from_hf_config`."""
     end_program_on_errors()
     source = config if isinstance(config, Mapping) else Path(config)
     loaded = load_config(source, [*overrides, f"model.path={model_path}"])
@@ -66,9 +66,7 @@ def prepare(
 
 
 def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
-    """Read the inputs of a run for the ranks that were launched, and check all that can be checked of them.
-
-    A rank that is debugged waits here for its debugger.
+    """Read and check the inputs of a run for the ranks that were launched; `trainer.debug_rank` waits for its debugger.
 
     Raises:
         UserError: bad input, on every rank alike.
@@ -98,7 +96,7 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
 
 
 def check_sft(config: RunConfig) -> tuple[RunConfig, SftInputs]:
-    """The same for supervised fine-tuning; the config with which it starts, and its inputs.
+    """Return the config and the checked inputs of a supervised fine-tuning run.
 
     Raises:
         UserError: bad input, on every rank alike.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an algorithm is written with: `Trainer.train` is, and so is a loop of your own (docs/primitives.md).
+"""Primitives of a training loop: `Trainer.train` uses them, and so does a loop of your own (docs/primitives.md).
 
     with policy.rollout_mode():
         samples = policy.sample(step)
@@ -9,7 +9,7 @@
         policy.forward_backward(minibatch, loss)
         policy.optim_step()
 
-Every call is collective: all ranks make the same ones. Layouts, packing, resharding and its certificate are below.
+Every call is collective. Layouts, packing, resharding and its certificate are hidden below it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,8 @@ class Policy(ActorOnSamples):
     """The policy in training and in its engines.
 
     Args:
-        role: the actor.
-        packer: packs for it.
         sampling: the engines, the prompts and the rewards.
-        state: what is saved.
-        config: of the run.
+        state: everything that a checkpoint contains.
     """
 
     def __init__(
@@ -91,13 +88,13 @@ class Policy(ActorOnSamples):
         n: int | None = None,
         temperature: float | None = None,
     ) -> Experience:
-        """Generate and score responses with the weights that the engines hold, in `rollout_mode`.
+        """Generate and score responses with the engines' weights, in `rollout_mode`.
 
         Args:
-            step: part of every response's seed: equal steps give equal responses, of equal weights.
-            prompts: the same on every rank; None: the next `data.train_batch_size` ones, with the rounds and the
-                greedy responses that the algorithm asks for.
-            n, temperature: in place of `rollout`'s, with prompts; `logprobs` keeps `rollout.temperature`.
+            step: part of every response's seed: equal steps give equal responses for equal weights.
+            prompts: the same on every rank; by default the next `data.train_batch_size` ones, with dynamic sampling and
+                the greedy responses that the algorithm needs.
+            n, temperature: override `rollout`'s for given prompts; `logprobs` keeps `rollout.temperature`.
 
         Raises:
             UserError: a prompt is too long, a reward failed, or it is not rollout mode; on every rank.
@@ -119,11 +116,11 @@ class Policy(ActorOnSamples):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether engines on ranks of their own generate beside training (docs/schedules.md)."""
+        """Whether dedicated engines generate during training (docs/schedules.md)."""
         return self._collector.runs_ahead
 
     def run_ahead(self) -> None:
-        """Let them, until every rank that trains calls this too: before the next `sample`."""
+        """Let dedicated engines keep generating until all training ranks call this, before the next `sample`."""
         if self.runs_ahead:
             self._collector.run_ahead()
 
@@ -138,14 +135,14 @@ class Policy(ActorOnSamples):
         return self._collector.validate(validation, on_set)
 
     def expand(self, samples: Experience, values: Sequence[float] | np.ndarray) -> Column:
-        """One value per rollout, [num_rollouts], at each of its tokens in the loss; 0 elsewhere."""
+        """Return one value per rollout, [num_rollouts], at each of its tokens in the loss; 0 elsewhere."""
         batch = self.read(samples)
         table = torch.tensor([*values, 0.0], dtype=torch.float32, device=batch.tokens.device)
         rollouts = find_rollouts(samples.headers, batch)
         return Column(torch.where(batch.loss_mask, table[rollouts], 0.0), samples.pack(self.packer))
 
     def save(self, directory: str | Path, step: int) -> Path:
-        """Write `<directory>/step_<N>`: all trained roles with their optimizers, random numbers, place in the data.
+        """Write `<directory>/step_<N>`: all trained roles with their optimizers, random states, position in the data.
 
         `load`, a run (`checkpoint.resume`) and the tools read it.
 
@@ -155,7 +152,7 @@ class Policy(ActorOnSamples):
         return self._state.save(Path(directory), step, dump_yaml(self._config))
 
     def load(self, directory: str | Path) -> int:
-        """Take up what `save` or a run has written, in any layout; returns the step that it ends.
+        """Load a checkpoint of `save` or of a run, saved in any layout, and return its step.
 
         Args:
             directory: `step_<N>`, or one that has `latest`.
@@ -170,7 +167,7 @@ class Policy(ActorOnSamples):
         self._export(Path(directory))
 
     def describe_reshard(self) -> dict[str, float]:
-        """Metrics of the last time that the engines took the weights."""
+        """Return the metrics of the last reshard."""
         stats = self.hybrid.reshard_stats
         return {
             "reshard/bytes_moved": stats.bytes_moved,
@@ -180,18 +177,18 @@ class Policy(ActorOnSamples):
         }
 
     def close(self) -> None:
-        """Release the engines, and end the workers of the rewards."""
+        """Release the engines and the reward workers."""
         self._collector.close()
 
 
 @dataclass(frozen=True)
 class Primitives:
-    """What a loop is written with.
+    """Everything a training loop uses.
 
     Attributes:
-        config, inputs: of the program: `inputs.plan` is its batch arithmetic, `inputs.tokenizer` the policy's.
-        policy, reference, critic, reward_model, teachers: None where the config has none.
-        state: what is saved of them.
+        inputs: `inputs.plan` is the batch arithmetic, `inputs.tokenizer` the policy's.
+        policy, reference, critic, reward_model, teachers: None for roles that the config does not have.
+        state: everything that a checkpoint contains.
     """
 
     config: RunConfig
@@ -206,6 +203,6 @@ class Primitives:
 
     @property
     def trained(self) -> dict[str, Any]:
-        """The roles that learn, by name, the same on every rank: what stands for one where it is not, too."""
+        """Trained roles by name. Ranks outside a role hold a stand-in, so the keys are equal on every rank."""
         roles = {"actor": self.policy.role} | ({"critic": self.critic.role} if self.critic else {})
         return {name: TrainedPart(role.model.trained, role.optimizer) for name, role in roles.items()}

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one report of a job that fails: agreed on in the job's store, shown once, by rank 0 where it lives.
+"""The one report of a failing job: agreed on in the job's store and shown once, by rank 0 if it is alive.
 
-The first rank to `claim` writes the report. Rank 0 shows it and confirms; if it does not, the author does.
+The first rank to `claim` writes the report. Rank 0 shows it and confirms; without a confirmation, the author shows it.
+The last collectives in it come from torch's flight recorder, which keeps the last 2000 of every process group (gloo and
+NCCL) and is on by default; reading it takes some tenths of a second.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _SHOWN = 16
 
 
 def describe_collectives() -> list[str]:
-    """The last ones in words, the oldest first, one line each; empty where torch does not record."""
+    """Return the last collectives of this process, oldest first, one line each; empty if torch does not record them."""
     entries: list[dict[str, Any]] = []
     try:
         for name in _DUMPS:
@@ -34,7 +36,7 @@ def describe_collectives() -> list[str]:
                 entries += json.loads(dump()).get("entries", [])
         entries.sort(key=lambda entry: entry["time_created_ns"])
         return [_describe(entry) for entry in entries[-_SHOWN:]]
-    except Exception as error:  # not an interface that torch promises to keep; a report must not fail for it
+    except Exception as error:  # the interface is private to torch; a report must not fail because of it
         return [f"torch's flight recorder cannot be read: {type(error).__name__}: {error}"]
 
 
@@ -60,11 +62,11 @@ _SHOWN_SECONDS = 10.0  # until rank 0 has seen the report, has waited for its ow
 
 @dataclass(frozen=True)
 class Report:
-    """What ends a job.
+    """Final report of a job.
 
     Attributes:
         text: for the console.
-        code: that all ranks exit with.
+        code: exit status of all ranks.
         rank: its author.
     """
 
@@ -78,8 +80,7 @@ class ReportBoard:
 
     Args:
         store: a connection that two threads may use, under a prefix of this run.
-        rank: this rank.
-        log_file: of this rank; whatever it shows goes there, too.
+        log_file: of this rank; receives everything it shows.
     """
 
     def __init__(self, store: Store, rank: int, log_file: Path) -> None:
@@ -87,20 +88,20 @@ class ReportBoard:
         self._lock, self._is_concluded = threading.Lock(), False
 
     def claim(self) -> bool:
-        """True for the first rank that asks: it must post a report."""
+        """Return True for the first caller in the job, which must post a report."""
         return self._store.add("claimed", 1) == 1
 
     def post(self, text: str, code: int) -> None:
-        """Let all ranks see it."""
+        """Publish a report to all ranks."""
         self._store.set("report", json.dumps(asdict(Report(text, code, self._rank))))
 
     @property
     def is_posted(self) -> bool:
-        """Whether there is a report."""
+        """Whether a report exists."""
         return self._store.check(["report"])
 
     def wait_for(self, keys: list[str], seconds: float) -> bool:
-        """True as soon as all keys are in the store."""
+        """Return True as soon as all keys are in the store, False after the time limit."""
         deadline = time.monotonic() + seconds
         while not self._store.check(keys):
             if time.monotonic() > deadline:
@@ -109,12 +110,12 @@ class ReportBoard:
         return True
 
     def have_all_come(self, world_size: int, seconds: float) -> bool:
-        """Tell that the program of this rank has failed; True if all ranks' programs have, within that time."""
+        """Record the failure of this rank's program; return whether all ranks' programs fail within the time limit."""
         self._store.set(f"failed/{self._rank}", "")
         return self.wait_for([f"failed/{rank}" for rank in range(world_size)], seconds)
 
     def conclude(self) -> Report | None:
-        """Wait until the report has been shown; show it where this rank is to. None: nobody has posted any."""
+        """Wait until the report has been shown, and show it if this rank must; None if no rank has posted one."""
         if not self.wait_for(["report"], _REPORT_SECONDS):
             return None
         report = Report(**json.loads(self._store.get("report")))
@@ -139,6 +140,6 @@ def show(text: str, log_file: Path) -> None:
 
 
 def append(log_file: Path, text: str) -> None:
-    """Write into a rank's log, and not on the console; a disk that is full must not hide what ends the job."""
+    """Write into a rank's log only; ignores a full disk, which must not hide the reason for the end of the job."""
     with contextlib.suppress(OSError), open(log_file, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text.rstrip("\n") + "\n")

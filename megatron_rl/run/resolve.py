@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which roles a run has: decided here and nowhere else."""
+"""Decide which roles a run has."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_rl.weights.families import SCORE_HEAD
 
 
 def resolve(config: RunConfig) -> RunSpec:
-    """Import the user's plugins and decide which models an RL run builds.
+    """Import the user's plugins and return the models that an RL run builds.
 
     Raises:
-        UserError: a plugin that cannot be imported, an unknown estimator, one that needs the critic that the config
-            switches off, or `importance_sampling = bypass` where `old_logprobs` are computed before the update.
+        UserError: a plugin cannot be imported, the estimator is unknown or needs a critic that the config disables, or
+            `importance_sampling = bypass` and `old_logprobs` are computed before the update.
     """
     load_plugins(config.algorithm.plugins)
     name = config.algorithm.adv_estimator
@@ -72,10 +72,10 @@ def resolve(config: RunConfig) -> RunSpec:
 
 
 def resolve_sft(config: RunConfig) -> RunSpec:
-    """An SFT run has an actor.
+    """Return the spec of an SFT run, which has only an actor.
 
     Raises:
-        UserError: it is to train the layer behind the last one, which learns from the policy's own responses.
+        UserError: `actor.mtp_lr` is set; that layer learns from the policy's own responses.
     """
     if config.actor.mtp_lr:
         raise UserError(
@@ -88,7 +88,7 @@ def resolve_sft(config: RunConfig) -> RunSpec:
 
 
 def _make_reference(config: RunConfig) -> RoleSpec:
-    """A frozen policy; that under the actor's adapters on the same ranks is the actor without them."""
+    """Return the frozen policy; under LoRA on the same ranks, it is the actor without its adapters."""
     is_base = bool(config.actor.lora.rank) and config.reference.path in (None, config.model.path)
     return RoleSpec(
         name="reference",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes the samples of a run: the engines with the actor's weights, the prompts and the rewards."""
+"""Build everything that produces the samples of a run: engines with the actor's weights, prompts and rewards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSinks:
-    """What counts the seconds and responses of a run, and where its schedule is traced; by default nobody looks."""
+    """Timers, progress display and schedule trace of a run; the defaults discard everything."""
 
     timers: PhaseTimers = field(default_factory=PhaseTimers)
     progress: RolloutProgress = field(default_factory=RolloutProgress)
@@ -40,7 +40,7 @@ class RunSinks:
 
 @dataclass(frozen=True)
 class RolloutMembers:
-    """What makes samples: weights in engines, prompts, what generates and scores, what is begun ahead."""
+    """Producers of samples: weights in engines, prompts, generation, scoring, responses begun ahead of their step."""
 
     hybrid: Any
     collector: Any
@@ -60,12 +60,7 @@ def build_rollout_members(
     """Build the engine around the actor, and the rewards; collective.
 
     Args:
-        config: of the run.
-        inputs: of the run.
-        roles: by name; an actor, and perhaps a reward model.
-        process: this rank.
-        run: counts phases, and shows how many responses are there.
-        parts: that are given as objects.
+        roles: by name; an actor, and optionally a reward model, a critic and a multi-token prediction layer.
     """
     decode, model = inputs.tokenizer.decode, None
     if "reward_model" in roles:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of reinforcement learning around its steps: how it comes about, what it validates, saves and records."""
+"""A run around its steps: construction, validation, checkpoints and records."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, device: torch.device) -> Iterator[str]:
-    """Lines that say what runs, and what was found in the data."""
+    """Yield the lines that describe the run and its data at its start."""
     plan, hybrid, train = inputs.plan, primitives.policy.hybrid, inputs.train
     impl = choose_transformer_impl(config.model.transformer_impl)
     yield from (f"note: {note}" for note in inputs.notes)
@@ -98,7 +98,7 @@ class Session:
             self._build(opened, prepared.parts)
 
     def _build(self, opened: OpenedRun, parts: Parts) -> None:
-        """Everything that needs the process group and the run directory."""
+        """Build everything that needs the process group and the run directory."""
         config, trainer, inputs = self.config, self.config.trainer, self.inputs
         self.run, timers = opened.run, opened.run.timers
         self.profiler = StepProfiler(
@@ -140,10 +140,10 @@ class Session:
         overrides: Sequence[str] = (),
         **parts: Any,
     ) -> Self:
-        """What `launch/pretrain_grpo.py` builds, for a program of the user's own that torchrun starts.
+        """Build the run of `launch/pretrain_grpo.py` in a user's own program, started by torchrun.
 
-        An error that the program lets through ends it as it ends the command line: one message in the job, and the
-        exit codes of docs/checkpoints.md.
+        An uncaught error ends the program like the command line: one message in the job, and the exit codes of
+        docs/checkpoints.md.
 
         Args:
             model_path: directory of the policy in HF format, or a checkpoint of this package.
@@ -167,7 +167,7 @@ class Session:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Say what runs; report an error (see `Guard`); afterwards, also after one, release and close everything."""
+        """Log a description of the run and report errors (see `Guard`); at the end, release and close everything."""
         try:
             with self.guard.reporting():
                 self.run.log.info("run directory: %s", self.run.dir)
@@ -175,13 +175,13 @@ class Session:
                     self.run.log.info("%s", line)
                 yield
         except UserError:
-            self.checkpoints.commit()  # it was raised on every rank alike: what is being written can be finished
+            self.checkpoints.commit()  # every rank raised it: a save in progress can be finished
             raise
         finally:
             self.close()
 
     def steps(self) -> Iterator[int]:
-        """Count the steps; validate, save and record around them as the config says."""
+        """Count the steps; validate, save and record between them."""
         total, trainer, run = self.total_steps, self.config.trainer, self.run
         resumed = self.checkpoints.start()
         if trainer.val_only:
@@ -211,7 +211,7 @@ class Session:
         run.finish()
 
     def validate(self, step: int) -> dict[str, float]:
-        """Metrics of every validation set, whose responses are written; collective."""
+        """Return the metrics of every validation set and write its responses; collective."""
         found: dict[str, list[Any]] = {}
         with self.run.timers.phase("validation", swallow=True):
             with self.policy.rollout_mode():
@@ -222,7 +222,7 @@ class Session:
         return metrics
 
     def count_elsewhere(self) -> None:
-        """Bring what roles without rank 0 have counted to the rank that writes it; collective."""
+        """Send the metrics and timers of roles outside rank 0 to rank 0, which writes them; collective."""
         leaders = {role.layout.first_rank for role in self.inputs.roles.values()} - {0}
         if leaders:
             mine = (dict(self.run.series), self.run.timers.seen()) if self.process.rank in leaders else None

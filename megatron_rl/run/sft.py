@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning: the actor of RL, with next-token loss on the responses.
+"""Supervised fine-tuning: RL's actor with next-token loss on the responses.
 
-Same parallelism, packing, optimizer and sinks as GRPO; it makes the policy that RL starts from.
+Same parallelism, packing, optimizer and sinks as GRPO; it produces the policy that RL starts from.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SftTrainer:
             self._build(opened, inputs)
 
     def _build(self, opened: OpenedRun, inputs: SftInputs) -> None:
-        """Everything that needs the process group and the run directory."""
+        """Build everything that needs the process group and the run directory."""
         config, plan = self.config, self.plan
         groups = build_groups(inputs.actor.layout, group_timeout(config))
         actor = build_role(config, inputs.actor, groups, self.total_steps)
@@ -70,7 +70,7 @@ class SftTrainer:
         )
 
     def train(self) -> None:
-        """One optimizer step per batch; checkpoints as the config says, the last one at the end."""
+        """Take one optimizer step per batch, and save checkpoints."""
         resumed = self.checkpoints.start()
         for step in range((resumed or 0) + 1, self.total_steps + 1):
             self.run.timers.begin_step(step)
@@ -89,7 +89,7 @@ class SftTrainer:
         self.run.finish()
 
     def describe(self, samples: Experience) -> None:
-        """Count what a batch is like."""
+        """Record the metrics of a batch."""
         self.run.count(self.actor.describe_packing(samples))
         headers = samples.headers
         self.run.count(
@@ -122,7 +122,7 @@ def train_sft(config: RunConfig, recipe: Path | None) -> None:
 
 
 def _introduce(trainer: SftTrainer, inputs: SftInputs) -> None:
-    """Say once what runs, and what was found in the data."""
+    """Log a description of the run and its data."""
     say, data = trainer.run.log.info, inputs.data
     say("run directory: %s", trainer.run.dir)
     say(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds of a program."""
+"""Everything a checkpoint of a program contains, and the export of its actor."""
 
 from __future__ import annotations
 
@@ -29,19 +29,17 @@ from megatron_rl.weights.shard_box import ShardBox
 
 
 def actor_export(config: RunConfig, model: LaidOutModel, mtp: LaidOutModel | None = None) -> Callable[[Path], None]:
-    """What writes the actor in HF format, or its adapters in PEFT's, with the files of `model.path`; collective.
+    """Return a collective function that writes the actor in HF format, or its adapters in PEFT format, with side files.
 
     Args:
-        config: of the run.
-        model: of the actor.
-        mtp: the layer behind its last one, where it is trained; else the files keep the one of `model.path`.
+        mtp: the trained multi-token prediction layer; without it, the layer of `model.path` is copied.
     """
     base = Path(config.model.path).absolute()  # a user's function may change the working directory
     model_files = find_model_files(base)
 
     def write(model: PackedModel, directory: Path) -> None:
         part: Any = model.trained
-        params: Any = part.params  # tensors: what is in NF4 is not trained
+        params: Any = part.params  # plain tensors: NF4 weights are not trained
         shards = group_shards(part.placements, part.shard_key, model.layout.ranks)
         trained = ShardedModel(model.shape, shards, params, model.groups.world, model.dtype)
         if model.adapters is not None:
@@ -68,7 +66,7 @@ def actor_export(config: RunConfig, model: LaidOutModel, mtp: LaidOutModel | Non
 
 
 def _add_mtp(model: ShardedModel, part: LaidOutModel, mtp: LaidOutModel) -> ShardedModel:
-    """The model of `part` with the layer behind its last, whose parameters get names of their own."""
+    """Return the model of `part` together with the multi-token prediction layer, whose parameters are renamed."""
 
     def place(rank: int) -> list[ShardBox]:
         found = mtp.placements(rank) if rank in mtp.layout.ranks else ()
@@ -83,7 +81,7 @@ def _add_mtp(model: ShardedModel, part: LaidOutModel, mtp: LaidOutModel) -> Shar
 
 
 def side_files(config: RunConfig, path: str) -> dict[str, Path]:
-    """What belongs to the model of a role beside its weights."""
+    """Return the files that belong to the model of a role besides its weights."""
     tokenizer = config.model.tokenizer
     return list_side_files(Path(path), Path(tokenizer) if tokenizer else None)
 
@@ -92,10 +90,10 @@ _ROLLOUTS = "rollouts"
 
 
 class Stateful(Protocol):
-    """A part of the run with a small state (JSON)."""
+    """Part of a run with a small state (JSON)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """Return the state that a resumed run needs."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -103,19 +101,19 @@ class Stateful(Protocol):
 
 
 class HeldRollouts(Protocol):
-    """Responses that were begun and not learned from; each rank has some."""
+    """Unfinished responses, distributed over the ranks."""
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """What this rank has of them; {}: nothing."""
+        """Return this rank's share; {} if it has none."""
         ...
 
     def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Take up what the ranks had that wrote a checkpoint."""
+        """Restore the shares of the ranks that wrote a checkpoint."""
 
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """A `SavedRole`: of a role with adapters these alone are saved."""
+    """Model and optimizer of a `SavedRole`; with adapters, only these are saved."""
 
     model: SavedModel
     optimizer: SavedOptimizer
@@ -126,10 +124,10 @@ class TrainingState:
     """Everything that changes while a program trains.
 
     Attributes:
-        roles: that are trained, by name; only roles that this rank has.
-        parts: what else has a state, by name.
+        roles: trained roles of this rank by name.
+        parts: other stateful parts by name.
         side_files: role -> files of its model, see `list_side_files`.
-        rollouts: that were begun and not learned from; None: a program that begins none ahead of their step.
+        rollouts: unfinished responses; None if no response begins ahead of its step.
     """
 
     roles: Mapping[str, SavedRole]
@@ -139,23 +137,23 @@ class TrainingState:
 
     @property
     def policy_version(self) -> int:
-        """Optimizer steps behind the actor's weights; -1 where the actor is not."""
+        """Optimizer steps behind the actor's weights; -1 on ranks without the actor."""
         return self.roles["actor"].optimizer.steps if "actor" in self.roles else -1
 
     def small_parts(self) -> dict[str, Any]:
-        """The states of the parts."""
+        """Return the states of the parts."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def rank_state(self) -> RankState:
-        """What this rank alone has."""
+        """Return the state of this rank alone."""
         held = self.rollouts.rank_state() if self.rollouts is not None else {}
         return {"rng": read_rng()} | ({_ROLLOUTS: held} if held else {})
 
     def restore(self, resumed: ResumedRun, group: dist.ProcessGroup) -> None:
-        """Give the parts the states that there are; collective.
+        """Load the states of all parts; collective.
 
         Raises:
-            UserError: one does not fit, or does not read; on every rank.
+            UserError: a state does not fit or cannot be read; on every rank.
         """
         error: UserError | None = None
         try:
@@ -172,8 +170,7 @@ class TrainingState:
         """Write `<root>/step_<N>` now; collective.
 
         Args:
-            root: directory.
-            step: that has ended.
+            step: the step that has ended.
             recipe: the resolved config as YAML.
 
         Raises:
@@ -186,7 +183,7 @@ class TrainingState:
         return outcome.directory
 
     def load(self, directory: Path) -> int:
-        """Take up what was saved, in any layout; returns the step; collective.
+        """Load a checkpoint, saved in any layout, and return its step; collective.
 
         Args:
             directory: `step_<N>`, or one that has `latest`.

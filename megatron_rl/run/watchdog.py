@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread on every rank that ends a job that hangs or has failed elsewhere, and says why.
+"""A thread on every rank that ends a job that hangs or has failed elsewhere, and reports the reason.
 
-Every look writes the rank's position (`positions.py`) to the job's store: the heartbeat. A rank whose program is seen
-in the same collective at every look for `limit` seconds *stalls*: it asks all ranks for their positions and their last
-collectives, every rank dumps the stacks of all its threads into its log, the first to stall reports who waits for whom,
-in which phase and group, and all ranks exit with EXIT_STALLED; the launcher restarts them. A report that another rank
-has posted (`guard.py`) ends this one, too, unless the program is about to end by itself. A rank that is asked to stop
-ends when another is gone, since the ranks can no longer agree on a checkpoint.
+At every look it writes the rank's position (`positions.py`) to the job's store: the heartbeat. A rank whose program
+stays in the same collective for `limit` seconds *stalls*: it requests the positions and last collectives of all ranks,
+every rank dumps the stacks of all its threads into its log, the first stalled rank reports which ranks wait for which,
+in which phase and group, and all ranks exit with EXIT_STALLED; the launcher restarts them. A report of another rank
+(`guard.py`) also ends this rank unless its program ends by itself. A rank that was asked to stop ends when another one
+is gone, since the ranks can no longer agree on a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,26 +30,25 @@ from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.run.reports import ReportBoard, describe_collectives
 from megatron_rl.types import EXIT_FAILED, EXIT_STALLED, UserError
 
-_ANSWER_SECONDS = 5.0  # a rank that looks every second answers sooner
-_SILENT_SECONDS = 15.0  # without a heartbeat: the process is gone, or nothing of it runs
-_GRACE_SECONDS = 3.0  # for a program that raises what another rank has reported already
+_ANSWER_SECONDS = 5.0  # ranks look every second
+_SILENT_SECONDS = 15.0  # without a heartbeat: the process is gone or suspended
+_GRACE_SECONDS = 3.0  # for a program that raises the failure that another rank has reported
 
-_Heard = dict[int, tuple[int, float]]  # rank -> its last look, and when it was heard of
+_Heard = dict[int, tuple[int, float]]  # rank -> its last look, and when it arrived
 
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What is watched.
+    """A watched rank.
 
     Attributes:
-        rank, world_size: this rank and their number.
-        timers: tell the phases of the program.
+        timers: phases of the program.
         limit: seconds that it may wait in one collective.
-        log_file: where the stacks go.
+        log_file: receives the stacks.
         log: of the rank; rank 0's is shown on the console.
-        is_stopping: whether this rank was asked to stop.
-        any_place: take any place for a collective (CUDA: the program waits for the device, not in a collective).
-        roles: which ranks have which role, in words; empty: all have all.
+        is_stopping: whether this rank received a stop signal.
+        any_place: treat every place as a collective (CUDA: the program waits for the device, not in a collective).
+        roles: roles of the ranks in words; empty if every rank has all roles.
     """
 
     rank: int
@@ -67,11 +66,10 @@ class Watchdog:
     """Watches the thread that builds it until `close`.
 
     Args:
-        watched: this rank.
-        store: a connection of its own, under a prefix of this run.
+        store: a separate connection, under a prefix of this run.
 
     Attributes:
-        board: where the report of a failure is agreed on.
+        board: on which the ranks agree on the report of a failure.
     """
 
     def __init__(self, watched: Watched, store: Store) -> None:
@@ -85,23 +83,23 @@ class Watchdog:
         self._thread.start()
 
     def hand_over(self) -> None:
-        """The program has failed and reports by itself: from now on this only gives signs of life."""
+        """Send heartbeats only from now on: the program has failed and reports by itself."""
         self._is_handed_over.set()
 
     def close(self) -> None:
-        """Stop watching; the other ranks learn that this one has left in good order."""
+        """Stop watching; the last heartbeat marks this rank as closed in good order."""
         if not self._closing.is_set():
             self._closing.set()
             self._thread.join(_ANSWER_SECONDS)
 
     def positions(self) -> list[Position | None]:
-        """Where every rank was when its watchdog last looked; None: it has not looked yet. For any thread."""
+        """Return the position of every rank at its last look, None before its first; thread-safe."""
         return self._collect("beat")
 
     def find_silent(self, seconds: float) -> list[Position]:
-        """Last positions of the ranks that have left, or give no sign of life for so long; none if all do.
+        """Return the last positions of the ranks that have left or have sent no heartbeat for `seconds`.
 
-        Returns early when a report has been posted: then the silence has another reason.
+        Returns early if a report has been posted, which explains the silence.
         """
         deadline, heard = time.monotonic() + 2 * seconds, {}
         while time.monotonic() < deadline and not self.board.is_posted:
@@ -112,7 +110,7 @@ class Watchdog:
         return []
 
     def _listen(self, heard: _Heard, seconds: float, *, counts_closed: bool) -> list[Position]:
-        """Ranks whose heartbeat has not changed for that long since the first call with `heard`."""
+        """Return ranks whose heartbeat has not changed for that long since the first call with `heard`."""
         silent, now = [], time.monotonic()
         for beat in self.positions():
             if beat is None or beat.rank == self._watched.rank:
@@ -126,12 +124,12 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            self._look()  # a rank that dies in the next moment has been here
+            self._look()  # at once, so that a rank that dies early has left a heartbeat
             while not self._closing.wait(self._interval):
                 self._look()
             if self._position is not None:
                 self._publish("beat", dataclasses.replace(self._position, is_closed=True))
-        except Exception as error:  # the store is gone, with the rank or the agent that kept it
+        except Exception as error:  # the store's host, a rank or torchrun's agent, is gone
             if not self._closing.is_set():
                 self._watched.log.warning("watchdog: the job's store does not answer: %s", error)
                 self._watch_alone()
@@ -152,7 +150,7 @@ class Watchdog:
             self._end_if_peers_are_gone(position)
 
     def _update(self) -> float:
-        """Look at the program; returns the seconds for which it has been seen at the same place."""
+        """Update the position of the program; return the seconds for which it has not changed."""
         found, now = find_position(self._watched.rank, self._watched.timers, self._program), time.monotonic()
         last, self._looks = self._position, self._looks + 1
         if found is None or last is None or found != dataclasses.replace(last, seconds=0.0, looks=0, memory=0):
@@ -163,7 +161,7 @@ class Watchdog:
         return seconds
 
     def _is_stalled(self, position: Position, seconds: float) -> bool:
-        # Before the first phase the program may build something at one place for long, and waits for nobody.
+        # Before the first phase, construction may take long at one place without waiting for another rank.
         is_waiting = position.operation is not None or (
             self._watched.any_place and self._watched.timers.num_entered > 0
         )
@@ -173,12 +171,12 @@ class Watchdog:
         self._store.set(f"{key}/{self._watched.rank}", position.encode())
 
     def _collect(self, key: str) -> list[Position | None]:
-        """What the ranks have published; None: nothing yet."""
+        """Return the published positions of all ranks, None for missing ones."""
         names = [f"{key}/{rank}" for rank in range(self._watched.world_size)]
         return [Position.decode(self._store.get(name)) if self._store.check([name]) else None for name in names]
 
     def _answer_stall(self, position: Position) -> None:
-        """Say where this rank is; the first to notice the stall collects the answers and explains it."""
+        """Publish this rank's position; the first rank that detects the stall collects the answers and explains it."""
         is_first = self._store.add("stalled", 1) == 1
         recent = tuple(describe_collectives())
         self._publish("answer", dataclasses.replace(position, recent=recent))
@@ -188,7 +186,7 @@ class Watchdog:
         self._conclude(EXIT_STALLED)
 
     def _explain_stall(self) -> UserError:
-        """Collect the answers of all ranks, as far as they come."""
+        """Collect the answers of all ranks within a time limit."""
         self.board.wait_for([f"answer/{rank}" for rank in range(self._watched.world_size)], _ANSWER_SECONDS)
         answers = self._collect("answer")
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
@@ -203,7 +201,7 @@ class Watchdog:
         )
 
     def _follow(self) -> None:
-        """Another rank has failed: end here as well, if the program does not do that itself."""
+        """End this rank after a failure elsewhere, unless its program fails by itself within the grace period."""
         if not self._is_handed_over.wait(_GRACE_SECONDS):
             self._dump_stacks()
             self._conclude(EXIT_FAILED)
@@ -220,7 +218,7 @@ class Watchdog:
             self._conclude(EXIT_FAILED)
 
     def _watch_alone(self) -> None:
-        """Without the store: end this rank when it stalls."""
+        """End this rank if it stalls while the store is unreachable."""
         while not self._closing.wait(self._interval):
             if self._update() >= self._watched.limit and self._position and self._position.operation:
                 self._watched.log.error("no progress in %g s: %s", self._watched.limit, self._position.describe())
@@ -245,6 +243,6 @@ class Watchdog:
             handler.flush()
         sys.stdout.flush()
         if self._watched.rank == 0:
-            time.sleep(1.0)  # it may keep the store that others still read
+            time.sleep(1.0)  # this process may host the store, which other ranks still read
         self._closing.set()
         os._exit(code)
