@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One fixed batch of eight rollouts, an Actor that trains on it on any layout, and the same in plain transformers.
+"""One fixed batch of eight rollouts, an Actor that trains on it in any layout, and the same in plain transformers.
 
-What `train` measures is put together from all ranks in `merge`, which also checks what must be equal among ranks.
+`merge` combines the measurements of `train` from all ranks, and checks that ranks agree wherever they must.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ ALGORITHM = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01)
 ACTOR: dict[str, Any] = dict(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, clip_grad=0.5)
 LOGPROB_TOLERANCE = 2e-5
 METRIC_TOLERANCE = 1e-5
-# Adam's first step is lr * g / (|g| + eps): where a gradient is small its rounding is divided by itself. At worst a
+# Adam's first step is lr * g / (|g| + eps): the rounding of a small gradient is divided by itself. At worst a
 # sign flips (2 * lr = 1e-3 here); with this batch no gradient is that small, and 1e-5 was seen.
 WEIGHT_TOLERANCE = 5e-5
 CPU = torch.device("cpu")
-Piece = tuple[str, tuple[slice, ...], torch.Tensor]  # name of an HF tensor, where, values
+Piece = tuple[str, tuple[slice, ...], torch.Tensor]  # name of an HF tensor, position, values
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and what differs from the usual run."""
+    """A layout and its deviations from the usual run."""
 
     world_size: int = 1
     sizes: dict[str, int] = field(default_factory=dict)
@@ -193,7 +193,7 @@ def assert_same(found: Measured, expected: Measured) -> None:
 
 
 def merge(ranks: list[dict[str, Any]], path: Path) -> Measured:
-    """Put the ranks' parts together; what several ranks have must be bitwise equal."""
+    """Combine the ranks' parts; parts that several ranks hold must be bitwise equal."""
     first = ranks[0]
     for found in ranks:
         assert found["metrics"] == first["metrics"] and found["version"] == 2
@@ -208,7 +208,7 @@ def merge(ranks: list[dict[str, Any]], path: Path) -> Measured:
 
 
 def merge_rollouts(parts: list[tuple[Coordinates, dict[int, torch.Tensor]]]) -> list[torch.Tensor]:
-    """Response tokens of every rollout from what all ranks have; the ranks of a replica must have the same bits."""
+    """Return the response tokens of every rollout; the ranks of a replica must have the same bits."""
     by_replica: dict[int, dict[int, torch.Tensor]] = {}
     for at, values in parts:
         known = by_replica.setdefault(at.dp, values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates as published models have them, and a byte-level tokenizer that knows their special tokens.
+"""Chat templates in the style of published models, and a byte-level tokenizer with their special tokens.
 
 Its merges make one token of common words, which may also be sampled letter by letter.
 """
@@ -103,7 +103,7 @@ LLAMA3 = (
 
 
 def _write_template(begin: str, call: str, end: str, result: str, user: str = "{{ message.content }}") -> str:
-    """A template in short, with tools: what begins a reply, a call in it, what ends it, and what a tool returned."""
+    """Return a short template with tools: marks around a reply and a call, and the result of a tool."""
     return (
         "{% if tools %}{{ '[TOOLS]' + tools | tojson }}{% endif %}{% for message in messages %}"
         "{% if message.role == 'tool' %}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save an actor after one update and continue in any layout; what tests of checkpoint/ share.
+"""Save an actor after one update and continue in any layout; shared by the tests of checkpoint/.
 
 Optimizer states are compared as logical tensors, gathered here from the pieces of all ranks.
 """
@@ -32,7 +32,7 @@ STATE: State = {"prompts": {"epoch": 1, "offset": 6, "num_prompts": 16}, "kl_coe
 
 
 def make_content(path: Path, step: int = 1, policy_version: int = 1) -> RunContent:
-    """What the run says about a checkpoint."""
+    """Return the run's part of a checkpoint."""
     return RunContent(step, policy_version, "trainer: {}\n", STATE, {"actor": list_side_files(path)})
 
 

@@ -28,7 +28,7 @@ UNRECORDED = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What tests/run.sh starts its processes with."""
+    """Add the options with which tests/run.sh starts its processes."""
     parser.addoption("--claims", type=Path, metavar="DIRECTORY", help="run the tests that no other process has claimed")
     parser.addoption("--backwards", action="store_true", help="run the last file first")
     parser.addoption("--sign", type=Path, metavar="FILE", help="make this file after the last test")
@@ -63,7 +63,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run what no other process has claimed; a test is claimed before the last one ends, which tears down by it."""
+    """Run the tests that no other process has claimed; each test is claimed before the teardown of the previous one."""
     claims = session.config.getoption("--claims")
     if claims is None or session.testsfailed or session.config.option.collectonly:
         return None
@@ -153,7 +153,7 @@ def _claim(claims: Path, name: str) -> bool:
 
 @pytest.fixture(scope="session")
 def vllm_imported() -> None:
-    """What `import_engine` imports."""
+    """Run `import_engine` once."""
     from rl_runs import import_engine
 
     import_engine()

@@ -8,8 +8,8 @@
 
     assert run_ranks(_sum_of_ranks, 4) == [6, 6, 6, 6]
 
-The ranks are forks of the test process: what it has imported (torch, megatron, vLLM: seconds each) is there already,
-closures work, and four ranks start in a fraction of a second. The price is that the parent must be fit to be forked:
+The ranks are forks of the test process: they inherit its imports (torch, megatron, vLLM: seconds each), closures work,
+and four ranks start in a fraction of a second. The price is that the parent must be fit to be forked:
 no process group of its own, no CUDA context, no busy threads.
 
 Invariants (asserted in test_distributed.py): results come back by rank and by value; a rank that raises, dies or hangs
@@ -49,7 +49,7 @@ STACK_SIGNAL = signal.SIGUSR1
 
 @dataclass(frozen=True)
 class _Files:
-    """Where one rank leaves what the parent reads."""
+    """Files through which a rank returns its result."""
 
     directory: Path
     rank: int
@@ -89,13 +89,13 @@ def run_ranks(
     Args:
         fn: any callable; it is forked, not pickled.
         world_size: number of ranks.
-        *args: handed to ``fn`` as they are.
+        *args: arguments of ``fn``.
         timeout: seconds for the whole call, including the start.
         dying: ranks that are meant to die; the others continue, and the result of these is None.
         grace: seconds that the other ranks have to fail by themselves after the first one.
 
     Returns:
-        What ``fn`` returned on rank 0, 1, ...; must be picklable. Tensors come back as CPU copies.
+        Results of ``fn`` on rank 0, 1, ...; must be picklable. Tensors come back as CPU copies.
 
     Raises:
         AssertionError: a rank raised, died from a signal, exited, or was not done in time; the message holds the
@@ -109,7 +109,7 @@ def run_ranks(
         port = _find_free_port()
         context = get_context("fork")
         children = []
-        gc.freeze()  # a collection in a rank would touch, and so copy, every page of what the parent has imported
+        gc.freeze()  # a collection in a rank would touch, and so copy, every page of the parent's imports
         try:
             for rank in range(world_size):
                 target_args = (fn, rank, world_size, args, files[rank], port, timeout, (release_read, release_write))

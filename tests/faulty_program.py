@@ -36,7 +36,7 @@ TOO_MUCH = 1 << 47  # bytes; more than the address space of a process
 
 
 def strike(cls: type, method: str, fault: Callable[..., Any], *, call: int = 2, rank: int = 1) -> None:
-    """Replace the result of the n-th call of a method on one rank by that of `fault(what the method does, *args)`."""
+    """Replace the result of the n-th call of a method on one rank by that of `fault(original, *args)`."""
     real, calls = getattr(cls, method), [0]
 
     def struck(*args: Any, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ def strike(cls: type, method: str, fault: Callable[..., Any], *, call: int = 2, 
 
 
 def none() -> None:
-    """The program as it is; the settings bring the fault."""
+    """Change nothing; the settings cause the fault."""
 
 
 def fill_the_disk() -> None:

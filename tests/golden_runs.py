@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small runs of the whole program whose numbers are written down, and the comparison with what was written down.
+"""Small runs of the whole program with recorded numbers, and the comparison with the recordings.
 
     python tests/golden_runs.py record [NAME ...]     write tests/golden/NAME.json
-    python tests/golden_runs.py compare [NAME ...]    print what differs; exit code 1 if something does
+    python tests/golden_runs.py compare [NAME ...]    print the differences; exit code 1 if there are any
 
 A recording holds every metric that does not depend on clock and memory, digests of the columns of the rollouts files,
 and digests of the last checkpoint: weights and optimizer states of every trained role, and the policy in HF format.
@@ -193,7 +193,7 @@ RUNS: dict[str, GoldenRun] = {
             "algorithm.importance_normalize=true",
         ],
     ),
-    # Samples of older weights; where engines stop is a count of decode steps, or read from a trace of the clock.
+    # Samples of older weights; engines stop after a count of decode steps, or at the steps of a trace.
     "stale": GoldenRun(2, [*NO_VALIDATION, *STALE, "schedule.max_staleness=1", "schedule.steps_per_update=2"]),
     "stale_replayed": GoldenRun(
         2, [*NO_VALIDATION, *STALE, *APART, "schedule.max_staleness=2", "schedule.replay={traces}/stale_replayed"]
@@ -210,7 +210,7 @@ RUNS: dict[str, GoldenRun] = {
             "algorithm.dynamic_sampling=true",
         ],
     ),
-    # Every second episode asks again with another history, which begins a branch.
+    # Every second episode sends another request with a changed history, which begins a branch.
     "branches": GoldenRun(
         2,
         [
@@ -261,7 +261,7 @@ RUNS: dict[str, GoldenRun] = {
 
 
 def make_golden_task(directory: Path) -> None:
-    """The task of sixteen sums with what further models and rewards the runs need."""
+    """Make the task of sixteen sums, with the further models and rewards of the runs."""
     make_task(directory)
     vocab = json.loads((directory / "model/config.json").read_text())["vocab_size"]
     sizes = ENGINE_SIZES | dict(vocab_size=vocab, num_hidden_layers=2)
@@ -279,7 +279,7 @@ def make_golden_task(directory: Path) -> None:
 
 
 def carry_out(run: GoldenRun, task: Path, run_dir: Path, *extra: str) -> Recording:
-    """Do the run, each leg in new forks, and read what it has left."""
+    """Run the program, each leg in new forks, and read its output files."""
     for leg in run.legs:
         settings = [setting.format(task=task, traces=GOLDEN / "traces") for setting in (*run.settings, *leg, *extra)]
         # Recorded when an engine had whole groups: which samples run together decides the last bits of log-probs.
@@ -305,7 +305,7 @@ def observe(run_dir: Path) -> Recording:
 
 
 def describe_machine() -> dict[str, str]:
-    """What the last bits of a float32 depend on: kernels, what picks them, and who wrote them."""
+    """Return everything that affects the last bits of a float32: kernels, their selection, and library versions."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     cpu = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -391,15 +391,15 @@ def _summarize(numbers: np.ndarray) -> list[float]:
 
 @dataclass
 class Comparison:
-    """What a recording and a run have in common.
+    """Comparison of a run with its recording.
 
     Attributes:
         is_exact: whether all bits had to be equal: the recording was made with the same kernels.
         counts: part of the recording -> values compared; gaps: part -> largest relative difference of
             its numbers.
-        differences: what is wrong, one line each.
-        added: keys that the recording does not know.
-        flip: first step whose tokens differ, on another machine; neither it nor what follows was compared.
+        differences: one line each.
+        added: keys that the recording lacks.
+        flip: first step whose tokens differ, on another machine; comparison stops there.
     """
 
     is_exact: bool
@@ -490,7 +490,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def describe(name: str, result: Comparison, most: int = 20) -> Iterator[str]:
-    """Lines of the table: parts with their largest difference, what is wrong, what is new."""
+    """Yield the lines of the table: parts with their largest difference, differences, new keys."""
     kind = "to the last bit" if result.is_exact else "other kernels, within bounds"
     for part, count in result.counts.items():
         differs = any(line.startswith(part) for line in result.differences)

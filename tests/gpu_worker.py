@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM on a GPU, as `VllmEngine` sees it: memory that sleeps, loses its contents, and comes back where it was.
+"""vLLM on a GPU, as `VllmEngine` sees it: memory that sleeps, loses its contents, and returns at the same addresses.
 
 From vLLM's `gpu_worker.py` and `cumem.py`: parameters and KV cache lie in a pool with the tags "weights" and
-"kv_cache". `sleep(level=2)` unmaps all of it; `wake_up` maps the named tags again, at the same addresses, with memory
-that holds anything (NaN here). What is bound to other storage, as shared weights are, is not in the pool. Each step
-runs kernels on all of it. Workspaces and the pool of CUDA graphs are never given back. It generates nothing.
+"kv_cache". `sleep(level=2)` unmaps all of it; `wake_up` maps the named tags again, at the same addresses, with
+arbitrary contents (NaN here). Parameters bound to other storage, such as shared weights, are not in the pool. Each step
+runs kernels on all of it. Workspaces and the pool of CUDA graphs are never released. It generates nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Llm:
     """`vllm.LLM` with its worker.
 
     Attributes:
-        calls: what was asked for, in order.
+        calls: recorded calls, in order.
     """
 
     made: list[Llm] = []
@@ -86,7 +86,7 @@ class Llm:
     def sleep(self, level: int) -> None:
         """Give the pool back."""
         assert level == 2
-        if self._asleep:  # vLLM says so in its log
+        if self._asleep:  # as in vLLM's log
             return
         self.calls.append("sleep")
         self._asleep = set(self._pool)
@@ -96,7 +96,7 @@ class Llm:
         """Map the tags again."""
         assert set(tags) <= self._asleep, "what is awake is not woken"
         self.calls.append(f"wake {' '.join(tags)}")
-        self._lose(set(tags))  # what was written meanwhile went nowhere
+        self._lose(set(tags))  # writes in between were lost
         self._asleep -= set(tags)
 
     def reset_prefix_cache(self) -> bool:

@@ -6,13 +6,13 @@
 
 tests/test_house.py holds the limits. Nothing here imports the package.
 
-An attribute is set from outside by `x.a = ...`, `x.y.a += ...` or `setattr(x, ...)` where x is not self or cls alone.
+An attribute is set from outside by `x.a = ...`, `x.y.a += ...` or `setattr(x, ...)` if x is not self or cls alone.
 It counts if a class of the package declares `a` (in its body, or as self.a); what an object does to its own parts
-counts too. Not declarations: properties with a setter, which are calls; what is set once, by a descriptor of the
+counts too. Not declarations: properties with a setter, which are calls; values set once, by a descriptor of the
 package whose `__set__` asserts that; and fields of frozen dataclasses, which cannot be set. A name that another class
-declares in the plain way counts all the same, since the object's class is not known here. Not counted either:
-attributes that no class of ours declares, and those in LIBRARY, which libraries have under a name of ours; an argument
-whose annotation is a class of a library (the type check knows that it has the attribute); imported modules; the `ctx`
+declares in the plain way counts all the same, since the object's class is unknown here. Not counted either:
+attributes that no class of the package declares, and those in LIBRARY, which libraries share with the package; an argument
+whose annotation is a class of a library (the type check covers it); imported modules; the `ctx`
 of an autograd function; PATCHES, files that exist to change libraries; and an object that its own class makes by
 cls(...) or __new__. So an attribute that is added to an object and declared nowhere is not found.
 """
@@ -33,9 +33,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_rl"
-# Imported by launch/pretrain_grpo.py before it trains, whatever its config says.
+# Imported by launch/pretrain_grpo.py before it trains, with any config.
 PLAIN_RUN = (f"{PACKAGE}.run.command_line", f"{PACKAGE}.run.inputs", f"{PACKAGE}.run.grpo")
-# What one response was called on its way; views of it (Branch, Turn, rows of a batch) are not among them.
+# Records of one response between engine and batch; views of them (Branch, Turn, rows of a batch) do not count.
 RECORDS = ("Generation", "Sample", "PackedSequence", "SftExample", "Response", "Rollout")
 # Tensors (data, sequence_parallel), megatron-core's scheduler (num_steps), multiprocessing.Value (value).
 LIBRARY = {"data", "sequence_parallel", "num_steps", "value"}
@@ -94,7 +94,7 @@ class Tree:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             for found in names:
                 for candidate in (found, found.rpartition(".")[0]):
-                    # The version, which all of them may ask for, is in the root.
+                    # The version, which every room may import, is in the root.
                     if candidate in self.modules and candidate != PACKAGE:
                         yield candidate
                         break
@@ -231,7 +231,7 @@ def _count_in(module: ast.Module, ours: set[str]) -> int:
 
 
 def _list_library_classes(module: ast.Module) -> set[str]:
-    """Names that come from elsewhere; those of typing say nothing of an object."""
+    """Return names imported from elsewhere; names of typing carry no information about an object."""
     return {
         alias.asname or alias.name
         for node in ast.walk(module)
@@ -256,7 +256,7 @@ def _walk_with_arguments(
 
 
 def _targets(node: ast.AST) -> Iterator[ast.expr]:
-    """What a statement assigns to, tuples taken apart."""
+    """Yield the targets of an assignment, tuples unpacked."""
     todo: list[ast.expr] = []
     if isinstance(node, ast.Assign):
         todo = list(node.targets)
@@ -288,7 +288,7 @@ def _is_construction(value: ast.expr | None) -> bool:
 
 
 def format_figures(tree: Tree) -> str:
-    """All figures, one line each, with what makes them up."""
+    """Format all figures, one line each, with their parts."""
     outside, circles = count_outside_attributes(tree), find_circles(tree.imports)
     signatures = list_long_signatures(tree)
     widest = sorted(((len(found), name) for name, found in tree.loaded.items()), reverse=True)[:5]

@@ -70,11 +70,10 @@ def run(command: list[str], *, timeout: float = 400, **more: str) -> subprocess.
 def fork_ranks(
     program: Callable[[], int], world_size: int, directory: Path, *, timeout: float = 400
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program on ranks that are forks of this process and end as those of torchrun: all, soon after one failed.
+    """Run a program on forks of this process that end like ranks of torchrun: all, soon after one has failed.
 
     Args:
-        program: of one rank; returns its exit status.
-        world_size: ranks.
+        program: runs one rank; returns its exit status.
         directory: for files of their output.
         timeout: seconds until all are killed.
 
@@ -139,5 +138,5 @@ def _be_rank(program: Callable[[], int], rank: int, world_size: int, port: int, 
 
 
 def assert_succeeded(result: subprocess.CompletedProcess[str]) -> None:
-    """With the end of its output where it did not."""
+    """Assert status 0; the message contains the end of the output."""
     assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}"

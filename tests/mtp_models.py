@@ -30,7 +30,7 @@ PREFIX = f"model.layers.{LAYERS}."
 
 @dataclass(frozen=True)
 class MtpReference:
-    """The model in transformers with one layer more, and what stands beside that layer, by its name."""
+    """The model in transformers with one more layer and the modules around that layer, by name."""
 
     model: Any
     beside: dict[str, torch.Tensor]
@@ -58,7 +58,7 @@ class MtpReference:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, self.model.config.rms_norm_eps)
 
     def find_gradients(self) -> dict[str, torch.Tensor]:
-        """By the names of parameters in transformers, and of what stands beside the layer in the checkpoint."""
+        """Return gradients by transformers' parameter names, and of the modules around the layer by checkpoint names."""
         grads = {PREFIX + name: x.grad for name, x in self.beside.items()}
         grads |= {n: p.grad for n, p in self.model.named_parameters() if n.startswith(PREFIX)}
         return {name: grad for name, grad in grads.items() if grad is not None}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two hosts on one machine: network namespaces with addresses and host names of their own, and a cable between them.
 
-Needs root and Linux; `can_make_hosts` says whether it works here. Files, CPUs and memory are shared: what tells hosts
-apart for the program is the network and the name.
+Needs root and Linux; `can_make_hosts` checks this. Files, CPUs and memory are shared: the program distinguishes hosts
+by network and name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Host:
     interface: str
 
     def command(self, *words: str) -> list[str]:
-        """What runs `words` on this host."""
+        """Return the command that runs `words` on this host."""
         return [
             "ip",
             "netns",

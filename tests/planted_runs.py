@@ -104,9 +104,9 @@ class Planted:
     """A run that goes wrong.
 
     Attributes:
-        how: what makes it go wrong, for the table.
+        how: cause of the failure, for the table.
         within: step by which its alarm must have come, the last one of the run.
-        settings: beside the common ones.
+        settings: added to the common ones.
         model: of the task.
         since: step before which the alarm would be a false one: by default, the first with a whole window.
     """
@@ -174,7 +174,7 @@ HEALTHY = {
 
 
 def make_policies(task: Path) -> None:
-    """The task, and policies that know what an answer looks like and are often wrong."""
+    """Make the task, and policies that write well-formed but often wrong answers."""
     make_task(task)
     (task / "rewards.py").write_text(REWARDS)
     (task / "plugins.py").write_text(PLUGINS)

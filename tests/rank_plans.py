@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plans of all ranks, and the flows that they amount to: what planning per class of tensors is compared with."""
+"""The plans of all ranks and their flows: the reference for planning per class of tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plan_all(
 
 
 def plan_flows(plans: Iterable[RankPlan]) -> Iterator[Flow]:
-    """Flows of rank plans, each counted where it arrives."""
+    """Return the flows of rank plans, each counted on arrival."""
     for plan in plans:
         counts = {plan.rank: plan.local} | plan.receives
         yield (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a test registers is gone after it."""
+"""Remove a test's registrations after it."""
 
 from __future__ import annotations
 

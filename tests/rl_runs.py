@@ -151,7 +151,7 @@ def sft_overrides(task: Path, *extra: str) -> list[str]:
 
 
 def import_engine() -> None:
-    """Import vllm and what a run imports lazily; forked ranks inherit all of it."""
+    """Import vllm and the lazy imports of a run; forked ranks inherit all of it."""
     prepare_vllm(torch.device("cpu"))
     for name in (
         "entrypoints.launchers.cli_args",
@@ -174,7 +174,7 @@ def import_engine() -> None:
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """Records of metrics.jsonl without what depends on the clock and the allocator; every metric has a meaning."""
+    """Return the records of metrics.jsonl without clock and allocator metrics; every metric must be documented."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     unnamed = {key for record in records for key in record if key != "step" and find_metric(key) is None}
     assert not unnamed, f"{unnamed}: give them rows in tools/_metrics_page.py"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Setups of roles without a run: what `build_role` takes from a config, said by a test."""
+"""Setups of roles without a run: the fields that `build_role` takes from a config, given by a test."""
 
 from __future__ import annotations
 
@@ -33,15 +33,12 @@ def make_setup(
     spec: dict[str, Any] | None = None,
     **options: Any,
 ) -> RoleSetup:
-    """The setup of a role whose weights and shape are in `path`.
+    """Return the setup of a role whose weights and shape are in `path`.
 
     Args:
         role: "actor", "reference", "critic" or "reward_model".
-        path: of the model.
         layout: section of the role.
-        groups: of its layout.
-        dtype: of the model.
-        spec: what differs in the `RoleSpec`, such as another path of the weights.
+        spec: other fields of the `RoleSpec`, such as another path of the weights.
         options: further fields of `RoleSetup`.
     """
     kind = RoleSpec(name=role, path=str(path), layout=layout, **_KINDS[role])

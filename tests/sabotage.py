@@ -89,7 +89,7 @@ def expect(blow: Blow) -> None:
 def train_under(
     rank: int, world_size: int, overrides: Sequence[str], blow: Blow, program: Callable[..., str | None] = train
 ) -> str | None:
-    """One rank of the program; the reason if it was asked to stop."""
+    """Run one rank of the program; return the reason if it was stopped."""
     if rank in (blow.rank, *blow.others):
         expect(blow)
     try:
@@ -99,7 +99,7 @@ def train_under(
 
 
 def kill(world_size: int, overrides: Sequence[str], blow: Blow) -> str:
-    """Run until the blow kills a rank and the others fail; returns what they said ("" if the run ended before it)."""
+    """Run until the blow kills a rank and the others fail; return their output ("" if the run ended before it)."""
     try:
         errors = run_ranks(train_under, world_size, overrides, blow, timeout=170)
     except AssertionError as failure:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scored rollouts by hand for the tests of experience/, and those of all engines."""
+"""Scored rollouts by hand for the tests of samples/, and rollouts of all engines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def split(rollout: Rollout, sizes: tuple[int, ...]) -> Rollout:
 
 
 def gather_rollouts(generated: Mapping[int, Rollout]) -> list[Rollout]:
-    """What all engines have generated, by index of the sample; collective."""
+    """Return the rollouts of all engines, by index of the sample; collective."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, generated)
     joined = {index: rollout for part in parts for index, rollout in part.items()} | generated

@@ -86,7 +86,7 @@ class VersionEngine:
 
     def _end(self, key: int, reason: str) -> Sampled:
         request, tokens = self._running.pop(key)
-        logprobs = -np.full(len(tokens), 1 + request.seed % 997, np.float32)  # so that rows tell the seeds of segments
+        logprobs = -np.full(len(tokens), 1 + request.seed % 997, np.float32)  # so that rows show the seeds of segments
         return Sampled(key, np.array(tokens, np.int32), logprobs, reason)
 
     def has_requests(self) -> bool:
@@ -100,7 +100,7 @@ class VersionEngine:
 
 
 class ScriptedProcesses:
-    """Environments that say [7, 8] to each reply but the last, some of them slowly; each turn is worth a half."""
+    """Environments that answer [7, 8] to each reply but the last, some of them slowly; each turn is worth a half."""
 
     def __init__(self, pause: random.Random, turns: int) -> None:
         self._pause, self._turns = pause, turns
@@ -129,7 +129,7 @@ class ScriptedProcesses:
 
 
 class StepScorer:
-    """Rewards in the rank; of informative prompts they differ. The component "step" is what a function is told."""
+    """Rewards in the rank; informative prompts get different ones. The component "step" is the function's step."""
 
     is_concurrent = False
 
@@ -151,13 +151,13 @@ def make_prompts() -> PromptBatches[Prompt]:
 
 @dataclass
 class Job:
-    """The ranks of a job: what `take` needs, built as a run builds it.
+    """The ranks of a job: everything that `take` needs, built as a run builds it.
 
     Attributes:
-        first: rank with an engine; those before it train.
-        rounds: of dynamic sampling; None: there is none.
-        trace: directory of the trace; None: none is written.
-        turns: of the longest episodes; None: plain responses.
+        first: first rank with an engine; ranks before it train.
+        rounds: of dynamic sampling; None without it.
+        trace: directory of the trace; None without one.
+        turns: of the longest episodes; None for plain responses.
     """
 
     schedule: ScheduleConfig
@@ -228,7 +228,7 @@ class Job:
         return self.stream.take(SAMPLING, None if told is None else lambda rollout, step: told.append(rollout))
 
     def collect(self, step: int) -> tuple[dict[str, float], list[tuple[Any, ...]]]:
-        """One step of scored groups: metrics, and rows as those of `describe`, the same on every rank."""
+        """Collect one step of scored groups; return metrics and rows like those of `describe`, equal on every rank."""
         samples = self.collector.collect(step)
         found = samples.fetch_rollouts(range(BATCH * GROUP), lambda tokens: "", on_all=True)
         rows = [(number // GROUP, *describe_rollout(rollout)) for number, (rollout, _) in enumerate(found)]
@@ -243,7 +243,7 @@ class Job:
         self.weights.policy_version = version
 
     def save(self) -> tuple[Any, ...]:
-        """What a checkpoint has."""
+        """Return the contents of a checkpoint."""
         states: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(states, self.stream.rank_state())
         return self.prompts.state_dict(), self.stream.state_dict(), [state for state in states if state]
@@ -266,7 +266,7 @@ def disturb(job: Job, choice: random.Random, run: Callable[[Job], Any]) -> tuple
     saved, killed, engine_ranks = job.save(), 0, dist.get_world_size() - job.first
     while choice.random() < 0.4:
         if choice.random() < 0.5:
-            run(job)  # what it has generated is lost with it
+            run(job)  # its generated tokens are lost with it
         pause = random.Random(choice.random() + dist.get_rank())
         width = choice.choice([1, 2, engine_ranks] if job.trace is None else [1])  # a trace is that of its engines
         job = replace(job, width=width, pause=pause, version=job.weights.policy_version)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy that says what it is told to, for programs that talk to the endpoint of an episode."""
+"""A policy with scripted replies, for programs that call the endpoint of an episode."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ QUESTION = [{"role": "user", "content": "hello"}]
 
 
 class ScriptedPolicy:
-    """Stands for the rank: a policy that says what it is told to, letter by letter.
+    """Replaces the rank: a policy that writes its scripted replies letter by letter.
 
     Args:
-        directory: for files of its own.
+        directory: for its own files.
         programs: Python source with a function `agent(task, base_url)`.
         turn_seconds: `agents.turn_timeout_seconds`.
         template: of the chats.
@@ -55,7 +55,7 @@ class ScriptedPolicy:
         return letters + [self.tokenizer.eos_token_id] * closed
 
     def play(self, kind: str, *replies: str) -> tuple[Answer, Rollout, list[list[int]], Any]:
-        """The last answer of an episode, its rollout, its requests, and what the program has written down."""
+        """Play an episode; return its last answer, its rollout, its requests, and the program's output file."""
         out = self.directory / f"{kind}.json"
         prompt = Prompt(
             0,

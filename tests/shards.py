@@ -21,7 +21,7 @@ from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices
 
-UNTOUCHED = -7.0  # what a parameter holds where nothing is placed; no full tensor contains it
+UNTOUCHED = -7.0  # value of unplaced elements; no full tensor contains it
 
 
 def make_shape(family: str = "llama", **changes: Any) -> ModelShape:
@@ -92,7 +92,7 @@ def make_empty_shards(
 def cut_shards(
     placements: Sequence[ShardBox], full: dict[str, torch.Tensor], padding_rows: int = 0, fill: float = UNTOUCHED
 ) -> dict[str, torch.Tensor]:
-    """Parameters of one rank as the placements say; `fill` elsewhere."""
+    """Return the parameters of one rank, cut by the placements; `fill` elsewhere."""
     shards = make_empty_shards(placements, next(iter(full.values())).dtype, padding_rows, fill)
     for p in placements:
         shards[p.param][box_slices(p.local_box)] = full[p.hf_name][box_slices(p.hf_box)]

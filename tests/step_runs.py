@@ -132,12 +132,13 @@ def replay_any(batch: TrainBatch, model: PackedModel, step: int) -> TrainBatch:
 
 
 def take_steps(role: Trained, batch: TrainBatch, step: int) -> tuple[torch.Tensor, list[dict[str, float]], TrainBatch]:
-    """Score the batch, and one optimizer step on each of its minibatches with a KL coefficient of this step's own.
+    """Score the batch, and take one optimizer step on each minibatch with a KL coefficient of its own.
 
-    In every second step the policy loss is not given the scores: it takes its own log-probs, and makes weights of them.
+    In every second step the policy loss does not get the scores: it uses its own log-probs and computes weights from
+    them.
 
     Returns:
-        The scores, the metrics of each optimizer step, and the batch with what was found.
+        The scores, the metrics of each optimizer step, and the batch with the new columns.
     """
     if isinstance(role, Critic):
         batch = replace(batch, values=role.compute_values(batch))
@@ -176,7 +177,7 @@ def reduced_gradient(role: Trained) -> torch.Tensor:
 
 
 def find_differences(first: Trained, second: Trained) -> list[str]:
-    """What is not bitwise equal: gradients, weights, states of the optimizer."""
+    """Return the tensors that are not bitwise equal: gradients, weights, states of the optimizer."""
     pairs = {"gradients": (gradients(first.model), gradients(second.model))}
     pairs["weights"] = ([*first.model.params.values()], [*second.model.params.values()])
     states = [
@@ -199,10 +200,10 @@ def have_equal_records(first: TrainBatch, second: TrainBatch) -> bool:
 
 
 def compare_modes(setup: Setup, path: Path, world_size: int, num_steps: int, mode: str = "static") -> dict[str, Any]:
-    """Run eager and another mode on the same padded microbatches; one rank's findings.
+    """Run eager and another mode on the same padded microbatches; return one rank's findings.
 
     Returns:
-        differences: step -> what was not bitwise equal.
+        differences: step -> tensors that were not bitwise equal.
         shapes: different shapes that the mode has seen; sizes: buckets of the ladder.
         metrics: of the last step.
     """

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class StorageWatch(TorchDispatchMode):
-    """Sums the bytes of all storages after every operation; those that change their size count as they are then.
+    """Sums the bytes of all storages after every operation, at their current sizes.
 
     Attributes:
-        peak: the most bytes beside what was there before.
+        peak: the most bytes above the initial ones.
     """
 
     def __init__(self) -> None:

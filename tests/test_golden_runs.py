@@ -76,7 +76,7 @@ def test_the_runs_do_what_they_are_for() -> None:
 
 
 def test_what_differs_is_named() -> None:
-    """On the same kernels: the last bit of a metric, a digest, a metric that is gone. What is new is listed."""
+    """With the same kernels: the last bit of a metric, a digest, a missing metric. New metrics are listed."""
     expected = read("grpo")
     found = copy.deepcopy(expected)
     loss = found["metrics"]["policy/loss"]["2"]

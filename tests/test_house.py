@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of the house, read from the syntax tree: layers, import walls, sizes, documentation, coupling.
+"""The rules of the code, read from the syntax tree: layers, import walls, sizes, documentation, coupling.
 
-Rooms lie in layers and import downwards only; rooms of one layer do not know each other. Nothing here imports the
-package, so a broken module cannot hide a broken rule. Not covered: what a docstring says, and imports made by name
+Rooms lie in layers and import downwards only; rooms of one layer do not import each other. Nothing here imports the
+package, so a broken module cannot hide a broken rule. Not covered: the content of docstrings, and imports by name
 (``importlib.import_module``).
 """
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_rl"
 
 LAYERS = {name: room.layer for name, room in ROOMS.items()}
-# types.py is the vocabulary of all rooms, of its own layer too; extension/ knows nothing else, and the config needs it.
+# types.py is the vocabulary of all rooms, also of its own layer; extension/ imports only it, and the config needs it.
 SHARED_WITHIN_LAYER = {"types", "extension"}
 
 # The rooms that may import megatron.core; vllm may be imported in one file of the package.
@@ -36,7 +36,7 @@ PRINTING_ROOMS = {"observability", "run", "launch", "tools"}
 
 MAX_FUNCTION_LINES = 60
 
-# What was there before these limits: it may only shrink, and an entry that is gone goes from here as well.
+# Exceptions older than these limits: the lists may only shrink.
 MAX_FAN_OUT = 20
 # A plain run loads fewer lines than this, and none of these modules.
 MAX_LOADED_LINES = 35_900
@@ -165,7 +165,7 @@ def find_upward_imports(source: Source) -> Iterator[str]:
 
 
 def find_wall_breaches(source: Source) -> Iterator[str]:
-    """Yield one line per import of megatron from a room that must not know it."""
+    """Yield one line per import of megatron from a room that must not import it."""
     for item in source.imports():
         where = f"{source.path}:{item.line}: imports {item.module}"
         if is_within(item.module, "megatron.training"):
@@ -184,7 +184,7 @@ def find_size_problems(source: Source) -> Iterator[str]:
 
 
 def find_header_problems(source: Source) -> Iterator[str]:
-    """Yield what the head of a file lacks; an __init__.py without code needs no docstring."""
+    """Yield missing parts of a file's head; an __init__.py without code needs no docstring."""
     if not source.text.startswith("# SPDX-License-Identifier: Apache-2.0\n"):
         yield f"{source.path}: the first line is not the SPDX line"
     if not source.text.isascii():
@@ -223,7 +223,7 @@ def find_forbidden_calls(source: Source) -> Iterator[str]:
 
 @cache
 def read_engine_names() -> frozenset[str]:
-    """The names of the rollout engines, from the table that declares what each supports."""
+    """Return the names of the rollout engines, from the table of their abilities."""
     body = parse(ROOT / PACKAGE / "extension/engines.py").tree.body
     (table,) = (
         node.value for node in body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ENGINES"
@@ -309,7 +309,7 @@ def test_ruff_has_nothing_to_say(command: tuple[str, ...]) -> None:
 
 
 def test_modules_import_few_others() -> None:
-    """What waits in a function for a config that asks for it does not count."""
+    """Imports inside functions, for configs that need them, do not count."""
     wide = {short(name): len(found) for name, found in read_tree().loaded.items()}
     assert not {name: count for name, count in wide.items() if count > WIDE_MODULES.get(name, MAX_FAN_OUT)}
 
@@ -333,13 +333,13 @@ def test_names_of_files_and_classes_are_used_once() -> None:
 
 
 def test_imports_have_no_circle() -> None:
-    """Also where an import waits inside of a function or under TYPE_CHECKING."""
+    """Also for imports inside functions or under TYPE_CHECKING."""
     circles = [[short(name) for name in circle] for circle in house_figures.find_circles(read_tree().imports)]
     assert not [circle for circle in circles if circle not in IMPORT_CIRCLES]
 
 
 def test_attributes_are_set_by_their_owner() -> None:
-    """What counts and what does not is said in house_figures.py."""
+    """house_figures.py defines which assignments count."""
     assert not house_figures.count_outside_attributes(read_tree())
 
 
@@ -386,7 +386,7 @@ def test_what_is_set_once_is_set_from_outside(body: str, count: int, other: str,
 
 
 def test_arguments_of_a_library_are_not_ours() -> None:
-    """In the function that says so, and the object itself: not its parts."""
+    """In the annotated function, and for the object itself, not its parts."""
     text = (
         "from typing import Any\nfrom megatron.core import Adam\nfrom megatron_rl.b import Ours\n"
         "class A:\n x: int\n"

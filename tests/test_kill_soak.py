@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forty times kill -9 of one rank, in every phase, and the metrics are those of a run that nobody disturbed.
+"""Forty times kill -9 of one rank, in every phase, and the metrics are those of an undisturbed run.
 
 In the phase "write" the thread that writes a checkpoint has raised an exception before. Two ranks at once, all ranks of
-an engine that has its own, and ranks that are stopped for a while follow. Servers: trainer/test_served_in_loop.py.
+a dedicated engine, and ranks that are stopped for a while follow. Servers: run/test_served_in_loop.py.
 """
 
 from __future__ import annotations

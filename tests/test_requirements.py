@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two pinned environments agree, the one that runs the tests works, and the package knows its version.
+"""The two pinned environments agree, the test environment works, and the package has its version.
 
-Not covered: whether the pins resolve together; launch/setup.sh finds that out.
+Not covered: whether the pins resolve together; launch/setup.sh shows that.
 """
 
 from __future__ import annotations
@@ -81,6 +81,6 @@ def test_model_classes_can_be_imported(name: str) -> None:
 
 
 def test_the_version_is_written_once() -> None:
-    """What an installation is called is what the package says, and what checkpoints record, also from a checkout."""
+    """The installed version equals the package's own and the one in checkpoints, also in a checkout."""
     configuration = read_configuration(ROOT / "pyproject.toml")
     assert configuration["project"]["version"] == megatron_rl.__version__ == list_packages()["megatron_rl"]

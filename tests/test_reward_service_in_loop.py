@@ -63,7 +63,7 @@ def kill_after_first_step(process: subprocess.Popen[bytes], run_dir: Path) -> th
 def test_a_dead_service_stops_the_run_with_its_last_checkpoint_in_place(
     task: Path, tmp_path: Path, vllm_imported: None, service: tuple[subprocess.Popen[bytes], str]
 ) -> None:
-    """Retries, then one error on every rank; what was logged and saved before is whole."""
+    """Retries, then one error on every rank; earlier records and checkpoints are whole."""
     process, url = service
     run_dir = tmp_path / "run"
     overrides = overrides_for(task, run_dir, *SETTINGS, f"reward.service_url={url}")

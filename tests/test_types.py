@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pyright in its basic mode finds no error in the package; what it is told to ignore is little, and has a reason.
+"""pyright in its basic mode finds no error in the package; its few exceptions have reasons.
 
-Its subject is the package and the wings below tools/.
-Not covered: the commands in tools and launch, tests, and what the checker takes on trust (`Any`, `cast`, libraries
-without types).
+Its subject is the package and the folders below tools/. Not covered: the commands in tools and launch, tests, and
+unchecked assumptions (`Any`, `cast`, libraries without types).
 """
 
 from __future__ import annotations

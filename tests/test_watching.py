@@ -27,7 +27,7 @@ from rl_runs import overrides_for, train
 
 
 def _watched_train(rank: int, world_size: int, overrides: list[str], run_dir: Path) -> tuple[str, list[dict[str, Any]]]:
-    """What a rank prints, and what the status page of rank 0 said meanwhile."""
+    """Return a rank's output, and the contents of rank 0's status page during the run."""
     rollout_progress._INTERVAL, progress.LINE_SECONDS = 0.002, 0.0  # the rollouts of the task take milliseconds
     status._LOOK_SECONDS = 0.0
     seen: list[dict[str, Any]] = []

@@ -18,12 +18,12 @@ from tiny_models import save_tiny_model
 
 
 def save_adapted(directory: Path, family: str, adapters: dict[str, Any] | None = None, **sizes: Any) -> PeftModel:
-    """A tiny model in `model`, and adapters that change it in `adapter` beside it; returns PEFT's model of the two.
+    """Save a tiny model in `model` and adapters that change it in `adapter` beside it; return PEFT's combined model.
 
     Args:
         directory: of both.
         family, sizes: of `save_tiny_model`.
-        adapters: what differs from rank 4 and alpha 8 on all matrices, in PEFT's words.
+        adapters: PEFT settings that differ from rank 4 and alpha 8 on all matrices.
     """
     model = get_peft_model(
         save_tiny_model(directory / "model", family, **sizes),
@@ -44,7 +44,7 @@ def adapted(directory: Path, **options: Any) -> LoraConfig:
 
 
 def save_dequantized(model: Path, directory: Path) -> Path:
-    """What a model's matrices are after bitsandbytes has had them in NF4, beside its other tensors; returns where."""
+    """Save a model whose matrices went through bitsandbytes' NF4; return its directory."""
     shutil.copytree(model, directory)
     tensors = load_file(directory / "model.safetensors")
     for name in (name for name in tensors if name.endswith("_proj.weight")):

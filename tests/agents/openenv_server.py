@@ -26,18 +26,18 @@ class Guess(Action):
 
 
 class Hint(Observation):
-    """What is to be said."""
+    """A guess."""
 
     hint: str = ""
 
 
 class GuessEnvironment(Environment):
-    """Wants to be told its number."""
+    """Rewards a guess of its number."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, plus: int = 0, **more: Any) -> Hint:
-        """The number is the seed and what the row adds."""
+        """Set the number to the seed plus the row's offset."""
         self.number = (seed or 0) + plus
         return Hint(hint=f"Say {self.number}.")
 

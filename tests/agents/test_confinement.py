@@ -39,7 +39,7 @@ found["main"]()
 
 
 def needs(layer: str) -> pytest.MarkDecorator:
-    """Skip a test where the kernel has no such layer."""
+    """Skip a test if the kernel lacks a layer of confinement."""
     return pytest.mark.skipif(layer in MISSING, reason=f"{layer}: {MISSING.get(layer)}")
 
 

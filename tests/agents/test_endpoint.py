@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint of an episode, asked by the stock `openai` client: every call is a turn of exact tokens.
+"""The endpoint of an episode, called by the stock `openai` client: every call is a turn of exact tokens.
 
-A scripted policy stands for the engine. Not covered: the engine (tests/run/test_agents_in_loop.py).
+A scripted policy replaces the engine. Not covered: the engine (tests/run/test_agents_in_loop.py).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     python -m venv VENV; VENV/bin/pip install verifiers
     VERIFIERS_PYTHON=VENV/bin/python pytest -m slow tests/agents/test_frameworks.py
 
-One that cannot be imported is skipped. Verifiers needs other versions of packages than we do, and so an interpreter
-of its own. Not covered: what they do beside a tool call and its answer.
+Frameworks that cannot be imported are skipped. Verifiers needs other package versions, hence its own interpreter. Not
+covered: features beyond a tool call and its answer.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_a_framework_calls_a_tool_and_answers_in_one_branch(package, tmp_path):
     answer, rollout, requests, _ = policy.play("any", CALL, "408")
     policy.processes.close_all()
     assert (answer.finish_reason, answer.reward) == (None, 1.0), answer.failure
-    (branch,) = rollout.branches  # what the framework repeats is found among what was said
+    (branch,) = rollout.branches  # the messages that the framework repeats match earlier turns
     assert branch.tokens[branch.sampled].tolist() == policy.spell(CALL) + policy.spell("408")
     observed = policy.tokenizer._tokenizer.decode(requests[1][rollout.turns[0].stop :])
     assert "<tool_response>\n408\n</tool_response>" in observed

@@ -19,7 +19,7 @@ TASK = Task("", "", "", {}, {}, seed=3)
 
 
 class Arena:
-    """A game of textarena: it shows all that was said."""
+    """A game of textarena: its observation is the whole conversation."""
 
     def reset(self, num_players, seed):
         assert num_players == 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments in the process of their rank, for its debugger: they answer as those in processes of their own.
+"""Environments in the process of their rank, for its debugger: they answer like environments in their own processes.
 
-Not covered: what they share there, such as variables of their modules; and programs, which are never played there.
+Not covered: state shared between them, such as module variables; and programs, which never run there.
 """
 
 from __future__ import annotations

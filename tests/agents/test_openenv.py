@@ -48,7 +48,7 @@ SCHEMAS = {
 
 
 class Session:
-    """One connection: what the server answers to a message."""
+    """One connection: the server's answer to each message."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.number, self.count = kind, 0, 0
@@ -167,7 +167,7 @@ def see(text, reward=None):
 def test_a_reply_is_the_action_and_its_reward_that_of_the_turn(serve):
     with serve("guess") as url:
         environment = find_environment(f"openenv:{url}/")()
-        assert environment.reset(TASK) == see("Say 4.")  # the seed, and what the row adds
+        assert environment.reset(TASK) == see("Say 4.")  # the seed plus the row's offset
         assert say(environment, "5") == see("No.", 0.5)
         with pytest.raises(RuntimeError, match="at capacity.*: lower agents.episodes_in_flight"):
             find_environment(f"openenv:{url}")().reset(TASK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments in processes of their own: what they answer, how they fail, and what is left of them: nothing.
+"""Environments in their own processes: answers, failures, and complete cleanup.
 
 Not covered: a process that the kernel cannot kill.
 """
@@ -78,7 +78,7 @@ def setup(tmp_path_factory):
     directory = tmp_path_factory.mktemp("environment")
     (directory / "odd.py").write_text(ENVIRONMENT)
     (directory / "tokenizer.model").write_bytes(train_tokenizer("0123456789=+"))
-    tokenizer = str(directory / "tokenizer.model")  # read in a moment, other than those of transformers
+    tokenizer = str(directory / "tokenizer.model")  # quick to read, unlike tokenizers of transformers
     return Setup(f"{directory / 'odd.py'}:Odd", tokenizer, {}, (2,), False, max_turns=3, run_seed=1)
 
 
@@ -94,7 +94,7 @@ def prompt_of(kind, number=0):
 
 
 def run(processes, *kinds):
-    """The last answer of episodes that say the same each time."""
+    """Return the last answer of episodes with constant replies."""
     found, open_keys = {}, set(range(len(kinds)))
     for key, kind in enumerate(kinds):
         processes.open(key, prompt_of(kind))

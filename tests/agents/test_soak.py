@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many episodes whose environments hang, crash, shout and end themselves, on an engine of two ranks.
+"""Many episodes whose environments hang, crash, print and end themselves, on an engine of two ranks.
 
-The engine is scripted: what it samples follows from the seed of a request. Not covered: agents behind an endpoint,
-which can also ask twice or leave in the middle of a reply.
+The engine is scripted: its samples follow from the seed of a request. Not covered: agents behind an endpoint, which can
+also send two requests or leave in the middle of a reply.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def make_prompts(seed: int, count: int, directory: Path) -> list[Prompt]:
 
 
 def soak(rank: int, world_size: int, directory: Path, seeds: Sequence[int], count: int, seconds: float) -> list[Any]:
-    """The rollouts of each seed as this rank has them: prompt, sample, tokens; and how they ended and for what."""
+    """Return this rank's rollouts of each seed (prompt, sample, tokens), their endings and their rewards."""
     engines, engine = EngineRanks.consecutive(range(world_size), world_size), SeededEngine()
     weights: Any = SimpleNamespace(policy_version=0, shape=SimpleNamespace(vocab_size=16))
     setup = Setup(f"{directory / 'odd.py'}:Odd", str(directory / "tokenizer.model"), {}, (), False, TURNS, 1)

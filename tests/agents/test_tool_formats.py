@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats of tool calls: found from the chat template, read from tokens, and compared with vLLM's parsers.
 
-The templates are short ones of ours with the marks of the published ones. Not covered: what a model writes that has
-learned another format than its template shows.
+The templates are short ones with the marks of the published ones. Not covered: replies of a model that has learned
+another format than its template shows.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_a_call_that_is_wrong_is_one_without_arguments(name, text):
     assert read(name, text)[1] == [("", None)]
 
 
-# Format -> what a call in it begins and ends with.
+# Format -> beginning and end of a call in it.
 AROUND = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "qwen3_coder": ("<tool_call><function=f>", "</function></tool_call>"),
@@ -149,7 +149,7 @@ FILLERS += [
 
 
 def degenerate(name, length):
-    """Replies of about so many characters that loop, as those of a policy that has gone astray do."""
+    """Return looping replies of about `size` characters, as a diverged policy writes them."""
     begin, end = AROUND[name]
     for filler in [*FILLERS, *FORMATS[name].marks]:
         body = filler * (length // len(filler))
@@ -224,7 +224,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("template", SAID)
 def test_a_tool_is_called_and_answers_as_the_template_has_it(template, tmp_path):
-    """Also where the marks are special tokens, which the text of a reply does not show."""
+    """Also if the marks are special tokens, which the text of a reply omits."""
     tokenizer = write_chat_tokenizer(tmp_path, template)
     setup = Setup(None, "", {}, (tokenizer.eos_token_id,), False, 4, 1, tool_format=OF_TEMPLATE[template])
     messages = [{"role": "user", "content": "hello"}]
@@ -286,7 +286,7 @@ TEMPLATE_OF = {"deepseek": ("deepseek-v3.1", "deepseek-v3"), "mistral": ("mistra
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_vllms_parsers_read_the_same(name, tmp_path):
-    """Names, arguments and what remains, white space aside; for Llama theirs keeps nothing of the latter."""
+    """Names, arguments and the remaining text, white space aside; for Llama, vLLM drops the remaining text."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 

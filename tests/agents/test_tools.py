@@ -32,7 +32,7 @@ from megatron_rl.types import Prompt, UserError
 def look(place: str, depth: int = 1, kind: Literal["near", "far"] = "near", names: list[str] | None = None) -> dict:
     """Look around.
 
-    What is there is told.
+    Describes the surroundings.
     """
     return {"place": place, "depth": depth, "names": names}
 

@@ -208,7 +208,7 @@ def test_an_episode_that_failed_before_its_first_reply_has_a_token_behind_its_pr
 
 
 def test_random_conversations_keep_every_sampled_token_in_its_place(chat):
-    """100 of them: requests are prefixes of the branches, and what was sampled is there once, with its log-probs."""
+    """100 of them: requests are prefixes of the branches, and each sampled token is there once, with its log-prob."""
     _, tokenizer = chat
     random = np.random.default_rng(1)
     for _ in range(100):
@@ -229,7 +229,7 @@ def test_random_conversations_keep_every_sampled_token_in_its_place(chat):
 
 @pytest.mark.parametrize(("version", "expected"), [(3, [10, 10, 10, 20]), (4, [20, 20, 20, 20])])
 def test_routes_of_weights_that_read_all_again_replace_those_of_others(version, expected):
-    """What the new weights sample follows from their own choices; under the same ones, the first choices stay."""
+    """Tokens of new weights follow from the new routes of their context; under equal weights, the first routes stay."""
     recording = Recording(Prompt(0, np.array([1, 2], np.int32), "", ""), 0)
     recording.ask(np.array([1, 2], np.int32))
     routes = np.full((4, 1, 1), 255, np.uint8)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An episode of verifiers 0.4 in its own interpreter: `python verifiers_episode.py`; prints the reward.
 
-The endpoint is where OPENAI_BASE_URL and OPENAI_API_KEY say. A harness of one's own runs inside of the process; those
-that the package has install programs first.
+OPENAI_BASE_URL and OPENAI_API_KEY give the endpoint. A custom harness runs inside the process; the harnesses of the
+package install programs first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TwoTurnsConfig(vf.HarnessConfig):
 
 
 class TwoTurns(vf.Harness[TwoTurnsConfig]):
-    """Asks, says "result", and asks again."""
+    """Sends a message, replies "result", and sends another one."""
 
     APPENDS_SYSTEM_PROMPT, SUPPORTS_MCP, SUPPORTS_RESUME = True, False, True
     EXECUTES_CODE, NEEDS_CONTAINER = False, False

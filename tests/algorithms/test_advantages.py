@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What estimators are given and what is made of their answers; the formulas are in test_estimators.py."""
+"""Inputs of estimators and the use of their results; the formulas are in test_estimators.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clip-Cov and KL-Cov: which tokens are chosen, on one rank and on several, and what becomes of them.
+"""Clip-Cov and KL-Cov: the chosen tokens, on one rank and on several, and their loss.
 
 The surrogate itself is PPO's (test_policy_losses.py). Not covered: how random the choice of Clip-Cov is.
 """
@@ -104,14 +104,14 @@ def test_covariances_inside_of_the_bounds_are_cut() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_choice_is_the_same_on_any_number_of_ranks(world_size: int) -> None:
-    """Also among equal covariances, where it could be anyone's, and with a rank that holds nothing."""
+    """Also among equal covariances, whose order is arbitrary, and with a rank that holds nothing."""
     assert choose(world_size) == choose(1)
     assert len(choose(1)["kl_cov, equal"]) == len(choose(1)["kl_cov"])
     assert "ppo" not in choose(1)
 
 
 def test_chosen_tokens_by_hand() -> None:
-    """Ratio 2 of three tokens, the last two chosen: A 1, 1 and -1; Clip-Cov leaves what the clip has cut already."""
+    """Ratio 2 of three tokens, the last two chosen: A 1, 1 and -1; Clip-Cov skips tokens that the clip already cuts."""
     old = torch.zeros(3, dtype=torch.float64)
     advantages, chosen = torch.tensor([1.0, 1.0, -1.0]).double(), torch.tensor([False, True, True])
     found = {}

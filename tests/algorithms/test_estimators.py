@@ -212,7 +212,7 @@ def is_whitened(config: AlgorithmConfig) -> bool:
 
 
 def expect(config: AlgorithmConfig, rollouts: list[int]) -> dict[int, list[float]]:
-    """Advantages by loop, whitened over these rollouts where the estimator whitens."""
+    """Advantages by loop, whitened over these rollouts if the estimator whitens."""
     tokens = {i: [] if i == MASKED else tokens_by_loop(config, i)[0] for i in rollouts}
     return whiten_by_loop(tokens) if is_whitened(config) else tokens
 
@@ -348,7 +348,7 @@ def test_optimal_token_baseline_by_hand() -> None:
     """Two responses of two and one tokens, rewards 1 and 0; the last place has one return, hence advantage 0.
 
     Energies 1 - 2 p + sum p^2: 3/4 (p 1/2, squares 3/4) and 1/4 (p 3/4, squares 3/4): baseline 3/4 of the first place.
-    Where a certain token leaves no energy at all the baseline is the plain mean, and a group of equal rewards gets 0.
+    If a certain token leaves no energy at all, the baseline is the plain mean, and a group of equal rewards gets 0.
     """
 
     def on_rank(rank: int, world_size: int) -> list[list[float]]:

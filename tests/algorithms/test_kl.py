@@ -42,7 +42,7 @@ def test_formula_by_hand(kl_type: str, expected: list[float]) -> None:
 
 @given(LOGPROB, LOGPROB)
 def test_k3_is_never_negative(logprob: float, ref_logprob: float) -> None:
-    """In float32, where r - 1 - log r cancels for ratios near 1: within two roundings of |log r|."""
+    """In float32, in which r - 1 - log r cancels for ratios near 1: within two roundings of |log r|."""
     found = float(compute_kl(torch.tensor([logprob]), torch.tensor([ref_logprob]), "k3"))
     assert found >= -2e-7 * abs(logprob - ref_logprob)
 
@@ -140,7 +140,7 @@ def test_adaptive_coefficient_settles_where_the_kl_is_on_target() -> None:
 
 
 def test_controllers_resume() -> None:
-    """An adaptive one continues where it was; a fixed one follows its config; switching starts from the config."""
+    """An adaptive one resumes its coefficient; a fixed one follows its config; switching starts from the config."""
     adaptive = AdaptiveKL(0.5, target=2.0, horizon=1000.0)
     adaptive.update(4.0, 100)
     resumed = AdaptiveKL(0.5, target=2.0, horizon=1000.0)

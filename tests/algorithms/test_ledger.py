@@ -97,7 +97,7 @@ def test_losses_on_several_ranks_agree_with_the_ledger(mode: str, world_size: in
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_local_denominator_is_found(mode: str) -> None:
-    """Each of two ranks divides by what it holds itself: tokens agree, the weights sum to another number."""
+    """Each of two ranks divides by its own count: tokens agree, the weights sum to another number."""
     ledger, totals = build_ledger(mode, LENGTHS, MAX_RESPONSE_LENGTH), {"tokens": 0.0, "weights": 0.0}
     for share in ([1, 2], [0, 3, 4]):
         weights = np.zeros(len(LENGTHS))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy losses against a loop over tokens with autograd, their terms by hand, masked tokens, fixed shapes.
 
-Everything is float64, so that comparisons are tight. What each formula does in particular cases is in
-test_policy_losses.py.
+Everything is float64, so that comparisons are tight. Particular cases of each formula are in test_policy_losses.py.
 """
 
 from __future__ import annotations
@@ -249,7 +248,7 @@ def test_first_update_is_the_policy_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_loss_is_the_same_for_every_split_into_microbatches(name: str) -> None:
-    """Sequences are whole in a microbatch; the sums of loss and gradients over two microbatches are those of one."""
+    """Sequences are whole in a microbatch; loss and gradients summed over two microbatches equal the undivided ones."""
     whole, parts, config = random_tokens(), random_tokens(), AlgorithmConfig(policy_loss=name, kl_coef=0.1)
     loss, _ = whole.loss(config)
     loss.backward()
@@ -334,7 +333,7 @@ def run_without_values(config: AlgorithmConfig) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shapes_do_not_depend_on_values(name: str) -> None:
-    """What a CUDA graph needs; the capture itself is not covered."""
+    """A requirement of CUDA graphs; the capture itself is not covered."""
     run_without_values(CONFIGS[name])
 
 

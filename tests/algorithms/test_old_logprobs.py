@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What needs `old_logprobs` before the update, as a table. What a run makes of it is in tests/run."""
+"""Settings that need `old_logprobs` before the update, as a table. Their effect in a run is in tests/run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's estimator and loss from a file outside of the package, and what happens when the file is broken."""
+"""A user's estimator and loss from a file outside the package, and the errors of broken files."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ def evaluate(
 )
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
 def test_clip(name: str, ratio: float, advantage: float, loss: float, gradient: float, is_clipped: bool) -> None:
-    """eps_low 0.1, eps_high 0.25. Where not clipped, d loss / d logprob = -ratio * A; where clipped it is 0.
+    """eps_low 0.1, eps_high 0.25. d loss / d logprob is -ratio * A for unclipped tokens, 0 for clipped ones.
 
-    For gspo the sequence is one token, whose ratio is that of the sequence.
+    For gspo the sequence is one token with the ratio of the sequence.
     """
     found = evaluate(name, [ratio], [advantage], clip_eps_low=0.1, clip_eps_high=0.25)
     assert found == ([pytest.approx(loss)], [is_clipped], [pytest.approx(gradient)])

@@ -15,7 +15,7 @@ MASK = torch.arange(COUNT) % 3 > 0
 
 
 def draw_tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, old values, returns and weights; NaN where masked (0 for the weights)."""
+    """Return values, old values, returns and weights; NaN at masked tokens (0 for the weights)."""
     generator = torch.Generator().manual_seed(0)
     values, old_values, returns, weights = torch.randn(4, COUNT, generator=generator, dtype=torch.float64)
     for x in (values, old_values, returns):

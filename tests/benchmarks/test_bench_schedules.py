@@ -30,7 +30,7 @@ def test_simulated_schedules_reach_their_goals() -> None:
 
 
 def test_ranks_measure_every_schedule(tmp_path: Path) -> None:
-    """Two engines that sleep. Steps are too short for their seconds to say much: they end, and are at least as long."""
+    """Two engines that sleep. Steps are too short for meaningful times: they end, and are at least as long."""
     out = tmp_path / "out.json"
 
     def work(rank: int, world_size: int) -> int:

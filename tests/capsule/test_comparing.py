@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts on numbers: equal bits, tolerance, NaN, what is missing, and which difference is called the first.
+"""Verdicts on numbers: equal bits, tolerance, NaN, missing values, and the choice of the first difference.
 
 Not covered: parameters of a real model and the numbers of a real step (test_replay.py).
 """
@@ -44,8 +44,8 @@ def numbers(name: str, *values: float, index: str = "rollout", dtype: type = np.
         ((NAN, 1.0), (NAN, 1.0), None, "bitwise"),
         ((NAN,), (1.0,), 1e-5, "DIFFERENT"),
         ((float("inf"),), (float("inf"),), 1e-5, "bitwise"),
-        ((1000.0,), (1000.005,), 1e-5, "within tolerance"),  # relative where numbers are large,
-        ((1e-7,), (2e-7,), 1e-5, "within tolerance"),  # absolute where they are small
+        ((1000.0,), (1000.005,), 1e-5, "within tolerance"),  # relative for large numbers,
+        ((1e-7,), (2e-7,), 1e-5, "within tolerance"),  # absolute for small ones
         ((1.0,), (1.0001,), 1e-5, "DIFFERENT"),
         ((1.0,), (1.0, 2.0), 1e-5, "DIFFERENT"),
     ],
@@ -105,7 +105,7 @@ def parameters(**tensors: torch.Tensor) -> Fingerprints:
 
 
 def test_parameters_after_the_step() -> None:
-    """Off by rounding, one tensor; off by more, another: the sample says by how much."""
+    """One tensor off by rounding, another by more: the sample gives the gap."""
     a, b = torch.linspace(-1, 1, 600).reshape(20, 30), torch.ones(7)
     old = [Section("actor weights after", False, parameters(a=a, b=b))]
     new = [Section("actor weights after", False, parameters(a=a + 1e-7, b=b))]

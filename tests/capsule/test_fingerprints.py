@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of a parameter does not depend on how it is cut, and one changed element is found from it.
+"""Fingerprints of a parameter do not depend on its sharding, and locate one changed element.
 
 Not covered: roles on ranks (test_replay.py compares fingerprints of several layouts).
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A captured step is done again: the same bits in its layout, the same numbers in others; what was changed is named.
+"""Replay of a captured step: the same bits in its layout, the same numbers in others; changes are named.
 
 Two captured runs of two steps serve all checks; replays are the tool's own `main` in forked ranks, once the command.
-Not covered: GPUs, several nodes, that generation gives the same responses (it is not done again).
+Not covered: GPUs, several nodes, and repeated generation (a replay reuses the responses).
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def test_a_changed_file_without_a_changed_number(ppo: Path, tmp_path: Path, capf
 
 
 def change_weight(capsule: Path) -> tuple[float, float]:
-    """Add 0.25 to one element of a weight in the state's files; what it was and is."""
+    """Add 0.25 to one element of a weight in the state's files; return the old and the new value."""
     directory = capsule / "state/step_1/actor"
     reader = ChunkReader(directory)
     box = ((LAYER, LAYER + 1), (ROW, ROW + 1), (COLUMN, COLUMN + 1))
@@ -258,7 +258,7 @@ def test_a_changed_weight_is_named(grpo: Path, tmp_path: Path, capfd: pytest.Cap
 
 
 def test_a_changed_reward_is_named(grpo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Weights are as recorded, and so are the log-probs; the reward is not, nor what follows from it."""
+    """Weights are as recorded, and so are the log-probs; the reward and everything derived from it are not."""
     capsule = tmp_path / "step_2"
     shutil.copytree(grpo, capsule)
     lines = (capsule / "rollouts.jsonl").read_text().splitlines()
@@ -278,7 +278,7 @@ def test_a_changed_reward_is_named(grpo: Path, tmp_path: Path, capfd: pytest.Cap
 
 
 def test_another_setting_is_another_result(grpo: Path, tmp_path: Path) -> None:
-    """What would the step have been with another rate? Everything up to the rate is the same."""
+    """A replay with another learning rate: everything up to the update is the same."""
     codes, report = replay(grpo, tmp_path / "report.json", 4, "actor.lr=2e-4")
     assert codes == [1] * 4 and report["first_difference"]["what"] == "actor updates: policy/lr"
     assert report["overrides"] == ["actor.lr=2e-4"]
@@ -358,7 +358,7 @@ def test_a_capsule_that_cannot_be_written_does_not_end_the_run(task: Path, tmp_p
 
 
 def test_command(grpo: Path, tmp_path: Path) -> None:
-    """As docs/replay.md says it, on TP 2."""
+    """The command of docs/replay.md, on TP 2."""
     result = run(
         [
             sys.executable,

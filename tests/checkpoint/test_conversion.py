@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HF -> Megatron -> HF: the same bits for every tensor of every family, through any layout.
 
-Layouts are cut without processes: `load_weights` fills the parameters of each rank, and they are put together
-again by the placement tables. What one rank computes from them is tests/models/test_gpt.py's matter.
+Layouts are cut without processes: `load_weights` fills the parameters of each rank, and the placement tables merge
+them. tests/models/test_gpt.py checks the computations of one rank.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def load_through(directory: Path, source: Path, layout: ParallelLayout) -> dict[str, torch.Tensor]:
-    """Load every rank of a layout, and put what they hold together again."""
+    """Load every rank of a layout, and merge their parameters."""
     shape = load_model_shape(source)
     whole = {name: torch.full(size, float("nan")) for name, size in shape.logical_tensors().items()}
     for placements in place_megatron(shape, layout):
@@ -177,7 +177,7 @@ def _generate_with_vllm(rank: int, world_size: int, directory: Path, prompt: np.
     [
         ("qwen2", {}),
         ("mixtral", {}),
-        ("gemma", dict(tie_word_embeddings=False)),  # tied, it says one word for ever
+        ("gemma", dict(tie_word_embeddings=False)),  # tied, it repeats one token forever
     ],
     ids=["qwen2", "mixtral", "gemma"],
 )
@@ -210,7 +210,7 @@ def test_score_models_keep_their_head(tmp_path: Path):
 
 
 def test_types(tmp_path: Path):
-    """Same type by default; another one on request, which config.json then says; biases of routers stay float32."""
+    """Same type by default; another one on request, then recorded in config.json; biases of routers stay float32."""
     save_tiny_model(tmp_path / "routed", "glm4_moe", num_hidden_layers=2)
     import_model(tmp_path / "routed", tmp_path / "routed-megatron", dtype=torch.bfloat16)
     export_model(tmp_path / "routed-megatron", tmp_path / "routed-back", dtype=torch.bfloat16)
@@ -228,7 +228,7 @@ def test_types(tmp_path: Path):
 
 
 def test_an_interrupted_conversion_goes_on(tmp_path: Path):
-    """What is finished is not written again; half a file is, and so is everything after the source has changed."""
+    """Finished files are not written again; half a file is, and so is everything after the source has changed."""
     save_tiny_model(tmp_path / "hf", "llama", **SMALL)
     whole = import_model(tmp_path / "hf", tmp_path / "whole")
     partial = tmp_path / "megatron.partial"

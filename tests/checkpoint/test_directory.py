@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoint of a run is whole, what is wrong with the others, and which may go; without a model."""
+"""Whole and damaged checkpoints of a run, the damage, and the choice of checkpoints to delete; without a model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that predict further tokens: kept by conversions and exports, or said not to be there."""
+"""Layers that predict further tokens: kept by conversions and exports, or reported as missing."""
 
 from __future__ import annotations
 

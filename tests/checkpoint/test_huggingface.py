@@ -84,7 +84,7 @@ def read_all(directory: Path) -> dict[str, torch.Tensor]:
 
 
 class CountingFile:
-    """A safetensors handle that notes what is read."""
+    """A safetensors handle that records every read."""
 
     def __init__(self, handle: Any, read: dict[str, int]) -> None:
         self._handle, self._read = handle, read
@@ -185,7 +185,7 @@ def test_directories_without_all_their_files_are_refused(checkpoints: dict[str, 
 
 @pytest.fixture(scope="module")
 def scorers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What transformers writes of models with a score head, by what is special about them."""
+    """Models with a score head as transformers writes them, by their peculiarity."""
     root, found = tmp_path_factory.mktemp("scorers"), {}
     for name, auto_class, num_labels in (
         ("sequence", AutoModelForSequenceClassification, 1),
@@ -224,7 +224,7 @@ def test_score_heads_are_read_on_every_tp_rank_of_the_last_stage(scorers: dict[s
 
 
 def test_a_missing_head_is_an_error_or_zero_as_asked(checkpoints: dict[str, Path]) -> None:
-    """Only what may be lacking may: another tensor that is missing is still named."""
+    """Only tensors of `may_lack` may be missing: another missing tensor is still named."""
     directory = checkpoints["qwen3"]
     shape = load_model_shape(directory, head="score")
     with pytest.raises(UserError, match="there is no score.weight") as caught:
@@ -244,7 +244,7 @@ def test_a_missing_head_is_an_error_or_zero_as_asked(checkpoints: dict[str, Path
 def test_heads_of_another_kind_are_refused(
     scorers: dict[str, Path], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A score head where a language model is wanted (by its tensors alone), two labels, and a bias."""
+    """A score head instead of a language model (by its tensors alone), two labels, and a bias."""
     tied = load_model_shape(checkpoints["qwen3"])  # lacks nothing in a scorer: there is no lm_head to miss
     head = {"score.weight": torch.ones(1, 24)}
     language = rewrite(checkpoints["qwen3"], tmp_path / "extra", lambda x: x.update(head))
@@ -433,7 +433,7 @@ def fail_allocating() -> None:
 def test_a_failing_write_raises_everywhere_and_leaves_the_old_directory(
     checkpoints: dict[str, Path], tmp_path: Path, patch: Callable[[], None], expected: str
 ) -> None:
-    """Rank 0 fails; nobody waits for it, and the directory keeps what it had."""
+    """Rank 0 fails; no other rank waits for it, and the directory keeps its files."""
     target = tmp_path / "model"
     target.mkdir()
     (target / "old").write_text("kept")

@@ -82,7 +82,7 @@ def test_mxfp4_is_decoded_as_transformers_decodes_it() -> None:
 
 
 def test_mxfp4_becomes_megatrons_weights_and_bfloat16(quantized: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    """Loaded as it is, and converted there and back, when config.json asks for no decoding any more."""
+    """Loaded directly, and converted there and back, after which config.json requests no decoding."""
     source, decoded = quantized
     shape = load_model_shape(source)
     check_checkpoint(source, shape)
@@ -137,7 +137,7 @@ def _save(rank: int, world_size: int, source: Path, out: Path) -> None:
 
 
 def test_what_ranks_export_is_packed_in_bfloat16(quantized: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    """TP 2 times EP 2 load MXFP4, and write what transformers would have decoded."""
+    """TP 2 times EP 2 load MXFP4, and write the tensors that transformers would have decoded."""
     source, decoded = quantized
     out = source.parent / "export"
     run_ranks(_save, 4, source, out, timeout=100)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter directories: every setting of PEFT is accepted with a reason or refused by name, and so is what is broken.
+"""Adapter directories: every setting of PEFT is accepted with a reason or refused by name; broken files are refused.
 
-The adapters are PEFT's own. What accepted ones compute is compared with PEFT in tests/training/test_lora.py; not
+The adapters are PEFT's own. tests/training/test_lora.py compares the computations of accepted ones with PEFT; not
 covered: settings of later versions of PEFT, which are refused unless they are off.
 """
 
@@ -45,7 +45,7 @@ SETTINGS: dict[str, tuple[list[Any], list[Any]]] = {
         [True, False, None, "gaussian", "orthogonal", "eva"],
         ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "mica", "new", ["gaussian"]],
     ),
-    "target_modules": (["all-linear", ["q_proj"], None], []),  # the tensors say it
+    "target_modules": (["all-linear", ["q_proj"], None], []),  # visible in the tensors
     "exclude_modules": ([None, ["lm_head"]], []),
     "layers_to_transform": ([None, [0, 1]], []),
     "layers_pattern": ([None, "layers"], []),
@@ -173,7 +173,7 @@ def set_first(value: float) -> Callable[[Path], Any]:
     return rewrite(lambda tensors: next(iter(tensors.values())).view(-1)[3:4].fill_(value))
 
 
-# What is broken -> how, and words of the message.
+# Broken part -> the damage, and words of the message.
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config cut": (cut(CONFIG, 0.5), "holds no JSON object"),
     "config empty": (cut(CONFIG, 0.0), "holds no JSON object"),

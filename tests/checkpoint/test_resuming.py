@@ -178,7 +178,7 @@ def test_zero_with_odd_ranges_of_a_bfloat16_model(models, tmp_path: Path):
 
 
 def _refuse_on_rank(rank: int, world_size: int, path: Path, directory: Path, other: Path) -> list[str]:
-    """The errors for what must not be resumed; nothing of the actor changes."""
+    """Return the errors of invalid checkpoints; nothing of the actor changes."""
     found = []
 
     def attempt(case: Case, model: Path, tokenizer: Path | None = None) -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers continue where they were, also in the streams that CUDA graphs know. Not covered: CUDA generators."""
+"""Random numbers continue after a resume, also in streams registered with CUDA graphs.
+
+Not covered: CUDA generators.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from megatron_rl.checkpoint.rng import get_cuda_rng_tracker, read_rng, restore_r
 
 @pytest.fixture(autouse=True)
 def streams() -> Iterator[dict[str, torch.Tensor | torch.Generator]]:
-    """One stream as a state and one as a generator; those of other tests come back afterwards."""
+    """One stream as a state and one as a generator; the previous streams are restored afterwards."""
     tracker = get_cuda_rng_tracker()
     before = tracker.get_states()
     made = {"plain": torch.Generator().manual_seed(3).get_state(), "of graphs": torch.Generator().manual_seed(4)}

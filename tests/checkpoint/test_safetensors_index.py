@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that were half downloaded, mixed or tampered with: one error with the file, the fault and the way out.
+"""Models that were half downloaded, mixed or tampered with: one error with the file, the fault and a hint.
 
-Not covered: altered elements of a tensor, which safetensors files have no means to tell.
+Not covered: altered elements of a tensor, which safetensors files cannot reveal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_index(directory: Path, weight_map: object) -> None:
 
 
 def rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
-    """Damage: the file's content is what `change` makes of it."""
+    """Replace the file's content by the result of `change`."""
     return lambda model: (model / name).write_bytes(change((model / name).read_bytes()))
 
 
@@ -47,7 +47,7 @@ def remap(**changes: object) -> Callable[[Path], object]:
     return lambda model: write_index(model, {"a": FIRST, "b": SECOND, "c": SECOND} | changes)
 
 
-# Name -> (damage, what is said, the hint).
+# Name -> (damage, message, hint).
 BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "empty file": (rewrite(SECOND, lambda _: b""), f"{SECOND} is damaged: .*header too small .0 bytes", SECOND),
     "cut in the header": (rewrite(SECOND, lambda old: old[:30]), f"{SECOND} is damaged: .*header length", SECOND),

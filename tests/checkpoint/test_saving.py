@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving: a name only for what is whole, `latest` after that, old ones deleted; a failed write harms nothing.
+"""Saving: only whole checkpoints get a name, then `latest` moves, then old ones go; a failed write harms nothing.
 
-Failures are the kernel's own (a limit on file sizes, a directory of another user, a process that is killed) or planted
-in the writer. Not covered: a disk that takes a write and loses it later.
+Failures are the kernel's own (a limit on file sizes, a directory of another user, a killed process) or planted in the
+writer. Not covered: a disk that accepts a write and loses it later.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def step(actor: Actor) -> None:
-    """What an optimizer step does, without the work: other weights, one more step."""
+    """Imitate an optimizer step: other weights, one more step."""
     create_states(actor, actor.optimizer.steps + 1)
     for param in actor.model.params.values():
         param.add_(1.0)

@@ -61,7 +61,7 @@ def save_published(directory: Path, family: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_it_is_a_text_model(family: str, tmp_path: Path) -> None:
-    """Bit for bit, each tensor in its type; transformers computes from it what the whole model computes of text."""
+    """Bit for bit, each tensor in its type; transformers computes the same from it as from the whole model's text."""
     expected = save_published(tmp_path / "hf", family)
     convert_to_megatron(tmp_path / "hf", tmp_path / "megatron", **SETTINGS)
     convert_to_huggingface(CheckpointWeights(tmp_path / "megatron"), tmp_path / "text", **SETTINGS)

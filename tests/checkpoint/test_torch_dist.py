@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format: megatron-core reads what we write and we read what it writes; damage is one clear error.
+"""The format: megatron-core reads our checkpoints and we read its own; damage is one clear error.
 
-megatron-core's side is a plain `GPTModel` from its own layer spec (interleaved QKV, its own norms and attention) that
-uses `dist_checkpointing` as it comes. Not covered: Transformer Engine's modules, which need a GPU.
+megatron-core's side is a plain `GPTModel` from its own layer spec (interleaved QKV, its own norms and attention) with
+unchanged `dist_checkpointing`. Not covered: Transformer Engine's modules, which need a GPU.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def import_model(source: Path, out: Path) -> Path:
 
 @pytest.mark.parametrize("family,tp_size", [("qwen2", 2), ("llama", 1), ("qwen3_moe", 1)])
 def test_megatron_core_reads_and_writes_the_same(family: str, tp_size: int, tmp_path: Path):
-    """Its logits are transformers' own, and what it saves in turn converts back to the same bits."""
+    """Its logits are transformers' own, and its saved checkpoint converts back to the same bits."""
     reference = save_tiny_model(tmp_path / "hf", family)
     shape = load_model_shape(tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "megatron")
