@@ -11,8 +11,8 @@ It counts if a class of the package declares `a` (in its body, or as self.a); wh
 counts too. Not declarations: properties with a setter, which are calls; values set once, by a descriptor of the
 package whose `__set__` asserts that; and fields of frozen dataclasses, which cannot be set. A name that another class
 declares in the plain way counts all the same, since the object's class is unknown here. Not counted either:
-attributes that no class of the package declares, and those in LIBRARY, which libraries share with the package; an argument
-whose annotation is a class of a library (the type check covers it); imported modules; the `ctx`
+attributes that no class of the package declares, and those in LIBRARY, which libraries share with the package; an
+argument whose annotation is a class of a library (the type check covers it); imported modules; the `ctx`
 of an autograd function; PATCHES, files that exist to change libraries; and an object that its own class makes by
 cls(...) or __new__. So an attribute that is added to an object and declared nowhere is not found.
 """

@@ -58,7 +58,7 @@ class MtpReference:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, self.model.config.rms_norm_eps)
 
     def find_gradients(self) -> dict[str, torch.Tensor]:
-        """Return gradients by transformers' parameter names, and of the modules around the layer by checkpoint names."""
+        """Return gradients by transformers' parameter names; around the extra layer, by checkpoint names."""
         grads = {PREFIX + name: x.grad for name, x in self.beside.items()}
         grads |= {n: p.grad for n, p in self.model.named_parameters() if n.startswith(PREFIX)}
         return {name: grad for name, grad in grads.items() if grad is not None}

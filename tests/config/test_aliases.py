@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl names: what they mean here, what is reported, what is refused."""
+"""verl names: their meaning here, the reported ones, the refused ones."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_verl_recipe_reads(tmp_path: Path) -> None:
 def test_the_tutorial_recipe_reads_as_it_is() -> None:
     """Six GPUs, 60 prompts x 12 responses, two ranks per engine, and an estimator that contradicts the rest.
 
-    Without a file: what the dry run prints is tested in tests/launch/test_entry_points.py.
+    Without a file: tests/launch/test_entry_points.py tests the output of the dry run.
     """
     loaded = load_config(TUTORIAL)
     plan = plan_rl(loaded.config, loaded.num_ranks)
@@ -351,7 +351,7 @@ def test_overlong_buffer(place: str) -> None:
 
 
 def test_the_target_of_the_kl_has_the_unit_of_who_names_it() -> None:
-    """verl's is per token, also where only its controller is switched on; our own name counts responses."""
+    """verl's is per token, also if only its controller is switched on; the native name counts responses."""
     ours = ["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.kl_controller=adaptive"]
     theirs = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"]
     assert load(*ours, "algorithm.kl_target=0.2").config.algorithm.kl_target_per == "response"
@@ -387,7 +387,7 @@ OWN_MODEL = "model: {path: policy}\n"
 def test_dual_clip_of_a_recipe_that_does_not_write_it(
     tmp_path: Path, recipe: str, overrides: list[str], expected: float | None
 ) -> None:
-    """verl's vanilla loss always has one of 3.0; a recipe is verl's where it names the policy by verl's name."""
+    """verl's vanilla loss always has one of 3.0; a recipe is verl's if it names the policy by verl's name."""
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe)
     loaded = load_config(path if recipe else None, [*MINIMAL[1:], *overrides])
@@ -398,7 +398,7 @@ def test_dual_clip_of_a_recipe_that_does_not_write_it(
 
 
 def test_losses_that_verl_averages_by_sequence(tmp_path: Path) -> None:
-    """Whatever loss_agg_mode says, also the critic's, which repeats it; our own name decides where it is given."""
+    """With any loss_agg_mode, also the critic's copy of it; the native name takes precedence if given."""
     mode = f"{ACTOR}.policy_loss.loss_mode=gspo"
     loaded = load(mode, f"{ACTOR}.loss_agg_mode=token-mean", "critic.loss_agg_mode=token-mean")
     assert loaded.config.algorithm.loss_agg_mode == "seq-mean-token-mean"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs that are refused: each mistake of a recipe is reported, in one error.
 
-`bad_configs.json` has a row for each: settings, the one that is refused, and words of its error. Not covered: what
-takes the world size (test_batch_plan.py) or files (tests/run).
+`bad_configs.json` has a row for each: settings, the refused one, and words of its error. Not covered: checks that need
+the world size (test_batch_plan.py) or files (tests/run).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _refusals(recipe: Path | None, overrides: list[str]) -> list[UserError]:
 
 
 def test_each_bad_config_is_refused_for_its_setting(tmp_path: Path) -> None:
-    """From a recipe where it can stand in one, with the line; the other rows are about the command line."""
+    """From a recipe, with the line, if a recipe can contain it; the other rows are about the command line."""
     assert len(ROWS) > 200
     path, wrong = tmp_path / "recipe.yaml", []
     for given, name, words in ROWS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch arithmetic: derived numbers, what is refused, and the properties that must always hold."""
+"""Batch arithmetic: derived numbers, refused sizes, and the properties that must always hold."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_nothing_is_floored_dropped_or_repeated(
     epochs: int,
     ppo_epochs: int,
 ) -> None:
-    """Either refused, or all products are exact; says nothing about who gets which prompt."""
+    """Either refused, or all products are exact; the order of prompts is not checked."""
     config = make_config(
         tp=tp, pp=pp, rollout_tp=rollout_tp, batch=batch, mini=mini, n=n, epochs=epochs, ppo_epochs=ppo_epochs
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs that work, settings without effect, and places; what is refused: `test_bad_configs.py`."""
+"""Configs that work, settings without effect, and places; refused configs: `test_bad_configs.py`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_defaults_pass() -> None:
     ],
 )
 def test_what_has_no_effect_is_put_aside_with_a_note(overrides: list[str], name: str, taken: object) -> None:
-    """And with nothing else: the one note names the setting, its value and, where it was given, its place."""
+    """And nothing else: the one note names the setting, its value and its place, if given."""
     loaded = load_config(None, [*MINIMAL, *overrides])
     section, _, leaf = name.partition(".")
     assert getattr(getattr(loaded.config, section), leaf) == taken
@@ -81,7 +81,7 @@ def test_a_refused_recipe_value_names_its_line(tmp_path: Path) -> None:
 
 
 def test_validation_alone_is_no_fine_tuning() -> None:
-    """A run that would train although it was told not to is refused."""
+    """A validation-only run that would train is refused."""
     config = load_config(None, [*MINIMAL, "data.validation_files=v.jsonl", "trainer.val_only=true"]).config
     with pytest.raises(UserError, match="supervised fine-tuning has no validation"):
         SftPlan.build(config, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a script and an entry point end with: one message and the exit status of the error.
+"""The end of a script and of an entry point: one message and the exit status of the error.
 
 Parsing and planning are tested in tests/launch/test_entry_points.py, failures of a running job in test_failures.py
 there.
@@ -44,7 +44,7 @@ raise error
     ],
 )
 def test_a_script_ends_as_an_entry_point(error: str, reported: int, code: int, said: str | None) -> None:
-    """What is not ours ends it with Python's own traceback; what has been reported, without a word."""
+    """Foreign exceptions end it with Python's own traceback; reported ones end it silently."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(error, reported, reported)],
         cwd=ROOT,

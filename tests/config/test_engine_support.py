@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of the user's: what they do not declare is refused, what they declare is not.
+"""Engines of the user's: settings that need an undeclared ability are refused, others pass.
 
-Every ability that a check asks for is tried on an engine that declares none and on one that declares all of those.
-Not covered: whether an engine does what it declares; what it returns is checked in tests/engines/test_checking.py.
+Every ability that a check needs is tried on an engine that declares none and on one that declares all of those. Not
+covered: whether an engine does what it declares; tests/engines/test_checking.py checks its results.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NEEDED: dict[str, tuple[list[str], str]] = {
     "routes": (["actor.router_replay=engine"], "actor.router_replay"),
     "options": (["rollout.engine_options={mine: 1}"], "rollout.engine_options"),
 }
-# The same, of what an engine that is a server does by itself.
+# The same for abilities that a server implements itself.
 SERVED: dict[str, tuple[list[str], str]] = {
     "starts_server": ([], "rollout.server.endpoints"),
     "reloads_server": (
@@ -73,7 +73,7 @@ SHAPE = ModelShape(
 
 @pytest.fixture(autouse=True)
 def engines() -> Iterator[None]:
-    """`bare` declares nothing, `able` all that is asked of engines in the ranks."""
+    """`bare` declares nothing, `able` all abilities of engines in the ranks."""
     with restored_registries():
         register_rollout_engine("bare")(lambda spec: None)
         register_rollout_engine("able", supports=NEEDED)(lambda spec: None)
@@ -86,7 +86,7 @@ def load(*overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize("ability", NEEDED)
 def test_what_is_not_declared_is_refused(ability: str) -> None:
-    """With the setting, the engine, and the engines that have it; also where everything else is declared."""
+    """With the setting, the engine, and the engines that have it; also if everything else is declared."""
     overrides, setting = NEEDED[ability]
     register_rollout_engine("almost", supports=NEEDED.keys() - {ability})(lambda spec: None)
     with pytest.raises(UserError, match="bare"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of TrainingArguments and GRPOConfig: what they mean here, what is reported, what is refused.
+"""Names of TrainingArguments and GRPOConfig: their meaning here, the reported ones, the refused ones.
 
-A whole recipe of TRL's against ours is in tests/docs/test_migrating.py. Not covered: whether the other side still calls
-them so.
+A whole recipe of TRL's against ours is in tests/docs/test_migrating.py. Not covered: whether TRL still uses these
+names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_every_target_is_a_setting_and_no_name_is_ours() -> None:
 
 
 def test_the_page_and_the_table_say_the_same() -> None:
-    """Each name of the page that is renamed has the target of the page; all of them are known."""
+    """Each renamed name of the page has the target of the page; the table contains all of them."""
     part = next(part for part in PAGE.read_text(encoding="utf-8").split("\n## ") if part.startswith("TRL"))
     rows = re.findall(r"^\| `(\w+)` \| `([a-z_.0-9]+)` \|", part, re.M)
     assert len(rows) > 50

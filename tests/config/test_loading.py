@@ -165,7 +165,7 @@ def test_integers_have_64_bits(recipe: Path, name: str) -> None:
 
 @pytest.mark.parametrize(("section", "leaf"), [("trainer", "run_dir"), ("reference", "path")])
 def test_a_path_has_no_nul(section: str, leaf: str) -> None:
-    """Python would raise a ValueError where it is opened; what else a name may have is left to the system."""
+    """Python would raise a ValueError on opening it; all other characters are left to the system."""
     load_config({section: {leaf: "a\1b"}}, MINIMAL)
     with pytest.raises(UserError, match=rf"{section}.{leaf} = 'a.x00b' \(str\) is not accepted") as caught:
         load_config({section: {leaf: "a\0b"}}, MINIMAL)

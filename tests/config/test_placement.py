@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`placement`: which ranks a role has, and what is refused."""
+"""`placement`: the ranks of each role, and refused placements."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_teachers_have_ranks_by_their_names() -> None:
         (dict(actor="1/4", rollout="3/4"), 8, "actor on 0-1, rollout on 2-7"),
         (dict(actor="1/4", rollout="3/4"), 4, "actor on 0, rollout on 1-3"),
         (dict(actor="1/2", critic="1/4", rollout="2/8"), 8, "actor on 0-3, critic on 4-5, rollout on 6-7"),
-        # Behind the actor there is no room for so many: again from rank 0.
+        # Too many for the ranks after the actor: again from rank 0.
         (dict(actor="3/4", reference="3/4", rollout="1/4"), 8, "actor on 0-5, reference on 0-5, rollout on 6-7"),
         (dict(actor="1/1", rollout="1/2"), 2, "actor on 0-1, rollout on 0"),
         (dict(actor="0-2", rollout="1/2"), 6, "actor on 0-2, rollout on 3-5"),
     ],
 )
 def test_shares_of_the_ranks(placement: dict[str, str], world_size: int, expected: str) -> None:
-    """They scale with the job; one begins where the role before it ends."""
+    """They scale with the job; each begins at the end of the previous role."""
     assert PlacementConfig(**placement).describe(world_size) == f"{expected}, others on all ranks"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`${...}` references between settings, and what is refused instead of being read as text."""
+"""`${...}` references between settings, and forms that are refused instead of being read as text."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling settings of recipes that users bring along mean here what they mean there.
+"""Sampling settings of other systems' recipes mean the same here as there.
 
-verl's names are read by the program; those of the others are rows of docs/migrating.md. Not covered: that the other
-systems still call theirs so.
+The program reads verl's names; the others are rows of docs/migrating.md. Not covered: whether the other systems still
+use these names.
 """
 
 from __future__ import annotations

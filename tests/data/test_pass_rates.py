@@ -52,7 +52,7 @@ def select(folder: Path, low: float, high: float) -> tuple[list[int], list[str],
 
 
 def test_prompts_in_the_range_are_kept(tmp_path: Path) -> None:
-    """Both ends count, rows count in their own file, and what is right stays right if it is punished for its length."""
+    """Both ends count, rows count in their own file, and a correct answer stays correct despite a length penalty."""
     write(tmp_path)
     ids, notes, sizes = select(tmp_path, 0.1, 0.9)
     assert (ids, sizes) == ([2, 4, 5], [1, 2])

@@ -284,7 +284,7 @@ def test_parts_of_a_message_and_options_of_the_template(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_row_may_have_options_of_its_own(tmp_path, suffix):
-    """They come before those of the run, and are no part of what a reward is told."""
+    """They precede the run's options, and rewards do not receive them."""
     rows = [
         {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2", "chat_template_kwargs": options}
         for options in ({"mark": "?"}, {"mark": None}, None)
@@ -356,7 +356,7 @@ def test_files_of_one_name_are_told_apart_by_their_directories() -> None:
 
 
 def test_rows_of_verls_multi_turn_files_tell_environments_what_they_hold(tmp_path: Path) -> None:
-    """The columns that its tools and interactions read; parquet fills what another row's have with null."""
+    """The columns that its tools and interactions read; parquet fills columns of other rows with null."""
     rows = [
         {
             "data_source": "openai/gsm8k",

@@ -96,7 +96,7 @@ def test_every_set_of_the_package_makes_tasks_and_takes_its_own_answers():
     from reasoning_gym.factory import DATASETS
 
     found, wrong = 0, []
-    for name in sorted(DATASETS.keys() - {"composite"}):  # composite is made of others that it has to be told
+    for name in sorted(DATASETS.keys() - {"composite"}):  # composite needs a list of other tasks
         rows = list(read_rows([f"reasoning-gym:{name}?size=2&seed=3"]))
         found += len(rows)
         truth = rows[1].columns["answer"]

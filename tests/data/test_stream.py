@@ -53,7 +53,7 @@ def test_order_depends_on_seed_and_epoch_only():
 
 @given(positions=st.lists(st.integers(0, 60), min_size=1), seed=st.integers(0, 9))
 def test_a_position_may_be_asked_for_at_any_time(positions, seed):
-    """What comes at a position does not depend on what was asked for before."""
+    """The prompt at a position does not depend on earlier reads."""
     in_order = sum(take(make_batches(7, 1, seed=seed), 61), [])
     stream = PromptStream(make_prompts(7), True, seed)
     assert [stream.prompt(i).prompt_id for i in positions] == [in_order[i] for i in positions]

@@ -160,7 +160,7 @@ def test_missing_path_and_missing_tokens_are_user_errors(tmp_path):
 
 
 def test_import_is_light():
-    """The module must not pull transformers or datasets in; says nothing about the time that takes."""
+    """The module must not import transformers or datasets; the import time is not measured."""
     code = (
         "import sys, megatron_rl.data.tokenizer, megatron_rl.data.prompts;"
         "sys.exit(bool({'transformers', 'datasets', 'torch'} & set(sys.modules)))"

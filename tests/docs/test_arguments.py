@@ -2,8 +2,8 @@
 """Every shell command of every page is accepted: its files exist, its options are declared, its settings load.
 
 A command is a line of a bash block, or an indented one that begins with a program. torchrun's arguments go through its
-own parser, settings with their recipe through the loader of configs, and each other option must be declared
-in the tool or in what it imports. What none of this can judge has an entry in UNREAD. Not covered: what a command does;
+own parser, settings with their recipe through the loader of configs, and each other option must be declared in the tool
+or in one of its imports. Commands beyond these checks have an entry in UNREAD. Not covered: the effect of a command;
 tests/docs/test_commands.py runs those of the first pages. A recipe that a page leaves to the reader is an empty one.
 """
 
@@ -101,7 +101,7 @@ def test_a_command_is_accepted(command: str) -> None:
 
 
 def check_settings(arguments: list[str]) -> None:
-    """They load, with the recipe among them if the repository has it, else beside what must be given."""
+    """Load them with their recipe if the repository has it, otherwise with the required settings."""
     _, recipe, settings = _split(arguments)
     if "--help" in settings:
         return
@@ -119,7 +119,7 @@ def check_settings(arguments: list[str]) -> None:
 
 @cache
 def declared_options(path: Path) -> frozenset[str]:
-    """What looks like an option in the code of a script, or of the modules beside it that it imports."""
+    """Return option-like strings in the code of a script, or of the neighboring modules that it imports."""
     if path.suffix != ".py":
         return frozenset()
     nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]

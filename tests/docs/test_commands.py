@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command of README.md and of docs/getting-started.md is run here, or is covered elsewhere, or says why not.
+"""Every command of README.md and of docs/getting-started.md runs here, is covered elsewhere, or is exempt for a reason.
 
-Commands run as they are written, in a directory that looks like a checkout and holds what they read. What they compute
-is tested elsewhere. A test that covers a command holds the command's own words and takes its arguments from them.
-The commands of all other pages are read, not run: tests/docs/test_arguments.py.
+Commands run unchanged, in a directory that looks like a checkout and holds their inputs. Their results are tested
+elsewhere. A test that covers a command holds the command's own words and takes its arguments from them. The commands of
+all other pages are read, not run: tests/docs/test_arguments.py.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tiny_models import ENGINE_SIZES, save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/getting-started.md")
-PLACEHOLDERS = {"DIR": "gsm8k"}  # what a page leaves to the reader -> a file or directory of the fixture
+PLACEHOLDERS = {"DIR": "gsm8k"}  # placeholder of a page -> a file or directory of the fixture
 
-# Command -> what it prints.
+# Command -> its output.
 RUN = {
     "python launch/pretrain_grpo.py my_recipe.yaml --dry-run --world-size 64": "train_batch_size: 256",
     "python launch/pretrain_grpo.py --help": "trainer.run_dir",
@@ -72,7 +72,7 @@ def list_commands(page: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
-    """Launchers and tools, a recipe with a small model and prompts, a data set as it is published, and two runs."""
+    """Launchers and tools, a recipe with a small model and prompts, a data set in its published form, and two runs."""
     directory = tmp_path_factory.mktemp("checkout")
     for name in ("launch", "tools", "megatron_rl"):
         (directory / name).symlink_to(ROOT / name)
@@ -95,7 +95,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
 
 
 def _write_what_the_recipe_reads(directory: Path, task: Path) -> None:
-    """A dry run reads what the start reads: a model whose heads four ranks can share, and a batch of prompts."""
+    """Write the inputs of the recipe: a model whose heads four ranks can share, and a batch of prompts."""
     model = directory / "models/Qwen2.5-7B-Instruct"
     save_tiny_model(
         model,

@@ -98,8 +98,9 @@ def test_estimator_loss_and_aggregation(examples: Path) -> None:
 
 
 def test_all_of_them_train_together(examples: Path, tmp_path: Path) -> None:
-    """One rank, two steps, as the page's last command says: the engine gets certified weights, and its log-probs are
-    the trainer's; every metric has the name that the page gives it, and config.yaml has the options."""
+    """One rank, two steps, as the page's last command does: the engine gets certified weights, and its log-probs are
+    the trainer's; every metric has the name that the page gives it, and config.yaml has the options.
+    """
     make_task(tmp_path)
     command = PAGE.read_text(encoding="utf-8").partition("## All of them together")[2].partition("```\n")[0]
     arguments = shlex.split(command.partition("RECIPE.yaml")[2].replace("\\\n", " "))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages that are made from the code are what the code says, and say all of it.
+"""The generated pages agree with the code, and are complete.
 
 `python tools/make_docs.py` fixes the first test. Not covered: whether an error reads well.
 """
@@ -31,7 +31,7 @@ def tool() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def pages(tool: ModuleType) -> dict[str, str]:
-    """What the code says, by the name of the page."""
+    """Generate all pages, by name."""
     return {path.name: text for path, text in tool.make_pages().items()}
 
 

@@ -17,7 +17,7 @@ from tools._metrics_page import METRICS, find_metric, format_page
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {metric.name: metric for metrics in METRICS.values() for metric in metrics}
-# Recordings leave out what depends on the clock and the allocator; plugins and schedules are in tests/run, data
+# Recordings omit metrics of the clock and the allocator; plugins and schedules are in tests/run, data
 # sources, bytes and trees, which are younger than the recordings, in tests/samples; episodes in tests/run.
 NOT_RECORDED = (
     "time/",

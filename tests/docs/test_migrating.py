@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key tables of docs/migrating.md and the YAML of the pages name settings that exist.
 
-Not covered: whether the other systems still call theirs so; the page says which versions were looked at.
+Not covered: whether the other systems still use these names; the page gives the versions that were read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_rl.run.loading import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-NO_SETTINGS = {"actor.cpu_offloading"}  # a page says that it is unknown
+NO_SETTINGS = {"actor.cpu_offloading"}  # unknown according to a page
 OTHER_NAMES = {"verl_keys.md", "python_api.md"}  # settings of verl, attributes of objects
 REQUIRED = ["model.path=m", "data.train_files=[t.jsonl]", "data.train_batch_size=256"]
 
@@ -93,7 +93,7 @@ BESIDE = {"verl": (), "TRL": ("data.train_files", "data.train_batch_size", "acto
 
 @pytest.mark.parametrize("system", BESIDE)
 def test_a_recipe_that_is_read_means_ours(system: str, tmp_path: Path) -> None:
-    """Their file, with what the page says must be given beside it, is the config of our file."""
+    """Their file, with the settings that the page requires besides, resolves to the config of our file."""
     theirs, ours = read_pair(system)
     (tmp_path / "theirs.yaml").write_text(theirs)
     overrides = [text for text in flatten(ours) if text.partition("=")[0] in BESIDE[system]]

@@ -27,7 +27,7 @@ STUMBLES = {
     r"(beforehand|thereof|hereby|thereby|wherein|whilst|amongst|shall|hinder(s|ed)?)\b": "a plainer word",
 }
 MADE = {"config.md", "errors.md", "verl_keys.md", "metrics.md", "gpu_status.md"}  # of texts of the code
-# Of the pages only: code may say whose number a number is.
+# In pages only: code may name the owner of a number.
 PAGES = {
     r"those of\b": "name them again, or use a possessive",
     r"of (yours|ours|theirs)\b": "your, our, their",

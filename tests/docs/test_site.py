@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site builds without a warning, has every page in its navigation, and shows nothing that comes from elsewhere.
+"""The site builds without a warning, has every page in its navigation, and loads nothing from elsewhere.
 
-Not covered: whether links that leave the site lead anywhere, and what a browser makes of the pages.
+Not covered: whether external links lead anywhere, and the rendering in a browser.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-# What a browser fetches by itself to show a page; <a href> is not among them.
+# Resources that a browser fetches to show a page; <a href> is not one.
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
 
 
 class Page(HTMLParser):
-    """What a built page refers to: what it fetches, where it links, and the names of its places."""
+    """References of a built page: resources it fetches, its links, and the names of its anchors."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(site: Path) -> dict[Path, Page]:
-    """All pages, parsed; not the one for missing addresses, which cannot know where it stands."""
+    """Parse all pages, except the one for missing addresses, whose own address is unknown."""
     return {path: Page(path) for path in site.glob("*.html") if path.name != "404.html"}
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that are not what was asked for: each fault is found, and names engine, ranks, request and numbers.
+"""Responses that do not match their requests: every error names engine, ranks, request and numbers.
 
-That all ranks raise it, and what the console shows, is tested in tests/launch/test_failures.py.
+tests/launch/test_failures.py tests the error on all ranks and on the console.
 """
 
 from __future__ import annotations

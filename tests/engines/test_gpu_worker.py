@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`VllmEngine` with the device "cuda" on a model of vLLM's worker there: what sleeps is woken in order, and rewritten.
+"""`VllmEngine` with device "cuda" on a model of vLLM's worker: sleeping memory is woken in order, and rewritten.
 
 Real actor, real switch and certificate. Not covered: vLLM itself, its generation, and memory of a GPU.
 """

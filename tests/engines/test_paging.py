@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous batching without a model: a made-up cache must show every segment the tokens of its own response.
 
-What a model makes of the rows is in tests/training/test_policy_engine.py.
+tests/training/test_policy_engine.py tests the model on these rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes that engines tell are those of transformers, however the engine came to compute a token.
+"""The routes that engines report equal those of transformers, regardless of how the engine computed a token.
 
-vLLM preempts here, finds prompts in its prefix cache, and continues what was interrupted; the policy engine is two
-pipeline stages of two expert parallel ranks. Not covered: GPUs; ties, where rounding may decide.
+vLLM preempts here, finds prompts in its prefix cache, and continues interrupted responses; the policy engine is two
+pipeline stages of two expert parallel ranks. Not covered: GPUs; ties, which rounding may decide.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def count_preemptions(engine: Any) -> list[str]:
 
 
 def work(rank: int, world_size: int, path: Path, name: str, rollout: dict[str, Any]) -> list[Any]:
-    """Prompts and responses: in one batch; then some of them again, which a prefix cache knows; then in two parts."""
+    """Prompts and responses: in one batch; then some of them again, from the prefix cache; then in two parts."""
     engine, requests = open_engine(rank, world_size, path, name, **rollout), make_requests()
     preempted = count_preemptions(engine.requests) if name == "vllm" else []
     found = list(zip(requests, generate(engine.requests, requests), strict=True))
@@ -177,7 +177,7 @@ def test_routes_of_biased_routers_behind_a_dense_layer(
 
 
 def compare_routes(path: Path, shape: RouteShape, name: str, world_size: int, rollout: dict[str, Any]) -> None:
-    """What an engine tells with what transformers chooses for the same tokens."""
+    """Compare the routes of an engine with the experts that transformers chooses for the same tokens."""
     for found in run_ranks(work, world_size, path, name, rollout, timeout=150):
         for prompt, response, routes in found:
             tokens = np.concatenate([prompt, response])

@@ -112,7 +112,7 @@ def interrupt_cut(engine: ServedEngine) -> tuple[list[int], list[list[list[int]]
 
 
 def probe_with_and_without_cache(served: ServedEngine) -> list[list[tuple[list[int], list[float], str]]]:
-    """What the server says of the probe's prompt after an update that keeps the prefix cache, and after a whole one."""
+    """Return the server's log-probs of the probe after an update that keeps the prefix cache, and after a full one."""
     server, found = served._known_server, []
     for param in served.params.values():
         param.normal_(std=0.15, generator=torch.Generator().manual_seed(4))
@@ -128,7 +128,7 @@ def probe_with_and_without_cache(served: ServedEngine) -> list[list[tuple[list[i
 
 
 def interrupt(engine: ServedEngine) -> list[Any]:
-    """What twelve long responses have at about their first tokens, and whether anything is left then."""
+    """Return twelve long responses interrupted near their first tokens, and whether any request is left."""
     engine.add(make_requests(LONG))
     deadline = time.monotonic() + 60
     while engine.tokens_in_flight() < 12:
@@ -159,7 +159,7 @@ def ask_without_key(server: Server) -> dict[str, set[int]]:
 
 
 def find_key(server: Server) -> list[str]:
-    """Where a server's key is seen: in the lists of arguments of its processes, or in its log."""
+    """Return the places that expose a server's key: argument lists of its processes, or its log."""
     assert server._process is not None and server.client.key
     processes = [psutil.Process(pid) for pid in _list_session(server._process._process.pid)]
     shown = {f"arguments of {one.pid}": " ".join(one.cmdline()) for one in processes} | {
@@ -170,7 +170,7 @@ def find_key(server: Server) -> list[str]:
 
 
 def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
-    """All that is asked of the server, and of the engine in the process."""
+    """Run every check on the server, and on the engine in the process."""
     engine, served = VllmEngine(make_spec(model)), build_vllm_server(make_spec(model))
     server = served._known_server
     result: dict[str, Any] = {}
@@ -241,7 +241,7 @@ def test_nothing_is_answered_without_the_key(found: dict[str, Any]) -> None:
 
 
 def test_truncated_sampling_brings_its_sets(found: dict[str, Any]) -> None:
-    """As in the process, in one batch of several kinds; also of what was interrupted."""
+    """As in the process, in one batch of several kinds; also for interrupted responses."""
     ours, theirs = found["cut"]
     assert [one[0] for one in ours] == [one[0] for one in theirs]
     for (_, expected, _), (_, logprobs, _) in zip(ours, theirs, strict=True):
@@ -256,7 +256,7 @@ def test_truncated_sampling_brings_its_sets(found: dict[str, Any]) -> None:
 
 
 def test_tokens_in_the_prefix_cache_are_counted(found: dict[str, Any]) -> None:
-    """A block of 32 of the 40 that the prompts share, which were asked for before."""
+    """A block of 32 of the 40 shared prompt tokens, which an earlier request has cached."""
     assert found["cached"] == [[32] * 12] * 2
 
 
@@ -266,7 +266,7 @@ def test_stop_tokens_are_part_of_the_response(found: dict[str, Any]) -> None:
 
 
 def test_updates_change_what_is_sampled(found: dict[str, Any]) -> None:
-    """Else equality would say nothing of the update, nor of the prefix cache, which has blocks of these prompts."""
+    """Otherwise equality would prove nothing about the update or the prefix cache, which holds these prompts."""
     first, second, third = (found["theirs"][index] for index in (0, 2, 3))
     assert first != second != third
 
@@ -315,7 +315,7 @@ def _list_session(leader: int) -> list[int]:
 
 
 def test_settings_of_a_server_are_those_of_the_engine_in_the_process(model: Path) -> None:
-    """Given as a command line; what belongs to a rank is left out."""
+    """As a command line, without settings of a single rank."""
     spec = make_spec(model)
     command = build_command(spec)
     pairs = dict(zip(command, command[1:], strict=False))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that fail, lie or say nothing: a small HTTP server that behaves as each test tells it to.
+"""Servers that fail, lie or do not respond: a small HTTP server with a behavior per test.
 
 The tokens of a response follow from its seed, as a real server's do. vLLM's own server is in test_served.py, and one
 that is killed in tests/run/test_served_in_loop.py.
@@ -70,7 +70,7 @@ def make_event(tokens: list[int], finish_reason: str | None = None, **changes: A
 
 
 async def answer_well(endpoint: Endpoint, body: dict[str, Any], response: web.StreamResponse) -> None:
-    """Two parts, and what OpenAI sends as well."""
+    """Two parts, and the further fields of OpenAI's format."""
     tokens = draw(body["seed"])
     await response.write(make_event(tokens[:2]))
     await response.write(make_event(tokens[2:], "length"))
@@ -81,9 +81,9 @@ class Endpoint:
     """A server on a thread.
 
     Attributes:
-        answer: how it answers.
-        bodies, updates: what it was asked.
-        callers: where requests came from.
+        answer: its behavior.
+        bodies, updates: received requests.
+        callers: client addresses of the requests.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -134,7 +134,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 @pytest.fixture
 def build(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ServedEngine]]:
-    """An engine of this process, which has no group: nobody else is asked."""
+    """Build an engine in this process, which has no group."""
     monkeypatch.setattr("megatron_rl.engines.servers.served.align_group_names", lambda: None)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -167,7 +167,7 @@ def build(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_server_that_is_well(endpoint: Endpoint, build: Callable[..., ServedEngine], tmp_path: Path) -> None:
-    """What is posted, what comes back, and where it finds its weights."""
+    """The posted request, the parsed response, and the path of its weights."""
     engine = build()
     found = generate(engine, REQUESTS)
     assert [one.tokens.tolist() for one in found] == [draw(request.seed) for request in REQUESTS]
@@ -182,7 +182,7 @@ def test_server_that_is_well(endpoint: Endpoint, build: Callable[..., ServedEngi
 
 
 def test_requests_have_connections_of_their_own(endpoint: Endpoint, build: Callable[..., ServedEngine]) -> None:
-    """A server closes an idle one after some seconds, and what is sent on it in that moment would be lost."""
+    """A server closes an idle connection after some seconds, and a request sent at that moment would be lost."""
     engine = build()
     for request in REQUESTS:
         generate(engine, [request])
@@ -193,7 +193,7 @@ def test_requests_have_connections_of_their_own(endpoint: Endpoint, build: Calla
 def test_requests_of_a_server_that_fails_run_again(
     endpoint: Endpoint, build: Callable[..., ServedEngine], how: str
 ) -> None:
-    """With the weights of now and the same seeds; what had come of them is forgotten."""
+    """With the current weights and the same seeds; their partial results are dropped."""
 
     async def fail_twice(endpoint: Endpoint, body: dict[str, Any], response: web.StreamResponse) -> None:
         if body["seed"] != 102 or len(endpoint.updates) > 2:
@@ -331,7 +331,7 @@ def answer_with(tokens: list[int]) -> Answer:
 def test_interrupted_responses_whose_kept_sets_are_lost_begin_again(
     endpoint: Endpoint, build: Callable[..., ServedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server does not say what their tokens were drawn from: without that nothing can be learned from them."""
+    """The server does not return the sets its tokens were drawn from, and training needs them."""
     engine = build()
     server = engine._known_server
     engine.add(REQUESTS[:2])
@@ -354,7 +354,7 @@ def test_interrupted_responses_whose_kept_sets_are_lost_begin_again(
 def test_request_with_the_key_of_one_that_was_interrupted_at_its_end_gets_its_own_answer(
     endpoint: Endpoint, build: Callable[..., ServedEngine]
 ) -> None:
-    """The first was finished and nobody had been told of it when it was interrupted."""
+    """The first was finished but not yet reported when it was interrupted."""
     engine = build()
     engine.add(REQUESTS[:1])
     deadline = time.monotonic() + 10

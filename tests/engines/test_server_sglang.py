@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is posted to SGLang's server, and how its answers are read; without a server.
+"""Requests to SGLang's server, and the parsing of its responses; without a server.
 
 The real one is in tests/run/test_served_in_loop.py, with and without truncated sampling.
 """
@@ -101,7 +101,7 @@ def test_sets_end_where_a_stop_string_ends_the_answer() -> None:
 def test_limits_are_asked_for_with_their_sets(
     sampling: SamplingConfig, expected: tuple[int, float, float] | None
 ) -> None:
-    """SGLang tells sets that `top_k` bounds only, and so it always does."""
+    """SGLang returns only sets bounded by `top_k`, so `top_k` is always set."""
     body = make_server().make_body(make_request(sampling))
     drawn = body["sampling_params"]
     assert body["return_sampling_mask"] == (expected is not None) and drawn["stop_token_ids"] == [2]
@@ -111,7 +111,7 @@ def test_limits_are_asked_for_with_their_sets(
 
 
 def test_the_key_is_no_argument_of_the_process(tmp_path: Path) -> None:
-    """A module in place of SGLang's, which takes it as an argument only, writes down what it is given."""
+    """A module in place of SGLang's, which takes the key as an argument only, records its arguments."""
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "launch_server.py").write_text(
         "import json, sys\nassert __name__ == '__main__'\n"
@@ -138,9 +138,9 @@ def test_answers_of_other_weights_and_given_up_ones_are_failures(event: dict[str
 
 
 def test_weights_that_are_refused_are_a_failure_at_once() -> None:
-    """Files need no partner: nobody waits for a server that does not take them, as the sender of a broadcast would.
+    """Files need no partner: no rank waits for a server that refuses them, as the sender of a broadcast would.
 
-    It is asked when nothing runs: SGLang refuses weights as long as the request of its own health check does.
+    The update is sent when nothing runs: SGLang refuses weights during the request of its own health check.
     """
     asked: list[Any] = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a response ends by a stop string: as vLLM and transformers end it, and in each engine with every token kept.
+"""The end of a response at a stop string: as in vLLM and transformers, and in each engine with every token kept.
 
 Not covered: GPUs.
 """
@@ -116,7 +116,7 @@ def end_by_vllm(strings: list[str], tokens: list[int], tokenizer: Any) -> tuple[
 def test_a_response_ends_where_vllm_and_transformers_end_it(
     strings: list[str], tokenizer: HuggingFaceTokenizer, vllm_imported: None
 ) -> None:
-    """After each token, in 30 cases; vLLM says the text, too. Special tokens in between change nothing."""
+    """After each token, in 30 cases; the text also equals vLLM's. Special tokens in between change nothing."""
     tokens = tokenizer.encode(TEXT)
     for sampled in (tokens, [token for pair in zip(tokens, [3] * len(tokens), strict=True) for token in pair]):
         found = end_by(StopStrings(strings, tokenizer.decode), sampled)
@@ -128,7 +128,7 @@ def test_a_response_ends_where_vllm_and_transformers_end_it(
     else:
         length = None
     ours = end_by(StopStrings(strings, tokenizer.decode), tokens)[0]
-    is_broken_by_them = any(ord(character) > 127 for character in "".join(strings))  # it knows tokens, not bytes
+    is_broken_by_them = any(ord(character) > 127 for character in "".join(strings))  # it has tokens, not bytes
     assert ours == length or is_broken_by_them
     assert (ours is None) == (not any(string in TEXT for string in strings))
 

@@ -69,7 +69,7 @@ def make_requests(sampling: SamplingConfig) -> list[Request]:
 
 
 def find_interrupted(engine: RolloutEngine, steps: int) -> dict[int, Sampled]:
-    """What there is of greedy responses after so many steps."""
+    """Return the first tokens of greedy responses."""
     requests = make_requests(GREEDY)
     engine.add(requests)
     found = {sampled.key: sampled for _ in range(steps) for sampled in engine.step()}
@@ -79,7 +79,7 @@ def find_interrupted(engine: RolloutEngine, steps: int) -> dict[int, Sampled]:
 
 
 def continue_interrupted(engine: RolloutEngine, found: dict[int, Sampled]) -> list[list[int]]:
-    """The whole responses, whose ends the engine continues as those of a later phase."""
+    """Return the whole responses, continued by the engine as in a later phase."""
     rest = [
         request.continued(np.asarray(found[request.key].tokens, np.int32), request.seed)
         for request in make_requests(GREEDY)
@@ -90,7 +90,7 @@ def continue_interrupted(engine: RolloutEngine, found: dict[int, Sampled]) -> li
 
 
 def work(rank: int, world_size: int, model: Path, name: str) -> dict[str, Any]:
-    """What an engine makes of requests with a budget and without one."""
+    """Run requests with and without a budget on an engine."""
     process, shape = init_distributed(2), load_model_shape(model)
     policy = None
     if name == "megatron":
@@ -140,7 +140,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("name", "ranks"), [("vllm", 2), ("hf", 1), ("megatron", 1)])
 def test_an_engine_ends_thoughts(model: Path, vllm_imported: None, name: str, ranks: int) -> None:
-    """The tokens before are those without a budget, and those behind are what the engine samples there."""
+    """The tokens before the end equal those without a budget; the tokens after it are the engine's own samples."""
     every = run_ranks(work, ranks, model, name, timeout=150)
     found, requests = every[0], make_requests(GREEDY)
     for kind in ("greedy", "drawn"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Truncated sampling in real engines: what they report is what training scores from the sets that they return.
+"""Truncated sampling in real engines: the log-probs they report equal the trainer's from the sets that they return.
 
 vLLM (one rank and two, its cache too small for all requests) and transformers; the policy's own engine draws the same
 way in tests/run/test_bitwise.py and test_schedule.py. Not covered: GPUs, and prompts computed in parts, which CPU
@@ -121,7 +121,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 def assert_scored(model: Path, requests: list[Request], responses: list[Response]) -> list[int]:
-    """The engine's log-probs are those of transformers' logits over the sets; returns the sizes of the sets."""
+    """Assert that the log-probs equal those of transformers' logits over the sets; return the sizes of the sets."""
     reference, sizes = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), []
     for request, (tokens, logprobs, kept) in zip(requests, responses, strict=True):
         ids = torch.tensor([[*request.tokens.tolist(), *tokens]])

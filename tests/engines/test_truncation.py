@@ -60,7 +60,7 @@ def keep_by_loop(row: torch.Tensor, sampling: SamplingConfig) -> list[int]:
 def test_sets_are_those_of_the_definition(
     seed: int, spread: float, top_p: float, top_k: int, min_p: float, limit: int
 ) -> None:
-    """Most likely first; what is left keeps its logit, and all else has no probability."""
+    """Most likely first; kept tokens keep their logits, all others have no probability."""
     sampling = make_sampling(top_p=top_p, top_k=top_k, min_p=min_p, max_kept_tokens=limit)
     scaled = draw_logits(seed, spread)
     left, kept = truncate(scaled.clone(), sampling)
@@ -86,7 +86,7 @@ def test_sets_are_those_of_the_definition(
     ids=str,
 )
 def test_sets_are_vllms_and_transformers(settings: dict[str, Any], vllm_imported: None) -> None:
-    """vLLM's in its order; transformers' where the order does not matter (it applies min-p last)."""
+    """vLLM's in its order; transformers' if the order does not matter (it applies min-p last)."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     scaled = draw_logits(3, 1.5, rows=200)
@@ -120,7 +120,7 @@ def test_greedy_and_whole_sampling_are_not_truncated() -> None:
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.2}, {"max_kept_tokens": 4}])
 def test_stop_tokens_are_left_out_at_first(limits: dict[str, Any]) -> None:
-    """Then truncation takes what is left, as if there were no others; later it is what it is without."""
+    """Truncation then applies to the remaining tokens as if there were no others; later it is as usual."""
     scaled = draw_logits(7, 2.0, rows=4)
     stops = tuple(scaled[0].topk(3).indices.tolist())
     sampling = SamplingConfig(1.0, 8, stops, min_tokens=2, **limits)
@@ -144,7 +144,7 @@ def test_the_last_set_of_a_place_counts() -> None:
     """A step that computes a part of a prompt draws a token that is thrown away; so does one after a preemption."""
     sampler = SimpleNamespace(forward=lambda logits, *_: logits)
     batch = SimpleNamespace(req_ids=["0-a", "1-b"], num_tokens_no_spec=np.array([3, 5]))
-    samplings = {"0-a": make_sampling(top_k=2), "1-b": make_sampling()}  # whole: its row stays as it is
+    samplings = {"0-a": make_sampling(top_k=2), "1-b": make_sampling()}  # whole: its row is unchanged
     requests = {
         name: SimpleNamespace(
             sampling_params=SimpleNamespace(

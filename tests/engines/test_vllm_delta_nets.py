@@ -96,7 +96,7 @@ def read_logical(path: Path) -> dict[str, torch.Tensor]:
 def test_table_and_model_are_those_of_vllm(family: str, tp_size: int, tmp_path: Path, vllm_imported: None) -> None:
     """Names, sizes and values of all parameters; and log-probs that spread by 0.5, which bfloat16 moves by 0.02.
 
-    Where it turns the choice of an expert they move by 0.3, so that the largest gap says nothing.
+    A different choice of an expert moves them by 0.3, so the largest gap is not bounded.
     """
     save_tiny_model(tmp_path, family, **engine_sizes(family) | SIZES)
     (wrong, responses), *others = run_ranks(generate, tp_size, tmp_path, timeout=150)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our in-process vLLM relies on. Its outputs are compared in tests/transfer/test_hybrid_engine.py."""
+"""Properties of vLLM on which the in-process engine relies.
+
+tests/transfer/test_hybrid_engine.py compares its outputs.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +169,7 @@ def test_cache_holds_the_configured_number_of_sequences() -> None:
     assert cpu_cache_bytes(replace(SPEC, config=RolloutConfig(kv_cache_gib=0.5))) == 1 << 29
 
 
-MODES = [  # settings; on a GPU: eager, async scheduling, VLLM_USE_V2_MODEL_RUNNER, what is said; what is said on CPU
+MODES = [  # settings; on a GPU: eager, async scheduling, VLLM_USE_V2_MODEL_RUNNER, description; description on CPU
     ({}, (True, False, "0"), "eager, async scheduling off, model runner v1", ""),
     (
         {"enforce_eager": False},
@@ -185,7 +188,7 @@ MODES = [  # settings; on a GPU: eager, async scheduling, VLLM_USE_V2_MODEL_RUNN
 
 @pytest.mark.parametrize(("settings", "on_gpu", "said", "ignored"), MODES)
 def test_modes(settings: dict[str, Any], on_gpu: tuple[bool, bool, str], said: str, ignored: str) -> None:
-    """What vLLM would be given on a GPU, where nothing is left to its defaults, and what it is given on CPU."""
+    """vLLM's arguments on a GPU, all of them explicit, and on CPU."""
     config, gpu = RolloutConfig(**settings), torch.device("cuda", 0)
     for device, expected in ((gpu, on_gpu), (torch.device("cpu"), (True, False, "0"))):
         spec = replace(SPEC, config=config, process=Process(0, 1, 0, 1, device))
@@ -230,7 +233,7 @@ def test_seeds_are_those_that_vllm_takes(vllm_imported: None) -> None:
 
 
 def test_options_reach_vllm(vllm_imported: None) -> None:
-    """Over our own arguments; what is refused is an argument of this vLLM, and what is not one is named."""
+    """They override our own arguments; a refused option is an argument of this vLLM, an unknown one is named."""
     from vllm.engine.arg_utils import EngineArgs
 
     known = list_arguments(Path(importlib.import_module("vllm").__file__).parent)

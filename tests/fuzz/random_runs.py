@@ -4,8 +4,8 @@
     python tests/fuzz/random_runs.py 17           the run of seed 17
     python tests/fuzz/random_runs.py 0 200        those of seeds 0 to 199, one line each
 
-A run must end well with finite numbers, or be refused: a UserError of four parts, the same on every rank. Whatever else
-happens is a problem. The large choices (model, layout, engine, estimator, episodes, schedule, placement, adapters, ...)
+A run must end well with finite numbers, or be refused: a UserError of four parts, the same on every rank. Everything
+else is a problem. The large choices (model, layout, engine, estimator, episodes, schedule, placement, adapters, ...)
 are drawn together, so that most runs are valid; every other setting of the declarations has a small chance of a random
 value. Whether a setting is drawn depends on the seed and on its name alone: a new setting changes few runs.
 """
@@ -101,7 +101,7 @@ class Draw:
         return overrides_for(task, run_dir, f"trainer.total_steps={STEPS}", *extra)
 
     def describe(self) -> str:
-        """Ranks and what differs from the usual run."""
+        """Return the number of ranks and the deviations from the usual run."""
         settings = shlex.join(f"{name}={_write(value)}" for name, value in self.settings.items())
         program = "pretrain_sft.py" if self.is_sft else "pretrain_grpo.py"
         return f"torchrun --nproc-per-node {self.world_size} launch/{program} ... {settings}"
@@ -220,7 +220,7 @@ def _draw_algorithm(rng: random.Random, world: int, settings: dict[str, Any], ap
     first, second = f"0-{world // 2 - 1}", f"{world // 2}-{world - 1}"
     if apart:
         found |= {"placement.actor": first, f"placement.{apart.replace('engines', 'rollout')}": second}
-    if apart == "engines":  # what else is trained is where the actor is
+    if apart == "engines":  # other trained roles share the actor's ranks
         found |= {"placement.critic": first} if found["algorithm.adv_estimator"] == "gae" else {}
         found |= {"placement.reference": first} if found["algorithm.kl_coef"] else {}
     if found["algorithm.adv_estimator"] == "distill" or rng.random() < 0.06:
@@ -333,7 +333,7 @@ def _run_rank(rank: int, world_size: int, overrides: Sequence[str], is_sft: bool
     descriptor = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    # pytest has put a file of its own in the place of sys.stderr, where the guard of a run writes its error.
+    # pytest has replaced sys.stderr, to which the guard of a run writes its error.
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     try:
         config = load_config(None, overrides).config
@@ -347,15 +347,15 @@ def _run_rank(rank: int, world_size: int, overrides: Sequence[str], is_sft: bool
 
 
 def carry_out(found: Draw, task: Path, directory: Path) -> str:
-    """Do the run.
+    """Run the program.
 
     Args:
-        found: of `draw`.
+        found: result of `draw`.
         task: made by `make_fuzz_task`.
-        directory: of the run; it is removed.
+        directory: run directory, removed at the end.
 
     Returns:
-        "ended", or "refused: " and what was found.
+        "ended", or "refused: " and the refused value.
 
     Raises:
         Problem: it hung, crashed, was refused by some ranks only, or has numbers that are not finite.
@@ -384,7 +384,7 @@ def carry_out(found: Draw, task: Path, directory: Path) -> str:
 
 
 def _check_refusal(results: list[tuple[str, ...] | None]) -> None:
-    """Numbers, such as those of ranks, may differ."""
+    """Check that all ranks refuse alike, except for numbers, such as those of ranks."""
     texts = {result and tuple(re.sub(r"\d+", "N", part) for part in result) for result in results}
     if None in texts or len(texts) != 1:
         raise Problem(f"ranks were refused differently: {results}")

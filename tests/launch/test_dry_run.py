@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dry run and a start agree: what one refuses, the other refuses with the same words, and what passes starts.
+"""A dry run and a start agree: both refuse the same configs with the same words, and every accepted one starts.
 
-Both entry points are called in this process; the start is stopped where it would build the run. Not covered: what only
-the machine tells (GPUs, ports, rights to write), which a dry run does not look at.
+Both entry points are called in this process; the start is stopped before it builds the run. Not covered: properties of
+the machine (GPUs, ports, permissions), which a dry run does not check.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def files(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 PLUGINS, VALUED = "algorithm.plugins=[{files}/plugin.py]", "algorithm.adv_estimator=dry_valued"
 DRY_LOSS, DRY = ["algorithm.plugins={files}/options.py", "algorithm.policy_loss=dry_loss"], "algorithm.options.dry_loss"
 GAE, TP1 = "algorithm.adv_estimator=gae", "actor.tensor_model_parallel_size=1"
-# What is wrong -> settings, and words of the error. World size 4; the base has tensor parallelism of 2.
+# Mistake -> settings, and words of the error. World size 4; the base has tensor parallelism of 2.
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "unknown setting": (["actor.ppo_minibatch_size=4"], ["ppo_minibatch_size", "did you mean"]),
     "not a number": (["actor.lr=fast"], ["actor.lr", "fast", "command line"]),
@@ -325,7 +325,7 @@ def test_at_least_forty_mistakes_are_planted() -> None:
 
 @pytest.mark.parametrize("case", PASSES)
 def test_what_passes_starts(case: str, start: Callable[..., tuple]) -> None:
-    """Each idle setting is said in one line, and nothing else is."""
+    """Each idle setting is one note, and there are no other notes."""
     settings, idle = PASSES[case]
     status, error, notes, out = start(RL, settings, "--dry-run")
     assert status == 0 and not error and "total_steps = trainer.total_steps = 2" in out
@@ -344,7 +344,7 @@ def test_what_the_config_alone_says_is_printed_where_the_model_is_not(start: Cal
 def test_options_of_a_plugin_are_settings_like_others(
     files: Path, tmp_path: Path, start: Callable[..., tuple], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a recipe, in --help, in the config of the run, which gives the same run again, and in what has changed."""
+    """In a recipe, in --help, in the config of the run, which gives the same run again, and in the list of changes."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"algorithm:\n  plugins: [{files}/options.py]\n  policy_loss: dry_loss\n"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands that users type: torchrun, help, and one error in the job.
 
-Bad input and the dry run are in test_dry_run.py. Not covered: several nodes, and what a run computes
+Bad input and the dry run are in test_dry_run.py. Not covered: several nodes, and the numbers of a run
 (tests/run/test_trainer.py).
 """
 

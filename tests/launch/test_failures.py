@@ -27,12 +27,12 @@ TORCHRUN_SAYS = re.compile(r'^Traceback \(most recent call last\):\n  File ".*to
 
 @dataclass(frozen=True)
 class Failure:
-    """A fault and what it must look like.
+    """A fault and its expected output.
 
     Attributes:
         fault: of tests/faulty_program.py.
         message: pattern of the message on the console, up to its hint.
-        code: that the ranks exit with.
+        code: exit status of the ranks.
         traceback: last line of the traceback in the log of rank `rank`.
         settings: further overrides.
     """
@@ -203,7 +203,7 @@ def test_a_failure_is_one_message_under_torchrun(failure: Failure, task: Path, t
 
 
 def test_a_full_disk_is_one_error_at_the_start(task: Path, tmp_path: Path) -> None:
-    """Before any model is built, and without what the log would say about its file."""
+    """Before any model is built, and without the log's own error about its file."""
     result = launch(Failure("fill_the_disk", "", 2, ""), task, tmp_path, ranks=1)  # with its output in pipes
     ours = TORCHRUN_SAYS.split(result.stderr)[0]
     message = (

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launch scripts would start, with stand-ins on PATH that write down how they were called.
+"""The commands that the launch scripts start, with stand-ins on PATH that record their calls.
 
 Covers: arguments, environment, a SLURM-style environment, requeueing on a signal, and that no script kills by name.
-Not covered: SLURM, Apptainer, Docker and ROCm themselves. That the same main runs to equal metrics under torchrun, this
-SLURM environment and Ray is in test_same_metrics.py.
+Not covered: SLURM, Apptainer, Docker and ROCm themselves. test_same_metrics.py shows that the same main runs to equal
+metrics under torchrun, this SLURM environment and Ray.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SLURM = {
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """PATH with stand-ins first; `RECORD` is where they write."""
+    """PATH with stand-ins first; they write to `RECORD`."""
     directory = tmp_path / "bin"
     directory.mkdir()
     for name in ("torchrun", "srun", "scontrol", "apptainer"):
@@ -239,7 +239,7 @@ def test_slurm_on_amd(environment: dict[str, str]) -> None:
 
 
 def test_slurm_requeues_on_the_signal_and_keeps_waiting(environment: dict[str, str]) -> None:
-    """USR1 comes three minutes before the time limit; the step hears of it, saves and says that it is to continue."""
+    """USR1 comes three minutes before the time limit; the step receives it, saves and requests a requeue."""
     process = subprocess.Popen(
         ["bash", "launch/slurm.sbatch", RECIPE],
         cwd=ROOT,
@@ -259,7 +259,7 @@ def test_slurm_requeues_on_the_signal_and_keeps_waiting(environment: dict[str, s
 
 @pytest.mark.parametrize("signal_name,saves,expected", [("TERM", True, 75), ("USR1", True, 75), ("TERM", False, 1)])
 def test_the_exit_code_after_a_signal(signal_name: str, saves: bool, expected: int, tmp_path: Path) -> None:
-    """A launcher that exits with 1 in any case; stopped.json tells whether its ranks have saved."""
+    """A launcher that exits with 1 in any case; stopped.json shows whether its ranks have saved."""
     save = f"touch {tmp_path}/stopped.json" if saves else ":"
     launcher = (
         f"trap 'sleep 0.3; {save}; exit 1' {signal_name}; touch {tmp_path}/ready; while true; do sleep 0.05; done"
@@ -300,7 +300,7 @@ BARE = """error: \nTraceback (most recent call last):\n  File "x", line 1\n\nDur
     ],
 )
 def test_the_error_is_said_again_at_the_end(said: str, expected: str | None, tmp_path: Path) -> None:
-    """After a failure, not after success or where the run is to be started again; everything still comes through."""
+    """After a failure, not after success or before a restart; the full output is kept."""
     (tmp_path / "said").write_text(f"{said}\n")
     again = f"\nThe run ended with this error:\n{expected}\n" if expected else ""
 
@@ -319,7 +319,7 @@ def test_the_error_is_said_again_at_the_end(said: str, expected: str | None, tmp
 
 
 def test_slurm_says_the_error_again(environment: dict[str, str]) -> None:
-    """Labels of srun tell the lines of several nodes apart."""
+    """Labels of srun distinguish the lines of several nodes."""
     lines = [f"0: {line}\n1: noise\n" for line in f"{ERROR}\n{TORCHRUN}".splitlines()]
     result = run("slurm.sbatch", RECIPE, environment=environment, **SLURM, SRUN_SAYS="".join(lines))
     assert result.returncode == 1 and result.stderr.endswith(f"\nThe run ended with this error:\n{ERROR}\n")
@@ -354,7 +354,7 @@ def test_dockerfiles_copy_what_exists(name: str) -> None:
 
 
 def test_ray_is_asked_for_by_name(environment: dict[str, str]) -> None:
-    """Without Ray the launcher says what to install, and a dry run needs none."""
+    """Without Ray the launcher names the package to install, and a dry run needs none."""
     code = (
         f"import sys, runpy; sys.modules['ray'] = None; sys.argv = ['x', {RECIPE!r}, '--num-workers', '8', "
         "*sys.argv[1:]]; runpy.run_path('launch/ray_train.py', run_name='__main__')"

@@ -65,7 +65,7 @@ def type_command(
 
 @pytest.mark.parametrize("nproc", [1, 2, 4, 6, 8])
 def test_the_layout_fits_the_number_of_ranks(nproc: int, tmp_path: Path) -> None:
-    """What the script hands to the entry point is a config with a plan for so many ranks."""
+    """The script passes the entry point a config with a plan for this number of ranks."""
     clone = make_clone(tmp_path / "clone")
     (tmp_path / "bin").mkdir()
     for name, text in (("torchrun", RECORDER), ("python", "#!/bin/sh\n")):
@@ -80,7 +80,7 @@ def test_the_layout_fits_the_number_of_ranks(nproc: int, tmp_path: Path) -> None
 
 
 def start_warm_and_train(command: str, directory: Path, steps: int) -> None:
-    """Task, warm start (three steps of it) and GRPO; what was learned is below."""
+    """Task, warm start (three steps of it) and GRPO; the learning is checked below."""
     clone = make_clone(directory / "clone", warm_start_steps=3)
     done = type_command(command, clone)
     records = (clone / "checkpoints/toy_arithmetic/warm_start/metrics.jsonl").read_text().splitlines()

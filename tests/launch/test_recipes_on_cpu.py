@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every GPU recipe trains two steps on CPU as it is, with `model.dtype=float32` and a small model of its family.
+"""Every GPU recipe trains two steps on CPU unchanged but for `model.dtype=float32` and a small model of its family.
 
-The recipes run in a directory that has what they name: the model, with a BPE tokenizer and a chat template, and the
-parquet files that tools/prepare_prompts.py makes. `shrink` is all that is changed. Ranks are forked. Not covered:
-learning, lengths and layouts of the recipes, and that the models fit into the GPUs (tests/planning).
+The recipes run in a directory with their inputs: the model, with a BPE tokenizer and a chat template, and the parquet
+files that tools/prepare_prompts.py makes. `shrink` makes all changes. Ranks are forked. Not covered: learning, lengths
+and layouts of the recipes, and that the models fit into the GPUs (tests/planning).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ RECIPES = {  # recipe -> family of its model
 }
 # Each differs from one of the others in sizes, offloading and layout alone.
 ALIKE = {"qwen2.5_72b_math", "qwen2.5_7b_gsm8k", "qwen3_30b_a3b_math"}
-WITH_PACKAGES = {"qwen2.5_0.5b_reasoning_gym"}  # need what is not installed here
-ENDS = [2, *range(0, 500, 5)]  # the tokenizer's EOS, and so many that responses end in others
+WITH_PACKAGES = {"qwen2.5_0.5b_reasoning_gym"}  # need packages that are not installed here
+ENDS = [2, *range(0, 500, 5)]  # the tokenizer's EOS, and enough others that responses end in them
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -157,7 +157,7 @@ def test_all_gpu_recipes_are_here() -> None:
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in RECIPES]
 )
 def test_two_steps(place: Path, vllm_imported: None, name: str) -> None:
-    """What has no effect on CPU is told; a response ends with any token that the model lists."""
+    """Settings without effect on CPU are noted; a response ends with any stop token of the model."""
     path = ROOT / f"launch/recipes/{name}.yaml"
     recipe = yaml.safe_load(path.read_text())
     world_size, overrides = shrink(recipe)

@@ -174,7 +174,7 @@ def test_a_hang_is_explained_and_survived(task: Path, tmp_path: Path, vllm_impor
 
 
 def end(job: subprocess.Popen[str]) -> None:
-    """Kill what is left of a job."""
+    """Kill the rest of a job."""
     if job.poll() is None:
         for process in psutil.Process(job.pid).children(recursive=True):
             os.kill(process.pid, signal.SIGKILL)

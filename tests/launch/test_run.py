@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tests/run.sh: its tiers, its exit code, and that all its processes are heard; set-up and pytest are stand-ins.
+"""tests/run.sh: its tiers, its exit code, and the output of all its processes; set-up and pytest are stand-ins.
 
-How processes share tests, and how a part of the slow ones is chosen, is shown by pytest itself on small projects.
-Not covered: whether a part ends within its time on a given machine.
+pytest itself runs on small projects to show how processes share tests and how a part of the slow ones is chosen. Not
+covered: whether a part ends within its time on a given machine.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same main, started in every way that is offered, computes the same three steps to the last bit.
+"""The same main, started in every supported way, computes the same three steps to the last bit.
 
-Each test launches four real processes with vLLM in them. Ray is used where it is installed (it is not a requirement).
-The two hosts are network namespaces with addresses and host names of their own: messages go through sockets, and only
-ranks of one host read each other's memory.
-Not covered: a SLURM daemon (srun and scontrol are stand-ins that start the two tasks of the job here), machines that
-share no kernel, GPUs.
+Each test launches four real processes with vLLM in them. Ray is used if it is installed (it is not a requirement). The
+two hosts are network namespaces with addresses and host names of their own: messages go through sockets, and only ranks
+of one host read each other's memory. Not covered: a SLURM daemon (srun and scontrol are stand-ins that start the two
+tasks of the job here), machines that share no kernel, GPUs.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def train_on(
 
 
 def output_of(run_dir: Path, host: Host) -> Path:
-    """Where `train_on` lets a host write."""
+    """Return the output directory of a host of `train_on`."""
     return run_dir.with_name(f"{run_dir.name}-{host.interface[-1]}.out")
 
 
@@ -164,7 +163,7 @@ def test_two_hosts(hosts: tuple[Host, Host], recipe: Path, reference: list[dict]
 
 
 def test_a_cut_cable(hosts: tuple[Host, Host], recipe: Path, reference: list[dict], tmp_path: Path) -> None:
-    """The link is lost after the first step: one error says who waited for whom. Once it is back, the run continues."""
+    """The link is lost after the first step: one error names waiting and missing ranks. Later, the run continues."""
     run_dir, metrics = tmp_path / "run", tmp_path / "run/metrics.jsonl"
     overrides = ("trainer.collective_timeout=15", "trainer.save_freq=1", "checkpoint.save_huggingface=false")
     with train_on(hosts, recipe, run_dir, *overrides, restarts=2) as processes:

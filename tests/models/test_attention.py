@@ -58,7 +58,7 @@ def draw_heads(t: int) -> list[torch.Tensor]:
 
 
 def make_packed(group_of: list[int] | None, **shard: int) -> tuple[PackedSequences, torch.Tensor]:
-    """A prompt of 3 with responses of 2 and 4, and its positions; shared where `group_of` says so."""
+    """A prompt of 3 with responses of 2 and 4, and its positions; shared according to `group_of`."""
     sequences = [Branch.of_response(np.arange(3 + n), 3) for n in (2, 4)]
     batch = build_train_batch(
         sequences,

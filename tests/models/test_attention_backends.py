@@ -90,7 +90,9 @@ def make_visible(name: str) -> torch.Tensor:
 
 
 def make_window(name: str, window: int) -> torch.Tensor:
-    """The same where a query sees its own position and `window` - 1 before it; a prefix has the first positions."""
+    """The same with a sliding window: a query sees its own position and `window` - 1 before it; a prefix has the first
+    positions.
+    """
     lengths, prefixes = LAYOUTS[name]
     visible, start = make_visible(name), 0
     for n, (low, high) in zip(lengths, prefixes, strict=True):
@@ -173,7 +175,7 @@ def test_windows_slide(name: str, window: int) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("name", ["of two sizes", "shared, of few sizes", "many"])
 def test_a_batch_of_equal_segments_has_the_bits_of_one_after_the_other(name: str, heads: int, kv_heads: int) -> None:
-    """Output and gradients; rows move only where few sizes serve many segments."""
+    """Output and gradients; rows move only if few sizes serve many segments."""
     inputs = [x.requires_grad_() for x in draw_inputs(name, heads, kv_heads)]
     batched = make_segments(name)
     lengths = zip(batched.cu_seqlens_q.diff().tolist(), batched.cu_seqlens_k.diff().tolist(), strict=True)
@@ -196,7 +198,7 @@ def test_comparison_sees_a_wrong_prefix() -> None:
 
 
 def test_other_segments_have_no_influence() -> None:
-    """Bitwise: what is packed before and after a sequence does not touch its output."""
+    """Bitwise: sequences packed before and after another do not change its output."""
     query, key, value = draw_inputs("ragged", 4, 2)
     alone = build_segments(torch.tensor([0, 5], dtype=torch.int32), 5, None, torch.float32)
     together = attend(query, key, value, make_segments("ragged"), 0.3)[1:6]

@@ -42,7 +42,7 @@ NUM_SEQUENCES = len(GROUP_OF)
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and what is switched on with it."""
+    """A layout and its enabled features."""
 
     tp_size: int = 1
     cp_size: int = 1
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank found: log-probs of each response (the same on all ranks) and gradients of its parameters."""
+    """Results of a rank: log-probs of each response (the same on all ranks) and gradients of its parameters."""
 
     logprobs: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
@@ -87,7 +87,7 @@ def draw_sequences() -> list[Branch]:
 
 
 def build_batch(case: Case) -> TrainBatch:
-    """One microbatch with everything, padded to what the layout asks for."""
+    """Return one microbatch with everything, padded to the layout's multiple."""
     lengths = [p + r for p, r in zip(PROMPT_LENGTHS, RESPONSE_LENGTHS, strict=True)]
     shared = share_prompts(GROUP_OF, PROMPT_LENGTHS) if case.shares_prompts else None
     plan = plan_microbatches(lengths, dp_size=1, max_tokens=100, shared=shared)
@@ -139,7 +139,7 @@ def score(policy: PackedModel, batch: TrainBatch) -> torch.Tensor:
 
 
 def sum_gradients(policy: PackedModel, case: Case) -> dict[str, torch.Tensor]:
-    """Over the context parallel ranks, and over TP where Megatron's sequence parallelism leaves a part on each rank.
+    """Sum over the context parallel ranks, and over TP for parameters that Megatron's sequence parallelism splits.
 
     Experts are left out: with expert parallelism each rank has others.
     """

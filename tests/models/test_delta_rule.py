@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated delta rule in chunks equals its definition, token by token in float64, in values and gradients.
 
-Sequences are packed, some are longer than a chunk, and some begin behind a prefix that is packed elsewhere. Not
-covered: the module around it (tests/models/test_gpt.py, tests/training/test_delta_nets.py), bfloat16. What brings
-sequences to a kernel and back is tried with transformers' recurrence, the kernel itself on a GPU.
+Sequences are packed, some are longer than a chunk, and some begin after a prefix that is packed elsewhere. Not covered:
+the module around it (tests/models/test_gpt.py, tests/training/test_delta_nets.py), bfloat16. The rearrangement of
+sequences for a kernel is tested with transformers' recurrence, the kernel itself on a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PACKINGS: dict[str, tuple[list[int], list[list[int]]]] = {
 
 
 def draw(num_tokens: int) -> list[torch.Tensor]:
-    """What is convolved, filters, decays from slow to almost instant, and strengths."""
+    """Draw inputs of the convolution, filters, decays from slow to almost instant, and strengths."""
     generator = torch.Generator().manual_seed(0)
 
     def rand(*size: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens are sorted by expert in fixed shapes with the bits of megatron-core's dispatcher, and a graph can hold it.
 
-Compared on one rank and where two or four share each expert: results, and gradients of tokens, gates and experts, in
+Compared on one rank and with two or four ranks per expert: results, and gradients of tokens, gates and experts, in
 float32 and bfloat16, with an expert that gets nothing. Not covered: whole updates, which are in
 tests/rehearsal/test_recorded_experts.py, and GPUs.
 """
@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Pair:
-    """A layer of a mixture of this rank, and what it takes; `theirs` is megatron-core's dispatcher."""
+    """A mixture layer of this rank and its inputs; `theirs` is megatron-core's dispatcher."""
 
     def __init__(self, sizes: dict[str, int], world_size: int, dtype: torch.dtype) -> None:
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -51,7 +51,7 @@ class Pair:
         self.gradient = torch.randn(self.x.shape).to(dtype)
 
     def draw(self, seed: int, *, is_skewed: bool) -> None:
-        """Other tokens in the same place; routers avoid the last expert where `is_skewed`."""
+        """Draw other tokens into the same storage; routers avoid the last expert if `is_skewed`."""
         torch.manual_seed(seed)
         values = torch.randn(self.x.shape)
         if is_skewed:
@@ -115,7 +115,7 @@ def replay(rank: int, world_size: int, names: list[str]) -> dict[str, list[bool]
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_graph_is_replayed_for_other_routes(world_size: int) -> None:
-    """And what megatron-core does is refused by a capture."""
+    """And megatron-core's dispatcher cannot be captured."""
     names = [name for name, (size, _) in LAYOUTS.items() if size == world_size]
     for found in run_ranks(replay, world_size, names):
         assert found and all(map(all, found.values())), found

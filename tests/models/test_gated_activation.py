@@ -36,7 +36,7 @@ def test_bits_of_the_formula(shape: tuple[int, ...], is_gelu: bool, dtype: torch
 
 
 def test_clamped_gates_are_those_of_transformers() -> None:
-    """In float64; a third of the gates and two thirds of the ups are beyond the limit, where no gradient passes."""
+    """In float64; a third of the gates and two thirds of the ups exceed the limit, beyond which no gradient passes."""
     values = (8 * torch.randn(50, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).requires_grad_()
     gate, up = values.chunk(2, -1)
     of_experts: Any = SimpleNamespace(limit=7.0, alpha=1.702)

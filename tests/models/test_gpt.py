@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our Megatron models compute what transformers computes: logits at every position, on every layout.
+"""The Megatron models compute the same logits as transformers, at every position and in every layout.
 
 Ragged sequences are packed into several microbatches; the hidden states of the last stage times its output weight,
 gathered over TP, are compared with transformers run on one sequence after the other. Not covered: data parallelism
@@ -332,7 +332,7 @@ def test_bfloat16_is_as_good_as_transformers_bfloat16(name: str, references: dic
 
 
 class CustomColumnParallelLinear(ColumnParallelLinear):
-    """What a plugin or a later megatron-core may put in the place of its own."""
+    """A replacement by a plugin or a later megatron-core."""
 
 
 def _describe_parameters(

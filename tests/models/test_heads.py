@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads on hidden states that lie on TP ranks in either way: every gradient is the one of a single rank, in float64.
+"""Heads on hidden states in both TP distributions: every gradient equals that of a single rank, in float64.
 
-Not covered: the model in front of the heads (test_gpt.py), and what Megatron makes of the weight's marks
+Not covered: the model in front of the heads (test_gpt.py), and Megatron's use of the weight's marks
 (tests/training/test_critic.py compares the global gradient norm).
 """
 
@@ -65,7 +65,7 @@ def test_gradients_of_a_split_output_layer(tp_size: int, sequence_parallel: bool
 
 @pytest.mark.parametrize(("tp_size", "sequence_parallel"), LAYOUTS)
 def test_gradients_of_a_replicated_score_head(tp_size: int, sequence_parallel: bool) -> None:
-    """The weight's gradient is whole on every rank, or under sequence parallelism a part, as its mark says.
+    """The weight's gradient is whole on every rank, or under sequence parallelism a part, consistent with its mark.
 
     Scores are made in float32.
     """

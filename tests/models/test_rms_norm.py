@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm has the bits of torch's, forward and backward, and keeps its input only. Not: CUDA, where it is torch's."""
+"""The norm has the bits of torch's, forward and backward, and keeps its input only.
+
+Not covered: CUDA, where torch's own norm runs.
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_scalings_equal_transformers(name: str) -> None:
-    """Bit by bit. The positions stay in the context of pretraining, where the short factors of longrope are in use."""
+    """Bit by bit. The positions stay in the context of pretraining, in which longrope uses its short factors."""
     positions = torch.tensor([0, 1, 2, 700, 3, 4, 999])
     config = LlamaConfig(
         hidden_size=3 * HEAD_DIM,

@@ -80,7 +80,7 @@ def run() -> Iterator[Run]:
 @pytest.mark.slow
 @pytest.mark.parametrize("file", sorted({test.partition("::")[0] for mutant in MUTANTS for test in mutant["tests"]}))
 def test_the_right_program_passes(file: str, run: Run) -> None:
-    """Or a failure would say nothing of a mutant."""
+    """Otherwise a failure would prove nothing about a mutant."""
     tests = sorted({test for mutant in MUTANTS for test in mutant["tests"] if test.startswith(f"{file}::")})
     found = run(tests)
     assert found["status"] == 0, found["output"]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that has imported what is slow to import, and forks a child for each request.
+"""A process with the slow imports, which forks a child for each request.
 
     {"file": "megatron_rl/x.py", "old": "a + b", "new": "a - b", "tests": ["tests/test_x.py::test_y"]}   a line of stdin
     {"status": 1, "output": "..."}                                                         the answer, a line of stdout
 
 A child imports the file from its changed source, so that every module that imports from it is bound to the change, runs
-the tests with pytest, and ends with pytest's status. Of megatron_rl the parent has only what megatron-core must find
-when it is imported; these files cannot be changed. Processes that the tests start with an interpreter of their own
-see the file as it is.
+the tests with pytest, and ends with pytest's status. Of megatron_rl the parent has only the modules needed to import
+megatron-core; these files cannot be changed. Processes that the tests start with their own interpreter see the
+unchanged file.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    answers, _ = os.fdopen(os.dup(1), "w"), os.dup2(2, 1)  # what a library prints is no answer
+    answers, _ = os.fdopen(os.dup(1), "w"), os.dup2(2, 1)  # a library's output is no answer
     for heavy in HEAVY:
         importlib.import_module(heavy)
     for line in sys.stdin:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs differ in, in words; of what is drawn only the lines and bands.
+"""Differences between runs in words; of drawings, only the lines and bands.
 
-Not covered: how the picture looks.
+Not covered: the look of the picture.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_what_differs(tmp_path: Path) -> None:
 
 
 def test_equal_runs(tmp_path: Path) -> None:
-    """But for what the clock says; seeds are told apart by their number."""
+    """Except for clock values; seeds are distinguished by their number."""
     runs = {"a": [write_run(tmp_path / "a", reward=1.0, **{"time/step": 1.0})]}
     runs["a"].append(write_run(tmp_path / "b", reward=1.0, **{"time/step": 2.0}))
     assert describe_comparison(runs).splitlines() == [

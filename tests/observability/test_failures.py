@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What exceptions are explained as; the words of libraries that a CPU machine cannot make are quoted.
+"""Explanations of exceptions; messages of libraries that a CPU machine cannot raise are quoted.
 
-How the message reaches the console once is tested under torchrun, in tests/launch/test_failures.py.
+tests/launch/test_failures.py tests under torchrun that the message reaches the console once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each alarm fires in the step that the numbers say and not before, once; healthy curves raise none.
+"""Each alarm fires at the exact step of its cause, once; healthy curves raise none.
 
-The curves here are made up, with noise; `test_planted_runs.py` has real runs. Not covered: what a good threshold is for
-a model of billions of parameters.
+The curves here are made up, with noise; `test_planted_runs.py` has real runs. Not covered: good thresholds for a model
+of billions of parameters.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def test_windows_are_as_long_as_the_setting_says() -> None:
     # Of the first four 1.0; the last four have 0.1 for the fourth time.
     assert fires("policy/entropy", [1.0] * 4 + [0.1] * 8) == 8
     assert fires("policy/entropy", [1.0] * 4 + [0.6] * 4 + [0.1] * 8) == 9, "0.475"
-    # 30 times a median of 1 in the last four; 4 windows later these are what is compared with.
+    # 30 times a median of 1 in the last four; 4 windows later these are the reference.
     assert fires("policy/grad_norm", [1.0] * 20 + [50.0] * 4) == 21
     assert fires("policy/grad_norm", [1.0] * 4 + [5.0] * 12 + [21.0] * 4) == 18, "13 is more than 10 times the first 1"
     assert fires("policy/grad_norm", [0.1] * 4 + [1.0] * 12 + [1.2] * 3) == 17, "0.1 before is 1.05 now"
@@ -174,7 +174,7 @@ def test_numbers_that_are_missing_are_passed_over() -> None:
 
 
 def test_a_run_tells_its_alarms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the console, in the summary and in TensorBoard; a resumed run knows what it has told."""
+    """On the console, in the summary and in TensorBoard; a resumed run does not repeat them."""
     settings = ObservabilityConfig(health=replace(SETTINGS, window=3), progress_bar=False)
     for first, last in ((1, 6), (7, 8)):
         run = Run(tmp_path, "", 8, settings, 0)

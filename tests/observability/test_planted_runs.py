@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each alarm comes when it should in a real run that is made to go wrong, and ten healthy runs have none.
+"""Each alarm comes in time in a real run that is made to go wrong, and ten healthy runs have none.
 
-`tests/planted_runs.py` says how; docs/health.md has its table. Not covered: models that are worth training.
+`tests/planted_runs.py` defines the runs; docs/health.md has its table. Not covered: models that are worth training.
 """
 
 from __future__ import annotations

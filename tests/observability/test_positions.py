@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a look at a thread from outside tells, and what is made of the positions of all ranks."""
+"""Position of a thread seen from outside, and the explanation of the positions of all ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bars on a pseudo-terminal, lines without one, and the counts of several engines added up through a real store.
 
-Not covered: what a terminal draws of it beyond the text and the codes that move the cursor.
+Not covered: rendering by a terminal beyond the text and the cursor codes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ finally:
 
 
 def run_on_a_terminal(program: str, *arguments: str) -> str:
-    """What a program writes to a terminal of 120 columns."""
+    """Return the output of a program on a terminal of 120 columns."""
     master, slave = os.openpty()
     environment = dict(os.environ, PYTHONPATH=str(ROOT), TERM="xterm", COLUMNS="120", OMP_NUM_THREADS="1")
     process = subprocess.Popen(

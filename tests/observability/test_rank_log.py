@@ -41,7 +41,7 @@ def test_loggers_of_modules_reach_the_file(tmp_path: Path) -> None:
 
 
 def test_the_last_warnings_and_errors(tmp_path: Path) -> None:
-    """Also the report of what ended the job, with its lines, which `reports.py` appends; not alarms, nor tracebacks."""
+    """Also the final report of the job with its lines, which `reports.py` appends; not alarms, nor tracebacks."""
     logger, path = open_rank_log(tmp_path, 1), tmp_path / "logs" / "rank1.log"
     assert read_warnings(tmp_path / "none.log", 5) == read_warnings(path, 5) == []
     logger.warning("first\n  more of it")

@@ -66,7 +66,7 @@ def test_spaces_and_special_tokens_of_sentencepiece() -> None:
 
 
 def test_values_are_aligned_to_the_end_and_fit_into_json() -> None:
-    """Tokens in front of those in the loss get null, and so does what is no number; a name without any is left out."""
+    """Tokens before those in the loss and NaN values get null; a name without values is left out."""
     values = {
         "advantages": np.float32([0.5, -1.23456789]),
         "ratio": np.float32([np.nan, np.inf]),

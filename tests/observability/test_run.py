@@ -74,7 +74,7 @@ def test_a_step_does_not_wait_for_its_rollouts_to_be_written(tmp_path: Path, mon
 
 @pytest.mark.parametrize("end", ["next step", "finish", "close"])
 def test_rollouts_that_were_not_written_are_reported(end: str, tmp_path: Path) -> None:
-    """A directory has the name of the file: the next step, the checkpoint or the end raises; `close` says it."""
+    """A directory has the name of the file: the next step, the checkpoint or the end raises; `close` logs it."""
     run = Run(tmp_path, "", 3, OFF, rank=0)
     run.start(None)
     (tmp_path / "rollouts" / "step_1.jsonl").mkdir()
@@ -100,7 +100,7 @@ def test_the_summary_names_saves_that_failed(tmp_path: Path) -> None:
 
 
 def test_the_end_shows_the_best_responses_of_the_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of different prompts where several are as good; a run that is resumed behind its last step shows them again."""
+    """Of different prompts if several are equally good; a run that is resumed after its last step shows them again."""
     texts = {  # prompt_id, sample_index -> response, reward
         (0, 0): ("To solve 9 + 10 + 22,\x1b[2J\u202e we need to", 1.0),
         (0, 1): ("as good, of the same prompt", 1.0),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status page over real HTTP, what it refuses, and how it looks at hostile texts in Chromium.
+"""The status page over real HTTP, its refusals, and its rendering of hostile texts in Chromium.
 
 The browser test needs playwright and a Chromium on the PATH and is skipped without. Not covered: other browsers.
 """
@@ -133,7 +133,7 @@ def test_status_says_where_the_run_is(run: tuple[Run, str]) -> None:
 
 
 def test_thirds_of_the_layers_are_lines_of_one_chart() -> None:
-    """A collapse of the last layers is seen beside the others; what is of other metrics is elsewhere."""
+    """A collapse of the last layers is visible beside the others; other metrics have other charts."""
     keys = ["moe/max_load", "moe/max_load/first", "moe/max_load/last", "moe/mean_load", "moe/entropy/last"]
     found = {title: [key for key in keys if is_line(key)] for title, is_line in CHARTS.items()}
     assert {title: lines for title, lines in found.items() if lines} == {
@@ -202,13 +202,13 @@ def test_only_who_knows_the_token_is_answered(run: tuple[Run, str], tmp_path: Pa
     ],
 )
 def test_only_its_own_names_are_answered(run: tuple[Run, str], host: str, code: int) -> None:
-    """A web page whose name its owner makes lead to this machine says that name (DNS rebinding)."""
+    """A malicious page can resolve its own host name to this machine (DNS rebinding), and then sends that name."""
     for path in ("", "status.json"):
         assert ask(run[1], path, Host=host)[0] == code
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the other side ends the connection."""
+    """Read until the other side closes the connection."""
     connection.settimeout(10)
     try:
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
@@ -280,7 +280,7 @@ def test_a_resumed_run_shows_its_curves(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_last_step_stays(run: tuple[Run, str]) -> None:
-    """Also where the run dies: it is written after each step, whole, with nothing in it that a text could end."""
+    """Also if the run dies: it is written after each step, whole, and no text can break out of it."""
     assert not (run[0].dir / "status.html").exists()
     with ExitStack() as stack:
         learn(run[0], stack)
@@ -331,7 +331,7 @@ def look_closer(page: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
-    """It draws what it is told, follows the run, runs nothing of it, and says when nobody answers any more."""
+    """It draws its data, follows the run, executes none of the texts, and shows a lost connection."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     executable = next(filter(None, map(shutil.which, BROWSERS)), None)
     if executable is None:

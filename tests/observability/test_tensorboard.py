@@ -92,7 +92,7 @@ class _Page(HTMLParser):
 
 
 def test_hostile_texts_are_shown_letter_by_letter() -> None:
-    """Nothing but paragraphs and code blocks comes out of what TensorBoard makes of a sample."""
+    """TensorBoard renders a sample as paragraphs and code blocks only."""
     page = _Page()
     page.feed(markdown_to_safe_html(format_sample({"prompt": HOSTILE, "response": HOSTILE, "reward": 1.0})))
     assert page.tags == {"p", "pre", "code"}

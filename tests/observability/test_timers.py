@@ -9,7 +9,7 @@ from megatron_rl.observability.timers import PhaseTimers
 
 
 class Clock:
-    """Seconds that pass only when told to."""
+    """Seconds that pass only on command."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights & Biases in offline mode through the real package, read back from the file that it would upload.
 
-Not covered: the upload, and what the web site shows.
+Not covered: the upload, and the web site.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_offline_opens_no_connection(tmp_path: Path) -> None:
 
 
 def test_off_is_a_word(tmp_path: Path) -> None:
-    """In YAML and on the command line, where `off` without quotes means false."""
+    """In YAML and on the command line, in which `off` without quotes means false."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "model: {path: m}\ndata: {train_files: [t], train_batch_size: 8}\n"
@@ -141,7 +141,7 @@ def test_off_is_a_word(tmp_path: Path) -> None:
 
 def test_without_the_package_the_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any process group; without W&B nobody misses the package."""
-    monkeypatch.setitem(sys.modules, "wandb", None)  # what Python itself takes for "not there"
+    monkeypatch.setitem(sys.modules, "wandb", None)  # the errors that Python itself treats as "missing"
     rest = dict(
         model=ModelConfig(path="m"),
         data=DataConfig(train_files=["t"], train_batch_size=8),

@@ -27,7 +27,7 @@ def test_a_row_has_the_same_bits_in_any_company(hidden: int, width: int) -> None
 
 
 def test_a_machine_on_which_rows_change_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the padding the trial sees the kernel for few rows; with parts that are not the whole it says so."""
+    """Without the padding the trial meets the kernel for few rows; parts that are not the whole are reported."""
     shapes = [(640, 128, 64, 64), (640, 128)]
     assert find_variance(shapes) is None
 
@@ -40,7 +40,7 @@ def test_a_machine_on_which_rows_change_is_found(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("vocab_size", "num_columns"), [(517, 576), (517, 288), (40, 32), (30, 32)])
 def test_the_whole_vocabulary_has_the_log_probs_of_its_shards(vocab_size: int, num_columns: int) -> None:
-    """What an engine computes of gathered logits, and what TP ranks compute of their columns; few rows and many."""
+    """An engine's result from gathered logits equals the TP ranks' result from their columns; few rows and many."""
     z = torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(0)) * 4
     targets = torch.arange(40) * 7 % vocab_size
     summaries = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two distributions compared in chunks: values and gradients against autograd through whole float64 softmaxes.
 
-Not covered: what brings the teacher's columns here (tests/run/test_distillation.py).
+Not covered: the transfer of the teacher's columns (tests/run/test_distillation.py).
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ def compare_with_itself(rank: int, world_size: int, dtype: torch.dtype) -> list[
     return results
 
 
-# Logits reach 250, where neighboring numbers are 1.5e-5 (float32) and 2.8e-14 (float64) apart.
+# Logits reach 250; neighboring numbers are 1.5e-5 (float32) and 2.8e-14 (float64) apart there.
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1.5e-5), (torch.float64, 1e-12)])
 def test_a_student_that_is_its_teacher_has_no_divergence(dtype: torch.dtype, bound: float) -> None:
-    """Also where the teacher's k tokens have all of the probability, or are the whole vocabulary."""
+    """Also if the teacher's k tokens have all of the probability, or are the whole vocabulary."""
     (results,) = run_ranks(compare_with_itself, 1, dtype)
     assert max(float(found.abs().max()) for found in results) < bound

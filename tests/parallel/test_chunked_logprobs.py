@@ -135,7 +135,7 @@ def test_values_and_gradients_equal_the_unsplit_unchunked_ones(tp_size: int) -> 
 def test_bfloat16_weights_gather_their_gradient_in_float32(tp_size: int) -> None:
     """2000 tokens in 1000 chunks: a bfloat16 sum would stop growing at 256 times one addend.
 
-    Every token adds the same gradient, so the exact sum is known from one chunk of all tokens.
+    Every token adds the same gradient, so one chunk of all tokens gives the exact sum.
     """
     num_tokens = 2000
 

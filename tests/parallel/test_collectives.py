@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared collectives, on three gloo ranks (one is enough for what a group of one must do)."""
+"""The shared collectives, on three gloo ranks (one is enough for behavior of a group of one)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_rl.types import UserError
 
 @pytest.mark.parametrize("content", [[[1, 2, 3], [], [4]], [[], [], []], [[255] * 1000, [0], [7, 7]]])
 def test_gather_flat_brings_what_every_rank_has(content: list[list[int]]) -> None:
-    """Ranks with nothing among them; a rank counts what comes from others."""
+    """Also from ranks with nothing; a rank counts received bytes only."""
 
     def gather(rank: int, world_size: int) -> tuple[list[list[int]], int]:
         found, received = collectives.gather_flat(np.array(content[rank], np.uint8), dist.group.WORLD)

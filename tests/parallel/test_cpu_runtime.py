@@ -24,7 +24,7 @@ REACHED_NAMES = {"megatron.core.parallel_state": ("_GLOBAL_MEMORY_BUFFER", "_set
 
 @pytest.fixture
 def view() -> types.ModuleType:
-    """What `import torch` gave to a module of megatron.core."""
+    """Return the object that `import torch` gave to a module of megatron.core."""
     return importlib.import_module("megatron.core.tensor_parallel.layers").torch
 
 
@@ -124,7 +124,7 @@ def test_private_names_still_exist(module: str, name: str) -> None:
 
 
 def test_importing_megatron_core_first_is_refused() -> None:
-    """In a process of its own; the message tells which import must come first."""
+    """In a separate process; the message names the import that must come first."""
     program = "import megatron.core\nimport megatron_rl.parallel"
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups of a role: who is in which, what megatron-core gets, and that they carry messages."""
+"""Process groups of a role: their members, megatron-core's view of them, and messages through them."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_data_and_context_parallel_ranks_hold_the_same_parameters() -> None:
 
 
 def test_expert_parallel_ranks_come_from_data_parallelism() -> None:
-    """Dense groups do not know of experts; two replicas of each expert reduce their gradients."""
+    """Dense groups ignore experts; two replicas of each expert reduce their gradients."""
     found = run_ranks(describe, 8, dict(tp_size=2, ep_size=2), timeout=60)
     assert [of["dp"] for of in found] == [[0, 2, 4, 6], [1, 3, 5, 7]] * 4
     megatrons = [of["collection"] for of in found]

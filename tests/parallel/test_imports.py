@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run imports: without garbage collections, and without what megatron.core and vLLM load for others.
+"""Imports of a run: without garbage collections, and without optional imports of megatron.core and vLLM.
 
-How long a start takes is measured by tools/benchmarks/bench_startup.py, not here.
+tools/benchmarks/bench_startup.py measures the time of a start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _keep(rank: int, world_size: int) -> tuple[bool, int, bool]:
 
 
 def test_nothing_is_collected_while_importing_or_after() -> None:
-    """In a process of its own: what is frozen stays so."""
+    """In a separate process: frozen objects stay frozen."""
     inside, frozen, after = run_ranks(_keep, 1)[0]
     assert not inside and after
     assert frozen >= 0
@@ -45,9 +45,9 @@ def test_a_collector_that_was_off_stays_off() -> None:
 
 @pytest.mark.parametrize("name", UNUSED_BY_MEGATRON)
 def test_megatron_does_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says so itself; everybody else finds the package."""
+    """megatron-core reports the package as missing; all other importers find it."""
     context = importlib.import_module("megatron.core.inference.contexts.dynamic_context")
-    assert getattr(context, "HAVE_WANDB", False) is False  # megatron-core 0.19 does not ask there
+    assert getattr(context, "HAVE_WANDB", False) is False  # megatron-core 0.19 does not import it there
     assert importlib.import_module("megatron.core.timers").wandb is None
     assert find_spec(name) is not None
     monkeypatch.delitem(sys.modules, name, raising=False)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Softmax over sets of tokens: values and gradients against a loop in float64, whole or split over TP ranks.
 
-Not covered: where the sets come from (tests/engines/test_truncation.py), and their way (tests/run/test_bitwise.py).
+Not covered: the origin of the sets (tests/engines/test_truncation.py), and their transfer (tests/run/test_bitwise.py).
 """
 
 from __future__ import annotations

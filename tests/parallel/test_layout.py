@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ParallelLayout: coordinates, numbering and what is refused."""
+"""ParallelLayout: coordinates, numbering and refused sizes."""
 
 from __future__ import annotations
 

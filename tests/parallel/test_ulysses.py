@@ -79,7 +79,7 @@ def run_shard(rank: int, cp_size: int, heads: int, kv_heads: int) -> tuple[list[
 
 @pytest.mark.parametrize(("heads", "kv_heads", "cp_size"), CASES)
 def test_equals_one_rank(heads: int, kv_heads: int, cp_size: int) -> None:
-    """The exchange gives each rank the heads of the plan, bitwise; outputs and gradients are those of one rank."""
+    """The exchange gives each rank the heads of the plan, bitwise; outputs and gradients equal those of one rank."""
     *inputs, direction = draw_inputs(heads, kv_heads)
     results = run_ranks(run_shard, cp_size, heads, kv_heads)
     plan = plan_heads(heads, kv_heads, cp_size)
@@ -112,7 +112,7 @@ def count_sent(rank: int, cp_size: int, tokens_per_rank: int, heads: int, kv_hea
 
 
 def test_bytes_per_rank_do_not_grow() -> None:
-    """Twice the ranks for twice the tokens: the same bytes per rank, as the module says; the backward sends as many."""
+    """Twice the ranks for twice the tokens: the same bytes per rank, as documented; the backward sends as many."""
     sizes = dict(tokens_per_rank=6, heads=8, kv_heads=4)
     expected = 6 * (2 * 8 + 2 * 4) * HEAD_DIM * 4
     for cp_size in (2, 4):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parity of transformers, Megatron and vLLM: equal models are called equal, and a planted fault is named.
 
-A fault is planted in the checkpoint that Megatron reads; the model in HF format stays as it is. All Megatron checks
-share one launch of TP2 x PP2, the engine has one of its own. Not covered: bfloat16, and faults of the engine.
+A fault is planted in the checkpoint that Megatron reads; the model in HF format is unchanged. All Megatron checks share
+one launch of TP2 x PP2, the engine has its own. Not covered: bfloat16, and faults of the engine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def change_rope_base(tensors: Tensors, config: Config) -> None:
 
 
 def forget_biases(tensors: Tensors, config: Config) -> None:
-    """What remains of a Qwen2 whose biases are left out is a Llama."""
+    """Turn a Qwen2 without its biases into a Llama."""
     for name in [name for name in tensors if name.endswith("bias")]:
         del tensors[name]
     config.update(model_type="llama", architectures=["LlamaForCausalLM"])
@@ -129,7 +129,7 @@ def test_equal_models_are_equal(name: str, reports: dict[str, dict[str, Any]]):
 
 
 def test_the_megatron_engine_samples(reports: dict[str, dict[str, Any]]):
-    """It runs the modules that are compared; transformers and Megatron score what it sampled."""
+    """It runs the modules under comparison; transformers and Megatron score its samples."""
     report = reports["engine"]
     gaps = report["max_abs_logprob_gap"]
     assert report["verdict"] == "equal" and max(gaps.values()) < 2e-5
@@ -174,7 +174,7 @@ def test_a_planted_fault_is_named(name: str, first_tensor: str, cause: str, repo
 
 @pytest.mark.parametrize("family", ["qwen2", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_vllm_agrees(family: str, tmp_path: Path, vllm_imported: None):
-    """The engine samples with temperature 1; transformers and Megatron score what it sampled."""
+    """The engine samples with temperature 1; transformers and Megatron score its samples."""
     save_tiny_model(tmp_path / "hf", family, **ENGINE_SIZES)
     weights = plant(tmp_path / "hf", None, tmp_path / "checkpoint")
 

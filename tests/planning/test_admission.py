@@ -33,13 +33,13 @@ def start(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def fit(overrides: list[str], cluster: Cluster) -> str:
-    """What the check says of the recipe with these overrides."""
+    """Check the recipe with these overrides."""
     config = load_config(RECIPE, overrides).config
     return check_fits(config, resolve(config), cluster, RECIPE)
 
 
 def test_dry_run_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the model is not there, its shape is known, and the run would not start."""
+    """Without the model's files its shape is still available, and the run would not start."""
     assert start(["--dry-run", "--world-size", "8", "--gpu-memory-gib", "80"], monkeypatch) == 2
     out, err = capsys.readouterr()
     assert "planned memory: at most 61.7 of 80.0 GiB per GPU" in out and "there is no models/Qwen2.5-7B" in err
@@ -48,7 +48,7 @@ def test_dry_run_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_a_critic_that_a_plugin_asks_for_is_planned(tmp_path: Path) -> None:
-    """It has the bytes of the one that gae asks for, and its layout is checked."""
+    """It has the bytes of a critic for gae, and its layout is checked."""
     plugin = tmp_path / "valued.py"
     plugin.write_text(
         "from megatron_rl.algorithms.advantages import register_advantage_estimator\n"
@@ -77,7 +77,7 @@ def test_dry_run_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_start_on_gpus_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_checked: bool
 ) -> None:
-    """Before the data, which do not exist here, are looked for; without the check they are what is missed first."""
+    """Before the data, which do not exist here, are read; without the check, the missing data are the first error."""
     model = tmp_path / "Qwen2.5-7B-Instruct"
     model.mkdir()
     (model / "config.json").write_bytes(find_shape(str(model), RECIPE).read_bytes())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`layout: auto`: what is chosen is the planner's first, stands in the config, and is refused where nothing fits.
+"""`layout: auto` takes the planner's first choice, writes it into the config, and is refused if nothing fits.
 
 Not covered: whether the choice is the fastest on a cluster; runs of it are in tests/run/test_auto_layout.py.
 """
@@ -53,7 +53,7 @@ def test_the_first_of_the_plan_is_taken(tmp_path: Path) -> None:
 
 
 def test_lengths_choose_the_schedule_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the correction that it needs; what the run's own checks refuse is not chosen."""
+    """With the correction that it needs; schedules that the run's own checks refuse are not chosen."""
     config, lines = choose(*LONG_TAIL)
     assert config.schedule.max_staleness > 0 and config.algorithm.importance_sampling == "token-truncate"
     assert f"schedule.max_staleness={config.schedule.max_staleness}" in lines[1] and "by simulation" in lines[1]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planned bytes of engines: of their tables, in eight bits, of servers, and of the switch to them.
 
-What a real switch to eight bits moves is held against the same count in tests/transfer/test_coding.py.
+tests/transfer/test_coding.py compares the bytes of a real switch to eight bits with the same count.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_eight_bits_are_a_byte_an_element_and_four_a_row(tp_size: int) -> None:
 
 
 def test_engines_in_eight_bits_take_less_memory_and_leave_more_cache() -> None:
-    """What is neither code nor scale is shared with the actor as before."""
+    """Parameters that are neither codes nor scales are shared with the actor as before."""
     job, plain = make_job(small_shape(), *CODED), make_job(small_shape())
     (coded,), (whole,) = compute_memory(job), compute_memory(plain)
     shared = count_aliased_elements(job.shape, job.layout, 0, 1, 0, coded=True)
@@ -68,7 +68,7 @@ def test_switch_to_eight_bits_counts_codes_and_scales() -> None:
 
 
 def test_ranks_of_a_server_keep_the_tensors_that_they_write() -> None:
-    """Beside what the server has: each a share of the model, all of it together."""
+    """In addition to the server's own: each rank a share of the model, all ranks together the whole."""
     job = make_job(small_shape(), *SERVED, "rollout.tensor_model_parallel_size=2")
     staged = [count_staged_bytes(job, rank) for rank in (4, 5)]
     assert sum(staged) == 2 * sum(math.prod(size) for size in job.shape.logical_tensors().values())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts that fit, the nearest of them, and what is said about one that does not.
+"""Layouts that fit, the nearest of them, and the message about one that does not.
 
-Not covered: whether the ranking is that of real steps; seconds are predictions and say so.
+Not covered: whether the ranking is that of real steps; seconds are predictions and labeled so.
 """
 
 from __future__ import annotations

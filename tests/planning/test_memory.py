@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which phases a run has and what lies in each of them, and short cuts of the planner against the long way.
+"""Phases of a run and the memory in each of them, and shortcuts of the planner against the long way.
 
 Not covered here: the sizes themselves (test_parameters.py exactly, test_peak_memory.py with activations), GPUs.
 """
@@ -44,7 +44,7 @@ def test_each_role_adds_its_phases() -> None:
 
 
 def test_a_teacher_has_a_phase_and_leaves_columns() -> None:
-    """Its weights in its own layout, on the host while others work; the policy has what it says of all tokens."""
+    """Its weights in its own layout, on the host while other roles work; the policy has its scores of all tokens."""
     teacher = ("teachers.big.path=somewhere", "teachers.big.tensor_model_parallel_size=4", "teachers.big.offload=true")
     job = make_job(small_shape(), *teacher, "algorithm.distillation.kind=top_k", "algorithm.distillation.k=31")
     found = phases(job)
@@ -88,7 +88,7 @@ def test_a_role_at_work_has_everything_and_one_that_waits_what_is_not_offloaded(
 
 
 def test_what_is_offloaded_is_planned_on_the_host() -> None:
-    """The sum over the roles, times the ranks of a node, against the node's memory where it is known."""
+    """The sum over the roles, times the ranks of a node, against the node's memory if given."""
     offload = (
         "actor.offload_optimizer=true",
         "critic.offload_optimizer=true",
@@ -150,7 +150,7 @@ def test_passes_in_flight(sizes: dict[str, int], num_microbatches: int, passes: 
 
 
 def test_kv_cache_is_what_the_engine_is_given() -> None:
-    """A share of the device without the engine's own weights and activations, or the size that is asked for."""
+    """A share of the device minus the engine's own weights and activations, or the configured size."""
     job = make_job(small_shape(), "rollout.gpu_memory_utilization=0.25", "hybrid.alias_weights=false")
     [memory] = compute_memory(job)
     rollout = memory.phases[2]
@@ -230,7 +230,7 @@ def test_microbatches_of_full_responses() -> None:
 
 
 def test_roles_on_ranks_of_their_own_take_memory_there_only() -> None:
-    """One rank per combination of roles, stages and places in an engine; a role takes what it takes on so few ranks."""
+    """One rank per combination of roles, stages and places in an engine; a role takes its usual memory there."""
     settings = ["algorithm.adv_estimator=gae", "algorithm.kl_coef=0.1", "rollout.tensor_model_parallel_size=2"]
     settings += ["actor.pipeline_model_parallel_size=2", "critic.lr=1e-5"]
     placement = ["placement.actor=0-3", "placement.critic=4-5", "placement.reference=4-5", "placement.rollout=6-7"]

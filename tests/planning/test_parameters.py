@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planned bytes of parameters, gradients and optimizer states are those of real actors, on every rank of every layout.
+"""Planned bytes of parameters, gradients and optimizer states equal those of real actors, on every rank and layout.
 
 Measured after an update, on the tensors that megatron-core allocated. Adam's step counters (4 bytes per parameter) are
 left out on both sides.
@@ -93,7 +93,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def measure(actor: Actor | Mtp) -> RoleBytes:
-    """What the actor's tensors take."""
+    """Return the bytes of the actor's tensors."""
     if actor.model.is_fully_sharded:
         return measure_shards(actor)
     modules = actor.model.modules
@@ -119,7 +119,7 @@ def measure(actor: Actor | Mtp) -> RoleBytes:
 
 
 def measure_shards(actor: Actor | Mtp) -> RoleBytes:
-    """The same under ZeRO-3; storages, which are padded where the rows of a parameter do not divide."""
+    """Return the bytes under ZeRO-3: storages, padded if the rows of a parameter do not divide."""
     params, state = actor.model.params.values(), actor.optimizer.megatron.optimizer.state
     weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in params}  # of all experts: one
     moments = sum(x.nbytes for states in state.values() for x in states.values() if x.ndim > 0)
@@ -182,7 +182,7 @@ def test_bytes_of_the_layer_behind_the_last(family: str, case: Case, tmp_path: P
 
 
 def test_shards_add_up_to_the_model(paths: dict[str, Path]) -> None:
-    """ZeRO-1 splits the states of a replica: together they are those of one rank without it."""
+    """ZeRO-1 splits the states of a replica: their sum equals that of one rank without it."""
     shape, layout = load_model_shape(paths["qwen3"]), ParallelLayout(8, tp_size=2)
     sharded = [compute_role_bytes(shape, layout, rank, dtype="bfloat16").optimizer for rank in range(0, 8, 2)]
     whole = compute_role_bytes(

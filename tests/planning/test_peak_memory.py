@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planned peak of an update and of a scoring pass, against the tensors of real actors.
 
-Measured: the storage of every tensor that an operation makes, forward and backward, until it is released; the peak of
-their sum on top of weights, gradients and optimizer states (exact: test_parameters.py). Activations are most of it, so
-the tolerance of a tenth judges how they are counted. Not covered: scratch memory inside of an operation; GPUs, where
-norms and attention keep less, and what the allocator rounds or leaves unused there.
+Measured: the storage of every tensor that an operation allocates, forward and backward, until it is released; the peak
+of their sum on top of weights, gradients and optimizer states (exact: test_parameters.py). Activations are most of it,
+so the tolerance of a tenth judges their count. Not covered: scratch memory inside an operation; GPUs, on which norms
+and attention keep less, and the allocator's rounding and fragmentation.
 """
 
 from __future__ import annotations

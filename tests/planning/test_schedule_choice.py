@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule costs a job, and which one is recommended. Not covered: whether a cluster keeps to the figures."""
+"""The cost of a schedule for a job, and the recommended one.
+
+Not covered: whether a cluster keeps to the figures.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def test_an_engine_that_is_the_actor_stays_with_it() -> None:
 
 
 def test_the_least_stale_of_the_fast_is_recommended() -> None:
-    """A tenth is no reason to be stale, and where staleness is equal none to split the ranks."""
+    """A tenth does not justify staleness, and with equal staleness it does not justify splitting the ranks."""
 
     def option(name: str, staleness: int, own_ranks: bool, step: float) -> Option:
         return Option(name, Schedule(staleness, own_ranks=own_ranks), 8, [], replace(TIMES, seconds=step))

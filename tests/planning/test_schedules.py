@@ -72,7 +72,7 @@ def test_synchronous_steps_take_what_stepped_engines_take(dispatch, cost):
 
 
 def test_partial_rollouts_take_the_passes_of_a_run():
-    """The stream of a run on three ranks whose engines are stepped; where it interrupts, after the same pass on all."""
+    """The stream of a run on three ranks with stepped engines; both interrupt after the same pass."""
     costs, steps = replace(make_costs(PASSES), train=lambda tokens: 0.0, switch_seconds=0.0), 6
     schedules = [Schedule(1), Schedule(2), Schedule(1, "drain"), Schedule(1, order="whole"), Schedule(2, order="whole")]
 
@@ -188,7 +188,7 @@ def test_lognormal_lengths_are_what_they_say():
 
 
 def test_lengths_come_from_rollouts_of_a_run_or_from_lines(tmp_path: Path):
-    """The correlation is measured where prompts have more than one response."""
+    """The correlation is measured if prompts have more than one response."""
     truth = make_lognormal(300, 0.8, 0.6)
     (tmp_path / "rollouts").mkdir()
     for step in (1, 2):

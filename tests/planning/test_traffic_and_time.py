@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes per link and predicted seconds against formulas worked out by hand.
 
-Not covered: whether real steps take as long; the report says that its seconds are predictions.
+Not covered: whether real steps take as long; the report labels its seconds as predictions.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def test_one_rank_sends_nothing() -> None:
 def test_tensor_parallel_all_reduces() -> None:
     """Two per layer and pass over all tokens of the DP rank; log-probs, forward and backward are three passes.
 
-    One more per pass is that of the embedding, or of the hidden states whose gradients the head gives.
-    Where the first pass of the update gives the log-probs, two are left; a reference is one more.
+    One more per pass is that of the embedding, or of the hidden states whose gradients the head gives. If the first
+    pass of the update gives the log-probs, two are left; a reference is one more.
     """
     two_ranks = "actor.tensor_model_parallel_size=2"
     job = make_job(small_shape(), two_ranks, RECOMPUTE)
@@ -66,7 +66,7 @@ def test_data_parallel_gradients_and_weights() -> None:
 
 
 def test_shared_weights_are_gathered_by_every_microbatch() -> None:
-    """ZeRO-3: twice in bfloat16 for each layer, once for what is around them, and float32 gradients of both."""
+    """ZeRO-3: twice in bfloat16 for each layer, once for the other parameters, and float32 gradients of both."""
     settings = "actor.zero_stage=3", "actor.max_tokens_per_microbatch=4096"
     (chunk,) = list_chunks(small_shape(), ParallelLayout(8), 0)
     layers = sum(p.numel for p in chunk if ".layers." in p.name)
@@ -179,7 +179,7 @@ APART = ["placement.actor=0-3", "placement.reference=4-5", "placement.critic=4-5
 
 
 def test_roles_on_ranks_of_their_own_take_their_ranks_time() -> None:
-    """Four ranks train for twice as long as eight; what begins together overlaps."""
+    """Four ranks train for twice as long as eight; phases that begin together overlap."""
     ppo = ["algorithm.adv_estimator=gae", "algorithm.kl_coef=0.1", "critic.lr=1e-5", RECOMPUTE]
     shape, found = published_shape("Qwen2.5-7B-Instruct"), {}
     for name, settings in (("together", []), ("apart", APART)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rehearsal takes a build of torch for CPUs; where there is none for a Python, its environment has the CUDA build."""
+"""Skip rehearsals without a CPU build of torch; environments of some Pythons have the CUDA build."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-REHEARSED = {"arguments", "problems", "found"}  # fixtures of what is rehearsed
+REHEARSED = {"arguments", "problems", "found"}  # fixtures of rehearsed jobs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what would be refused; see `cuda_guard.py`."""
+    """Skip tests that `cuda_guard.py` would refuse."""
     for item in items:
         is_here = item.path.parent == Path(__file__).parent
         if torch.version.cuda is not None and is_here and REHEARSED & {*getattr(item, "fixturenames", ())}:

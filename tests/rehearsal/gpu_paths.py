@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run does with a GPU besides its steps, asked of one that is not there: python gpu_paths.py FILE.
+"""GPU code of a run outside its steps, run on an imitated GPU: python gpu_paths.py FILE.
 
-A process of its own, whose torch pretends to have GPUs. FILE gets what each part has answered.
+A separate process whose torch pretends to have GPUs. FILE receives the result of each part.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def random_states() -> bool:
 
 
 def cluster() -> list[int]:
-    """What a plan is made for."""
+    """Return the cluster of a plan."""
     found = find_cluster(8, 4)
     assert found is not None
     return [found.nodes, found.gpus_per_node, found.memory_bytes]
@@ -139,7 +139,7 @@ def profile() -> list[str]:
 
 
 def share() -> str:
-    """What peers get of a storage on a GPU: torch's recipe of all of it, not a file."""
+    """Return the handle of a GPU storage for peers: torch's recipe of all of it, not a file."""
     storage: Any = SimpleNamespace(device=CUDA)
     empty = SimpleNamespace(set_=lambda storage: f"all of it on {storage.device}")
     with (
@@ -150,7 +150,7 @@ def share() -> str:
 
 
 def barrier() -> int:
-    """A pull waits for what the device has queued before it meets the others."""
+    """Check that a pull waits for queued device work before its barrier."""
     resharder: Any = SimpleNamespace(_device=CUDA, _group=None)
     with patch.object(torch.cuda, "synchronize") as synchronize, patch.object(dist, "barrier"):
         Resharder._meet(resharder, "before")
@@ -158,7 +158,7 @@ def barrier() -> int:
 
 
 def kernels() -> list[str]:
-    """The fastest that works, and what is missing."""
+    """Return the fastest available kernels, and the missing ones."""
     attention_backends.choose_attention_backend.cache_clear()
     with patch.object(
         attention_backends, "find_kernel_failure", lambda name, *rest: None if name == "efficient" else ""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearse a small job once as it is, and once with each planted fault: python planted_faults.py CONFIG.json FILE.
+"""Rehearse a small job without and with each planted fault: python planted_faults.py CONFIG.json FILE.
 
-A process of its own, whose torch pretends to have GPUs. FILE gets the problems by fault ("none": no fault).
+A separate process whose torch pretends to have GPUs. FILE receives the problems by fault ("none": no fault).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _around_step(work: Callable[[Actor], object]) -> AbstractContextManager[Any]
 
 
 def _keep_one_percent(actor: Actor) -> None:
-    """Of the bytes of the weights: a thousandth of what is held."""
+    """Keep a thousandth of the weights' bytes."""
     size = sum(parameter.nbytes for parameter in actor.model.params.values()) // 100
     _KEPT.append(torch.zeros(size, dtype=torch.uint8, device=actor.model.device))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run does with a GPU besides its steps, on a GPU that is not there; and the page that lists such branches.
+"""GPU code of a run outside its steps, on an imitated GPU; and the page that lists such branches.
 
-Not covered: what a driver answers.
+Not covered: a real driver.
 """
 
 from __future__ import annotations

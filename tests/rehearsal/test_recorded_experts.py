@@ -56,8 +56,8 @@ SETUPS: dict[int, dict[str, Setup]] = {
     },
 }
 LONG = {"shared-prompts", "bfloat16", "critic", "lora", "biased-full", "cp2-replay", "pp2-biased-little-memory"}
-COVERED = {"tp2-replay", "tp2-full"}  # by what `tp2-etp1-full` and `pp2-full-replay` have; left to the longer test
-EXCHANGED = Setup(sizes=dict(ep_size=2), config=LADDER, replays=True)  # what static runs, and graph refuses
+COVERED = {"tp2-replay", "tp2-full"}  # covered by `tp2-etp1-full` and `pp2-full-replay`; left to the longer test
+EXCHANGED = Setup(sizes=dict(ep_size=2), config=LADDER, replays=True)  # runs with static, refused by graph
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ FAULTS: list[tuple[type, str, Any, str]] = [
 
 
 def plant(rank: int, world_size: int, path: Path) -> list[tuple[str, str | None]]:
-    """What the error of each fault says, and where it points to."""
+    """Return each fault's error and the place it points to."""
     found = []
     with recorded_graphs():
         for owner, name, fault, _ in FAULTS:

@@ -66,7 +66,7 @@ SETUPS: dict[int, dict[str, Setup]] = {
         "pp2-little-memory": Setup(sizes=dict(pp_size=2), config=LADDER | LITTLE),
     },
 }
-# What is left to the longer tests.
+# Left to the longer tests.
 LONG = {
     *("tp2", "dp2", "pp2", "cp2-full", "dp2-replicated", "dp2-overlap-replicated-full"),
     *("critic-tp2", "critic-tp2-sp-full", "critic-cp2", "critic-cp2-full", "critic-dp2", "critic-pp2"),
@@ -190,7 +190,7 @@ FAULTS: dict[Loss, tuple[str, str]] = {
 
 
 def _plant(rank: int, world_size: int, path: Path) -> dict[str, tuple[str, str | None]]:
-    """What the error of each fault says, and where it points to."""
+    """Return each fault's error and the place it points to."""
     found = {}
     with recorded_graphs():
         actor = build_role(Setup(config=LADDER), path, build_groups(ParallelLayout(world_size)), "graph")
@@ -243,7 +243,7 @@ def test_replay_reads_its_inputs_and_spoils_what_others_have_made() -> None:
 
 
 def test_backward_is_replayed_directly_after_its_forward() -> None:
-    """It reads what that has left; a replay of another graph in between would have used the memory again."""
+    """It reads the forward's buffers; a replay of another graph in between would have overwritten them."""
     inputs, weight, out = torch.ones(3), torch.full((3,), 2.0, requires_grad=True), torch.zeros(3)
     with recorded_graphs():
         pool = torch.cuda.graph_pool_handle()

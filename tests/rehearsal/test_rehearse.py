@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs rehearsed without a GPU: a small one agrees with its plan, and planted faults are named.
 
-Each rehearsal is a process of its own. Not covered: what has no shape (kernels, streams, values), and generation.
+Each rehearsal is a separate process. Not covered: anything without a shape (kernels, streams, values), and generation.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def make_report(**changes: Any) -> dict[str, Any]:
     }
 
 
-# What a rehearsal has found -> words of the problem; `EXPECTED` has them of whole rehearsals.
+# Finding of a rehearsal -> words of the problem; `EXPECTED` has those of whole rehearsals.
 FOUND: dict[str, tuple[dict[str, Any], str]] = {
     "memory": ({"memory": {"rehearsed": 3 << 30}}, "actor update: 3.00 GiB rehearsed, 2.00 planned"),
     "page-locked memory": ({"host": {"rehearsed": 1 << 30}}, "1.00 GiB of page-locked memory rehearsed, 0.00 planned"),
@@ -191,7 +191,7 @@ def test_teacher_is_asked(tmp_path: Path) -> None:
 
 
 def test_failed_rank_is_a_problem(arguments: list[str]) -> None:
-    """Status 1 and the error, for what only the run finds; status 2 for what cannot be planned."""
+    """Status 1 and the error for faults found in the run; status 2 for jobs that cannot be planned."""
     assert load_config(RECIPE, []).config.rollout.n == 8
     command = [sys.executable, "tools/rehearse.py", *arguments, "--rank-class", "9"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)

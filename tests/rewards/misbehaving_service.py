@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward service that answers as the path of the URL says; run as `python misbehaving_service.py PORT`."""
+"""A reward service whose behavior depends on the path of the URL: `python misbehaving_service.py PORT`."""
 
 from __future__ import annotations
 

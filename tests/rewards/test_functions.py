@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading reward functions by name, and what is wrong with those that cannot be used."""
+"""Loading of reward functions by name, and errors of unusable ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_rule_math_takes_the_answers_it_is_told_to(answer, scores):
 
 
 def test_a_function_may_require_further_arguments(tmp_path):
-    """Those that a run knows; any other one without a default is refused when the function is loaded."""
+    """Only arguments that a run provides; any other one without a default is refused when the function is loaded."""
     function = load(tmp_path, f"def f({SIGNATURE}, finish_reason, step): return step")
     assert function("", "", "", {}, "stop", 3) == 3
     with pytest.raises(UserError, match="missing a required argument: 'weather'"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Where the ground truth is a number, an answer that restates the question is wrong, in every mode.
+"""If the ground truth is a number, an answer that restates the question is wrong, in every mode.
 
 The tables hold ground truths and answers. An unfinished answer has the right value and leaves an operation to the
-reader. Not covered: questions that ask for an expression, where every equal expression is right (see docs/rewards.md),
-and formats of numbers that leave nothing open (see test_rules.py).
+reader. Not covered: questions that require an expression, for which every equal expression is right (see
+docs/rewards.md), and number formats that leave nothing open (see test_rules.py).
 """
 
 from __future__ import annotations

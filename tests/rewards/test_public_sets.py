@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards by data source against fixed values, and against verl's own scorers where a checkout is at hand.
+"""Rewards by data source against fixed values, and against verl's own scorers if a checkout is available.
 
     VERL=/path/to/verl pytest tests/rewards/test_public_sets.py
 
@@ -105,7 +105,7 @@ def _load(root: Path, name: str) -> ModuleType:
 
 @pytest.mark.skipif("VERL" not in os.environ, reason="VERL names no checkout of verl")
 def test_against_verl(capsys):
-    """20,000 random texts of what the scorers look for; what they print is dropped."""
+    """20,000 random texts made of the scorers' patterns; their printed output is dropped."""
     gsm8k, math, dapo, search = (
         _load(Path(os.environ["VERL"]), name) for name in ("gsm8k", "math_reward", "math_dapo", "search_r1_like_qa_em")
     )

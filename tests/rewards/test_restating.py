@@ -56,7 +56,7 @@ def test_which_responses_restate_their_prompt(response, prompt, truths, expected
 
 @pytest.mark.parametrize("truth, reward, expected", [("82", 0.1, True), ("82", 0.0, False), ({"a": 1}, 0.1, False)])
 def test_a_rewarded_one_has_a_component(tmp_path, truth, reward, expected):
-    """The prompt is "37+45="; a ground truth that is no text says nothing about it. Environments' rewards count too."""
+    """The prompt is "37+45="; a ground truth that is not text has no component. Environments' rewards count too."""
     config = RewardConfig(function=write_function(tmp_path, f"return {reward}"))
     scorer = Scorer(build_reward_plan(config, 10), config, decode)
     rollout = replace(make_rollout("37 + 45"), response="")
@@ -68,7 +68,7 @@ def test_a_rewarded_one_has_a_component(tmp_path, truth, reward, expected):
 
 @pytest.mark.parametrize("restating", [0, 3])
 def test_the_metric_is_the_share_of_all_responses(restating):
-    """Also where no response has the component: the alarm needs every step."""
+    """Also if no response has the component: the alarm needs every step."""
     rollouts = [(number // 4, make_described(make_prompt(number // 4), number % 4, 5, 1.0)) for number in range(8)]
     rollouts = [
         (group, replace(rollout, reward_components={RESTATES: 1.0} if number < restating else {}))

@@ -73,7 +73,7 @@ def test_single_source_keeps_its_own_components(tmp_path):
 
 
 def test_what_an_environment_reports_is_kept_beside_the_score_of_a_source(tmp_path):
-    """With a reward of its own, and without one, which a function gives; a name that is taken is told apart."""
+    """With a reward of its own, and without one, which a function gives; equal names are made distinct."""
     function = write_function(tmp_path, "return {'score': 2, 'level': extra_info['level']}")
     rollout = replace(make_rollouts()[0], reward_components={"calls": 4.0, "level": 9.0, "mean": 5.0})
     with open_scorer(function=function) as scorer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One function on one response: what counts as a score, and what is said when there is none."""
+"""One function on one response: valid scores, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_parsing_says_what_is_wrong():
 
 @pytest.mark.parametrize("name", ["reward", "std", "", "n" * 500, "a\nb", "a\x1b[31m", "format/ok", "\ud800"])
 def test_names_that_no_metric_can_have_are_refused(tmp_path, name):
-    """Where they are returned, with the file and the rollout."""
+    """At their return, with the file and the rollout."""
     with pytest.raises(UserError, match="a component named") as caught:
         score(tmp_path, f"return {{'score': 1.0, {name!r}: 2.0}}")
     assert "prompt_id 17" in caught.value.found and len(caught.value.found) < 900

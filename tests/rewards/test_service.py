@@ -192,7 +192,7 @@ def test_fallback_is_counted_and_logged(service, caplog):
 
 
 def test_fallback_does_not_hide_other_errors(service):
-    """What is no failure of the service, here a sample that JSON cannot hold, is raised with either policy."""
+    """Errors outside the service, here a sample that JSON cannot hold, are raised with either policy."""
     with pytest.raises(TypeError, match="keys must be str"):
         rollout = make_rollout()
         rollout = replace(rollout, prompt=replace(rollout.prompt, extra_info={(1, 2): 3}))

@@ -20,7 +20,7 @@ def check(truths, data_source="sums", **settings):
 
 
 def test_truths_that_are_compared_as_text_are_named_once():
-    """Only what shows without a parser: a formula that math-verify cannot parse is counted when it is met."""
+    """Only truths recognizable without a parser: a formula that math-verify cannot parse is counted during the run."""
     truths = ["5", r"\frac{1}{2}", "Tuesday", r"\{1,2\}", ["1", r"\frac{1}{"], "}", "...", "48/2=24\n#### 24"]
     assert check(truths, rule="math") == [
         "ground truths: 3 cannot be read as mathematics and are compared as text, the first: prompt_id 14, "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real worker processes: what they compute, and what happens when the user's function hangs, dies or raises."""
+"""Real worker processes: their results, and user functions that hang, die or raise."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_worker_imports_the_file_and_little_else(tmp_path):
 
 
 def test_hanging_function_is_killed_and_named(tmp_path):
-    """With what it has started; the next sample gets a new worker."""
+    """With the processes that it has started; the next sample gets a new worker."""
     pids = tmp_path / "pids"
     function = write_function(
         tmp_path,
@@ -111,7 +111,7 @@ def test_file_that_loads_in_the_rank_only(tmp_path):
 
 
 def test_file_that_ends_the_process_on_import(tmp_path):
-    """Also where it says os._exit, which is refused in the importing thread."""
+    """Also by os._exit, which is refused in the importing thread."""
     for end, message in (
         ("os._exit(5)", r"raised ProcessExit: os\._exit\(5\)"),
         ("os.kill(os.getpid(), 9)", "did not start: EOFError, killed by SIGKILL"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The share of prefix caches; that engines count what they had is in tests/engines/test_served.py."""
+"""The share of prefix cache hits; tests/engines/test_served.py tests the counts of engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def work(rank: int, world_size: int, counts: list[list[int | None]]) -> dict[str
     ("counts", "expected"),
     [
         ([[8, 0, None], [10], [4]], {"rollout/prefix_cache_hits": 0.4}),  # 12 of 30
-        ([[None], [10], [None]], {}),  # engines without a cache, or that do not say
+        ([[None], [10], [None]], {}),  # engines without a cache, or without its counts
     ],
 )
 def test_share_of_what_engines_say(counts: list[list[int | None]], expected: dict[str, float]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What dynamic sampling looks at; the rounds themselves are in test_algorithms_in_loop.py."""
+"""Selection of groups by dynamic sampling; the rounds themselves are in test_algorithms_in_loop.py."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_group(rewards: list[float], failed: tuple[int, ...] = (), **components:
         (make_group([0.5, 0.5], acc=[1.0, 0.0]), "acc", True),
         (make_group([0.0, 1.0]), "acc", True),  # a reward without one is its own accuracy
         (make_group([-0.5, -1.0], overlong=[-0.5, -1.0]), "acc", False),
-        (make_group([1.0, 1.0, 1.0, 0.0], failed=(3,)), None, False),  # 0 is not what the last one is worth
+        (make_group([1.0, 1.0, 1.0, 0.0], failed=(3,)), None, False),  # 0 is not the last one's reward
         (make_group([1.0, 1.0, 1.0, 0.0], failed=(3,)), "reward", False),
         (make_group([1.0, 0.5, 1.0, 0.0], failed=(3,)), None, True),
         (make_group([1.0, 0.0], failed=(1,)), None, False),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine gets which sample, and what that is worth; that nothing else changes is tested with engines.
+"""Assignment of samples to engines, and its gain; tests with engines show that nothing else changes.
 
-Time is the clock of scripted engines (tools/benchmarks/bench_dispatch.py), but for one run on ranks that sleep.
+Time is the clock of scripted engines (tools/benchmarks/bench_dispatch.py), except for one run on ranks that sleep.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tools.benchmarks import bench_dispatch
     num_engines=st.integers(1, 24),
 )
 def test_samples_are_spread_and_balanced(prompt_tokens: list[int], group_size: int, num_engines: int) -> None:
-    """Numbers differ by one at most, in all and of each prompt; prompt tokens differ by what one prompt can shift."""
+    """Counts differ by one at most, in all and per prompt; prompt tokens differ by at most one prompt."""
     engines = assign_engines("samples", prompt_tokens, group_size, num_engines, 100)
     assert engines.shape == (len(prompt_tokens) * group_size,)
     assert np.ptp(np.bincount(engines, minlength=num_engines)) <= 1
@@ -78,7 +78,7 @@ def bench(tmp_path: Path, *arguments: str) -> dict:
 
 
 def test_spread_samples_are_faster(tmp_path: Path) -> None:
-    """At least 1.3 times where lengths correlate by 0.5, nothing where they do not; the same samples bit for bit."""
+    """At least 1.3 times if lengths correlate by 0.5, nothing if they do not; the same samples bit for bit."""
     correlated = bench(tmp_path, "--seeds", "7")["simulated"]
     independent = bench(tmp_path, "--seeds", "7", "--correlation", "0")["simulated"]
     assert correlated["same_samples"] and independent["same_samples"]

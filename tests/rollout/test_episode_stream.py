@@ -42,7 +42,7 @@ def run_job(
     first: int,
     turns: int | None,
 ) -> Any:
-    """The rows of each step that this rank speaks for, what the metrics say, and how often the job was killed."""
+    """Return the rows of each step held by this rank, the metrics, and the number of kills."""
     choice, killed = random.Random(seed), 0  # the same on every rank
     job, found = Job(schedule, 1, random.Random(seed + rank), first=first, turns=turns), []
     for step in range(steps):
@@ -62,7 +62,7 @@ def rows_of_steps(results: list[Any]) -> list[list[Any]]:
 
 
 def expect(prompt_id: int, key: int) -> tuple[int, str, float]:
-    """What an episode samples, how it ends, and what it is worth."""
+    """Return an episode's samples, its end, and its reward."""
     behind, sampled, worth, reason = 0, 0, 0.0, ""
     for turn in range(1 + key % TURNS):
         behind += 2 * (turn > 0)
@@ -76,7 +76,7 @@ def expect(prompt_id: int, key: int) -> tuple[int, str, float]:
 
 
 def check(results: list[Any], max_staleness: int) -> None:
-    """Every episode of the data order once and whole, at most so many steps old, each token with its true version."""
+    """Every episode of the data order once and whole, within the staleness limit, each token with its true version."""
     order, ages = make_prompts(), []
     for step, rows in enumerate(rows_of_steps(results)):
         prompts = [prompt.prompt_id for prompt in next(order)]
@@ -117,7 +117,7 @@ def _run_slow_environments(rank: int, world_size: int, schedule: ScheduleConfig)
 
 @pytest.mark.parametrize("updates", ["in_flight", "drain"])
 def test_replies_of_slow_environments(updates: Any) -> None:
-    """One rank. An interrupted reply continues with a seed of its own, which its log-probs tell; drained, none is."""
+    """One rank. An interrupted reply continues with a seed of its own, visible in its log-probs; drained, none is."""
     every = 2 if updates == "in_flight" else None
     (rows,) = run_ranks(
         _run_slow_environments, 1, ScheduleConfig(max_staleness=1, steps_per_update=every, updates=updates)
@@ -147,7 +147,7 @@ def test_phases_by_decode_steps_are_reproducible_with_episodes() -> None:
 
 
 def test_episodes_of_one_turn_are_the_plain_stream() -> None:
-    """Where replies are interrupted, too: tokens, versions, and log-probs that tell the seeds."""
+    """Also with interrupted replies: tokens, versions, and log-probs that show the seeds."""
     schedule = ScheduleConfig(max_staleness=2, steps_per_update=2)
     plain, episodes = (rows_of_steps(run_ranks(run_job, 2, schedule, 10, 1, False, 0, turns)) for turns in (None, 1))
     assert [[row[:-1] for row in rows] for rows in plain] == [[row[:-1] for row in rows] for rows in episodes]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses are told of as they finish, by real engines, and scored while others are still being generated.
+"""Responses are reported as they finish, by real engines, and scored while others are still being generated.
 
-What the engines generate is compared with transformers in tests/transfer/test_hybrid_engine.py.
+tests/transfer/test_hybrid_engine.py compares the generated tokens with transformers.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def stream(rank: int, world_size: int, path: Path, engine: str, rollout_tp: int)
 def test_every_response_is_told_of_once(
     model: Path, vllm_imported: None, engine: str, rollout_tp: int, num_told: list[int]
 ) -> None:
-    """On the first rank of its engine, as the object of the result, which is what it is without a listener."""
+    """On the first rank of its engine, as the object of the result, which is the same without a listener."""
     results = run_ranks(stream, len(num_told), model, engine, rollout_tp, timeout=120)
     assert len({len(tokens) for _, _, tokens, *_ in results[0]["result"]}) > 2, "lengths must differ"
     for result in results:

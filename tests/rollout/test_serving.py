@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop that steps an engine: order of requests, interruptions, errors, and ranks that stay equal.
 
-With a scripted engine on its own clock, and with vLLM where that is what can go wrong. Not covered: GPUs.
+With a scripted engine on its own clock, and with vLLM for its own faults. Not covered: GPUs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Inbox:
         self._messages: list[ControlMessage] = []
 
     def put(self, message: ControlMessage) -> None:
-        """Order something; joined to what waits, unless it interrupts a request that waits itself."""
+        """Add a request; it joins the waiting ones, unless it interrupts a waiting request."""
         with self._changed:
             waiting = {request.key for request in self._messages[-1].requests} if self._messages else set()
             if self._messages and waiting.isdisjoint(message.interrupts):
@@ -61,7 +61,7 @@ class Inbox:
             self._changed.notify()
 
     def take(self, wait: bool) -> ControlMessage:
-        """What has come, maybe nothing; with `wait` not before something has."""
+        """Return the arrived requests, possibly none; with `wait`, wait for the first."""
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self._messages)
@@ -86,7 +86,7 @@ def describe(sampled: Sampled) -> tuple[int, list[int], list[float], str]:
 
 
 def share_messages(rank: int, world_size: int) -> list[list[ControlMessage]]:
-    """What each channel brings: of engines of two ranks, of one engine, and of that one through its group."""
+    """Return the messages of each channel: engines of two ranks, one engine, and that one through its group."""
     message = ControlMessage(
         interrupts=[4, 2**40],
         stop=True,
@@ -132,7 +132,7 @@ def check_equal(found: ControlMessage, message: ControlMessage) -> None:
 
 
 def test_a_batch_comes_back_in_its_order() -> None:
-    """Two run at once: the clock says who waited for whom."""
+    """Two run at once: the clock shows the waiting times."""
     engine = script([5, 2, 3, 1], slots=2)
     told: list[int] = []
     assert serve(engine, close_batch([make_request(k) for k in range(4)]), lambda s: told.append(s.key)) is None
@@ -238,7 +238,7 @@ def test_errors_leave_no_request_behind() -> None:
     assert str(error) == "no listener" and calls == [0] and engine.seconds == pytest.approx(2 * 1.2 + 3 * 1.1)
     inbox, engine = Inbox(), script([2, 5])
     inbox.put(ControlMessage(requests=[make_request(0), make_request(1)]))
-    error = serve(engine, inbox.take, fail)  # nobody says stop
+    error = serve(engine, inbox.take, fail)  # without a stop message
     assert str(error) == "no listener" and engine.seconds == pytest.approx(2 * 1.2) and not engine.has_requests()
 
     def take(wait: bool) -> ControlMessage:
@@ -265,7 +265,7 @@ def put_late(inbox: Inbox, num_requests: int, seed: int) -> None:
 
 
 def serve_late(rank: int, world_size: int) -> tuple[list[Any], float]:
-    """Two engines of two ranks; what each rank hears, with the step in which it hears it."""
+    """Serve on two engines of two ranks; return the messages of each rank, with their steps."""
     lengths = np.random.default_rng(0).integers(1, 30, 300)
     engine, told = ScriptedEngine(dict(enumerate(lengths.tolist())), 6, COST), []
     build_groups(ParallelLayout(world_size, pp_size=world_size))  # the two ends of a pipeline have one group more
@@ -333,7 +333,7 @@ def vllm_requests(sampling: SamplingConfig, number: int = 6) -> list[Request]:
 
 
 def interrupt_and_resume(rank: int, world_size: int, model: Path) -> dict[str, Any]:
-    """Greedy: uninterrupted; then interrupted after five steps, and resumed with what there is."""
+    """Greedy: uninterrupted; then interrupted after five steps, and resumed from the partial responses."""
     engine, requests = build_vllm(model, 1), vllm_requests(GREEDY)
     whole = generate(engine, requests)
     engine.end_weight_update()
@@ -411,7 +411,7 @@ def serve_vllm_late(rank: int, world_size: int, model: Path) -> tuple[Stream, St
 
 
 def test_vllm_ranks_hear_the_same(model: Path, vllm_imported: None) -> None:
-    """Equal streams on both ranks, and what each request gives does not depend on the others."""
+    """Equal streams on both ranks, and the result of each request is independent of the other requests."""
     (told, alone), other = run_ranks(serve_vllm_late, 2, model, timeout=150)
     assert other == (told, alone)
     for found, expected in zip(sorted(told), alone, strict=True):

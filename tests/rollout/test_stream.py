@@ -97,7 +97,7 @@ def run_dynamic(
 
 
 def check(results: list[Any], max_staleness: int, exact: bool) -> None:
-    """Every sample of the data order once and whole, at most so many steps old, each token with its true version."""
+    """Every sample of the data order once and whole, within the staleness limit, each token with its true version."""
     order, ages, carried = make_prompts(), [], []
     for step, per_rank in enumerate(zip(*(found for found, *_ in results), strict=True)):
         prompts = [prompt.prompt_id for prompt in next(order)]
@@ -259,7 +259,7 @@ def test_whole_groups_of_drained_phases_come_in_order() -> None:
 
 
 def judge(order: Iterator[int], rounds: int, size: Callable[[int], int]) -> tuple[list[int], dict[str, int]]:
-    """The prompts that a step draws, of sizes that follow from what is missing, and its counts."""
+    """Return the prompts that a step draws, in batches of the missing number, and its counts."""
     judged, drawn = list[int](), 0
     while (missing := BATCH - sum(i in INFORMATIVE for i in judged)) > 0 and len(judged) < rounds * BATCH:
         judged += [next(order) for _ in range(min(size(missing), rounds * BATCH - len(judged)))]
@@ -292,7 +292,7 @@ def test_dynamic_sampling_in_rounds_counts_what_it_fills_and_drops(rounds: int) 
 def test_dynamic_sampling_takes_the_next_groups_that_teach(
     max_staleness: int, every: int | None, first: int, rounds: int
 ) -> None:
-    """Under kills: the informative prompts of the data order, each once, or others where the rounds have run out."""
+    """Under kills: the informative prompts of the data order, each once, or others after the last round."""
     schedule = ScheduleConfig(max_staleness=max_staleness, steps_per_update=every)
     results = run_ranks(run_dynamic, 4, schedule, rounds, 30, 5 * max_staleness, first)
     assert results[0][1] > 10 and all(found == results[0][0] for found, _ in results)
@@ -332,7 +332,7 @@ def test_window(
     rounds: int,
     choice: random.Random,
 ) -> None:
-    """Everything begins once, and what a step takes began at most k steps before, in any order that is allowed.
+    """Every prompt begins once, and a step takes prompts begun at most k steps before, in any allowed order.
 
     From step `whole_until` on the order is that of the stream. Prompts are dropped at random.
     """
@@ -387,7 +387,7 @@ def part(key: int, tokens: list[int], reason: str, kept: KeptSets | None = None,
 
 
 def test_responses_survive_the_file() -> None:
-    """Whole ones, parts and what has no token; kept sets behind others without any, and tokens that were put in."""
+    """Whole responses, parts, and empty ones; kept sets after responses without any, and inserted tokens."""
     responses = open_responses()
     responses.begin([4, 1, 2, 5])
     hear(responses, [part(key, tokens, "interrupted") for key, tokens in ((4, [7, 8]), (1, []), (2, [5]))], 3)

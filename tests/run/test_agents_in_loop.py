@@ -127,7 +127,7 @@ def read_rollouts(run: Path) -> list[dict[str, Any]]:
 def test_episodes_of_one_turn_are_the_plain_run_bit_for_bit(
     task: Path, tmp_path: Path, environments: Path, vllm_imported: None, engine: list[str], players: list[str]
 ) -> None:
-    """Of an environment, and of a program that asks the endpoint once."""
+    """Of an environment, and of a program that calls the endpoint once."""
     plain = play(task, tmp_path / "plain", *engine)
     for player in players:
         kind, _, name = player.partition("=")
@@ -166,7 +166,7 @@ def test_episodes_of_several_turns_are_learned_with_the_engines_log_probs(
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """How a recording can be wrong: name -> what stands for `Recording.finish`."""
+    """Faults of a recording: name -> replacement of `Recording.finish`."""
     finish = Recording.finish
 
     def shift_mask(recording: Recording, reason: str) -> Any:
@@ -302,9 +302,9 @@ def test_a_run_ends_with_the_traceback_of_an_environment_that_keeps_failing(
     monkeypatch: pytest.MonkeyPatch,
     ranks: str,
 ) -> None:
-    """From the second step on, for all episodes or for those of one engine: what was logged and saved before is whole.
+    """From the second step on, for all episodes or for those of one engine: earlier records and checkpoints are whole.
 
-    With one message on every rank. Half of the episodes is not too many by default.
+    With one message on every rank. A share of half is below the default limit.
     """
     monkeypatch.setenv("BROKEN", f"{ranks}:{tmp_path}/run/checkpoints/latest")
     settings = [*MULTI, *KEEPS_EVERY_STEP, SHORT, f"agents.environment={environments}:Broken"]
@@ -325,7 +325,7 @@ def test_a_run_ends_with_the_traceback_of_an_environment_that_keeps_failing(
 def test_a_validation_whose_environment_keeps_failing_ends_the_run(
     task: Path, tmp_path: Path, environments: Path, vllm_imported: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An accuracy of 0 would say something else; within the limit, failures are counted and worth 0."""
+    """An accuracy of 0 would be misleading; within the limit, failures are counted and worth 0."""
     monkeypatch.setenv("BROKEN", "0:/")
     settings = [*MULTI[:2], SHORT, "data.validation_limit=4", "trainer.val_only=true"]
     settings += [f"agents.environment={environments}:Broken"]

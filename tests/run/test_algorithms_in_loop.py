@@ -277,7 +277,7 @@ def test_estimator_and_loss_of_the_users_own(
 def test_reward_model_and_sum_of_rewards(task: Path, tmp_path: Path, vllm_imported: None) -> None:
     """A random reward model on two TP ranks plus a function; validation draws three responses per prompt.
 
-    A response ends with the token that completes a stop string, and the function reads what is before it.
+    A response ends with the token that completes a stop string, and the function reads the text before it.
     """
     vocab = json.loads((task / "model/config.json").read_text())["vocab_size"]
     save_tiny_model(tmp_path / "rm", "qwen2", **ENGINE_SIZES, vocab_size=vocab, num_hidden_layers=2, num_labels=1)

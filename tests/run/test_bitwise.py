@@ -68,7 +68,7 @@ def sample_family(rank: int, world_size: int, models: Path, families: list[str],
 
 @contextmanager
 def loaded(model: Path, tokens: Path, engine: str) -> Iterator[tuple[Any, Experience]]:
-    """A policy, and what its engine has sampled."""
+    """Load a policy, and sample from its engine."""
     recipe = load_nested(overrides_for(tokens, tokens / "never", *LONG, f"rollout.engine={engine}"))
     del recipe["model"]["path"]
     recipe["model"]["tokenizer"] = str(tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the critic holds for its training is given back before a rollout, as configured, and changes no number."""
+"""The critic's training memory is released before a rollout, as configured, without changing a number."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def line_of(path: Path, text: str) -> int:
 
 
 def find_port(output: Path, rank: int, process: subprocess.Popen[bytes]) -> int:
-    """Where the rank says that it waits."""
+    """Return the port printed by the waiting rank."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         found = re.search(rf"rank {rank} waits for a debugger at 127\.0\.0\.1:(\d+)", output.read_text())
@@ -192,7 +192,7 @@ def _train(rank: int, world_size: int, overrides: list[str]) -> tuple[str | None
 
 
 def test_what_cannot_be_debugged_is_refused(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the config and the size of the job alone, so that every rank says so before it meets the others."""
+    """From the config and the size of the job alone, so that every rank refuses before the ranks meet."""
 
     def load(*extra: str) -> None:
         check_debug_rank(load_config(None, overrides_for(task, task, *extra)).config, 4)

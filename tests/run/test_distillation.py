@@ -110,7 +110,7 @@ def test_every_layout_gives_the_numbers_of_one_rank(kind: str, lesson: Path, tmp
 
 
 def test_a_teacher_twice_is_the_teacher_once(lesson: Path, tmp_path: Path) -> None:
-    """Bit for bit: metrics and weights. A term beside rewards; then a teacher that nobody hears changes nothing."""
+    """Bit for bit: metrics and weights. A term beside rewards; then a teacher of weight 0 changes nothing."""
     beside = ["algorithm.adv_estimator=grpo", "algorithm.distillation.coef=0.3", f"teachers.one.path={lesson}/wide"]
     twice = [f"teachers.two.path={lesson}/wide", "teachers.one.weight=0.3", "teachers.two.weight=0.6"]
     once, both = run(lesson, tmp_path / "once", 2, *beside), run(lesson, tmp_path / "both", 2, *beside, *twice)
@@ -128,7 +128,7 @@ def test_a_teacher_twice_is_the_teacher_once(lesson: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("sampling", [[], ["rollout.top_k=3"]])
 def test_the_policy_as_its_own_teacher_has_nothing_to_say(sampling: list[str], lesson: Path, tmp_path: Path) -> None:
-    """Also where tokens were drawn from a few: both are scored over these. Before the first step, to the last bit."""
+    """Also with tokens drawn from truncated sets: both score over these. Before the first step, to the last bit."""
     settings = [f"teachers.self.path={lesson}/model", "trainer.total_steps=1", "actor.ppo_mini_batch_size=8"]
     (record,) = run(lesson, tmp_path / "run", 2, *settings, *sampling)
     assert record["distill/kl"] == 0 == record["policy/grad_norm"]

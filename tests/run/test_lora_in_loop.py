@@ -141,7 +141,7 @@ def test_the_engine_that_is_the_policy_computes_the_same_bits(task: Path, tmp_pa
 
 
 def test_a_critic_and_supervised_fine_tuning(task: Path, tmp_path: Path, vllm_imported: None) -> None:
-    """The critic trains its score head with its adapters; what SFT writes starts a GRPO run."""
+    """The critic trains its score head with its adapters; the output of SFT starts a GRPO run."""
     critic = ["algorithm.adv_estimator=gae", "critic.lora.rank=2", "critic.lr=1e-2"]
     records = run(task, tmp_path / "ppo", 1, *critic)
     losses = [record["value/loss"] for record in records if "value/loss" in record]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many pickled Python objects the ranks exchange in a step: each costs all ranks a gather over the job.
+"""Number of pickled Python objects that the ranks exchange in a step: each costs all ranks a gather over the job.
 
-Counted where torch pickles, by any caller. Not covered: steps that save or validate, and engines that are servers.
+Counted in torch's pickling, for any caller. Not covered: steps that save or validate, and engines that are servers.
 """
 
 from __future__ import annotations

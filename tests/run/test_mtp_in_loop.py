@@ -84,7 +84,7 @@ def test_the_layer_is_exported(task: Path, model: Path, whole: Path, tmp_path: P
     settings: dict[str, Any] = dict(dtype=None, file_bytes=1 << 30, force=False, workers=Workers())
     convert_to_huggingface(CheckpointWeights(whole), tmp_path / "converted", **settings)
     assert find_differences(read_tensors(tmp_path / "converted"), tensors) == []
-    layer = MtpModel.from_pretrained(load_policy(exported))  # raises where a weight is missing
+    layer = MtpModel.from_pretrained(load_policy(exported))  # raises if a weight is missing
     assert torch.equal(layer.layers[0].eh_proj.weight, tensors[f"{PREFIX}eh_proj.weight"])
     checkpoint = whole / "checkpoints/step_3/actor"
     again = run(task, checkpoint, tmp_path / "again", *MTP, "trainer.total_steps=1", ranks=1)
@@ -92,7 +92,7 @@ def test_the_layer_is_exported(task: Path, model: Path, whole: Path, tmp_path: P
 
 
 def load_policy(path: Path) -> Any:
-    """The policy in transformers, which knows the number of the layer behind the last for published models only."""
+    """Load the policy in transformers, which recognizes the extra layer's number for published models only."""
     policy: Any = AutoModelForCausalLM.from_pretrained(path).eval()
     policy._keys_to_ignore_on_load_unexpected = [PREFIX.replace(".", r"\.")]
     return policy

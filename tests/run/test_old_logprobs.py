@@ -47,7 +47,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported: None) -> dict[str, Recording]:
-    """What runs without the forward pass have left."""
+    """Runs without the forward pass."""
     directory = tmp_path_factory.mktemp("without")
     return {
         name: carry_out(GoldenRun(world_size, settings), task, directory / name)
@@ -126,7 +126,7 @@ def test_a_differing_bit_ends_the_run_before_anything_is_learned(task: Path, tmp
 
 
 def test_the_forward_pass_is_taken_where_it_is_needed(task: Path, tmp_path: Path) -> None:
-    """While only the critic learns there is no pass of the update; the log says why a run computes them before."""
+    """While only the critic learns there is no pass of the update; the log gives the reason for the extra pass."""
     settings = [*RUNS["critic"][1], "rollout.engine=hf"]
     for name, more, steps in (("warmup", [], [True, False]), ("early", ["algorithm.kl_in=reward"], [True, True])):
         run_dir = tmp_path / name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python API: three lines do what the entry point does, and objects take the place of names.
+"""The Python API: three lines replace the entry point, and objects replace names.
 
 Not covered: errors of such a program on several ranks (tests/observability/test_failures.py).
 """
@@ -168,7 +168,7 @@ def test_objects_are_checked() -> None:
 
 
 def test_an_object_may_be_passed_again() -> None:
-    """A second run in one process finds what the first has registered; a known one keeps its name."""
+    """A second run in one process finds the registrations of the first; a registered object keeps its name."""
     from megatron_rl.algorithms.catalog import find_advantage_estimator
 
     entry = RegisteredEstimator(estimate_best, needs_values=False, needs_greedy_baseline=True)

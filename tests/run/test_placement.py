@@ -23,7 +23,7 @@ from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.critic import Critic
 from rl_runs import leave_out_curves, overrides_for, read_records, train
 
-# Bitwise: the log-probs of a response do not depend on the engine that it came from, nor on what ran beside it.
+# Bitwise: the log-probs of a response do not depend on its engine, nor on its batch.
 PPO = [
     "data.validation_files=[]",
     "rollout.engine=hf",
@@ -42,7 +42,7 @@ PPO = [
     "hybrid.verify=full",
     "trainer.log_rollouts=-1",
 ]
-# What crosses between ranks is no result.
+# Bytes between ranks are not a result.
 TRAFFIC = ("metrics: reshard/bytes_", "metrics: samples/bytes_per_rank.")
 
 
@@ -59,7 +59,7 @@ def place(**ranks: str) -> list[str]:
 
 
 def run(task: Path, run_dir: Path, legs: list[tuple[int, list[str]]]) -> None:
-    """A run whose legs have so many ranks and further settings; each but the last ends after a step."""
+    """Run legs with the given numbers of ranks and further settings; each but the last ends after a step."""
     model = [
         f"reward_model.path={task}/reward_model",
         "reward_model.max_tokens_per_microbatch=64",
@@ -85,7 +85,7 @@ def test_the_numbers_of_roles_on_all_ranks(golden_task: Path, tmp_path: Path) ->
     found = compare(observe(tmp_path / "together"), observe(tmp_path / "apart"))
     assert found.is_exact and min(found.counts[part] for part in ("metrics", "rollouts", "weights")) > 80
     assert not [line for line in found.differences if not line.startswith(TRAFFIC)]
-    # A role that is elsewhere is timed where it is.
+    # A role on other ranks is timed there.
     last = json.loads((tmp_path / "apart/metrics.jsonl").read_text().splitlines()[-1])
     assert last["time/update_critic"] > 0 < last["time/values"] and last["memory/ref_logprobs"] > 0
 
@@ -138,7 +138,7 @@ def test_roles_on_different_ranks_work_at_the_same_time(task: Path, tmp_path: Pa
 
 
 def test_vllm_on_ranks_of_its_own(task: Path, tmp_path: Path, vllm_imported: None) -> None:
-    """An engine of two ranks that hear of no other.
+    """An engine of two ranks without connections to others.
 
     The same numbers as on the actor's ranks, to the last bit.
     """
@@ -146,7 +146,7 @@ def test_vllm_on_ranks_of_its_own(task: Path, tmp_path: Path, vllm_imported: Non
     for name, world_size, ranks in (
         ("together", 2, []),
         ("apart", 4, place(actor="1/2", rollout="1/2")),
-        ("aside", 3, place(actor="0", rollout="1-2")),  # not where the job would have cut its ranks in two
+        ("aside", 3, place(actor="0", rollout="1-2")),  # not in the middle of the job's ranks
     ):
         overrides = overrides_for(task, tmp_path / name, *settings, *ranks)
         assert run_ranks(train, world_size, overrides, timeout=120) == [None] * world_size

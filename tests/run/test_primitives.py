@@ -136,5 +136,5 @@ def use_interactively(rank: int, world_size: int, task: Path, out: Path) -> None
 
 
 def test_a_single_process_samples_updates_and_samples_again(task: Path, tmp_path: Path) -> None:
-    """What a notebook does: no torchrun, no reload in between; a saved state brings back its responses bit for bit."""
+    """As in a notebook: no torchrun, no reload in between; a saved state restores its responses bit for bit."""
     run_ranks(use_interactively, 1, task, tmp_path, timeout=200)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reference that the policy becomes every so often: what it scores, and a run that is resumed between.
+"""A reference that the policy replaces periodically: its scores, and a run that is resumed between.
 
-Not covered: GPUs, and what the resets do for long runs.
+Not covered: GPUs, and the effect of resets on long runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which roles a config asks for, and what each of them is.
+"""The roles of a config, and their specs.
 
-That the roles are built from these specs is tested by whole runs in tests/run and tests/test_golden_runs.py.
+Whole runs in tests/run and tests/test_golden_runs.py show that roles are built from these specs.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_a_teacher_is_a_role_with_a_section_of_its_own() -> None:
     ],
 )
 def test_what_builds_a_role(overrides: tuple[str, ...], names: list[str]) -> None:
-    """Weights are the policy's where no path is given; a path alone builds no reference."""
+    """Weights default to the policy's; a path alone builds no reference."""
     spec = resolve(make_config(*overrides))
     assert list(spec.roles) == names and {role.path for role in spec.roles.values()} == {"policy"}
 
@@ -110,7 +110,7 @@ def test_an_estimator_without_its_critic_is_refused() -> None:
 
 
 def test_the_roles_stay_under_other_layouts() -> None:
-    """What the planner varies: layouts and offloading, not which roles there are."""
+    """The planner varies layouts and offloading, not the set of roles."""
     config = make_config("algorithm.kl_coef=0.1", "critic.enable=true")
     other = replace(
         config,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is killed or asked to stop continues as if nothing had happened: bitwise equal metrics and rollouts.
+"""A run that is killed or stopped continues with bitwise equal metrics and rollouts.
 
 One kill and two signals here; test_kill_soak.py has dozens, tests/launch/test_restarts.py the same under torchrun.
 Ranks are forked. Not covered: GPUs, several nodes, a machine that loses power.
@@ -36,7 +36,7 @@ from megatron_rl.types import UserError
 from rl_runs import fine_tune, layout_overrides, overrides_for, read_records, sft_overrides, train
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
-# What has a state: dynamic sampling, the adaptive KL coefficient, the schedule, the best metric, the certificate.
+# Parts with a state: dynamic sampling, adaptive KL coefficient, schedule, best metric, certificate.
 SETTINGS = [
     "trainer.total_steps=4",
     "trainer.save_freq=1",
@@ -98,7 +98,7 @@ KILLED = {
 
 @pytest.mark.parametrize("case", KILLED)
 def test_a_killed_run_goes_on(case: str, task: Path, whole: Path, tmp_path: Path) -> None:
-    """Always with the metrics and rollouts of the whole run; what it had written of steps that it redoes is kept."""
+    """Always with the metrics and rollouts of the whole run; records of repeated steps are kept."""
     killed, run_dir = KILLED[case], tmp_path / "run"
     overrides = overrides_for(task, run_dir, *SETTINGS, *killed.settings)
     assert kill(2, overrides, killed.blow)
@@ -280,7 +280,7 @@ def test_saves_by_time_and_saves_that_fail(task: Path, tmp_path: Path) -> None:
 
 
 def test_a_reward_function_may_change_the_working_directory(task: Path, tmp_path: Path, vllm_imported: None) -> None:
-    """All paths are relative; everything lands where the run began, with the tokenizer in every checkpoint."""
+    """All paths are relative to the initial directory, and every checkpoint contains the tokenizer."""
     (tmp_path / "elsewhere").mkdir()
     shutil.copytree(task, tmp_path / "task")
     (tmp_path / "reward.py").write_text(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of a mixture of experts whose engine chooses other experts than the trainer would.
 
-The engine's choice (not its shares) is made by gates with noise of 1e-3, as rounding makes it in half precision.
-What replay computes is in tests/training/test_routing.py. Not covered: GPUs.
+The engine's choice (not its shares) comes from gates with noise of 1e-3, as rounding in half precision makes it.
+tests/training/test_routing.py tests the replay itself. Not covered: GPUs.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ def run(task: Path, run_dir: Path, world_size: int, *extra: str, model: str = "m
 
 
 def test_replay_closes_the_gap_of_a_noisy_engine(moe_task: Path, tmp_path: Path) -> None:
-    """Without replay log-probs are off by more than 1e-2; with it by what a dense model's are, in EP2.
+    """Without replay log-probs are off by more than 1e-2; with it by as much as a dense model's, in EP2.
 
-    The noise is another for each response, also in the prompt, which is not shared then. The metrics say that more
-    than 5 % of the tokens would have had other experts.
+    The noise differs for each response, also in the prompt, which is not shared then. The metrics show that more than 5
+    % of the tokens would have had other experts.
     """
     layout = [*ENGINES["hf"], "actor.expert_model_parallel_size=2"]
     off = run(moe_task, tmp_path / "off", 2, *layout)
@@ -113,8 +113,8 @@ def test_replay_closes_the_gap_of_a_noisy_engine(moe_task: Path, tmp_path: Path)
 def test_carried_responses_keep_their_routes(moe_task: Path, tmp_path: Path) -> None:
     """Parts of responses sampled by several versions, interrupted, saved and resumed; the engine is the policy.
 
-    What continues a response reads all of it again: its tokens have the log-probs of the trainer, which replays the
-    choices that the engine made then, also for what older weights have sampled.
+    A continuation reads all of the response again: its tokens have the log-probs of the trainer, which replays the
+    engine's choices of that pass, also for tokens sampled by older weights.
     """
     extra = [*ENGINES["carried"], "actor.router_replay=engine", "trainer.total_steps=3", "trainer.save_freq=1"]
     records = run(moe_task, tmp_path / "run", 1, *extra)
@@ -129,7 +129,7 @@ def test_carried_responses_keep_their_routes(moe_task: Path, tmp_path: Path) -> 
 
 
 def test_the_trainers_own_routes_are_replayed(moe_task: Path, tmp_path: Path) -> None:
-    """R2 asks for a pass of its own, and later minibatches have its choices: some routers would have left them."""
+    """R2 needs a separate pass, and later minibatches use its choices: some routers would have left them."""
     records = run(moe_task, tmp_path / "run", 1, *ENGINES["hf"], "actor.router_replay=trainer", "trainer.total_steps=1")
     assert records[0]["mismatch/max"] > 1e-2, "it says nothing of the engine"
     assert 0.5 < records[0]["moe/agreement"] < 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lock of a run directory: one owner, a second job is told whose it is, a dead owner's lock is taken over.
+"""The lock of a run directory: one owner, a second job gets an error with its name, a dead owner's lock is taken over.
 
-Owners on other machines are played by locks with another machine's name. Not covered: NFS itself.
+Locks with another machine's name imitate owners on other machines. Not covered: NFS itself.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path: Path) -> None:
 
 
 def test_an_unexpected_error_does_not_end_the_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
-    """It is said in the log, and the lock is kept fresh when the cause is gone."""
+    """It is logged, and the heartbeat resumes once the cause is gone."""
     lock = RunLock(tmp_path, beat_seconds=0.02)
     lock.acquire()
     with monkeypatch.context() as broken:

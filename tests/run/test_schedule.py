@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of older weights in a run: responses that are interrupted and continued by a real engine, and resumed runs.
+"""Samples of older weights in a run: responses that a real engine interrupts and continues, and resumed runs.
 
-Two ranks, vLLM and the policy's own engine; many engines, kills and speeds are in tests/rollout/test_stream.py. That
-max_staleness = 0 changes nothing is what the golden runs say (tests/golden_runs.py). Not covered: GPUs.
+Two ranks, vLLM and the policy's own engine; many engines, kills and speeds are in tests/rollout/test_stream.py. The
+golden runs (tests/golden_runs.py) show that max_staleness = 0 changes nothing. Not covered: GPUs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTINGS = [
     "schedule.steps_per_update=2",
     CORRECTED,
     "rollout.bitwise=true",  # of the current weights' tokens, not one bit may differ, or the run ends
-    "rollout.top_p=0.9",  # what a token was drawn from is carried, saved and fetched with it
+    "rollout.top_p=0.9",  # the kept set of a token is carried, saved and fetched with it
     "rollout.max_num_seqs=3",
     "rollout.dispatch=samples",
 ]
@@ -69,7 +69,7 @@ def test_interrupted_responses_are_scored_exactly(whole: Path) -> None:
 
 
 def test_a_killed_run_resumes_bit_by_bit(task: Path, whole: Path, tmp_path: Path) -> None:
-    """What had begun is in the checkpoint; the run continues with the same tokens, rewards and weights."""
+    """The checkpoint contains the unfinished responses; the run continues with the same tokens, rewards and weights."""
     overrides = overrides_for(task, tmp_path / "run", *SETTINGS)
     assert kill(2, overrides, Blow("update", entry=5))
     assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2
@@ -78,7 +78,7 @@ def test_a_killed_run_resumes_bit_by_bit(task: Path, whole: Path, tmp_path: Path
 
 
 def test_a_run_that_is_stopped_in_a_rollout_repeats_it(task: Path, whole: Path, tmp_path: Path) -> None:
-    """The checkpoint of the signal has what had begun before the rollout."""
+    """The checkpoint of the signal contains the responses begun before the rollout."""
     overrides = overrides_for(task, tmp_path / "run", *SETTINGS, "trainer.save_freq=0")
     reasons = run_ranks(train_under, 2, overrides, Blow("rollout", entry=4, number=signal.SIGTERM), timeout=150)
     assert [reason.partition(";")[0] for reason in reasons] == ["preempted: SIGTERM after step 2"] * 2
@@ -87,7 +87,7 @@ def test_a_run_that_is_stopped_in_a_rollout_repeats_it(task: Path, whole: Path, 
 
 
 def test_more_ranks_and_another_engine_take_up_what_has_begun(task: Path, whole: Path, tmp_path: Path) -> None:
-    """Four engines continue the responses of two; a synchronous run takes what is left, in the order of the data."""
+    """Four engines continue the responses of two; a synchronous run takes the rest, in the order of the data."""
     settings = [*SETTINGS, f"checkpoint.resume={whole / 'checkpoints/step_2'}", "rollout.engine=megatron"]
     assert run_ranks(train, 4, overrides_for(task, tmp_path / "run", *settings), timeout=150) == [None] * 4
     assert_same_samples(whole, tmp_path / "run", 3)
@@ -133,7 +133,7 @@ def apart(task: Path, settings_apart: list[str], tmp_path_factory: pytest.TempPa
 
 def test_engines_of_their_own_generate_beside_training(apart: Path) -> None:
     records = read_records(apart)
-    assert all(record.get("mismatch/lag0", 0.0) == 0.0 for record in records)  # bitwise, where there are such tokens
+    assert all(record.get("mismatch/lag0", 0.0) == 0.0 for record in records)  # bitwise, if there are such tokens
     steps = [record for record in records if record["step"]]
     assert max(record["schedule/staleness_max"] for record in steps) == 1
     assert all(record["sampling/informative_groups"] == 8 for record in steps)

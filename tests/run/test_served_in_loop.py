@@ -44,7 +44,7 @@ def run(task: Path, run_dir: Path, *extra: str, world_size: int = 2, prepare: An
 
 
 def keep_samples(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What follows from the tokens alone: log-probs differ in their last bits."""
+    """Return everything that follows from the tokens alone: log-probs differ in their last bits."""
     kept = ("step", "reward", "response", "tokens/prompt", "tokens/response")
     return [{k: v for k, v in record.items() if k.startswith(kept)} for record in records]
 
@@ -65,7 +65,7 @@ def kill_once(rank: int) -> None:
 
 
 def load_first_weights_only(rank: int) -> None:
-    """A server that says that it has loaded what it was given."""
+    """Replace a server by one that confirms every load but keeps its first weights."""
     real = VllmServer.load
 
     def load(api: VllmServer, ask: Ask, directory: Path, version: str) -> None:
@@ -105,7 +105,7 @@ def test_samples_of_older_weights_are_carried(task: Path, tmp_path: Path, vllm_i
 @pytest.mark.parametrize("sampling", [(), ("rollout.top_k=20", "rollout.top_p=0.9")], ids=["whole", "truncated"])
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_sglang(task: Path, tmp_path: Path, tp_size: int, sampling: tuple[str, ...]) -> None:
-    """Training scores what SGLang drew from, whatever that was."""
+    """Training scores over the sets that SGLang drew from."""
     errors, records = run(
         task,
         tmp_path,
@@ -123,7 +123,7 @@ def test_sglang(task: Path, tmp_path: Path, tp_size: int, sampling: tuple[str, .
 
 @pytest.mark.parametrize("engine", ["vllm_server", pytest.param("sglang", marks=NEEDS_SGLANG)])
 def test_thoughts_are_ended(tmp_path: Path, vllm_imported: None, engine: str) -> None:
-    """A server gets a request in two halves, and training scores what it sampled in both."""
+    """A server gets a request in two halves, and training scores its samples in both."""
     make_task(tmp_path, ("<think>", "</think>"))
     settings = ["rollout.thinking_budget=3", "rollout.thinking_end=0</think>1", "data.max_response_length=12"]
     server = [f"rollout.engine={engine}", *([f"rollout.server.python={SGLANG}"] if engine == "sglang" else [])]

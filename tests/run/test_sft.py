@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning in small: its batches are packed and accounted for as those of RL are.
+"""Supervised fine-tuning in small: its batches are packed and counted like those of RL.
 
-That it learns is in tests/training/test_actor.py and tests/launch, that it resumes in tests/run/test_resume.py.
+Its learning is tested in tests/training/test_actor.py and tests/launch, its resuming in tests/run/test_resume.py.
 """
 
 from __future__ import annotations

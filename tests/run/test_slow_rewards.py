@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reward service that is slower than generation and training, in every schedule: nothing is lost or out of order.
 
-Not covered: a service that fails (tests/test_reward_service_in_loop.py), and what waiting for it costs.
+Not covered: a service that fails (tests/test_reward_service_in_loop.py), and the cost of waiting for it.
 """
 
 from __future__ import annotations

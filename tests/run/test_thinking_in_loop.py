@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs whose thoughts a budget ends: scored exactly, carried from phase to phase, saved, resumed, validated.
 
-Two ranks, vLLM; other engines are in tests/engines/test_thinking.py. That runs without a budget are what they were is
-what the golden runs say (tests/golden_runs.py). Not covered: GPUs.
+Two ranks, vLLM; other engines are in tests/engines/test_thinking.py. The golden runs (tests/golden_runs.py) show that
+runs without a budget are unchanged. Not covered: GPUs.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_ended_thoughts_are_learned_from_exactly(whole: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_by_bit(thinking_task: Path, whole: Path, tmp_path: Path) -> None:
-    """The checkpoint knows which tokens of unfinished responses were put in."""
+    """The checkpoint marks the inserted tokens of unfinished responses."""
     overrides = overrides_for(thinking_task, tmp_path / "run", *CARRIED)
     assert kill(2, overrides, Blow("update", entry=5))
     assert run_ranks(train, 2, overrides, timeout=150) == [None] * 2

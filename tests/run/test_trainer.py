@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole GRPO program on small real parts: layouts, repeatability, what lands on disk, failing rewards.
+"""The whole GRPO program on small real parts: layouts, repeatability, files on disk, failing rewards.
 
-Ranks are forked (tests/launch runs the same program under torchrun). Not covered: learning, which takes
-minutes (launch/quickstart.sh shows it), and GPUs.
+Ranks are forked (tests/launch runs the same program under torchrun). Not covered: learning, which takes minutes
+(launch/quickstart.sh shows it), and GPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAYOUTS = [  # world, actor tp, pp, dp, rollout tp
     (4, 2, 2, 1, 1),
     (4, 2, 1, 2, 2),
     (4, 1, 2, 2, 1),
-    (4, 2, 1, 1, 1),  # what is left of the world is context parallel
+    (4, 2, 1, 1, 1),  # the remaining factor of the world size is context parallel
 ]
 
 
@@ -112,7 +112,7 @@ def test_a_megatron_checkpoint_as_the_model(task: Path, one_rank: Path, tmp_path
 
 
 def test_rows_of_the_rollout_log(one_rank: Path) -> None:
-    """Every token has what the step knew of it; the first minibatch of a run is updated at a ratio of exactly 1."""
+    """Every token has its values of the step; the first minibatch of a run is updated at a ratio of exactly 1."""
     rows = _read_rows(one_rank, 1)
     group = [row for row in rows if "logged_as" not in row]
     assert len(group) == 4 and len({row["prompt_id"] for row in group}) == 1
@@ -188,7 +188,7 @@ def test_layouts_train_alike(
 
 
 def test_failing_reward_function_stops_every_rank(task: Path, tmp_path: Path, vllm_imported: None) -> None:
-    """The error names prompt and exception on every rank; what was logged before is on disk."""
+    """The error names prompt and exception on every rank; earlier records are on disk."""
     overrides = overrides_for(
         task,
         tmp_path / "run",

@@ -162,7 +162,7 @@ def test_who_works_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_to_stop_does_not_wait_for_a_dead_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal is heard although the program waits in C++, where no Python handler runs."""
+    """The signal is noticed although the program waits in C++, in which no Python handler runs."""
     monkeypatch.setattr("megatron_rl.run.watchdog._SILENT_SECONDS", 1.0)
 
     def on_rank(rank: int, world_size: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges between ranks: what must not change, and cases done by hand. How good they are: test_packing.py."""
+"""Exchanges between ranks: their invariants, and cases by hand. test_packing.py measures their quality."""
 
 from __future__ import annotations
 

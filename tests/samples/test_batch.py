@@ -148,7 +148,7 @@ def test_shared_prompts_by_hand() -> None:
 
 
 def test_a_prompt_is_shared_within_a_microbatch_only() -> None:
-    """Parts of a group in two microbatches have a copy each, and keys only where a part has two members."""
+    """Parts of a group in two microbatches have a copy each; only parts with two members have keys."""
     batch = build_train_batch(
         SHARED,
         [1.0] * 4,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step, which rollouts are written, and which of them the metrics count.
+"""Metrics of a step, the rollouts that are written, and those that the metrics count.
 
-What stands in their rows: `tests/run/test_trainer.py`.
+Contents of their rows: `tests/run/test_trainer.py`.
 """
 
 from __future__ import annotations

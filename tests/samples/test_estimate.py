@@ -134,7 +134,7 @@ def test_kl_in_the_reward_lowers_it() -> None:
 
 
 def test_episodes_of_one_to_five_branches_with_equal_rewards_have_equal_advantages() -> None:
-    """As one branch each has; a baseline over sequences would say that the rollouts of more branches are worse."""
+    """As with one branch each; a baseline over sequences would rate rollouts with more branches lower."""
     rewards = [1.0, 1.0, 1.0, 0.0, 1.0, 0.0]
     whole = [(0, make_rollout(PROMPTS[0], i, 5, reward)) for i, reward in enumerate(rewards)]
     sizes = [(5,), (4, 1), (1, 3, 1), (1, 2, 1, 1), (1, 1, 1, 1, 1), (5,)]
@@ -147,7 +147,7 @@ def test_episodes_of_one_to_five_branches_with_equal_rewards_have_equal_advantag
 
 
 def _returns(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]], gamma: float) -> list[float]:
-    """What GAE says that each sampled token led to, with lambda 1, where values are 0."""
+    """Return GAE's returns of each sampled token, with lambda 1 and values 0."""
     samples = replicate(rollouts, PROMPTS[:1], dist.group.WORLD)
     batch, packing = _pack(samples)
     algorithm = AlgorithmConfig(adv_estimator="gae", gamma=gamma, gae_lambda=1.0)
@@ -157,7 +157,7 @@ def _returns(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]], ga
 
 
 def make_episode(rewards: list[float | None], reward: float, branches: int = 1) -> tuple[int, Rollout]:
-    """Turns of two tokens, with an observation of three in between, in so many branches of as many turns."""
+    """Return turns of two tokens, with an observation of three in between, in the given branches of turns."""
     found, per_branch = [], len(rewards) // branches
     for first in range(0, len(rewards), per_branch):
         sampled, placed = [False] * 7, [0.0] * 7
@@ -173,7 +173,7 @@ def make_episode(rewards: list[float | None], reward: float, branches: int = 1) 
 
 
 def test_a_turn_has_its_reward_at_its_end_and_learns_of_later_ones() -> None:
-    """Time counts sampled tokens; what the reward has beyond the turns' own, a punishment say, comes at the end."""
+    """Time counts sampled tokens; the part of the reward beyond the turns' own, such as a penalty, comes at the end."""
     episode = make_episode([1.0, None, 2.0], 2.5)
     assert run_ranks(_returns, 1, [episode], 1.0) == [[2.5, 2.5, 1.5, 1.5, 1.5, 1.5]]
     (discounted,) = run_ranks(_returns, 1, [episode], 0.5)
@@ -223,7 +223,7 @@ def _weigh(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]]) -> l
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_rollout_has_one_weight_and_is_rejected_whole(world_size: int) -> None:
-    """Its branches have the weight of all of its tokens, also where they lie on different ranks."""
+    """Its branches have the weight of all of its tokens, also on different ranks."""
     (whole,) = run_ranks(_weigh, 1, WHOLE)
     ranks = run_ranks(_weigh, world_size, CUT)
     here = [{*found[0][0]} for found in ranks]
@@ -252,7 +252,7 @@ def _ratios(rank: int, world_size: int, rollouts: list[tuple[int, Rollout]], nam
 
 @pytest.mark.parametrize("name", ["gspo", "geo_mean"])
 def test_ratios_per_sequence_are_of_a_branch(name: str) -> None:
-    """The policy's log-probs are those of a microbatch, and branches of a rollout may lie in different ones."""
+    """The policy's log-probs are per microbatch, and branches of a rollout may lie in different ones."""
     (whole,), (cut,) = run_ranks(_ratios, 1, WHOLE, name), run_ranks(_ratios, 1, CUT, name)
     for i in (1, 3, 5):
         assert cut[i] == whole[i]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples on several ranks: tokens stay with their engines, roles in different layouts fetch what they need.
+"""Samples on several ranks: tokens stay with their engines, roles in different layouts fetch their share.
 
-Models are left out: what a role would compute is written down by hand. Whole runs are in tests/run.
+Models are left out: results of roles are written by hand. Whole runs are in tests/run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKEN_BYTES = 4 + 4 + 1  # token, log-prob, flag
 
 
 def draw() -> list[tuple[int, Rollout]]:
-    """Eight groups of four; responses of 1 to 40 tokens, of which those of more than 4 tokens are cut at the limit."""
+    """Eight groups of four; responses of 1 to 40 tokens; responses of more than 4 tokens are cut at the limit."""
     rng = np.random.default_rng(0)
     prompts = [make_prompt(i) for i in range(GROUPS)]
     return [
@@ -79,7 +79,7 @@ def _measure(rank: int, world_size: int, tp: int, engine_tp: int) -> tuple[int, 
 
 @pytest.mark.parametrize(("world_size", "tp", "engine_tp"), [(4, 2, 1), (4, 1, 2), (8, 2, 4), (8, 1, 1)])
 def test_a_rank_receives_its_own_share(world_size: int, tp: int, engine_tp: int) -> None:
-    """At most what it trains on and 100 bytes per sequence of the step; less where it has some of that already."""
+    """At most its training tokens and 100 bytes per sequence of the step; less if it has some of them already."""
     found = run_ranks(_measure, world_size, tp, engine_tp)
     for received, share, _ in found:
         assert received <= 1.1 * share + 100 * GROUPS * GROUP_SIZE
@@ -89,7 +89,7 @@ def test_a_rank_receives_its_own_share(world_size: int, tp: int, engine_tp: int)
 
 
 def _train(rank: int, world_size: int, share_prompts: bool) -> dict[str, Any]:
-    """An actor on TP 2 x DP 2 and a critic on PP 2 x DP 2; what each computes names rollout and position."""
+    """An actor on TP 2 x DP 2 and a critic on PP 2 x DP 2; their results encode rollout and position."""
     samples = collect(rank, world_size, 1, mask_truncated=True)
     actor = make_packer(rank, ParallelLayout(4, tp_size=2), share_prompts)
     critic = make_packer(rank, ParallelLayout(4, pp_size=2))
@@ -163,7 +163,7 @@ def test_columns_travel_between_roles_and_to_the_writer(share_prompts: bool) -> 
 
 
 def _fetch_turn_rewards(rank: int, world_size: int) -> list[float]:
-    """As of an environment, which the first rank of each engine has: the other one knows no reward of a turn."""
+    """As with an environment, whose turn rewards only the first rank of each engine has."""
     engine, place = divmod(rank, 2)
     held = [(g, r) for g, r in draw() if g % 2 == engine]
     if not place:
@@ -209,7 +209,7 @@ def _record(rank: int, world_size: int) -> list[dict[str, list[float]]]:
 
 
 def test_what_the_last_stage_records_is_logged() -> None:
-    """PPO clips a ratio of 1.5 where the advantage is positive; NaN before the first use."""
+    """PPO clips a ratio of 1.5 for positive advantages; NaN before the first use."""
     first, second, third = run_ranks(_record, 4)[0]
     lengths = [len(rollout.response_tokens) for _, rollout in draw()]
     assert first["ratio"] == pytest.approx([1.5] * lengths[0]) and first["entropy"] == [3.0] * lengths[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans between any two sets of holders, checked from both sides, and their execution on gloo.
 
-Not covered: NCCL, where the same all-to-all runs on the devices.
+Not covered: NCCL, with which the same all-to-all runs on the devices.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatron_rl.samples.fetch import FetchPlan, Holders, fetch, for_readers, pl
 
 
 def draw_holders(rng: np.random.Generator, num_sequences: int, world_size: int, width: int) -> Holders:
-    """Replicas of neighboring ranks, as those of an engine or of a role."""
+    """Return replicas of neighboring ranks, as in an engine or a role."""
     ranks = np.arange(world_size).reshape(-1, width)
     return Holders(rng.integers(0, len(ranks), num_sequences), ranks)
 
 
 def strided(rng: np.random.Generator, num_sequences: int, world_size: int, width: int) -> Holders:
-    """Replicas whose ranks lie apart, as those of a role with pipeline stages."""
+    """Return replicas of distant ranks, as in a role with pipeline stages."""
     ranks = np.arange(world_size).reshape(width, -1).T
     return Holders(rng.integers(0, len(ranks), num_sequences), ranks)
 

@@ -122,7 +122,7 @@ def test_sharing_prompts_is_never_dearer(groups: list[tuple[int, list[int]]], dp
 
 
 def sum_heaviest(plan: MicrobatchPlan, lengths: list[int], ratio: float, shared: SharedPrefixes | None) -> int:
-    """Cost of the heaviest rank; what its sequences share is measured in the order of their places."""
+    """Return the cost of the heaviest rank; shared tokens of its sequences are counted in order of their places."""
     place = range(len(lengths)) if shared is None else shared.places.tolist()
     plan = [[sorted(members, key=place.__getitem__) for members in rank] for rank in plan]
     joined = microbatches._join([*chain.from_iterable(plan)])
@@ -133,7 +133,7 @@ def sum_heaviest(plan: MicrobatchPlan, lengths: list[int], ratio: float, shared:
 def test_sharing_is_never_worse_than_the_plain_plan(
     groups: list[tuple[int, list[int]]], dp_size: int, multiple: int, ratio: float
 ) -> None:
-    """The heaviest rank costs at most 5 % more, and microbatches are more only where it costs over 5 % less."""
+    """The heaviest rank costs at most 5 % more; more microbatches are used only if it costs over 5 % less."""
     lengths, _, shared = spell_out(groups)
     options = dict(dp_size=dp_size, max_tokens=MAX_TOKENS, count_multiple=multiple, attention_ratio=ratio)
     plain, plan = plan_microbatches(lengths, **options), plan_microbatches(lengths, **options, shared=shared)
@@ -224,7 +224,7 @@ def test_group_beyond_the_budget_is_taken_apart() -> None:
 
 
 def test_group_is_taken_apart_for_an_idle_rank() -> None:
-    """One group on two ranks: a second copy of the prompt costs less than an idle rank; where it does not, none."""
+    """One group on two ranks: a second copy of the prompt costs less than an idle rank; otherwise there is none."""
     cheap = share_prompts([0] * 4, [2] * 4)
     assert plan_microbatches([12] * 4, dp_size=2, max_tokens=100, shared=cheap) == [[[0, 2]], [[1, 3]]]
     dear = share_prompts([0, 0], [50, 50])
@@ -343,7 +343,7 @@ def test_planning_for_many_ranks_takes_few_plans(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("num_sequences", [200, 3200])
 def test_the_search_for_the_number_of_bins_is_short(num_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only one sequence fits into each bin, twice what the tokens need: the number is bisected, and still the smallest.
+    """Only one sequence fits into each bin, twice the bins that the tokens need: bisection finds the least number.
 
     Counted in attempts, so that it does not depend on the machine; each takes n log n.
     """

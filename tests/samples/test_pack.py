@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a role packs: planned from headers, counted by rollouts. Fetching is in test_experience.py."""
+"""Packing of a role: planned from headers, counted by rollouts. Fetching is in test_experience.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_rl.types import Branch, Rollout, RouteShape
 
 
 def pack(rollouts: list[tuple[int, Rollout]], algorithm: AlgorithmConfig, size: int = 4) -> tuple[Headers, Packing]:
-    """On one rank, where everything is."""
+    """Pack on one rank, which holds everything."""
     model = SimpleNamespace(
         layout=ParallelLayout(1),
         dp_rank=0,
@@ -51,7 +51,7 @@ def test_loss_scale_factor_stands_in_for_the_longest_response(factor: float | No
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"])
 def test_branches_of_a_rollout_weigh_as_much_as_the_rollout(mode: str) -> None:
-    """A rollout cut into branches with the same sampled tokens: every token weighs what it weighed before."""
+    """A rollout cut into branches with the same sampled tokens: every token keeps its weight."""
     algorithm = AlgorithmConfig(loss_agg_mode=mode)
     cut = [ROLLOUTS[0], (0, split(ROLLOUTS[1][1], (1, 2, 3))), *ROLLOUTS[2:]]
     (_, whole), (headers, parts) = pack(ROLLOUTS, algorithm, 2), pack(cut, algorithm, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sequences share, and the keys of segments behind it, by hand and against brute force."""
+"""Shared prefixes of sequences, and the keys of segments after them, by hand and against brute force."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_without_prefixes_there_are_no_keys() -> None:
 
 
 def test_prompts_by_hand() -> None:
-    """Groups 5, 5, 6, 5: those of a group are neighbors, and a part without the second one still shares the prompt."""
+    """Groups 5, 5, 6, 5: members of a group are neighbors, and a part without the second still shares the prompt."""
     shared = share_prompts([5, 5, 6, 5], [3, 3, 2, 3])
     assert shared.places.tolist() == [0, 1, 3, 2] and shared.num_shared.tolist() == [0, 3, 3, 0]
     assert shared.measure([0, 3, 2]).tolist() == [0, 3, 0] and shared.measure([2]).tolist() == [0]

@@ -88,7 +88,7 @@ def test_groups_of_two_generations_are_chosen() -> None:
 
 
 def test_a_table_of_8192_sequences_takes_no_time() -> None:
-    """The bound is of the order of magnitude; numbering and choosing are what every rank does once per step."""
+    """The bound is of the order of magnitude; every rank numbers and chooses once per step."""
     rows = np.zeros(8192, HEADER)
     rows["group"], rows["sample_index"] = np.repeat(np.arange(512), 16), np.tile(np.arange(16), 512)
     rows["rollout"] = np.arange(8192)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branches packed as prefix trees: what was shared can be read back, and is computed once.
+"""Branches packed as prefix trees: shared tokens can be read back, and are computed once.
 
 Models are left out (tests/training/test_prefix_trees.py), and so is fetching (test_experience.py).
 """
@@ -126,7 +126,7 @@ def check_microbatch(part: TrainBatch, branches: list[Branch]) -> list[int]:
 
 
 def test_a_row_in_the_loss_is_given_for_those_that_share_it() -> None:
-    """The second branch was sampled where the first, which is computed, was not: routers count what is in the loss."""
+    """The second branch was sampled at a row that the computed first one was not: routers count rows in the loss."""
     tokens = np.array([1, 2, 3, 4], np.int32)
     branches = [Branch.of_response(tokens, 1), Branch.of_response(np.append(tokens[:3], 9).astype(np.int32), 1)]
     branches[0].sampled[:3] = False
@@ -153,7 +153,7 @@ def test_with_one_branch_per_rollout_trees_are_shared_prompts() -> None:
 
 @pytest.mark.parametrize("budget", [2000, 4096])
 def test_eight_ways_of_eight_turns_are_computed_once(budget: int) -> None:
-    """At most 1.05 times the nodes of their trees, in several microbatches; the metric says what is computed."""
+    """At most 1.05 times the nodes of their trees, in several microbatches; the metric gives the computed tokens."""
     rollouts = ForkedEpisodes().draw(10_000)
     assert all(len(rollout.branches) == 64 for _, rollout in rollouts)
     (packing,) = pack(rollouts, budget=budget)

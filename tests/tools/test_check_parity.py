@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""check_parity.py as a command; what it finds is tests/parity/test_check.py's matter."""
+"""check_parity.py as a command; tests/parity/test_check.py tests its findings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_tool(world_size: int, capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[list[int], str, str]:
-    """Exit codes of all ranks, and what they print."""
+    """Return exit codes and output of all ranks."""
     codes = run_ranks(lambda rank, world_size: TOOL.main(list(map(str, arguments))), world_size, timeout=150)
     printed = capfd.readouterr()
     return codes, printed.out, printed.err

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls into the libraries of GPUs fit what is installed here (torch.cuda, and vLLM for CPUs); misfits are seen.
+"""Calls into the libraries of GPUs fit the installed ones (torch.cuda, and vLLM for CPUs); misfits are found.
 
 Not covered: the wheels for GPUs, which `launch/check_cuda_wheels.sh` installs.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison with verl as far as it goes without a checkout of verl: verdicts, and what it says instead.
+"""The comparison with verl without a checkout of verl: verdicts, and the message instead.
 
-Not covered: the comparison itself, which needs one; `python tools/compare_verl.py CHECKOUT` makes it. That no accepted
-name is missing follows from its loops over the tables of names.
+Not covered: the comparison itself, which needs one; `python tools/compare_verl.py CHECKOUT` makes it. Its loops over
+the tables of names cover every accepted name.
 """
 
 from __future__ import annotations

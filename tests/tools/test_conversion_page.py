@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command of docs/conversion.md works as it is written, on a small model; what it does is tested elsewhere."""
+"""Every command of docs/conversion.md works unchanged, on a small model; its results are tested elsewhere."""
 
 from __future__ import annotations
 

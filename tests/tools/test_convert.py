@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversion tools and inspect_checkpoint.py as commands; for what they convert see test_conversion.py."""
+"""The conversion tools and inspect_checkpoint.py as commands; test_conversion.py tests their results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor on this machine, between ranks under the real torchrun, and where something is wrong.
+"""The doctor on this machine, between ranks under the real torchrun, and with faults.
 
 Not covered: NCCL, RDMA, and clocks that really differ (two namespaces share one clock).
 """
@@ -132,14 +132,14 @@ def test_ranks_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_blocked_link_is_named(tmp_path: Path) -> None:
-    """Two hosts that meet at the rendezvous, while one of them listens where the other cannot reach it."""
+    """Two hosts that meet at the rendezvous, while one of them listens on an address that the other cannot reach."""
     reason = namespaces.can_make_hosts()
     if reason:
         pytest.skip(reason)
     with namespaces.two_hosts() as hosts:
         port = find_free_port()
         first, second = hosts
-        # The first host is told to use an interface that leads nowhere, the classic mistake.
+        # The first host uses an interface that leads nowhere, the classic mistake.
         for words in (
             "link add inner type veth peer name outer",
             "address add 10.79.0.1/24 dev inner",
@@ -151,7 +151,7 @@ def test_a_blocked_link_is_named(tmp_path: Path) -> None:
         for host, interface in ((first, "inner"), (second, second.interface)):
             command = doctor_command(2, port, first.address, tmp_path / f"{host.name}.json")
             command[command.index("--local-addr") + 1] = host.address
-            # The names of these hosts lead nowhere, so torchrun cannot tell by itself where the rendezvous is.
+            # The names of these hosts do not resolve, so torchrun cannot find the rendezvous by itself.
             command.insert(command.index("--rdzv-backend"), f"--rdzv-conf=is_host={int(host is first)}")
             processes.append(
                 subprocess.Popen(

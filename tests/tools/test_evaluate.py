@@ -40,7 +40,7 @@ def trained(task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported:
 
 
 def settings_for(task: Path, model: Path, *extra: str) -> list[str]:
-    """What an evaluation needs to know, and nothing of training."""
+    """Return the settings of an evaluation, and none of training."""
     return [
         f"model.path={model}",
         "model.dtype=float32",

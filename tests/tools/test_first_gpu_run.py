@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ladder of a first run on a GPU: it stops at what breaks, with a sentence; the probes see planted faults.
+"""The ladder of a first run on a GPU: it stops at a failure, with a sentence; the probes find planted faults.
 
 A whole rehearsal of it is slow: about a dozen runs of the program. Not covered: a GPU.
 """

@@ -14,7 +14,7 @@ PROGRAMS = sorted(
     for path in (*ROOT.glob("tools/*.py"), *ROOT.glob("tools/benchmarks/*.py"), *ROOT.glob("launch/*.py"))
     if not path.name.startswith("_")
 )
-# One process, so that heavy imports happen once; what a module says at its import is said in it as well.
+# One process, so that heavy imports happen once; output of a module's import appears in it as well.
 RUN_ALL = """
 import contextlib, io, json, runpy, sys, warnings
 def refuse(message, category, filename, lineno, file=None, line=None):
@@ -36,7 +36,7 @@ def test_help_is_all_that_is_printed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", RUN_ALL, *PROGRAMS], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
-    # A CUDA build of torch says so on a machine with CUDA's compiler and without a GPU.
+    # A CUDA build of torch prints this on a machine with CUDA's compiler and without a GPU.
     errors = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
     assert (done.returncode, errors) == (0, []), done.stderr[-4000:]
     found = json.loads(done.stdout)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task that needs a calculator: deterministic bytes, right answers, and a policy that learns to ask.
+"""The task that needs a calculator: deterministic bytes, right answers, and a policy that learns to call it.
 
 The learning test is a short version of launch/recipes/toy_calculator.yaml, in the slow tier.
 """

@@ -99,7 +99,7 @@ def test_demonstrations_slip_as_often_as_asked(tool, task, rate, right):
 
 
 def test_mixed_prompts_are_the_same_and_long_ones(task):
-    """0.4 of them long: two digits where the others have one; nothing of the validation in the training."""
+    """0.4 of them long: two digits instead of one; nothing of the validation in the training."""
     pairs: list[set[frozenset[str]]] = []
     for name, long_count in (("train", 40), ("validation", 8)):
         mixed, short = read(task, f"{name}_mixed"), {row["prompt"]: row["answer"] for row in read(task, name)}

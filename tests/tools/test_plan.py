@@ -74,7 +74,7 @@ def test_a_thousand_gpus_are_planned_in_time(tool: ModuleType, tmp_path: Path) -
 
 
 def test_ways_to_train_are_compared(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """72B on one node: adapters fit, in NF4 too, and all weights in no layout; what it says to set, fits."""
+    """72B on one node: adapters fit, in NF4 too, and all weights in no layout; the recommended settings fit."""
     out = tmp_path / "plan.json"
     assert tool.main([SEVENTY_LORA, "--nodes", "1", f"--json={out}"]) == 0
     found = {method["name"]: method for method in json.loads(out.read_text())["methods"]}
@@ -232,7 +232,7 @@ def test_a_placed_recipe_is_planned(tool: ModuleType, capsys: pytest.CaptureFixt
 
 
 def test_a_verl_recipe_is_planned(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tutorial's six GPUs, its model's shape found by name; what is ignored is said."""
+    """The tutorial's six GPUs, its model's shape found by name; ignored settings are noted."""
     recipe = ROOT / "tests/config/verl/tutorial.yaml"
     assert tool.main([str(recipe), "--gpus-per-node=6", "algorithm.adv_estimator=grpo"]) == 1
     output = capsys.readouterr()

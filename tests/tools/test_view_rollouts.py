@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout page: what is in it, what it makes of hostile texts and missing fields, and how it works in Chromium.
+"""The rollout page: its contents, its treatment of hostile texts and missing fields, and its behavior in Chromium.
 
 The browser tests need playwright and a Chromium on the PATH and are skipped without. Not covered: other browsers.
 """
@@ -143,7 +143,7 @@ def test_turns_in_a_browser(browser: Any, tool: ModuleType, tmp_path: Path) -> N
 
 
 def test_texts_cannot_leave_their_element(tool: ModuleType, tmp_path: Path) -> None:
-    """No `<` of the run is in the page, in whatever field it comes, and the policy forbids what is not the page's."""
+    """No `<` of the run is in the page, in any field, and the policy forbids everything outside the page."""
     row = make_row(
         HOSTILE,
         0,
@@ -165,7 +165,7 @@ def test_texts_cannot_leave_their_element(tool: ModuleType, tmp_path: Path) -> N
 
 
 def test_missing_fields_are_named(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows without token values, without tokens, and with numbers that are none; a flag says what the page lacks."""
+    """Rows without token values, without tokens, and with invalid numbers; a flag names the missing parts."""
     bare = {"prompt_id": 1, "prompt": "p", "response": "r"}
     old = {k: v for k, v in make_row(2, 0).items() if k in ("prompt_id", "response", "tokens", "rollout_logprobs")}
     nan = float("nan")
@@ -232,7 +232,7 @@ def browser() -> Iterator[Any]:
 
 
 def open_page(browser: Any, path: Path) -> tuple[Any, list[str]]:
-    """The page, ready, and everything that it asked for or complained about."""
+    """Open the page; return it when ready, with its requests and console errors."""
     page, events = browser.new_page(viewport={"width": 1280, "height": 800}), []
     page.on("request", lambda request: events.append(request.url))
     page.on("dialog", lambda dialog: events.append(dialog.message))
@@ -274,7 +274,7 @@ def test_hostile_texts_do_nothing_in_a_browser(browser: Any, tool: ModuleType, t
 
 
 def test_filter_sort_colours_and_group(browser: Any, tool: ModuleType, tmp_path: Path) -> None:
-    """What a reader does with the page, end to end on three steps of small groups; old rows say what they lack."""
+    """A reader's use of the page, end to end on three steps of small groups; old rows show their missing fields."""
     steps = {step: [make_row(p, s, TEXTS[: 3 + step + s]) for p in (5, 6) for s in range(4)] for step in (1, 2)}
     bare = {k: v for k, v in make_row(9, 0).items() if k in ("prompt_id", "response", "tokens", "reward")}
     run_dir, out = write_run(tmp_path / "run", steps | {3: [bare]}), tmp_path / "page.html"
@@ -325,7 +325,7 @@ def test_filter_sort_colours_and_group(browser: Any, tool: ModuleType, tmp_path:
 
 
 def test_search_by_pattern_prompt_component_and_change(browser: Any, tool: ModuleType, tmp_path: Path) -> None:
-    """Two runs on the same prompts: patterns, what fell between two steps, charts, and the link to what is shown."""
+    """Two runs on the same prompts: patterns, drops between two steps, charts, and the link to the selection."""
     rows = {
         step: [make_row(p, s, reward=1.0 - 0.5 * (p == 6) * (step == 2)) for p in (5, 6) for s in (0, 1)]
         for step in (1, 2)

@@ -2,8 +2,8 @@
 """Training on one rank equals plain transformers with autograd and AdamW; training on any layout equals one rank.
 
 Compared: logprobs of the responses before and after two updates, every metric of both, and all weights after the first
-(in HF coordinates, through the placement tables). Tolerances are ten times what float32 rounding was seen to leave.
-Not covered: CUDA, Transformer Engine; shared prompts (tests/models/test_context_parallel.py and
+(in HF coordinates, through the placement tables). Tolerances are ten times the observed float32 rounding. Not covered:
+CUDA, Transformer Engine; shared prompts (tests/models/test_context_parallel.py and
 tests/run/test_algorithms_in_loop.py have them).
 """
 
@@ -287,8 +287,8 @@ def test_same_layout_gives_the_same_bits(paths: dict[str, Path]) -> None:
 def test_bfloat16_trains_like_float32(layout: str, single: dict[str, Measured], paths: dict[str, Path]) -> None:
     """Sanity: bfloat16 keeps 8 bits, so logprobs of -6 are good to a few hundredths and norms to a few percent.
 
-    A weight of 1 is rounded by up to 2^-8, and Adam's step may differ by all of its 5e-4. On policy the ratio is
-    still exactly 1: the same kernels ran on the same numbers. Not compared: the second update, where rounding decides
+    A weight of 1 is rounded by up to 2^-8, and Adam's step may differ by all of its 5e-4. On policy the ratio is still
+    exactly 1: the same kernels ran on the same numbers. Not compared: the second update, in which rounding decides
     whether a token near the clip boundary has a gradient at all.
     """
     found = train(replace(LAYOUTS[layout], dtype="bfloat16"), paths["qwen3"])

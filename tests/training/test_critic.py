@@ -109,7 +109,7 @@ def _train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[s
 
 
 def train(case: Case, path: Path) -> Measured:
-    """Two updates on a layout; what several ranks have must be bitwise equal."""
+    """Two updates on a layout; values that several ranks hold must be bitwise equal."""
     ranks = run_ranks(_train_on_rank, case.world_size, case, path, timeout=100)
     assert all(found["metrics"] == ranks[0]["metrics"] and found["steps"] == 2 for found in ranks)
     before, after = (merge_rollouts([(r["at"], r[name]) for r in ranks]) for name in ("before", "after"))
@@ -183,7 +183,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def model(path: Path) -> torch.nn.Module:
-    """A saved Qwen2ForSequenceClassification whose config says that embeddings are tied (there is nothing to tie)."""
+    """A saved Qwen2ForSequenceClassification whose config declares tied embeddings (there is nothing to tie)."""
     return save_tiny_model(path, "qwen2", num_labels=1)
 
 
@@ -264,7 +264,7 @@ def _save_on_rank(rank: int, world_size: int, case: Case, path: Path, target: Pa
 
 
 def test_a_saved_critic_loads_again_and_in_transformers(tmp_path: Path) -> None:
-    """Made from a language model: the saved config.json says what it has become."""
+    """Made from a language model: the saved config.json has the new architecture."""
     path, target = tmp_path / "model", tmp_path / "critic"
     save_tiny_model(path, "qwen2")
     ranks = run_ranks(_save_on_rank, 4, LAYOUTS["tp2-pp2-sp"], path, target, timeout=100)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a failed capture says. Captures and replays themselves need a GPU: tests/gpu/test_graph_step.py."""
+"""The message of a failed capture. Captures and replays themselves need a GPU: tests/gpu/test_graph_step.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of Qwen3-Next and Qwen3.5 equal transformers', tensor by tensor, on every layout that they train on.
+"""Gradients of Qwen3-Next and Qwen3.5 equal transformers', tensor by tensor, on every supported layout.
 
-They come from an update with clipping, KL and entropy bonus, before the weights move.
-Not covered: what follows from them (tests/training/test_actor.py), CUDA.
+They come from an update with clipping, KL and entropy bonus, before the weights move. Not covered: the weight update
+(tests/training/test_actor.py), CUDA.
 """
 
 from __future__ import annotations

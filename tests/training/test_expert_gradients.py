@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of gates and experts equal a plain loop over tokens and experts in float64, however layers are recomputed.
+"""Gradients of gates and experts equal a plain loop over tokens and experts in float64, with any recomputation.
 
-What a mixture of experts is given in an update, and the gradient of what it gives, are caught from the model in float32
+The inputs of a mixture of experts in an update, and the gradients of its outputs, are caught from the model in float32
 and put through the loop. Not covered: layouts (tests/training/test_actor.py), replayed routes
 (tests/training/test_routing.py), the layers around it (tests/models/test_gpt.py), GPUs.
 """
@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Caught:
-    """Of one mixture of experts: what it was given [t, h], and the gradients of what it gave, by microbatch."""
+    """Inputs [t, h] of one mixture of experts and the gradients of its outputs, by microbatch."""
 
     given: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of fast paths on a CPU, where nothing is missing but float32. Not covered: what is found on a GPU."""
+"""The table of fast paths on a CPU, which lacks only float32's. Not covered: the table on a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_overlap_is_a_matter_of_data_parallelism() -> None:
 
 
 def test_what_is_installed_and_fails_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kernel fails where there is no GPU: torch's own, and a Transformer Engine that cannot be imported."""
+    """Every kernel fails without a GPU: torch's own, and a Transformer Engine that cannot be imported."""
 
     def fail(has_cuda: bool) -> str:
         return "OSError: libtransformer_engine.so: cannot open shared object file"

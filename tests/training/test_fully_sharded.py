@@ -63,7 +63,7 @@ TOLERANCE = 1e-6
 
 @dataclass
 class Found:
-    """What three updates have left."""
+    """Results of three updates."""
 
     logprobs: list[torch.Tensor]
     metrics: list[dict[str, float]]
@@ -138,9 +138,9 @@ def test_three_updates_equal_zero_1(layout: str, family: str, paths: dict[str, P
 
 @pytest.mark.parametrize("layout", [layout for layout in EXPERT_LAYOUTS if layout != "ep2-tp2-sp"])
 def test_experts_are_shared_by_their_replicas(layout: str, paths: dict[str, Path]) -> None:
-    """Where experts are spread over ranks, they have fewer replicas than the rest; with one, they are whole.
+    """Experts spread over ranks have fewer replicas than other parameters; with one replica, they are whole.
 
-    With tensor parallelism beside it is below, where routers have biases.
+    The combination with tensor parallelism is below, with router biases.
     """
     case = EXPERT_LAYOUTS[layout]
     expected, found = (train(case, paths["qwen3_moe"], stage) for stage in (1, 3))
@@ -180,7 +180,7 @@ def assert_shared(case: Case, found: Found, expected: Found) -> None:
 
 
 def test_bfloat16_trains_as_zero_1_does(paths: dict[str, Path]) -> None:
-    """What is gathered is what ZeRO-1 computes with, up to a weight that is rounded to its other side."""
+    """Gathered weights equal those of ZeRO-1, up to a weight that is rounded to its other side."""
     expected, found = (train(replace(LAYOUTS["dp2-selective"], dtype="bfloat16"), paths["qwen3"], n) for n in (1, 3))
     assert found.metrics[0] == pytest.approx(expected.metrics[0], rel=1e-5)
     for name in ("policy/loss", "policy/grad_norm"):
@@ -199,7 +199,7 @@ def _build_on_rank(rank: int, world_size: int, case: Case, path: Path) -> tuple[
 
 
 def test_no_rank_ever_has_the_whole_model(tmp_path: Path) -> None:
-    """While it is built: one layer's piece beside the shards, where the model is sixteen layers."""
+    """During construction: one layer's piece beside the shards, of a model of sixteen layers."""
     save_tiny_model(tmp_path, "llama", num_hidden_layers=16)
     for peak, held, whole in run_ranks(_build_on_rank, 4, case(4, actor=dict(zero_stage=3)), tmp_path, timeout=100):
         assert held <= peak <= 1.25 * held < 0.4 * whole
@@ -228,7 +228,7 @@ def test_a_reference_scores_with_shared_weights(dtype: str, family: str, paths: 
 
 
 def _release_on_rank(rank: int, world_size: int, case: Case, path: Path) -> list[Any]:
-    """Metrics of two updates, with and without what is given back between them."""
+    """Return the metrics of two updates, with and without a release between them."""
     actors = [build_actor(replace(case, actor=case.actor | (OFFLOADED if n else {})), path) for n in (False, True)]
     batch = build_batch(actors[0].model, case)
     batch = replace(batch, old_logprobs=actors[0].compute_logprobs(batch))

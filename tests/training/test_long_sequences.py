@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of sequences as long as users have them equal transformers', packed into one microbatch and cut over CP.
+"""Log-probs of long sequences equal transformers', packed into one microbatch and cut over CP.
 
-For the families whose layers know positions in ways of their own: windows and sinks, states, latents. Not covered:
-gradients (short sequences: tests/training), bfloat16, GPUs.
+For the families with position-dependent layers: windows and sinks, states, latents. Not covered: gradients (short
+sequences: tests/training), bfloat16, GPUs.
 """
 
 from __future__ import annotations

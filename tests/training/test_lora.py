@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of rank 4 on any layout train as PEFT's do on transformers, and everything else stays as it is.
+"""Adapters of rank 4 on any layout train like PEFT's on transformers, and everything else stays unchanged.
 
 Compared with PEFT: log-probs before and after three updates, every metric of each, and the adapters after the first.
-Adam divides by the size of a gradient, so that with its usual epsilon of 1e-8 an element whose gradient is nothing but
-rounding moves by the whole learning rate. Both sides take 1e-5 here, a hundredth of the typical gradient.
-Not covered: CUDA, Transformer Engine, experts with adapters (there are none).
+Adam divides by the size of a gradient, so that with its usual epsilon of 1e-8 an element whose gradient is only
+rounding moves by the whole learning rate. Both sides take 1e-5 here, a hundredth of the typical gradient. Not covered:
+CUDA, Transformer Engine, experts with adapters (there are none).
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def test_every_layout_trains_adapters_as_peft_does(layout: str, trained_by_peft:
 
 
 def score_on_rank(rank: int, world_size: int, case: Case, path: Path) -> list[torch.Tensor]:
-    """Log-probs [t] without adapters, with those of zeros, and with others that are switched off."""
+    """Return log-probs [t] without adapters, with zero adapters, and with others that are switched off."""
     plain = build_actor(replace(case, actor={k: v for k, v in case.actor.items() if k != "lora"}), path)
     zeros = build_actor(replace(case, actor=case.actor | dict(lora=LoraConfig(rank=4))), path)
     others = build_actor(case, path)
@@ -180,7 +180,7 @@ def test_adapters_of_zeros_and_none_are_the_model(layout: str, trained_by_peft: 
 
 @pytest.fixture(scope="module")
 def quantizable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose blocks no layout cuts, and in `dequantized` what bitsandbytes makes of its matrices."""
+    """A model whose blocks no layout cuts, and in `dequantized` its matrices as bitsandbytes restores them."""
     directory = tmp_path_factory.mktemp("quantizable")
     save_adapted(directory, "qwen2", hidden_size=128, intermediate_size=256)
     save_dequantized(directory / "model", directory / "dequantized")
@@ -291,7 +291,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], 
 
 @pytest.mark.parametrize("family", EXPERT_NAMES)
 def test_peft_reads_adapters_of_experts(tmp_path: Path, family: str) -> None:
-    """Under the names of published checkpoints, which it makes into those of transformers 5."""
+    """Under the names of published checkpoints, which PEFT converts into those of transformers 5."""
     looped, _ = save_looped(tmp_path, family)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "adapter")
     ids = torch.arange(3, 43)[None]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training gives back while the engine generates, and takes back bit for bit.
+"""Training memory is released while the engine generates, and restored bit for bit.
 
-On CPU the same calls run as on a GPU; that a device's memory really shrinks is for a GPU to show (here the
-storages are looked at).
+On CPU the same calls run as on a GPU; only a GPU can show that a device's memory really shrinks (the storages are
+checked here).
 """
 
 from __future__ import annotations

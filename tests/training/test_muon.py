@@ -58,7 +58,7 @@ def test_the_iteration_is_torchs_to_the_last_bit(shape: tuple[int, int]) -> None
 
 
 class MuonLoop:
-    """AdamW for what is no matrix of a layer, and Muon by its definition, one Hugging Face tensor at a time."""
+    """AdamW for parameters other than layer matrices, and Muon by its definition, one Hugging Face tensor at a time."""
 
     def __init__(self, model: torch.nn.Module, path: Path) -> None:
         self.shape = model_shape_from_config(model.config.to_dict(), source="the model")  # pyright: ignore

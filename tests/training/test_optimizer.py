@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The learning rate of every step, the gradient norm with and without clipping, and overlapped gradient reduction.
 
-What a step does to the weights is compared with torch's AdamW in test_actor.py.
+test_actor.py compares weight updates with torch's AdamW.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def assert_same(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -
 
 
 def test_batches_do_not_matter(worked: dict[str, Any]) -> None:
-    """Seven requests, three places and blocks for two or three: what each gives alone."""
+    """Seven requests, three places and blocks for two or three: the results equal those of single requests."""
     assert len({len(tokens) for tokens, _, _ in worked["batch"]}) > 3, "lengths must differ"
     assert_same(worked["batch"], worked["single"])
 
@@ -184,6 +184,6 @@ def test_interrupted_responses_can_be_resumed(worked: dict[str, Any]) -> None:
 
 
 def test_there_is_no_second_copy_of_anything(worked: dict[str, Any]) -> None:
-    """The cache while it generates, nothing afterwards, and the trainer's random numbers stay where they were."""
+    """The cache during generation, nothing afterwards, and the trainer's random numbers do not advance."""
     assert worked["cache"] == 13 * BLOCK_BYTES + BLOCK_BYTES // 16  # and one slot for padding
     assert worked["bytes"] == 0 and worked["streams"]

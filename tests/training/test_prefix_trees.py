@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and gradients of branches packed as prefix trees are those of branches packed whole, on every layout.
+"""Log-probs and gradients of branches packed as prefix trees equal those of branches packed whole, on every layout.
 
-Four ways of three turns, in two rollouts, and a branch that was sampled where another one was shown the same tokens.
-Not covered: CUDA, whose kernels see the same segments (tests/models/test_attention_backends.py).
+Four ways of three turns, in two rollouts, and a branch sampled at tokens that are only context in another one. Not
+covered: CUDA, whose kernels see the same segments (tests/models/test_attention_backends.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers that are told which experts to choose: updates equal transformers told the same, in every layout.
+"""Routers with prescribed experts: updates equal transformers with the same ones, in every layout.
 
-The routes are drawn at random, so that nearly every token goes where its router would not have sent it; those of some
-tokens are not known. How routes come from engines is in tests/engines/test_routes.py. Not covered: GPUs.
+The routes are drawn at random, so that nearly every token gets experts that its router would not have chosen; routes of
+some tokens are missing. tests/engines/test_routes.py tests the routes of engines. Not covered: GPUs.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ SHAPES = {
     "glm4_moe": RouteShape(layers=3, choices=2, experts=4),
     "deepseek_v3": RouteShape(layers=3, choices=4, experts=8),
 }
-UNKNOWN = 4  # the rollout of which nothing is known
+UNKNOWN = 4  # the rollout without routes
 
 
 def draw_routes(shape: RouteShape) -> np.ndarray:
-    """[rollouts + 1, longest, layers, choices]; of the last token of each rollout nothing is known, nor of padding.
+    """[rollouts + 1, longest, layers, choices]; the last token of each rollout and padding have no routes.
 
     They need not lie in the groups that a router would choose from.
     """
@@ -103,7 +103,7 @@ def routed(request: pytest.FixtureRequest, softmax: Routed, tmp_path_factory: py
 
 
 def replay_in_transformers(model: Any, routes: np.ndarray) -> None:
-    """Let every gate choose what `routes` says; sequences come one at a time, in their order."""
+    """Let every gate choose from `routes`; sequences come one at a time, in their order."""
 
     def replace_forward(gate: Any, layer: int) -> None:
         calls, route = 0, gate.forward
@@ -139,7 +139,7 @@ def test_replay_equals_transformers_with_the_same_choices(routed: Routed) -> Non
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_does_not_change_the_numbers(layout: str, softmax: Routed) -> None:
-    """Also what the routers did is counted once, whatever is shared or computed again."""
+    """Also the routers' counts count once, with sharing and recomputation."""
     found = softmax.train(LAYOUTS[layout])
     assert found.metrics[0]["policy/ratio_max_deviation"] == 0.0
     assert_same(found, softmax.single)
@@ -151,9 +151,9 @@ def test_pipeline_of_experts_does_not_change_the_numbers(routed: Routed) -> None
 
 
 def test_routers_are_described(softmax: Routed) -> None:
-    """Of random routes about one in six is the router's own choice (of 4 experts 2); what nobody told is not counted.
+    """About one in six random routes is the router's own choice (of 4 experts 2); missing ones are not counted.
 
-    In the metrics of an update: loads by the routes that the tokens in the loss have.
+    In the metrics of an update: loads by the routes of the tokens in the loss.
     """
     first = softmax.single.metrics[0]
     assert 0.05 < first["moe/agreement"] < 0.35

@@ -31,7 +31,7 @@ from megatron_rl.weights.shard_box import box_slices
 from tiny_models import save_tiny_model
 
 SP: dict[str, Any] = dict(sequence_parallel=True)
-# Every rank has the whole gradient of what it holds, also after the step, which sums it over the ranks.
+# Every rank has the whole gradient of its parameters, also after the step, which sums it over the ranks.
 REPLICATED: dict[str, Any] = dict(use_distributed_optimizer=False, clip_grad=1e9)
 LAYOUTS = {
     "single": Case(),

@@ -198,7 +198,7 @@ def test_graph_without_cuda_says_to_use_static() -> None:
 
 
 def _name_metrics(rank: int, world_size: int) -> tuple[list[tuple[str, ...]], int]:
-    """What a rank knows after each of three steps, the third with other settings, and the messages that it took."""
+    """Return a rank's metrics after each of three steps, the third with other settings, and its messages."""
     messages, share_object = [], step_module.share_object
     step_module.share_object = lambda *arguments: messages.append(1) or share_object(*arguments)
     loss = StepLoss("any", lambda name, microbatch: (torch.ones(()), {name: torch.ones(())}), torch.device("cpu"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine parameters may be the actor's own. That shapes and dtypes agree too is checked where they are bound."""
+"""Engine parameters that may be the actor's own. Equal shapes and dtypes are checked when they are bound."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_other_tp_shares_only_what_is_replicated() -> None:
 
 
 def _gather(rank: int, world_size: int, sets: list[frozenset[str]]) -> tuple[list[frozenset[str]], int]:
-    """What `gather_names` returns on this rank, and how many sets travelled."""
+    """Return the result of `gather_names` on this rank, and the number of sets sent."""
     sent, broadcast = [], dist.broadcast_object_list
     dist.broadcast_object_list = lambda objects, *args, **options: (
         sent.append(1),

@@ -75,7 +75,7 @@ MOE_SHAPE = make_shape("qwen3_moe", tied_embeddings=False)
 
 
 def count_by_definition(tables: list[list[ShardBox]], rank: int) -> list[ShardBox]:
-    """Rank by rank: what no earlier rank and no earlier placement of this rank holds."""
+    """Rank by rank: elements that no earlier rank and no earlier placement of this rank holds."""
     seen = {(p.hf_name, p.hf_box) for table in tables[:rank] for p in table}
     counted = []
     for p in tables[rank]:
@@ -162,7 +162,7 @@ FAULTS: dict[str, tuple[Callable[..., None], list[str]]] = {
 
 
 def certify(rank: int, world_size: int, fault: str, sample: bool, rounds: int, dtype: torch.dtype) -> Any:
-    """Megatron tp2 x pp2 and two engines of tp2, right but for the fault; the error's text, or what was verified."""
+    """Megatron tp2 x pp2 and two engines of tp2 with one planted fault; the error's text, or the verified tensors."""
     shape = MOE_SHAPE if "expert" in fault else SHAPE
     source_tables = place_megatron(shape, ParallelLayout(world_size, tp_size=2, pp_size=2))
     tables = place_vllm(shape, world_size, 2)

@@ -101,7 +101,7 @@ def test_classes_do_not_grow_with_layers_and_experts() -> None:
 
 
 def test_a_table_is_the_list_that_it_stands_for() -> None:
-    """Length, indices, slices; without some parameters; and tables that shared rows share what is left of them."""
+    """Length, indices, slices; without some parameters; and tables with shared rows share the rest of them."""
     first, second = (place_vllm(SHAPES[2], 2, 2)[rank] for rank in (0, 1))
     assert isinstance(first, PlacementTable) and first.rows is second.rows and list(first) != list(second)
     boxes = list(first)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines with matrices in eight bits: what they hold, what they compute, what is moved, and what is noticed.
+"""Engines with matrices in eight bits: their parameters, results, moved bytes, and detected faults.
 
-Not covered: GPUs, whose vLLM runs the same plain products; what the lost bits do to learning, which is in
+Not covered: GPUs, whose vLLM runs the same plain products; the effect of the lost bits on learning, which is in
 docs/sampling.md.
 """
 
@@ -77,7 +77,7 @@ def load_tensors(path: Path, factor: float, dtype: torch.dtype) -> dict[str, tor
 
 
 def find_faults(engine: Any, full: dict[str, torch.Tensor], kind: str) -> list[str]:
-    """Parameters of this rank that are not bit by bit what the reference makes of the tensors; a few without codes."""
+    """Return parameters of this rank that differ in a bit from the reference's coding; a few without codes."""
     wrong = []
     for p in engine.placements(dist.get_rank()):
         local, hf = box_slices(p.local_box), box_slices(p.hf_box)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of experts' matrices become a few copies of blocks that do the same.
+"""Copies of experts' matrices become a few equivalent copies of blocks.
 
-Not covered: what this is worth, which tools/benchmarks/bench_reshard.py measures.
+Not covered: the gain, which tools/benchmarks/bench_reshard.py measures.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def refuse_to_map(rank: int, world_size: int, transport: str) -> str:
 
 
 def test_gpus_without_a_link_between_them_use_buckets_or_refuse() -> None:
-    """One rank cannot map; all ranks decide alike. What the driver does is not covered."""
+    """One rank cannot map; all ranks decide alike. Not covered: a real driver."""
     assert run_ranks(refuse_to_map, 2, "auto", timeout=60) == ["buckets"] * 2
     message = "rank 0 cannot map a peer's memory: CUDA error: peer access is not supported between these two devices"
     assert run_ranks(refuse_to_map, 2, "pull", timeout=60) == [message] * 2
@@ -246,7 +246,7 @@ def test_ranks_of_a_plan_are_those_of_its_group() -> None:
 
 
 def switch_without_rank_2(rank: int, world_size: int, transport: str, leave: Callable[[], None]) -> str:
-    """One good switch, then one that rank 2 does not take part in; what the others say."""
+    """One good switch, then one without rank 2; return the errors of the other ranks."""
     group = dist.new_group(timeout=timedelta(seconds=4))
     shape = make_shape()
     source = place_megatron(shape, ParallelLayout(world_size, tp_size=2, pp_size=2))
@@ -268,7 +268,7 @@ def switch_without_rank_2(rank: int, world_size: int, transport: str, leave: Cal
 
 @pytest.mark.parametrize("transport", ["buckets", "pull"])
 def test_a_rank_that_hangs_makes_the_others_fail(transport: str) -> None:
-    """Within the timeout of the group, on every other rank, saying what was waited for."""
+    """Within the timeout of the group, on every other rank, naming the awaited rank."""
     messages = run_ranks(switch_without_rank_2, 4, transport, lambda: time.sleep(6), timeout=60)
     for rank in (0, 1, 3):
         assert messages[rank].startswith(f"rank {rank} gave up waiting for"), messages
@@ -276,7 +276,7 @@ def test_a_rank_that_hangs_makes_the_others_fail(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["buckets", "pull"])
 def test_a_killed_rank_makes_all_others_fail(transport: str) -> None:
-    """Every survivor says what it waited for, well before the timeout of the group."""
+    """Every survivor names the awaited rank, well before the timeout of the group."""
 
     def work(rank: int, world_size: int) -> tuple[str, float]:
         message = switch_without_rank_2(rank, world_size, transport, lambda: os.kill(os.getpid(), signal.SIGKILL))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from Megatron into the engine: what the engine then says equals transformers on the same weights.
+"""Weights from Megatron into the engine: its outputs then equal transformers on the same weights.
 
 Real megatron-core, real vLLM, real transformers, gloo. Not covered here: bytes and load of the plan
 (tests/transfer), GPU sleep and wake.
@@ -306,7 +306,7 @@ def test_engine_speaks_for_an_actor_with_adapters(
             held = 4 * sum(int(np.prod(size)) for size in adapters.values())
             stats = result["stats"]
             assert stats.bytes_moved + stats.bytes_copied == world * held, "each engine gets the adapters, no more"
-        if family != "qwen3_moe" and engine != "megatron":  # B is zero: what is merged is the model itself
+        if family != "qwen3_moe" and engine != "megatron":  # B is zero: the merged model is the model itself
             assert result["bit_equal"][0] == result["bit_equal"][1] > 0
 
 
@@ -348,7 +348,7 @@ def sabotage_resharder(patch: pytest.MonkeyPatch, what: str) -> None:
 
 
 def reshard_wrongly(rank: int, world_size: int, path: Path, mode: str, lora: LoraConfig) -> dict[str, str]:
-    """What is found with each sabotage, after which a reshard without it is right again."""
+    """Return the findings of each sabotage, after which an unsabotaged reshard is right again."""
     _, _, _, actor, hybrid, generator = build(
         make_config(path, {}, 1, "vllm", {"lora": mode}, lora), ParallelLayout(world_size)
     )
@@ -370,7 +370,7 @@ def reshard_wrongly(rank: int, world_size: int, path: Path, mode: str, lora: Lor
 
 @pytest.mark.parametrize("mode", ["merge", "adapter"])
 def test_adapters_that_the_engine_does_not_have_stop_the_run(tmp_path: Path, vllm_imported: None, mode: str) -> None:
-    """The certificate names the matrix; it compares what the engine computes with."""
+    """The certificate names the matrix; it compares the weights that the engine computes with."""
     save_adapted(tmp_path, "qwen2", **ENGINE_SIZES)
     (messages,) = run_ranks(reshard_wrongly, 1, tmp_path / "model", mode, adapted(tmp_path), timeout=150)
     tensor = "_proj.weight" if mode == "merge" else "_proj.lora_B.weight"

@@ -106,7 +106,7 @@ def check_written_once(plan: RankPlan, table: list[ShardBox]) -> None:
 
 
 def check_both_ends(plans: list[RankPlan]) -> None:
-    """What a rank sends is what its peer receives, in the same order; nobody sends to himself."""
+    """A rank's sends equal its peers' receives, in the same order; no rank sends to itself."""
     sends = {(plan.rank, peer): ops for plan in plans for peer, ops in plan.sends.items()}
     receives = {(peer, plan.rank): ops for plan in plans for peer, ops in plan.receives.items()}
     assert sends == receives and all(a != b and ops for (a, b), ops in sends.items())
@@ -131,7 +131,7 @@ def check_plans(shape: ModelShape, source: Tables, destination: Tables) -> None:
     """Exact values, everything once, the fewest bytes, both ends alike."""
     full = make_full_tensors(shape)
     plans = make_plans(source, destination)
-    # Sources hold UNTOUCHED in their padding: reading what a rank does not hold would show.
+    # Sources hold UNTOUCHED in their padding: reading elements outside a rank's shards would show.
     held = [cut_shards(table, full, PADDING_ROWS) for table in source]
     for plan, table, mine in zip(plans, destination, source, strict=True):
         filled = make_empty_shards(table, padding_rows=PADDING_ROWS)
@@ -298,9 +298,9 @@ def test_replicas_share_the_load(num_replicas: int, num_receivers: int, lengths:
     ids=str,
 )
 def test_replicas_of_a_real_model_share_the_load(world: int, sizes: dict[str, int], rollout_tp: int) -> None:
-    """Busiest over mean of each shard's ranks is at most 1.1 where every replica is as near to its readers.
+    """Busiest over mean of each shard's ranks is at most 1.1 if every replica is as near to its readers.
 
-    Not so by design where stages straddle nodes (tp 4, pp 2, dp 3 on nodes of 8): near comes before even.
+    Not so by design if stages straddle nodes (tp 4, pp 2, dp 3 on nodes of 8): near comes before even.
     """
     source, destination = build_shards(LLAMA_70B, ParallelLayout(world, **sizes), rollout_tp)
     sent = count_egress(source, destination, world, node=8)
@@ -311,10 +311,10 @@ def test_replicas_of_a_real_model_share_the_load(world: int, sizes: dict[str, in
 
 @pytest.mark.parametrize("rollout_tp,num_overlapping", [(8, 8), (4, 2), (2, 4), (1, 8)])
 def test_what_the_fixed_order_of_shards_overlaps(rollout_tp: int, num_overlapping: int) -> None:
-    """Engines are runs of neighboring ranks and rank % tp fixes the shard: how many of 8 ranks keep their own.
+    """Engines are runs of neighboring ranks and rank % tp fixes the shard: the number of 8 ranks that keep their own.
 
     At equal TP all do, which is the most that any order can give. Below it, ranks in steps of
-    training tp / rollout tp would all keep theirs; docs/resharding.md says why that is not done.
+    training tp / rollout tp would all keep theirs; docs/resharding.md gives the reason against it.
     """
     source, destination = build_shards(LLAMA_70B, ParallelLayout(8, tp_size=8), rollout_tp)
     matrices = [plan_rank(rank, source, destination, ranks_per_node=8).local for rank in range(8)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the probe of a server finds: with a trainer and a server that are two tables of log-probs.
+"""Findings of a server's probe: with a trainer and a server that are two tables of log-probs.
 
 Not covered: a real server (tests/engines/test_served.py).
 """
@@ -30,18 +30,18 @@ class Weights(AbsentEngine):
         self._loads, self._rank, self.given, self.held, self.tokens = loads, rank, 0.0, 0.0, TOKENS
 
     def end_weight_update(self) -> None:
-        """Load what was given, or what this server makes of it."""
+        """Load the given weights, or this server's version of them."""
         self.held = self._loads(self.given)
 
     def probe(self) -> Probed | None:
-        """Log-probs of what it holds."""
+        """Return log-probs under the loaded weights."""
         logprobs = np.full(len(self.tokens), -1.0 - self.held, np.float32)
         sampled = [Sampled(key, self.tokens, logprobs, "length") for key in (-1, -2)]
         return Probed(np.arange(4, dtype=np.int32), sampled, (0.0, 0.5)) if self._rank == 0 else None
 
 
 def probed(weights: Weights, asked: list[Any] | None = None, dtype: str = "float32") -> ProbedWeights:
-    """With a trainer that has what was given."""
+    """Probe with a trainer that has the given weights."""
 
     def score(sequences: Sequence[np.ndarray], skip: Sequence[int], temperature: float) -> list[np.ndarray]:
         if asked is not None:
@@ -73,7 +73,7 @@ def update(loads: Callable[[float], float], given: Sequence[float], dtype: str =
 
 
 def test_server_that_follows_passes() -> None:
-    """Also with the arithmetic of another program, and where nothing moves."""
+    """Also with the arithmetic of another program, and if nothing moves."""
     assert update(lambda given: given + 4e-6, [0.0, 1e-4, 1e-4, 0.3, -2.0]) == ""
 
 

@@ -39,7 +39,7 @@ def test_sharing_moves_storage_in_place() -> None:
 
 
 def test_peers_see_writes_and_leave_nothing_behind() -> None:
-    """Rank 1 reads what rank 0 wrote after the mapping; /dev/shm has no new entry meanwhile."""
+    """Rank 1 reads rank 0's writes after the mapping; /dev/shm has no new entry meanwhile."""
     before = set(os.listdir("/dev/shm"))
 
     def work(rank: int, world_size: int) -> list[list[float]] | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in an engine's fused parameters: the actor's own storage where layouts agree, few copies of blocks elsewhere.
+"""Experts in an engine's fused parameters: the actor's own storage if layouts agree, otherwise few copies of blocks.
 
 The engine is a stand-in with vLLM's parameters: vLLM's own experts are packed in place on a CPU and never shared there.
 Not covered: kernels on GPUs that bring experts into another order, which then have tensors of their own.

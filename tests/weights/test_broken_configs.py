@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broken config.json files: each is refused with four parts by what the dry run and the start share.
+"""Broken config.json files: the dry run and the start refuse each with the same four parts.
 
 The tables hold values that hand-written, cut-off and generated files have had. Not covered: keys that only a library
 reads (`attention_dropout`, say), and sizes that are right and do not fit the weights (tests/checkpoint).
@@ -218,7 +218,7 @@ def test_absent_keys_are_named(key: str, task: Path, broken: Path) -> None:
 
 
 def test_the_bound_on_layers_is_exact(task: Path, broken: Path) -> None:
-    """Nothing is listed for it: the names of the tensors would take minutes for what is refused."""
+    """Tensors are not listed before the check: the names alone would take minutes."""
     write(task, broken, num_hidden_layers=MOST_MATRICES, layer_types=None)
     assert load_model_shape(broken / "model").num_layers == MOST_MATRICES
     write(task, broken, num_hidden_layers=MOST_MATRICES + 1, layer_types=None)
@@ -226,7 +226,7 @@ def test_the_bound_on_layers_is_exact(task: Path, broken: Path) -> None:
         load_model_shape(broken / "model")
 
 
-# What a library, an engine or the machine refuses -> changes of config.json, settings, and words.
+# Refused by a library, an engine or the machine -> changes of config.json, settings, and words.
 BEHIND_CONFIG: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "a text for a number": ({"attention_dropout": "x"}, [], "transformers cannot read it"),
     "no token ids": ({"eos_token_id": [1, "a"]}, [], "transformers cannot read it"),
@@ -275,7 +275,7 @@ def test_the_machine_is_checked_where_ranks_were_started(
 
 
 def test_codes_of_experts_are_refused_for_every_device() -> None:
-    """By what the dry run calls; vLLM's kernels of experts take none."""
+    """In the dry run; vLLM's kernels of experts accept none."""
     experts = make_shape("qwen3_moe")
     with pytest.raises(UserError, match="rollout.quantization=fp8 with a mixture of experts"):
         check_engine(experts, "vllm", "fp8")
@@ -296,7 +296,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_end_with_one_message(case: str, task: Path, broken: Path, tmp_path: Path) -> None:
-    """The real program; the dry run that torchrun starts says the same."""
+    """The real program; the dry run that torchrun starts prints the same."""
     changes, settings, words = CASES[case]
     write(task, broken, **changes)
     for name in ("adapter_config.json", "adapter_model.safetensors"):

@@ -162,7 +162,7 @@ def test_logical_tensors_are_those_of_transformers(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logical_tensors_are_those_of_checkpoints(tmp_path: Path, family: str) -> None:
-    """Names, shapes and values of what save_pretrained writes; experts are fused in memory and apart on disk."""
+    """Names, shapes and values of save_pretrained's output; experts are fused in memory and apart on disk."""
     model = save_tiny_model(tmp_path, family, num_hidden_layers=2)
     shape, written = load_model_shape(tmp_path), load_file(tmp_path / "model.safetensors")
     assert {name: tuple(x.shape) for name, x in written.items()} == {
@@ -178,7 +178,7 @@ def test_logical_tensors_are_those_of_checkpoints(tmp_path: Path, family: str) -
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - UNSCORED))
 def test_logical_tensors_with_a_score_head_are_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
-    """No output layer, whatever config.json says about tying; the class has the name that we write."""
+    """No output layer, with tied and untied embeddings in config.json; the class has the name that we write."""
     changes = SIZES | EXPERT_SIZES.get(family, {}) | (dict(sliding_window=None) if family == "mistral" else {})
     changes |= dict(pad_token_id=0) if family in ("phi3", "glm4", "smollm3", "olmo2") else {}
     config = CONFIGS[family](**changes, tie_word_embeddings=tied, num_labels=1)
@@ -444,7 +444,7 @@ def test_windows_of_gemma_3() -> None:
 
 
 def test_positions_that_a_scaling_allows() -> None:
-    """YaRN is added to the config.json of a short model; the short factors of LongRoPE end where pretraining did."""
+    """YaRN extends the config.json of a short model; the short factors of LongRoPE end at the pretraining length."""
 
     def read(rope: dict[str, Any]) -> Any:
         return model_shape_from_config(make_config() | {"rope_parameters": rope}, source="here")

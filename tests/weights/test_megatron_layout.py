@@ -130,7 +130,7 @@ def test_expert_parallel_ranks_share_the_experts(
     ids=ParallelLayout.describe,
 )
 def test_experts_that_are_not_split(layout: ParallelLayout, is_fully_sharded: bool) -> None:
-    """Each is on its replicas as a whole, or in shards of them; a layer's matrices are where they always are."""
+    """Each is on its replicas as a whole, or in shards of them; a layer's matrices keep their usual places."""
     shape = make_shape("qwen3_moe", num_experts=4)
     counts = {name: torch.zeros(size, dtype=torch.int) for name, size in shape.logical_tensors().items()}
     for rank in layout.ranks:

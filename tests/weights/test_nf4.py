@@ -63,9 +63,9 @@ def test_every_piece_has_the_bits_of_the_whole(columns: int) -> None:
 
 
 def test_the_fault_of_the_cpu_kernel_is_still_there() -> None:
-    """Rows that are no whole blocks come out wrong, without a word: why matrices are handed over flat.
+    """Rows that are no whole blocks silently come out wrong, so matrices are passed flat.
 
-    Where this fails, the kernel is right or refuses, and the note in `weights/nf4.py` can go.
+    If this fails, the kernel is right or refuses, and the note in `weights/nf4.py` can go.
     """
     weight = draw(96, 96)
     errors = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boxes against numpy's own indexing, and what a table must not say about a model."""
+"""Boxes against numpy's own indexing, and invalid tables of a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZE = (5, 4, 6)
 
 @st.composite
 def boxes(draw: st.DrawFn, num_dims: int, min_size: int = 0) -> Box:
-    """A box inside the first `num_dims` dimensions of SIZE; may be empty where min_size is 0."""
+    """Draw a box inside the first `num_dims` dimensions of SIZE; may be empty if min_size is 0."""
     box = []
     for size in SIZE[:num_dims]:
         start = draw(st.integers(0, size - min_size))
