@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of the configured advantage estimator, and token rewards.
 
-Per-rollout numbers (scores, group sizes) are equal on every rank, so group baselines need no communication; token-level
-tensors are the rank's own.
+Scores and group sizes are equal on every rank, so group baselines need no communication; [t] tensors are the rank's
+own.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
     Collective over `inputs.group` for estimators that whiten, and for tensor metrics.
 
     Returns:
-        Advantages and returns, 0 outside the loss, and metrics named `estimator/<name>/<metric>`.
+        Advantages and returns, 0 outside the loss, and metrics `estimator/<name>/<metric>`.
 
     Raises:
-        UserError: unknown estimator, missing critic, or a plugin estimator that does not return [t] tensors.
+        UserError: unknown estimator, missing critic, or a plugin's result is not [t] tensors.
     """
     name = config.adv_estimator
     estimator = find_advantage_estimator(name)
@@ -125,13 +125,11 @@ def compute_token_rewards(
 ) -> torch.Tensor:
     """Compute token rewards (Ziegler et al., arXiv 1909.08593, eq. 2): the response's on its last token, minus KL.
 
-    A turn's own reward is on its last token. A branch's last token also gets the rewards of later turns in other
-    branches.
+    A branch's last token also gets the rewards of later turns in other branches.
 
     Args:
         rewards: [num_sequences], from the sequence's last turn on.
         kl: [t] from `compute_kl_penalty`, or `None` if KL is not in the reward.
-        loss_mask: [t] bool.
         sequence_ids: [t] int64; -1 on padding.
         turn_rewards: [t], each turn's reward at its last token, except for a sequence's last turn.
 

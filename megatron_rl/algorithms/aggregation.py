@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss aggregation: one weight per sequence, so that a loss is `sum(weight * token loss)`.
 
-Denominators are global, over the whole minibatch, so the loss does not depend on the split into microbatches and DP
-ranks. A sequence without tokens in the loss still counts in `num_seqs`.
+Denominators are global, so the loss does not depend on microbatches and DP ranks. A sequence without tokens in the loss
+still counts in `num_seqs`.
 """
 
 from __future__ import annotations
@@ -46,13 +46,12 @@ def aggregate(
     """Compute the token weight of each sequence of one minibatch.
 
     Args:
-        mode: `algorithm.loss_agg_mode`.
         response_lengths: tokens in the loss per sequence of the global minibatch.
         max_response_length: the constant of mode "constant".
         options: options of the mode, from `find_options`.
 
     Raises:
-        UserError: unknown mode, or a plugin mode that does not return a finite weight per sequence.
+        UserError: unknown mode, or a plugin's weights are not finite or not one per sequence.
     """
     lengths = np.asarray(response_lengths, np.float64)
     found = find_loss_aggregation(mode)(AggregationInputs(lengths, max_response_length, options))

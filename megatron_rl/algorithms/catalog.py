@@ -95,13 +95,12 @@ def register_advantage_estimator(
         needs_values: build a critic and provide `inputs.values`.
         needs_greedy_baseline: score a greedy response per prompt and provide `inputs.baselines`.
         needs_group: refuse rollout.n = 1, which would make every advantage 0.
-        needs_sum_pi_squared: provide `inputs.sum_pi_squared`, at the cost of a forward pass per step.
-        needs_old_logprobs: provide `inputs.old_logprobs` and `inputs.importance_weights`, possibly at the cost of a
-            forward pass per step.
-        options: frozen dataclass of settings.
+        needs_sum_pi_squared: provide `inputs.sum_pi_squared`; costs a forward pass per step.
+        needs_old_logprobs: provide `inputs.old_logprobs` and `inputs.importance_weights`; may cost a forward pass per
+            step, so pass False if both are unused.
 
     Raises:
-        UserError: the name is taken, or `options` cannot be settings.
+        UserError: the name is taken, or `options` is invalid.
     """
 
     def make_entry(estimator: AdvantageEstimator) -> RegisteredEstimator:
@@ -122,14 +121,11 @@ def register_policy_loss(name: str, *, options: type | None = None) -> Callable[
 
     The loss returns the token loss [t], a mask of clipped tokens [t] bool, and optionally metrics: a dict with fixed
     names of tensors [t], whose mean over the tokens in the loss is logged as `loss/<name>/<metric>`. At masked
-    positions inputs are 0 and results are dropped. A loss that reads values on the host (`.item()`, boolean indexing,
-    `torch.unique`) cannot run inside a CUDA graph.
-
-    Args:
-        options: frozen dataclass of settings.
+    positions inputs are 0 and results are dropped. For CUDA graphs, the loss must not read values on the host
+    (`.item()`, boolean indexing, `torch.unique`).
 
     Raises:
-        UserError: the name is taken, or `options` cannot be settings.
+        UserError: the name is taken, or `options` is invalid.
     """
     return _register(POLICY_LOSSES, name, _LOSS, options)
 
@@ -144,15 +140,11 @@ def register_loss_aggregation(
 ) -> Callable[[LossAggregation], LossAggregation]:
     """Register `aggregation(inputs)` as algorithm.loss_agg_mode = `name`; a decorator.
 
-    The aggregation returns one token weight per response of a minibatch, [num_seqs]: the loss is the sum of `weight *
-    token loss`. It may also return a dict of numbers, logged as `aggregation/<name>/<metric>`. It must be a pure
-    function: every rank and the ledger compute it for the whole minibatch.
-
-    Args:
-        options: frozen dataclass of settings.
+    The aggregation returns one token weight per response of a minibatch, [num_seqs], and optionally a dict of numbers,
+    logged as `aggregation/<name>/<metric>`. It must be a pure function: every rank and the ledger call it.
 
     Raises:
-        UserError: the name is taken, or `options` cannot be settings.
+        UserError: the name is taken, or `options` is invalid.
     """
     return _register(LOSS_AGGREGATIONS, name, _AGGREGATION, options)
 
@@ -169,8 +161,6 @@ def _register(
     options: type | None,
     make_entry: Callable[[Any], Any] = lambda function: function,
 ) -> Callable[[Any], Any]:
-    """Return a decorator that registers a function and its options."""
-
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if options is not None:
             check_options(name, options, describe_place(function))

@@ -19,7 +19,7 @@ import torch
 def mix_logprobs(logprobs: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Return the weighted mean of several teachers' log-probs [t], bitwise equal to the first if all are equal.
 
-    The weighted sum of reverse divergences to several teachers is the one to their mean up to a constant.
+    Up to a constant, its reverse divergence is the weighted mean over the teachers.
     """
     first, total = logprobs[0], sum(weights)
     mixed = first
@@ -44,8 +44,6 @@ def sum_divergences(
 
     Args:
         teacher_logprobs: teacher name -> [t]; NaN for tokens that the teacher does not score.
-        old_logprobs: [t].
-        loss_mask: [t] bool.
     """
     sums = {}
     for name, logprobs in teacher_logprobs.items():

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Built-in advantage estimators.
 
-Reward-based estimators give one number per rollout to all of its tokens. Groups of equal rewards and groups of one have
-advantages of exactly 0. Arithmetic is float64; results are float32.
+Groups of equal rewards and groups of one have advantages of exactly 0. Arithmetic is float64; results are float32.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ _WEIGHT_EPSILON = 1e-8
 def compute_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """Compute group-relative advantages (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
-        A_i = (r_i - mean(r)) / (std(r) + 1e-6)
-
-    with the group's unbiased standard deviation; not divided if `norm_adv_by_std=False`.
+    A_i = (r_i - mean(r)) / (std(r) + 1e-6)          std unbiased; not divided if `norm_adv_by_std=False`
     """
     if not config.norm_adv_by_std:
         return compute_dr_grpo_advantages(inputs, config)
@@ -94,8 +91,8 @@ def compute_optimal_token_baseline_advantages(inputs: AdvantageInputs, config: A
         G_t = sum_{l >= 0} r_{t+l}
         W_t = sum_{u <= t} (1 - 2 p_u + sum_v p_v^2)    squared gradients of log p on the logits, up to t
 
-    p is the policy before the update; importance weights, if any, multiply the terms of W squared. At W = 0 (no
-    expected gradient) the baseline is the plain mean. Collective: a group may be spread over ranks.
+    p is the policy before the update; squared importance weights, if any, multiply the terms of W. At W = 0 the
+    baseline is the plain mean. Collective: a group may be spread over ranks.
     """
     where = inputs.loss_mask.nonzero(as_tuple=True)[0]
     ids, device = inputs.sequence_ids[where], where.device
@@ -123,8 +120,7 @@ def compute_remax_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -
 def compute_reinforce_plus_plus_baseline_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
     """Compute REINFORCE++ advantages with a group-mean baseline (arXiv 2501.03262): r_i - mean(r), then whitened.
 
-    Whitening subtracts the mean over tokens, nonzero if reward correlates with length: even a group of one then has a
-    small advantage.
+    If reward correlates with length, whitening gives even a group of one a small advantage.
     """
     return whiten_over_ranks(inputs.expand(_centred_scores(inputs)), inputs.loss_mask, inputs.group)
 
@@ -166,18 +162,12 @@ def compute_distill_advantages(inputs: AdvantageInputs, config: AlgorithmConfig)
 
 
 def whiten_over_ranks(values: torch.Tensor, loss_mask: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Standardize values over the masked-in tokens of all ranks; collective.
+    """Standardize values [t] over the masked-in tokens of all ranks; collective.
 
         (x - mean) / sqrt(variance + 1e-8)          variance unbiased
 
-    Equal values, and a single token, become 0.
-
-    Args:
-        values: [t]; ignored outside the mask.
-        loss_mask: [t] bool.
-
     Returns:
-        [t] float32, 0 outside the mask.
+        [t] float32, 0 outside the mask, for equal values, and for a single token.
     """
     values = torch.where(loss_mask, values.double(), 0.0)
     sums = torch.stack([loss_mask.sum().double(), values.sum()])

@@ -66,12 +66,8 @@ class KLController:
 class AdaptiveKL(KLController):
     """Proportional controller in log space (Ziegler et al., arXiv 1909.08593).
 
-        error = clip(KL / target - 1, -0.2, 0.2)
-        coef <- coef (1 + gain error)              gain = min(num_responses / horizon, 1)
-
-    Args:
-        target: target KL, in nats.
-        horizon: responses over which the controller acts, as in the paper's code.
+    error = clip(KL / target - 1, -0.2, 0.2)               KL in nats
+    coef <- coef (1 + gain error)                          gain = min(num_responses / horizon, 1)
     """
 
     def __init__(self, coef: float, target: float, horizon: float) -> None:
@@ -93,11 +89,10 @@ class AdaptiveKL(KLController):
 
 
 def measure_for_target(kl: np.ndarray, tokens: np.ndarray, config: AlgorithmConfig) -> float:
-    """Return the KL to compare with `kl_target`: the mean over responses, of the sum or of the mean over tokens.
+    """Return the KL to compare with `kl_target`: the mean over responses of their sum or their mean per token.
 
     Args:
-        kl: [num_rollouts], summed over the tokens in the loss.
-        tokens: [num_rollouts], number of tokens in the loss.
+        kl, tokens: [num_rollouts], sums over the tokens in the loss, and their number.
     """
     return float(np.mean(kl / np.maximum(tokens, 1) if config.kl_target_per == "token" else kl))
 

@@ -32,11 +32,11 @@ def build_ledger(
     """Compute the ledger of one minibatch.
 
     A fully masked response (length 0) still counts as a sequence: it shrinks the loss in per-sequence modes, but not in
-    token-mean. Modes from plugins have denominator 1; tokens and weight sums are checked in every mode.
+    token-mean. Modes from plugins have denominator 1.
 
     Args:
         mode: `algorithm.loss_agg_mode`.
-        response_lengths_in_loss: tokens in the loss per response of the minibatch, over all ranks.
+        response_lengths_in_loss: tokens in the loss per response of the global minibatch.
         max_response_length: the constant of mode "constant".
         options: options of the mode, from `find_options`.
     """
@@ -56,7 +56,7 @@ def build_ledger(
 
 
 def check_ledger(ledger: LossLedger, tokens: float, weight_sum: float) -> None:
-    """Compare tokens and weights counted by the losses, summed over microbatches and ranks, with the ledger.
+    """Compare the tokens and weights that the losses of all microbatches and ranks counted with the ledger.
 
     Raises:
         LedgerError: token counts differ, or weight sums differ by more than 1e-4 (relative).
@@ -78,14 +78,10 @@ def is_ledger_met(ledger: LossLedger, tokens: torch.Tensor, weight_sum: torch.Te
 
 
 def ledger_metrics(ledger: LossLedger, totals: Mapping[str, float], prefix: str = "ledger") -> dict[str, float]:
-    """Return each loss term's numerator and denominator, and the aggregation's metrics.
+    """Return numerator and denominator of each loss term, named "<prefix>/<term>/...", and the aggregation's metrics.
 
     Args:
-        totals: metrics of `compute_policy_loss` (terms policy, kl, entropy, with coefficients) or of
-            `compute_value_loss` (term value), summed over microbatches and ranks.
-
-    Returns:
-        Metrics named "<prefix>/<term>/numerator" and "<prefix>/<term>/denominator".
+        totals: metrics of `compute_policy_loss` or `compute_value_loss`, summed over microbatches and ranks.
     """
     terms = _POLICY_TERMS if "policy" in totals else _VALUE_TERMS
     metrics = dict(ledger.metrics)

@@ -2,8 +2,7 @@
 """The policy's total loss: policy-gradient term, KL, entropy and distillation, with metrics.
 
 A loss is the sum of `loss_weights * token loss`. The weights hold global denominators (`aggregation.py`), so sums over
-microbatches and DP ranks give the optimizer step's loss. Shapes depend on t only, without device syncs, for CUDA
-graphs.
+microbatches and DP ranks give the optimizer step's loss. Shapes depend on t only, for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ def compute_policy_loss(
         loss_weights: [t], 0 at masked positions.
 
     Returns:
-        The loss (scalar), and sums over tokens: "loss", its parts "policy", "kl_term", "entropy_term", "weights";
-        unweighted "kl", "entropy", "clipped", "tokens", "divergence" (if any), and the policy loss's own
-        "loss/<name>/<metric>"; and the maximum "max/deviation" of |logprobs - old_logprobs|.
+        The loss (scalar), and metrics: weighted sums "loss", "policy", "kl_term", "entropy_term", "weights"; unweighted
+        sums "kl", "entropy", "clipped", "tokens", "divergence" (if any) and "loss/<name>/<metric>"; the maximum
+        "max/deviation" of |logprobs - old_logprobs|.
 
     Raises:
-        UserError: unknown policy loss, or a plugin loss that does not return [t] tensors.
+        UserError: unknown policy loss, or a plugin's result is not [t] tensors.
     """
     mask, tokens = inputs.loss_mask, _blank_masked(inputs)
 

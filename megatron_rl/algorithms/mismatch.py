@@ -63,12 +63,10 @@ def compute_importance_weights(
         product-mask         w_i, or 0 outside [low, high]    the sum is bounded to +-20
 
     `reject_sequence_above` zeroes the weights of a response with a larger |d|, in any mode. A masked token still counts
-    in the loss's denominators, so masking shrinks the step instead of reweighting the rest. KL and entropy terms are
-    unweighted. With `bypass`, only rejection yields weights: the ratio itself uses `rollout_logprobs`.
+    in the loss's denominators: masking shrinks the step. With `bypass`, only rejection yields weights.
 
     Args:
         old_logprobs, rollout_logprobs: [t]; ignored at masked positions.
-        loss_mask: [t] bool.
         responses: rollouts with all branches; each has one weight or is rejected as a whole.
 
     Returns:
@@ -114,7 +112,7 @@ def _log_weights(level: str, gap: torch.Tensor, responses: Responses, counts: to
 def normalize_weights(weights: torch.Tensor, sums: dict[str, float]) -> torch.Tensor:
     """Divide the weights by the step's mean from the global sums; unchanged if the mean is 0.
 
-    The mean is after truncation, without masked entries: over tokens, or over responses in modes sequence and product.
+    The mean is after truncation, without masked entries, over tokens or (modes sequence and product) responses.
     """
     return weights * (sums["normal_count"] / sums["normal"]) if sums["normal"] > 0 else weights
 

@@ -25,14 +25,14 @@ class AdvantageInputs:
         baselines: [num_groups] reward of the greedy response, if needed.
         token_rewards: [t] float32 from `compute_token_rewards`.
         values: [t]; `values[i]` is the critic's value of the state in which `tokens[i]` was chosen.
-        loss_mask: [t] bool, response tokens in the loss.
+        loss_mask: [t] bool.
         sequence_ids: [t] int64; -1 on padding.
         group: data parallel group over which the rollouts are spread.
         rollout_ids: [t] int64; `None` if every rollout is one sequence.
         old_logprobs: [t] of the policy before the update.
         sum_pi_squared: [t] sum over the vocabulary of squared probabilities, if needed.
         importance_weights: [t] from `compute_importance_weights`, or `None`.
-        has_reward: [num_rollouts] bool, an input of `compute_advantages`; always `None` for estimators.
+        has_reward: [num_rollouts] bool; always `None` for estimators.
     """
 
     scores: np.ndarray
@@ -71,8 +71,7 @@ class Advantages:
     Attributes:
         advantages: [t] float32, 0 outside the loss mask.
         returns: [t] float32 targets for the critic, or `None`.
-        metrics: name -> number equal on every rank, or tensor [t] whose mean over all ranks' tokens in the loss is
-            logged.
+        metrics: number equal on every rank, or tensor [t] to average over all ranks' tokens in the loss.
     """
 
     advantages: torch.Tensor
@@ -89,7 +88,6 @@ class PolicyLossInputs:
     Attributes:
         logprobs: of the current policy, differentiable.
         old_logprobs: of the policy before the update.
-        loss_mask: bool, response tokens in the loss.
         sequence_ids: int64; -1 on padding.
         chosen: bool, tokens picked by `choose_tokens`, or `None`.
     """

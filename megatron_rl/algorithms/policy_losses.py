@@ -59,8 +59,7 @@ def compute_geo_mean_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
         s_i = exp(mean_t c_t)
         loss_t = -mean_t(A_t) sg[s_i] exp(c_t - sg[c_t])
 
-    With seq-mean-token-mean, value and gradient equal those of -A_i s_i. A sequence is a branch, as in
-    `compute_gspo_loss`.
+    With seq-mean-token-mean, value and gradient equal those of -A_i s_i. A sequence is a branch.
     """
     log_ratio, advantages = inputs.logprobs - inputs.old_logprobs, inputs.advantages
     bounded = log_ratio.clamp(-config.clip_eps_low, config.clip_eps_high)
@@ -74,9 +73,7 @@ def compute_geo_mean_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
 def compute_sapo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the surrogate with a smooth gate instead of a clip (SAPO, arXiv 2511.20347).
 
-        loss_t = -A_t 4 / tau sigmoid(tau (ratio_t - 1))      tau = tau_pos if A_t > 0, else tau_neg
-
-    The paper aggregates by seq-mean-token-mean.
+    loss_t = -A_t 4 / tau sigmoid(tau (ratio_t - 1))      tau = tau_pos if A_t > 0, else tau_neg
     """
     ratio, advantages = bounded_ratio(inputs.logprobs - inputs.old_logprobs), inputs.advantages
     tau = torch.full_like(ratio, config.sapo_tau_neg).masked_fill(advantages > 0, config.sapo_tau_pos)
@@ -196,11 +193,9 @@ def choose_tokens(inputs: PolicyLossInputs, config: AlgorithmConfig, group: dist
     """Choose max(1, cov_ratio * tokens of the step) tokens for `clip_cov` or `kl_cov` to restrain; collective.
 
         kl_cov      the greatest cov_t
-        clip_cov    of those with clip_cov_low < cov_t < clip_cov_high, by a hash of sequence and position: a choice
-                    independent of the tokens and repeatable
+        clip_cov    of those with clip_cov_low < cov_t < clip_cov_high, by a repeatable hash of sequence and position
 
     Args:
-        inputs: this rank's tokens; `logprobs` is unused.
         group: DP group over which the tokens are spread.
 
     Returns:

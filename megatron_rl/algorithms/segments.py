@@ -18,10 +18,7 @@ def number_segments(sequence_ids: torch.Tensor) -> torch.Tensor:
 
 
 def sum_per_segment(values: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-    """Give every token the sum over its segment, [t] float64.
-
-    float64 hides the order of additions, which is nondeterministic on a GPU, once results are rounded to float32.
-    """
+    """Give every token the sum over its segment, [t] float64: float32 would show the GPU's order of additions."""
     sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)
     return sums.index_add(0, segments, values.double())[segments]
 

@@ -2,8 +2,7 @@
 """Self-attention for megatron-core layer specs: blocked fused QKV rows and packed, causal core attention.
 
 megatron-core's `DotProductAttention` refuses packed sequences and context parallelism, and its rotary embedding
-supports neither contiguous shards nor shared prompts (hence `position_embedding_type="none"`). Selective recomputation
-covers the whole core attention, rotation and exchanges included.
+supports neither contiguous shards nor shared prompts (hence `position_embedding_type="none"`).
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ from megatron_rl.parallel.ulysses import exchange_to_heads, exchange_to_tokens
 
 
 class BlockedSelfAttention(SelfAttention):
-    """Self-attention whose fused projection has row order `[q; k; v]` on each TP rank.
+    """Self-attention whose fused projection has rows `[q; k; v]` on each TP rank, not interleaved per KV group.
 
-    megatron-core interleaves rows per KV group. The blocked order is the rollout engine's, so both can share storage at
-    equal TP.
+    This is the rollout engine's order, so both can share storage at equal TP.
     """
 
     def get_query_key_value_tensors(
@@ -42,10 +40,7 @@ class BlockedSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> tuple[torch.Tensor, ...]:
-        """Project [t, 1, h] to query [t, 1, np, d], key and value [t, 1, ng/tp, d], and gates (if any) like queries.
-
-        The projection holds each head's gate rows behind its query rows.
-        """
+        """Project [t, 1, h] to query [t, 1, np, d], key and value [t, 1, ng/tp, d], and optional gates like queries."""
         assert key_value_states is None and split_qkv, "plain self-attention only"
         d, np_, ng = (
             self.hidden_size_per_attention_head,
@@ -81,10 +76,7 @@ class NormedSelfAttention(BlockedSelfAttention):
 
 
 class PackedAttention(MegatronModule):
-    """Causal core attention over packed sequences, with megatron-core's constructor signature.
-
-    It rotates query and key and gathers whole sequences over the context parallel group. With a KV cache (generation)
-    it stores keys and values instead, without any exchange.
+    """Causal core attention over packed sequences: rotation, context parallel exchange or KV cache, and attention.
 
     Attributes:
         layer_number: megatron-core's, over all stages.
@@ -131,7 +123,6 @@ class PackedAttention(MegatronModule):
 
         Args:
             query: [t/cp, np, d], not rotated; key and value have ng/tp heads, value d_v <= d channels.
-            packed_seq_params: from `build_packed_sequences`.
         """
         assert attention_mask is None and attention_bias is None, "causal attention only"
         assert isinstance(packed_seq_params, PackedSequences), "packed sequences with positions only"

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal attention over the segments of a packed row, by the fastest backend that works on the device.
 
-A segment is a run of queries. Its keys are the rows of its prefix (a shared prompt), if any, then its own rows: with n
-queries and k keys, query i sees keys 0 .. k - n + i (aligned at the bottom right). All backends compute the same:
+A segment's keys are its prefix (a shared prompt), if any, then its own rows: with n queries and k keys, query i sees
+keys 0 .. k - n + i (aligned at the bottom right). All backends compute the same:
 
 * flash-attn, torch-varlen: one kernel over all segments; CUDA, 16-bit types;
-* efficient: torch's memory-efficient kernel over all segments; float32 as well; KV heads are repeated to n heads;
-* sdpa: any device; one call per segment size, with bitwise the results of a call per segment; reads lengths on the
-  host;
+* efficient: torch's memory-efficient kernel over all segments; float32 as well;
+* sdpa: any device; one call per segment size, bitwise equal to a call per segment; reads lengths on the host;
 * tiled: `tiled_attention.py`; for batch invariance, never chosen for speed.
 
 Memory is linear in the number of tokens. A kernel is chosen only after a trial on the device.
@@ -39,7 +38,7 @@ class Segments:
     """Attention pattern of a packed row, prepared for one backend.
 
     Attributes:
-        cu_seqlens_q, cu_seqlens_k: [num_segments + 1] int32, boundaries of queries and keys.
+        cu_seqlens_q, cu_seqlens_k: [num_segments + 1] int32.
         key_index: [k] int64, rows of the keys and values; all rows in place if `None`.
         key_is_real: [k] bool, false for padding in `key_index`, whose keys and values are zeroed.
         batches: (segments, queries, keys) per batch of equal segments (sdpa only).
@@ -80,7 +79,7 @@ def list_kernels(dtype: torch.dtype) -> list[str]:
 
 @cache
 def find_kernel_failure(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compare one of `KERNELS` with "sdpa" on two short segments, the second behind a prefix; see `find_failure`."""
+    """Compare one of `KERNELS` with "sdpa" on short segments; see `find_failure`."""
 
     def call() -> None:
         cu_seqlens_q, cu_seqlens_k = (
@@ -96,7 +95,6 @@ def find_kernel_failure(backend: str, device: torch.device, dtype: torch.dtype) 
 
 
 def _run_trial(segments: Segments, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the attention output and its gradients for fixed inputs."""
     inputs = [
         torch.arange(rows * heads * 64.0).mul(0.7).sin().view(rows, heads, 64).to(device, dtype).requires_grad_()
         for rows, heads in ((8, 2), (10, 1), (10, 1))
@@ -117,9 +115,7 @@ def build_segments(
 
     Args:
         cu_seqlens: [num_segments + 1] int32.
-        max_seqlen: length of the longest segment, in tokens.
         keys: keys that each segment sees; only its own if `None`.
-        backend: `choose_attention_backend` decides if `None`.
         is_bucketed: whether `keys` may be padded.
     """
     backend = backend or choose_attention_backend(cu_seqlens.device, dtype)
@@ -177,15 +173,11 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute softmax attention within every segment.
+    """Compute softmax attention within every segment, [t, n, d].
 
     Args:
         query: [t, n, d]; key and value are [t, ng, d], with n a multiple of ng.
-        scale: factor of the scores.
         sinks: [n] score of an extra key with value 0 per head (attention sinks), or `None`; "sdpa" only.
-
-    Returns:
-        [t, n, d].
     """
     if segments.key_index is not None:
         key, value = (x.index_select(0, segments.key_index) for x in (key, value))
@@ -303,10 +295,7 @@ def _attend_efficient(
 def _add_sink(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scale: float
 ) -> list[torch.Tensor]:
-    """Return heads [b, n, s, d] with an appended key whose score is the head's sink and whose value is 0.
-
-    The sink sits in an extra query channel that is zero in all other keys.
-    """
+    """Append a key with the head's sink as score and value 0 to heads [b, n, s, d], by an extra query channel."""
     wider = F.pad(query, (0, _SINK_CHANNELS))
     channel = torch.zeros_like(wider[0, 0, 0])
     channel[query.shape[-1]] = 1.0
@@ -317,7 +306,7 @@ def _add_sink(
 
 
 def _see_sink(num_queries: int, num_keys: int, window: int, sinks: torch.Tensor) -> torch.Tensor:
-    """Return the boolean mask [queries, keys + 1]; the last key, the sink, is visible to all queries."""
+    """Return the boolean mask [queries, keys + 1]; the last key, the sink, is always visible."""
     everything = torch.ones(num_queries, num_keys, dtype=torch.bool, device=sinks.device)
     last = num_keys - num_queries
     seen = everything.tril(last)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta rule by flash-linear-attention's kernel over all sequences, if installed and working.
+"""The gated delta rule by flash-linear-attention's kernel, if installed and equal to plain torch in a trial.
 
-The kernel takes 16-bit types on a GPU and rounds its products' inputs to them; `delta_rule.py`, the fallback, computes
-in float32. It is chosen only after a comparison of outputs and gradients.
+The kernel rounds its products' inputs to 16 bits; the fallback `delta_rule.py` computes in float32.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ def find_kernel_failure(device: torch.device) -> str | None:
 
 
 def _run_trial(rule: DeltaRule, rows: SequenceRows, device: torch.device) -> list[torch.Tensor]:
-    """Return output and gradients for fixed inputs with two key heads and four value heads."""
     sizes = (len(rows.tokens), 2, 64), (len(rows.tokens), 2, 64), (len(rows.tokens), 4, 64), (75, 4), (75, 4)
     drawn = [torch.arange(float(torch.Size(size).numel()), device=device).mul(0.7).sin().view(size) for size in sizes]
     query, key, value, decay, beta = drawn

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated delta nets (arXiv 2412.06464) of Qwen3-Next and Qwen3.5: linear attention in place of self-attention.
 
-One projection makes queries, keys, values, gates z, and the logits of write strength and decay. A short causal
-convolution mixes queries, keys and values; a norm gated by z precedes the output projection. TP ranks hold whole key
-heads with their value heads; under context parallelism heads are exchanged for tokens, as in attention. megatron-core's
-own module refuses packed sequences.
+TP ranks hold whole key heads with their value heads; under context parallelism heads are exchanged for tokens, as in
+attention. megatron-core's own module refuses packed sequences.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class GatedDeltaNet(MegatronModule):
 
     Args:
         submodules: `linear_qkv` and `linear_proj` are the classes of the projections.
-        sizes: over all TP ranks.
+        sizes: head counts and widths over all TP ranks.
     """
 
     def __init__(
@@ -101,7 +99,6 @@ class GatedDeltaNet(MegatronModule):
 
     @staticmethod
     def _make(config: TransformerConfig, *size: int) -> torch.nn.Parameter:
-        """Make a zero parameter of this rank's heads."""
         parameter = torch.nn.Parameter(torch.zeros(size, dtype=config.params_dtype, device=current_device()))
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         return parameter

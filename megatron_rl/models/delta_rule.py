@@ -7,8 +7,8 @@ A head's state S [d_k, d_v] starts each sequence at zero. Token t decays it, cor
     S <- S + beta_t k_t (v_t - S^T k_t)^T
     o_t = S^T q_t
 
-The work inside chunks of 64 tokens is batched over all chunks (section 3.3); states are carried from chunk to chunk for
-all sequences at once. A segment behind a shared prefix is recomputed with its prefix.
+Chunks of 64 tokens are computed in a batch (section 3.3); states are carried from chunk to chunk. A segment behind a
+shared prefix is recomputed with its prefix.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SequenceRows:
 
     Attributes:
         convolved: [c] int64, input rows of the convolution: each sequence after `width - 1` zero rows (index t).
-        results: [chunks * 64] int64, convolution outputs that fill the chunks; index c - width + 1 stands for zeros.
-            The first chunks of all sequences come first, then the second ones, and so on.
+        results: [chunks * 64] int64, convolution outputs in the chunks (all first chunks, all second chunks, ...);
+            index c - width + 1 stands for zeros.
         tokens: [chunks * 64] int64, packed row at each chunk position; t stands for zeros.
         counts: number of sequences that have a first, second, ... chunk.
         places: [t] int64, chunk position of each packed row.

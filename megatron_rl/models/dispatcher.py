@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token dispatcher for MoE layers whose shapes depend only on the number of tokens.
+"""Token dispatcher for MoE layers without host syncs, for CUDA graphs: shapes depend only on the number of tokens.
 
-A rank always has tokens x choices rows; row order and expert boundaries stay on the device, so there is no host sync
-and a CUDA graph can capture the layer. Under expert tensor parallelism ranks gather all rows, compute their columns,
-and reduce-scatter the sums, again with fixed sizes. Rows and additions keep megatron-core's order, for bitwise equal
-results. Under expert parallelism row counts depend on the routes, so megatron-core's dispatcher stays.
+Ranks that share experts (expert tensor parallelism) gather all rows and reduce-scatter the sums. Rows and additions
+keep megatron-core's order, for bitwise equal results. Under expert parallelism sizes depend on the routes, so
+megatron-core's dispatcher stays.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class _Choices:
         tokens: [t k] token of each row; rows are sorted by expert, then by token.
         experts: [t k] expert of each row.
         counts: [E] rows per expert, over all ranks that share it.
-        order: [ranks t k] permutation from rank order to expert order, with its `inverse`; `None` without expert tensor
-            parallelism.
+        order: [ranks t k] permutation from rank order to expert order; `None` without expert tensor parallelism.
     """
 
     size: torch.Size
@@ -58,7 +56,7 @@ class LocalDispatcher(MoETokenDispatcher):
         Args:
             hidden_states: [t, 1, h].
             routing_map: [t, E] bool, with `moe_router_topk` choices per token.
-            probs: [t, E] shares.
+            probs: [t, E].
         """
         num_tokens, size = len(routing_map), hidden_states.shape
         chosen = routing_map.T.flatten().nonzero_static(size=num_tokens * self.config.moe_router_topk).squeeze(1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts of a rank: one parameter for all gates and ups [E, 2 f, h] and one for all downs [E, h, f].
 
-Rows arrive sorted by expert and are multiplied by one `grouped_mm`, a single kernel on GPUs from Hopper on. Experts are
-multiplied one by one if rows are not a multiple of 16 bytes, for batch invariance, and for quantized weights. Weight
-tables list one matrix per expert; `weights/fused_experts.py` derives the names.
+One `grouped_mm` multiplies all rows, sorted by expert. Experts are multiplied one by one if a matrix dimension is not a
+multiple of 16 bytes, for batch invariance, and for quantized weights. Weight tables list one matrix per expert
+(`weights/fused_experts.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class ExpertPlace:
     """Sharding of experts over ranks.
 
     Attributes:
-        tp_size: expert tensor parallel size.
         has_own_replicas: whether experts have other data parallel ranks than the dense parameters.
     """
 
@@ -43,14 +42,11 @@ class ExpertPlace:
 
 
 class RowCounts:
-    """Number of rows per expert, on the host or the device as a product needs them.
+    """Number of rows per expert, on the host or the device as needed.
 
     Args:
         counts: [E]; on the host under expert parallelism.
         rows: [t, k], sorted by expert.
-
-    Attributes:
-        is_on_device: whether `on_host` waits for the device.
     """
 
     def __init__(self, counts: Any, rows: torch.Tensor) -> None:
@@ -60,7 +56,7 @@ class RowCounts:
 
     @cached_property
     def on_host(self) -> list[int]:
-        """Rows per expert as a list; waits for the device if they are there, which no CUDA graph can capture."""
+        """Rows per expert; may wait for the device, which no CUDA graph can capture."""
         return self._counts.tolist()
 
     @cached_property
@@ -146,7 +142,6 @@ class GroupedLinear(AdaptedLinear):
         return output if self._parts is None or not self._is_on else output + self._change(x, counts, self._parts)
 
     def _change(self, x: torch.Tensor, counts: RowCounts, adapter: LinearAdapter) -> torch.Tensor:
-        """Return the adapters' contribution."""
         inner, pieces, end = self._multiply(x, self.lora_A, counts), [], 0
         lengths = [stop - start for start, stop in adapter.parts]
         parts = zip(adapter.parts, inner.split(adapter.rank, -1), self.lora_B.split(lengths, 1), strict=True)
@@ -159,10 +154,7 @@ class GroupedLinear(AdaptedLinear):
     def _make(
         self, fill: Callable[..., torch.Tensor], size: tuple[int, ...], split_dim: int | None
     ) -> torch.nn.Parameter:
-        """Make a parameter with megatron-core's attributes, replicated over TP without `split_dim`.
-
-        A replica's gradient is partial: each rank has the contribution of its own columns or rows.
-        """
+        """Make a parameter with megatron-core's attributes; without `split_dim`, a TP replica (partial gradient)."""
         parameter = torch.nn.Parameter(fill(size, dtype=self._dtype, device=current_device()))
         is_copy = split_dim is None and self._place.tp_size > 1
         dim = -1 if split_dim is None else split_dim + 1
@@ -178,9 +170,8 @@ class GroupedExperts(torch.nn.ModuleDict):
 
     Args:
         num_local_experts: E.
-        submodules, name: unused, for megatron-core's signature.
+        submodules, name: unused.
         batch_invariant: whether a row's bits are independent of its expert's other rows.
-        adapters: adapters on the experts, or `None`.
     """
 
     def __init__(
@@ -235,7 +226,7 @@ class GroupedExperts(torch.nn.ModuleDict):
 def list_matrices(
     stages: torch.nn.Module, read: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor | QuantizedMatrix]:
-    """Return the model's matrices as weight tables list them, NF4 ones included, each passed through `read`."""
+    """Return the model's matrices as weight tables list them, NF4 ones included."""
     whole = {name: read(parameter) for name, parameter in stages.named_parameters()}
     return {**split_experts(whole, name_expert), **list_quantized_linears(stages)}
 

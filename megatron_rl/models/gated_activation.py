@@ -17,10 +17,9 @@ _SIGMOID_GAIN = 1.702
 
 
 class GatedActivation(torch.nn.Module):
-    """Module that maps [t, ..., 2 f], gate then up, to activation(gate) * up, [t, ..., f].
+    """Module that maps [t, ..., 2 f], gate then up, to activation(gate) * up, [t, ..., f], with SiLU or tanh-GELU.
 
-    The activation is SiLU, or tanh-GELU if the config has GELU. With a clamp value (gpt-oss), gate and up are clamped
-    and the result is gate * sigmoid(1.702 gate) * (up + 1).
+    With a clamp value (gpt-oss), gate and up are clamped; the result is gate * sigmoid(1.702 gate) * (up + 1).
     """
 
     def __init__(self, config: TransformerConfig) -> None:

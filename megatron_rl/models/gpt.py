@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Construction of this rank's stages of a megatron-core GPTModel that ends in hidden states.
 
-The last stage holds the head's weight without applying it: `heads.py` and `training/` compute logits for a few tokens
-at a time.
-
-The layer spec is megatron-core's local spec with our own norm (megatron-core's refuses sequence parallelism), fused QKV
-row order, core attention, activation, experts, routers and dispatcher. Transformer Engine's linears and unfused norms
-keep the same parameter names, so one placement table serves both.
+The last stage only holds the head's weight: `heads.py` and `training/` compute logits for a few tokens at a time. The
+layer spec is megatron-core's local spec with our own norm (megatron-core's refuses sequence parallelism), core
+attention, activation and experts. Transformer Engine's modules keep the same parameter names, so one placement table
+serves both.
 """
 
 from __future__ import annotations
@@ -136,7 +134,7 @@ def build_layer_spec(
 
 
 def _submodules(spec: Any) -> Any:
-    """Return the submodules of a megatron-core spec, or of the `partial` that newer versions use instead."""
+    """Return the submodules of a megatron-core spec, or of the `partial` that replaces it in newer versions."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
@@ -152,7 +150,6 @@ def build_gpt_stages(
 
     Args:
         config: from `build_transformer_config` with the layout of `groups`.
-        transformer_impl: from `choose_transformer_impl`.
         batch_invariant: whether a token's bits in an expert are independent of the other tokens.
         adapters: adapters to train instead of the model.
 

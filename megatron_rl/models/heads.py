@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads on the final hidden states: preparation for vocabulary shards, and the score head.
+"""Heads on the final hidden states `[t, 1, h]`, equal on all TP ranks, or `[t/tp, 1, h]` under sequence parallelism.
 
-Hidden states are `[t, 1, h]`, equal on all TP ranks, or `[t/tp, 1, h]` under sequence parallelism. The backward
-differs:
-
-* output layer, split over TP: each rank's gradient is a partial sum over the vocabulary; `gather_for_vocab_shards` sums
-  it (all-reduce, or reduce-scatter under sequence parallelism);
+* output layer, split over TP: each rank's gradient of the hidden states is a partial sum over the vocabulary;
+  `gather_for_vocab_shards` sums it in its backward;
 * score head, replicated: nothing to sum. Under sequence parallelism ranks score their own positions and gather the
-  scores; the weight's partial gradient is summed by Megatron because of its `sequence_parallel` mark.
+  scores; Megatron sums the weight's partial gradient because of its `sequence_parallel` mark.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) around our packed core attention.
 
-Down-projections are replicated over TP, up-projections are split by heads. Under TP-SP each rank projects its own rows
-down, and only latents are gathered. megatron-core's own module uses global process groups and rotates by row, not by
-position.
+Down-projections are replicated over TP, up-projections are split by heads; TP-SP gathers only latents. megatron-core's
+own module uses global process groups and rotates by row, not by position.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ class ReplicatedLinear(torch.nn.Module):
 class LatentSelfAttention(Attention):
     """megatron-core attention with latent projections, and with values of their own width.
 
-    A head's rotated channels come first (last in checkpoints) because `PackedAttention` rotates the first channels; dot
-    products do not depend on the order.
+    A head's rotated channels come first (last in checkpoints), as `PackedAttention` requires.
 
     Args:
         submodules: `linear_qkv` is the class of the up-projections, `q_layernorm` the class of the norms.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers with low-rank adapters: y = W x + s B A x (LoRA, 2106.09685).
 
-Adapters are parameters of the linear itself, whose weight keeps its name; `weights/adapters.py` defines their layout.
-TP ranks exchange only the r numbers per token between A and B. For adapters of experts see `experts.py`.
+Adapters are parameters of the linear itself (layout: `weights/adapters.py`). TP ranks exchange only the r numbers per
+token between A and B. For adapters of experts see `experts.py`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ HALVES = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class LinearAdapter:
-    """Configuration of one linear's adapters on a TP rank.
-
-    Attributes:
-        parts: rows [start, stop) of the weight's shard that each adapter covers.
-    """
+    """Configuration of one linear's adapters on a TP rank; `parts` are the rows [start, stop) of the weight's shard."""
 
     rank: int
     scale: float
@@ -148,8 +144,7 @@ def adapt_linear(spec: Any, shape: AdapterShape, parts: dict[str, int]) -> Any:
     """Return a linear's spec with its adapters, or `spec` itself if it has none.
 
     Args:
-        parts: kind of each matrix fused in the weight, in order -> rows on a TP rank; a row-parallel matrix is the only
-            one in its weight.
+        parts: kind of each matrix fused in the weight, in order -> rows on a TP rank.
     """
     adapter = find_adapter(shape, parts)
     if adapter is None:
@@ -181,7 +176,7 @@ def freeze_model(stages: torch.nn.Module) -> None:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a parameter of a model with adapters is trained."""
+    """Return whether a parameter is trained if the model has adapters."""
     return name.endswith((*HALVES, "score.weight"))
 
 

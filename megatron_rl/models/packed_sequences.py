@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The microbatch description that attention layers receive as megatron-core's `packed_seq_params`.
 
-It is built once per microbatch and pipeline stage; all layers and recomputations share its rotary tables.
+It is built once per microbatch and pipeline stage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CachedRows:
 
     Attributes:
         layers: layer number (megatron-core's) -> keys and values, [slots, ng/tp, d] each.
-        slots: [t] int64, cache slot of each row.
+        slots: [t] int64, slot of each row.
     """
 
     layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
@@ -54,7 +54,7 @@ class PackedSequences(PackedSeqParams):
         sliding: (layer numbers, segments, rotary table) of sliding-window layers, or `None`.
         rotary_table: [t/cp, 1, d], of this rank's shard.
         unrotated_layers: layer numbers (megatron-core's) without rotary embedding.
-        cache: KV cache that `segments` index, or `None`. With a cache, rows are not context parallel.
+        cache: KV cache that `segments` index, or `None`; disables context parallelism.
         routes: expert routes of this rank's rows, or `None`.
         sequence_rows: for gated delta nets, over the whole row.
     """
@@ -68,7 +68,7 @@ class PackedSequences(PackedSeqParams):
     sequence_rows: SequenceRows | None = None
 
     def of_layer(self, number: int) -> tuple[Segments, RotaryTable | None]:
-        """Return the segments and rotary table of a layer (megatron-core's number); no table if it does not rotate."""
+        """Return segments and rotary table of a layer (megatron-core's number); no table if it does not rotate."""
         if self.sliding is not None and number in self.sliding[0]:
             return self.sliding[1:]
         return self.segments, None if number in self.unrotated_layers else self.rotary_table
@@ -88,7 +88,6 @@ def build_packed_sequences(
 
     Args:
         position_ids: [t] of the whole microbatch, not of a shard.
-        dtype: of the activations.
         cp_size, cp_rank: this rank holds the rows `shard_rows(t, cp_size, cp_rank)`.
         backend: attention backend; the fastest if `None`.
     """

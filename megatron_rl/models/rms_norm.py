@@ -59,9 +59,9 @@ class SplitRMSNorm(torch.nn.Module):
 
 
 def _normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalize with torch's bits; on CPU in float32 by one autograd function, since torch's steps save intermediates.
+    """Normalize with torch's bits; in float32 on CPU, torch's own steps would save intermediates.
 
-    The input is passed twice: autograd then adds its two gradient terms to the residual's in torch's order.
+    The input is passed twice so that autograd adds its gradient terms in torch's order.
     """
     if x.is_cuda or x.dtype != torch.float32:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding from explicit positions (RoFormer, arXiv 2104.09864, equation 34).
 
-megatron-core rotates by the row inside a packed sequence, or by its own zigzag shards under context parallelism;
-explicit positions allow contiguous shards and shared prompts.
+megatron-core rotates by row, which contiguous context parallel shards and shared prompts do not allow.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def compute_rotary_table(
         neighbors: whether pairs are adjacent channels (GLM-4, DeepSeek-V3) or d/2 apart (Llama).
 
     Returns:
-        Cosine and sine, [t, 1, d] each, with both channels of a pair filled and the first sine negated.
+        Cosine and sine, [t, 1, d]; the first sine of a pair is negated.
     """
     frequencies, growth = compute_frequencies(head_dim, theta, scaling, position_ids.device)
     angles = torch.outer(position_ids.float(), frequencies)[:, None]  # [t, 1, d/2]
@@ -78,7 +77,6 @@ def _scale_as_llama3(periods: torch.Tensor, scaling: Llama3Scaling, theta: float
 
 def _scale_as_yarn(periods: torch.Tensor, scaling: YarnScaling, theta: float) -> tuple[torch.Tensor, float]:
     def find_number(turns: float) -> float:
-        """Return the index of the frequency with this many turns in the pretraining context."""
         period = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return len(periods) * math.log(period) / math.log(theta)
 

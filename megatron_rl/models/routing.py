@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers that replay given routes and record the routes they use.
 
-A router flips an expert when two gates are nearly equal: the bitwise differences between engine and trainer suffice,
-and the token's log-prob moves by orders of magnitude more than otherwise. Replaying the engine's routes (R3, arXiv
-2510.11370) or those of the `old_logprobs` pass (R2, arXiv 2507.18071) prevents this. Only the choice is replayed;
-shares and gradients come from the current gates.
-
-Routes travel with the rows of a microbatch (`PackedSequences.routes`), also through recomputation.
+When two gates are nearly equal, bitwise differences between engine and trainer flip an expert, and the token's log-prob
+moves by orders of magnitude more than otherwise. Replaying the engine's routes (R3, arXiv 2510.11370) or those of the
+`old_logprobs` pass (R2, arXiv 2507.18071) prevents this. Only the choice is replayed; shares and gradients come from
+the current gates.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ class RoutingCounts:
     Attributes:
         loads: [layers, experts] int64, tokens per expert.
         entropy: [layers] float64, sum over tokens of the gate's entropy, in nats.
-        replayed, agreeing: [layers] int64, tokens with a route to replay, and those for which the router alone would
-            have chosen the same experts.
+        replayed, agreeing: [layers] int64, tokens with a route to replay, and those that the router alone would have
+            routed equally.
         strayed: [] int64, tokens that did not follow their route; nonzero means a bug.
     """
 
@@ -61,10 +59,9 @@ class RowRoutes:
     """The routes of a rank's rows; tensors may be views of a batch's columns.
 
     Attributes:
-        given: [rows, layers, choices] routes to replay; the dtype's maximum marks rows without a route. `None` replays
-            nothing.
-        used: output, shape of `given`: the chosen experts. `None` records nothing.
-        counted: [rows] bool, tokens in the loss. `None` counts nothing.
+        given: [rows, layers, choices] routes to replay, or `None`; the dtype's maximum marks rows without a route.
+        used: output, shape of `given`: the chosen experts, or `None`.
+        counted: [rows] bool, tokens in the loss, or `None`.
         flipped: output, [rows] bool: in some layer the router alone would have chosen other experts.
         counts: incremented in forwards with gradients only, so recomputation does not count twice.
     """
@@ -113,7 +110,6 @@ class RowRoutes:
 
 
 def _is_known(routes: torch.Tensor) -> torch.Tensor:
-    """Return [rows, 1] bool from [rows, choices]."""
     return routes[:, :1] != torch.iinfo(routes.dtype).max
 
 
@@ -148,7 +144,7 @@ class RoutedRouter(TopKRouter):
     router_replay: Any
 
     def take(self, layer: int, routes: RowRoutes | None) -> None:
-        """Set the routes for the next forward; `layer` indexes the routes from the end."""
+        """Set the next forward's routes; `layer` indexes them from the end."""
         self.router_replay = None if routes is None else _Selection(layer, routes)
 
     def routing(
@@ -164,8 +160,8 @@ class RoutedRouter(TopKRouter):
 class BiasedRouter(RoutedRouter):
     """Router that selects experts by biased scores and weighs them by unbiased ones (arXiv 2408.15664).
 
-    The bias [E] is a float32 weight without gradient. megatron-core's own bias is a buffer that counts every forward
-    pass and is reduced over global process groups.
+    The bias [E] is a float32 weight without gradient. megatron-core's bias counts every forward pass and is reduced
+    over global process groups.
     """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:

@@ -14,16 +14,13 @@ from megatron_rl.models.heads import ScoreHead
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's values of a parameter or gradient: the tensor itself, or the local shard of a DTensor."""
+    """Return a parameter's or gradient's values on this rank: the tensor, or the local shard of a DTensor."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class HiddenStatesModel(GPTModel):
-    """GPTModel whose last stage returns the final hidden states: [t, 1, h], or [t/tp, 1, h] under TP-SP.
-
-    The output layer keeps GPTModel's name and tying, but is not applied.
-    """
+    """GPTModel whose last stage returns the final hidden states: [t, 1, h], or [t/tp, 1, h] under TP-SP."""
 
     def _is_in_embd_group(self) -> bool:
         """Return False to skip the initial all-reduce of tied embeddings: both stages load equal weights."""
@@ -79,7 +76,7 @@ class MtpModel(HiddenStatesModel):
 
         Args:
             hidden: [t, 1, h], or [t/tp, 1, h] under TP-SP: the main model's normalized final hidden states.
-            embedded: embeddings of the next tokens, same shape.
+            embedded: next tokens' embeddings, same shape.
         """
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))
         self.decoder.set_input_tensor(joined)

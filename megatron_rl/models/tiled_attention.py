@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch-invariant causal attention: the bits of a row depend only on its own sequence.
 
-The queries of a tile of 32 positions attend to all keys up to the tile's end in an sdpa call whose shape depends only
-on the tile's number. Missing queries and keys are filled with other rows of the sequence and masked. Decoding behind a
-cache, a response behind a shared prompt, and a whole sequence so get equal bits. Tiles of one number form a batch; the
-number of calls is that of the longest sequence's tiles.
+The queries of a tile of 32 positions attend to all keys up to the tile's end, in an sdpa call whose shape depends only
+on the tile's number (missing rows are masked fillers). So decoding behind a cache, a response behind a shared prompt,
+and a whole sequence have equal bits. Tiles of one number form a batch.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def build_tiles(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Tiles
     """Cut segments into tiles.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: [num_segments + 1] boundaries of each segment's n queries and k >= n keys; queries
-            have positions k - n to k - 1.
+        cu_seqlens_q, cu_seqlens_k: [num_segments + 1]; n queries of a segment have positions k - n to k - 1 of its k
+            keys.
     """
     members: dict[int, list[int]] = {}
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

@@ -4,8 +4,8 @@
 Fixes settings that megatron-core only warns about or gets wrong:
 
 * interleaved schedules overlap their p2p (`batch_p2p_comm` with PP=2 silently gives wrong numbers);
-* experts have no capacity limits, auxiliary losses or noise: the trained policy must be the sampled policy;
-* losses arrive divided by a global denominator, so gradients are only summed (`calculate_per_token_loss`);
+* no capacity limits, auxiliary losses or noise: the trained policy must be the sampled policy;
+* gradients are only summed (`calculate_per_token_loss`): losses arrive divided by a global denominator;
 * fused kernels that need apex are off.
 """
 
@@ -61,7 +61,6 @@ def build_transformer_config(
     Args:
         sequence_parallel: Megatron's TP sequence parallelism.
         recompute_granularity: "none", "selective" (core attention) or "full" (whole layers).
-        use_transformer_engine: whether the layer spec consists of Transformer Engine modules.
     """
     is_interleaved, family = layout.vpp_size > 1, FAMILIES[shape.family]
     config = TransformerConfig(

@@ -13,7 +13,6 @@ def find_failure(module: str, call: Callable[[], object]) -> str | None:
     """Try a library once.
 
     Args:
-        module: module that must be installed.
         call: imports the library and uses it on tensors of a few elements.
 
     Returns:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products with bits of a row that do not depend on the number of rows (rollout.bitwise, on CPU).
 
-Matrix libraries sum in another order for few rows. From 16 rows on, a row's bits depend neither on their number nor on
-its position; `find_variance` checks this.
+Matrix libraries sum in another order for few rows; from 16 rows on bits are constant, as `find_variance` checks.
 """
 
 from __future__ import annotations

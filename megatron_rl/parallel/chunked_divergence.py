@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Divergences between two models' distributions from hidden states, chunked as in `chunked_logprobs.py`.
 
-Communication and gradients are like there: a few numbers per token in forward, nothing in backward.
+Communication and gradients are those described there.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def compute_linear_divergence(
     direction: str,
     softmax: OutputSoftmax,
 ) -> torch.Tensor:
-    """Compute KL between a model and its teacher over the whole vocabulary, [t]; collective over TP.
+    """Compute KL between a model (p) and its teacher (q) over the whole vocabulary, [t]; collective over TP.
 
-    With p of the model and q of the teacher, reverse is sum_v p_v log(p_v / q_v), forward is sum_v q_v log(q_v / p_v).
+        reverse: sum_v p_v log(p_v / q_v)        forward: sum_v q_v log(q_v / p_v)
 
     Args:
         hidden, weight: as in `compute_linear_top_k`; differentiable.

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropy from hidden states, with the logits of one chunk of tokens in memory at a time.
 
-Backward recomputes each chunk's logits. Memory is `chunk_tokens * v/tp` instead of `t * v/tp`, at the cost of one more
-product with the output weight. TP ranks exchange four numbers per token in forward, nothing in backward. The weight's
-gradient is complete; that of the hidden states is a partial sum over the vocabulary, reduced by the backward of
-`gather_for_vocab_shards` (`models/heads.py`).
+Memory is `chunk_tokens * v/tp` instead of `t * v/tp`, at the cost of one more product with the output weight. TP ranks
+exchange four numbers per token in forward, nothing in backward. The weight's gradient is complete; that of the hidden
+states is a partial sum over the vocabulary, reduced in `gather_for_vocab_shards` (`models/heads.py`).
 """
 
 from __future__ import annotations
@@ -136,12 +135,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 class _Chunks:
-    """This rank's columns of the logits, one chunk of tokens at a time.
-
-    Attributes:
-        rows: [width, h] of the weight, without padding.
-        parts: token slice of each chunk; at least one.
-    """
+    """This rank's columns of the logits, one chunk of tokens at a time."""
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, softmax: OutputSoftmax, kept: PackedKeptSets | None
@@ -158,7 +152,7 @@ class _Chunks:
 
 
 class WeightGradient:
-    """Sum over chunks of `gradient.T @ hidden`, in float32 if several chunks of a 16-bit type are added."""
+    """Sum over chunks of `gradient.T @ hidden`, in float32 for several chunks of a 16-bit type."""
 
     def __init__(self, weight: torch.Tensor, is_single_chunk: bool) -> None:
         dtype = weight.dtype if is_single_chunk else torch.promote_types(weight.dtype, torch.float32)

@@ -44,8 +44,8 @@ class Process:
 def init_distributed(timeout_minutes: float) -> Process:
     """Join the job that torchrun described in the environment; without torchrun, start a job of one rank.
 
-    CPU tensors use gloo, CUDA tensors NCCL. The process group is not bound to a device (`device_id`): torch would then
-    split the world's communicator for every new group, with all ranks waiting.
+    The process group is not bound to a device (`device_id`): torch would then split the world's communicator for every
+    new group, with all ranks waiting.
 
     Args:
         timeout_minutes: timeout of collectives.
@@ -146,8 +146,7 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return a section of the launcher's store that only the ranks of this attempt share; every rank calls it once.
 
     torchrun keeps one store across restarts, with addresses of killed ranks (pytorch/pytorch issues 135712 and 167288).
-    So each rank registers under a new name, and rank 0 answers every name, even a dead rank's, until all ranks have
-    arrived in its section.
+    So rank 0 sends its section's name to every registered rank, even dead ones, until all have arrived there.
 
     Raises:
         TimeoutError: on rank 0, a rank did not arrive in time; other ranks raise torch's own error.
@@ -204,8 +203,8 @@ def _find_process(pid: int) -> psutil.Process:
 def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
     """Raise the error of the lowest failed rank on every rank of `group`, if there is one; collective.
 
-    Without it, healthy ranks would wait for the failed one until the timeout. Costs the all-reduce of one number. The
-    raised error carries its global rank (`raised_on`); on that rank it is the original, with its traceback.
+    Without it, healthy ranks would wait for the failed one until the timeout. The raised error carries its global rank
+    (`raised_on`); on that rank it is the original, with its traceback.
     """
     first = torch.tensor(group.size() if error is None else group.rank())
     dist.all_reduce(first, dist.ReduceOp.MIN, group=group)

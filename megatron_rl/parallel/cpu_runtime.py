@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runtime that runs unmodified `megatron.core` on a machine without CUDA, over gloo.
 
-Every megatron.core module gets a *view* of torch as its global `torch`: `torch.cuda` is a null runtime on the CPU, and
-factory functions map "cuda" to "cpu". Other libraries keep the real torch, with `torch.cuda.is_available() == False`.
-`FIXES` patches names bound at import and compared strings, and lists every private name this relies on; a test asserts
-that they exist.
+megatron.core modules get a *view* of torch as global `torch`: `torch.cuda` is a null runtime on the CPU, and factory
+functions map "cuda" to "cpu". Other libraries keep the real torch. `FIXES` patches names bound at import and compared
+strings; a test asserts that the private names it uses exist.
 """
 
 from __future__ import annotations
@@ -264,6 +263,6 @@ def _keep_freed_memory() -> None:
 
 
 def install_and_find(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Install, and find the module whose import is under way for the late finder; `None` with CUDA."""
+    """Install, and find the module whose import is under way; `None` with CUDA."""
     install()
     return _Finder.find_spec(name, path) if _Loader.view is not None else None

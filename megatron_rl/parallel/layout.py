@@ -2,8 +2,7 @@
 """ParallelLayout: rank <-> (pp, dp, cp, tp) coordinates, pure arithmetic.
 
 Rank order is Megatron's ("tp-cp-ep-dp-pp"): tp runs fastest, pp slowest. Ranks are ranks of the job; a role's
-coordinates count from its first rank. Experts are split over TP like dense layers, and EP divides cp x dp; or expert
-tensor parallel size is 1, and EP divides tp x cp x dp.
+coordinates count from its first rank. EP divides cp x dp, or tp x cp x dp if expert tensor parallel size is 1.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ class ParallelLayout:
         return self._spread(rank, axes, sizes)
 
     def _spread(self, rank: int, axes: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
-        """Return all ranks that differ from `rank` in these axes only; the fastest axis is first in `sizes`."""
+        """Return all ranks that differ from `rank` only in `axes`; `sizes` starts with the fastest axis."""
         ranks, stride = [rank], 1
         for axis, size in sizes.items():
             if axis in axes:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchange of CPU tensors between two ranks of one host through shared memory.
 
-gloo costs 0.4 to 0.9 ms of CPU for the small tensors of a tensor parallel layer, most of a tiny model's step; a shared
-slot and a byte through a pipe cost 0.04 ms. A sum of two numbers has the same bits in either order, so results equal
-gloo's. Collectives without a pair (GPUs, other groups, other hosts, tensors larger than a slot) use torch.distributed.
+gloo costs 0.4 to 0.9 ms of CPU for the small tensors of a tensor parallel layer, most of a tiny model's step; a pair
+costs 0.04 ms. A sum of two numbers has the same bits in either order, so results equal gloo's. Collectives without a
+pair (GPUs, other groups or hosts, larger tensors) use torch.distributed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PATIENCE = timedelta(minutes=30)  # torch's default
 
 
 class Pair:
-    """One end of a pair; both ranks make the same calls in the same order, on CPU tensors that fit.
+    """One end of a pair; both ranks make the same calls in the same order.
 
     Each byte carries the count of tensors its sender has read, modulo 128: a slot is reused only after it was read.
 

@@ -127,7 +127,7 @@ def compute_activation_bytes(
 
 
 def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_parallel: bool) -> float:
-    """Count the peak elements per token of a forward-only pass: an MLP's activations, and the residual."""
+    """Count the peak elements per token of a forward-only pass."""
     tp = layout.tp_size
     s = tp if sequence_parallel else 1
     h, f, k = shape.hidden_size, shape.ffn_hidden_size / tp, shape.experts_per_token
@@ -137,7 +137,7 @@ def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_p
 
 
 def _count_exchanged(layout: ParallelLayout, own: int) -> float:
-    """Count the copies of expert inputs in a layer: `own` (sorted, computed, sorted back) and communication buffers."""
+    """Count copies of expert inputs in a layer: `own` local ones and communication buffers."""
     split = layout.expert_tp_size
     return (own * split + 1 + (layout.ep_size > 1) + (split > 1)) / layout.tp_size
 

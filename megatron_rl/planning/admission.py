@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission check that refuses a job that cannot fit before it starts, and finds the nearest layout that fits.
-
-`tools/plan.py`, dry runs with a given GPU memory, and runs on GPUs share it.
-"""
+"""Admission check that refuses a job that cannot fit, and finds the nearest layout that fits."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ def read_shape(path: Path, head: Head = "lm") -> ModelShape:
 def find_shape(model_path: str, recipe: Path | None) -> Path:
     """Find a model's config.json: in its directory, else as `<name>.json` in `shapes/` of the recipe or of our recipes.
 
-    The name is the last part of the model's path. The path in the model's directory is the fallback.
+    The name is the last part of the model's path. The first place is the fallback.
     """
     own = Path(model_path) / "config.json"
     shelves = [recipe.parent / "shapes"] if recipe is not None else []
@@ -58,7 +55,7 @@ def read_job(
         hf_configs: role -> model directory or config.json instead of the config's.
 
     Raises:
-        UserError: a model's config.json is missing or not supported.
+        UserError: a config.json is missing or not supported.
     """
     given = dict(hf_configs or {})
     scoring = {

@@ -148,9 +148,7 @@ class Job:
 
     @property
     def scoring_passes(self) -> dict[str, int]:
-        """Forward passes over a step's samples for log-probs, by role; a reference on the actor's ranks counts as
-        actor.
-        """
+        """Role -> forward passes over a step's samples for log-probs; "actor" includes a reference on its ranks."""
         if "reference" not in self.spec.roles or self.ranks_of("reference") == self.ranks_of("actor"):
             return {"actor": self.spec.num_scoring_passes}
         return {"actor": self.spec.num_scoring_passes - 1, "reference": 1}
@@ -201,7 +199,6 @@ def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLay
 
 
 def _check_served(role: RoleSpec, shape: ModelShape, tp_size: int) -> None:
-    """Refuse settings that a role's model family does not support."""
     served: dict[str, list[object]] = {}
     if shape.delta_net is not None:
         heads = shape.delta_net.key_heads // tp_size
@@ -230,7 +227,7 @@ def build_job(
 
     Args:
         shape: the policy.
-        scoring: role -> shape for models with their own path; all other roles use the policy's, with their head.
+        scoring: role -> shape for models with their own path.
     """
     scores = replace(shape, has_score_head=True, tied_embeddings=False)
     default = {role.name: shape if role.head == "logprob" else scores for role in spec.laid_out}
@@ -249,7 +246,7 @@ def describe_cluster(
         gpus_per_node: by default 8, or all if fewer.
 
     Raises:
-        UserError: the nodes would not be equal.
+        UserError: the nodes would be unequal.
     """
     per_node = gpus_per_node or min(8, world_size)
     if per_node < 1 or world_size % per_node:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of temporarily gathered weights and gradients under ZeRO-3, counted from torch's FSDP2.
 
-All-gathers fill the parameters of a *unit*: a layer, the ends of the stage (embedding, last norm, output layer), or
-expert-parallel experts. In forward a unit's buffer lives until the next one is gathered. In backward the next unit is
-prefetched, and the float32 copy of a unit's gradients lives until the next unit ends.
+A *unit* is a layer, the ends of the stage (embedding, last norm, output layer), or expert-parallel experts. In forward
+a unit's buffer lives until the next one is gathered. In backward the next unit is prefetched, and the float32 copy of a
+unit's gradients lives until the next unit ends.
 """
 
 from __future__ import annotations

@@ -232,7 +232,6 @@ def _apply(job: Job, choice: Choice) -> Job:
 
 
 def _offload_settings(job: Job) -> list[str]:
-    """Return the settings that offload idle state."""
     settings = [
         f"{role.section}.{leaf}" for leaf in ("offload_gradients", "offload_optimizer") for role in job.spec.trained
     ]

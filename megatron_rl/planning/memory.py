@@ -129,7 +129,6 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
 
 
 def _mtp_ranks(job: Job) -> range:
-    """Return the ranks that train the MTP layer, if any."""
     return job.layout.last_stage.ranks if job.config.actor.mtp_lr else range(0)
 
 
@@ -188,7 +187,6 @@ def _resting_bytes(role: RoleSpec, held: RoleBytes) -> int:
 
 
 def _scoring_phases(job: Job, rank: int, resident: dict[str, int], updating: dict[str, int]) -> Iterator[MemoryPhase]:
-    """Yield the scoring and update phases of roles other than the actor."""
     for role in job.others:
         held = _role_bytes(job, rank, role)
         at_work = resident | {role.title: _resting_bytes(role, held) if role.trainable else held.total}
@@ -229,7 +227,7 @@ def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False
 
 
 def _find_largest_matrix(job: Job, rank: int, role: RoleSpec) -> int:
-    """Return bytes of a quantized model's largest matrix, dequantized while it is used or moved."""
+    """Return bytes of the largest NF4 matrix of a role, dequantized while it is used or moved."""
     if not role.is_quantized:
         return 0
     chunks = list_chunks(job.shape_of(role), job.layout_of(role), rank)
@@ -249,7 +247,6 @@ def count_microbatches(job: Job, layout: ParallelLayout, section: LayoutConfig) 
 
 
 def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, int]) -> RankMemory:
-    """Compute the phases engine start, switch and rollout."""
     config, rollout, shape = job.config, job.config.rollout, job.shape
     if rank not in job.rollout_ranks:
         return RankMemory(rank, [MemoryPhase(ENGINE_PHASES[1], resident)])

@@ -4,11 +4,10 @@
 Shapes come from the placement tables that training uses. Buffer layout follows megatron-core
 (`param_and_grad_buffer.py`, `distrib_optimizer.py`): one buffer per kind (dense, expert) in reverse model order; with
 the distributed optimizer each parameter starts at a multiple of 64 elements, a bucket ends at a multiple of lcm(DP,
-128), and DP rank r owns the r-th part of every bucket. Under ZeRO-3 a rank has its rows of every trained parameter
-(`weights/row_shards.py`).
+128), and DP rank r owns the r-th part of every bucket. ZeRO-3: `weights/row_shards.py`.
 
-Invariant (tests/planning/test_parameters.py, against real actors): the three numbers equal the run's on each rank. Not
-counted: Adam's step counters, a scalar per parameter.
+Invariant (tests/planning/test_parameters.py, against real actors): the sizes equal the run's on each rank. Not counted:
+Adam's step counters.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Parameter:
     Attributes:
         numel: elements on this rank.
         rows: matrix rows, which ZeRO-3 splits.
-        is_matrix: whether it is a layer's matrix, updated by Muon if configured.
+        is_matrix: whether Muon updates it, if configured.
         is_expert: whether its gradient is reduced over expert replicas only.
         is_shared: whether it is the embedding tied between first and last stage.
     """
@@ -218,7 +217,7 @@ class Upkeep:
     Attributes:
         optimizer: "adam", or "muon" with one moment per matrix element.
         use_distributed_optimizer: ZeRO-1, sharded optimizer states.
-        is_fully_sharded: ZeRO-3, sharded weights and gradients as well.
+        is_fully_sharded: ZeRO-3.
     """
 
     optimizer: str = "adam"
@@ -255,7 +254,7 @@ def compute_role_bytes(
         rank: rank of the job, in `layout.ranks`.
         dtype: of parameters, "float32" or "bfloat16".
         is_trained: whether the role has gradients and an optimizer.
-        adapters: adapters trained instead of the model, or `None`.
+        adapters: trained instead of the model, if any.
     """
     size, frozen = DTYPE_BYTES[dtype], 0  # bytes per element; bytes of all frozen weights
     chunks = list_chunks(shape, layout, rank)
