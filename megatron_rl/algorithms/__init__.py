@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages, losses, KL: pure torch. What is known by name is listed in `catalog.py`."""
+"""Advantages, losses and KL in pure torch. `catalog.py` lists all named algorithms."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages: what an estimator is given, and what it returns.
+"""Calls of the configured advantage estimator, and token rewards.
 
-The formulas are in `estimators.py`, their names in `catalog.py`. Per-rollout numbers (scores, group sizes) are the
-same on every rank, so that a baseline over a group needs no communication; token-level tensors are the rank's own.
+Scores and group sizes are equal on every rank, so group baselines need no communication; [t] tensors are the rank's
+own.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ _SETTING = "algorithm.adv_estimator"
 
 
 def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """Estimate advantages as the config says, from the rollouts that have a reward.
+    """Compute advantages with the configured estimator, over the rollouts that have a reward.
 
-    Collective over `inputs.group` for estimators that whiten, and for metrics that are tensors.
+    Collective over `inputs.group` for estimators that whiten, and for tensor metrics.
 
     Returns:
-        Advantages and returns, 0 outside of the loss; the metrics are numbers called `estimator/<name>/<metric>`.
+        Advantages and returns, 0 outside the loss, and metrics `estimator/<name>/<metric>`.
 
     Raises:
-        UserError: unknown estimator, one that needs values without a critic, or a user's one that returns
-            something else than [t] tensors.
+        UserError: unknown estimator, missing critic, or a plugin's result is not [t] tensors.
     """
     name = config.adv_estimator
     estimator = find_advantage_estimator(name)
@@ -68,7 +67,7 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
 
 
 def _leave_out_failed(inputs: AdvantageInputs, needs_group: bool) -> AdvantageInputs:
-    """The inputs without rollouts that have no reward, no baseline, or nothing left in their group to compare with."""
+    """Drop rollouts without a reward, without a baseline, or alone in a group that the estimator needs."""
     groups = np.repeat(np.arange(len(inputs.group_sizes)), inputs.group_sizes)
     kept = np.ones(len(groups), bool) if inputs.has_reward is None else inputs.has_reward
     if inputs.baselines is not None:
@@ -93,7 +92,7 @@ def _leave_out_failed(inputs: AdvantageInputs, needs_group: bool) -> AdvantageIn
 
 
 def _average(value: float | torch.Tensor, inputs: AdvantageInputs, what: str) -> float:
-    """A number as it is; of a tensor [t] the mean over the tokens in the loss, collective."""
+    """Return a number unchanged; average a tensor [t] over the tokens in the loss, collectively."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return float(value)
     sums = torch.stack([_finish(value, inputs, what).double().sum(), inputs.loss_mask.sum().double()])
@@ -103,7 +102,7 @@ def _average(value: float | torch.Tensor, inputs: AdvantageInputs, what: str) ->
 
 
 def _finish(values: torch.Tensor, inputs: AdvantageInputs, what: str) -> torch.Tensor:
-    """float32 and 0 outside the mask, whatever an estimator left there."""
+    """Check an estimator's result and return it as float32, 0 outside the mask."""
     expected = list(inputs.loss_mask.shape)
     if not isinstance(values, torch.Tensor) or list(values.shape) != expected:
         found = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
@@ -124,18 +123,15 @@ def compute_token_rewards(
     sequence_ids: torch.Tensor,
     turn_rewards: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Reward of each token (Ziegler et al., arXiv 1909.08593, eq. 2): the response's on its last token, minus KL.
+    """Compute token rewards (Ziegler et al., arXiv 1909.08593, eq. 2): the response's on its last token, minus KL.
 
-    A turn with a reward of its own has it on its last token. A branch of an episode has on its last token all that
-    the episode gets from there on, also for turns in later branches: so its tokens learn of what they led to.
+    A branch's last token also gets the rewards of later turns in other branches.
 
     Args:
-        rewards: [num_sequences] from the last turn of the sequence on.
-        kl: [t] from `compute_kl_penalty`, or None when the KL term is not in the reward.
-        kl_coef: its weight.
-        loss_mask: [t] bool, response tokens in the loss.
-        sequence_ids: [t] int64, index of the sequence; -1 on padding.
-        turn_rewards: [t], the reward of a turn at its last token; that of a sequence's last turn is in `rewards`.
+        rewards: [num_sequences], from the sequence's last turn on.
+        kl: [t] from `compute_kl_penalty`, or `None` if KL is not in the reward.
+        sequence_ids: [t] int64; -1 on padding.
+        turn_rewards: [t], each turn's reward at its last token, except for a sequence's last turn.
 
     Returns:
         [t] float32; 0 outside the mask.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss aggregation: one weight per sequence, so that a loss is `sum(weight * token loss)`.
 
-The denominators are global: over all sequences of the minibatch, whatever microbatch or DP rank they
-are on. The loss is therefore the same for every split. A sequence without a token in the loss still counts as
-one of `num_seqs`.
+Denominators are global, so the loss does not depend on microbatches and DP ranks. A sequence without tokens in the loss
+still counts in `num_seqs`.
 """
 
 from __future__ import annotations
@@ -22,38 +21,37 @@ from megatron_rl.types import UserError
 
 
 def weigh_token_mean(inputs: AggregationInputs) -> np.ndarray:
-    """1 / sum_j len_j (DAPO, arXiv 2503.14476)."""
+    """Return 1 / sum_j len_j (DAPO, arXiv 2503.14476)."""
     return np.full(len(inputs.lengths), 1.0 / max(inputs.lengths.sum(), 1.0))
 
 
 def weigh_seq_mean_token_mean(inputs: AggregationInputs) -> np.ndarray:
-    """1 / (num_seqs * len_i) (GRPO, arXiv 2402.03300)."""
+    """Return 1 / (num_seqs * len_i) (GRPO, arXiv 2402.03300)."""
     return 1.0 / (len(inputs.lengths) * np.maximum(inputs.lengths, 1.0))
 
 
 def weigh_seq_mean_token_sum(inputs: AggregationInputs) -> np.ndarray:
-    """1 / num_seqs."""
+    """Return 1 / num_seqs."""
     return np.full(len(inputs.lengths), 1.0 / len(inputs.lengths))
 
 
 def weigh_constant(inputs: AggregationInputs) -> np.ndarray:
-    """1 / (num_seqs * max_response_length) (Dr. GRPO, arXiv 2503.20783)."""
+    """Return 1 / (num_seqs * max_response_length) (Dr. GRPO, arXiv 2503.20783)."""
     return np.full(len(inputs.lengths), 1.0 / (len(inputs.lengths) * inputs.max_response_length))
 
 
 def aggregate(
     mode: str, response_lengths: Sequence[int] | np.ndarray, max_response_length: int | float, options: Any = None
 ) -> SequenceWeights:
-    """Weigh the response tokens of each sequence of one minibatch.
+    """Compute the token weight of each sequence of one minibatch.
 
     Args:
-        mode: `algorithm.loss_agg_mode`.
-        response_lengths: tokens in the loss, per sequence of the minibatch (global).
+        response_lengths: tokens in the loss per sequence of the global minibatch.
         max_response_length: the constant of mode "constant".
-        options: of the mode, from `find_options`.
+        options: options of the mode, from `find_options`.
 
     Raises:
-        UserError: an unknown mode, or a user's one that does not return a finite weight for each sequence.
+        UserError: unknown mode, or a plugin's weights are not finite or not one per sequence.
     """
     lengths = np.asarray(response_lengths, np.float64)
     found = find_loss_aggregation(mode)(AggregationInputs(lengths, max_response_length, options))

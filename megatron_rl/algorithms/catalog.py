@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantage estimators, policy losses and loss aggregations by name, and what a run must provide for each.
+"""Registries of advantage estimators, policy losses and loss aggregations, with the requirements of each.
 
-The package's own are rows of the tables, plugins add theirs with the decorators. Nothing here imports torch: a dry
-run reads the tables, and a formula of ours is imported when it is first called.
+Plugins register their own with the decorators. Built-in formulas are imported at their first call: dry runs load no
+torch.
 
-`options` of a decorator is a frozen dataclass: its fields become settings, `algorithm.options.<name>.<field>`, and the
-function finds an instance in `inputs.options`. A field is declared as `alpha: float = 0.5`, or as
-`alpha: float = option(0.5, "what it does", "unit")` with `option` of `megatron_rl.config.schema`.
+`options` of a decorator is a frozen dataclass: its fields become settings `algorithm.options.<name>.<field>`, and the
+function receives an instance as `inputs.options`. Declare a field as `alpha: float = 0.5`, or as `alpha: float =
+option(0.5, "what it does", "unit")` with `option` of `megatron_rl.config.schema`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,7 @@ _ESTIMATOR, _LOSS, _AGGREGATION = "algorithm.adv_estimator", "algorithm.policy_l
 
 @dataclass(frozen=True)
 class RegisteredEstimator:
-    """An estimator and what a run must provide for it.
-
-    Attributes:
-        estimate: the formula.
-        needs_values: the values of a critic.
-        needs_greedy_baseline: the reward of a greedy response to each prompt.
-        needs_group: several responses to each prompt; with one, every advantage would be 0.
-        needs_sum_pi_squared: the sum over the vocabulary of squared probabilities, for one more forward pass.
-        needs_old_logprobs: `old_logprobs`, and the importance weights that are made of them, before the update: for one
-            more forward pass where the first pass of the update would give them.
-    """
+    """An estimator and its requirements; see `register_advantage_estimator`."""
 
     estimate: AdvantageEstimator
     needs_values: bool = False
@@ -73,7 +63,7 @@ ADVANTAGE_ESTIMATORS: dict[str, RegisteredEstimator] = {
     "gae": _formula("gae", needs_values=True),
     "distill": _formula("distill"),
 }
-CHOOSES_TOKENS = ("clip_cov", "kl_cov")  # policy losses that choose tokens out of the whole step, by `old_logprobs`
+CHOOSES_TOKENS = ("clip_cov", "kl_cov")  # policy losses that choose tokens of the whole step by `old_logprobs`
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     name: Deferred("megatron_rl.algorithms.policy_losses", f"compute_{name}_loss")
     for name in (
@@ -97,22 +87,20 @@ def register_advantage_estimator(
     needs_old_logprobs: bool = True,
     options: type | None = None,
 ) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Decorator: make `estimator(inputs, config)` known as algorithm.adv_estimator = `name`.
+    """Register `estimator(inputs, config)` as algorithm.adv_estimator = `name`; a decorator.
 
-    The estimator returns advantages [t], or `Advantages`, which has returns for a critic and metrics as well.
+    The estimator returns advantages [t], or `Advantages` with returns for a critic and metrics.
 
     Args:
-        name: what the config says; must be new.
-        needs_values: a critic is built and `inputs.values` is there.
-        needs_greedy_baseline: a greedy response to each prompt is scored and `inputs.baselines` is there.
-        needs_group: rollout.n = 1 is refused.
-        needs_sum_pi_squared: `inputs.sum_pi_squared` is there, for one more forward pass of the policy per step.
-        needs_old_logprobs: `inputs.old_logprobs` and `inputs.importance_weights` are there; say False where the
-            estimator reads neither, and the first pass of the update gives them without a forward pass of their own.
-        options: frozen dataclass of its settings; `inputs.options` is an instance.
+        needs_values: build a critic and provide `inputs.values`.
+        needs_greedy_baseline: score a greedy response per prompt and provide `inputs.baselines`.
+        needs_group: refuse rollout.n = 1, which would make every advantage 0.
+        needs_sum_pi_squared: provide `inputs.sum_pi_squared`; costs a forward pass per step.
+        needs_old_logprobs: provide `inputs.old_logprobs` and `inputs.importance_weights`; may cost a forward pass per
+            step, so pass False if both are unused.
 
     Raises:
-        UserError: the name is taken, or `options` cannot be settings.
+        UserError: the name is taken, or `options` is invalid.
     """
 
     def make_entry(estimator: AdvantageEstimator) -> RegisteredEstimator:
@@ -124,55 +112,45 @@ def register_advantage_estimator(
 
 
 def find_advantage_estimator(name: str) -> RegisteredEstimator:
-    """The estimator of a name; UserError naming the known ones if there is none."""
+    """Return a registered estimator; UserError if the name is unknown."""
     return find_entry(ADVANTAGE_ESTIMATORS, name, _ESTIMATOR)
 
 
 def register_policy_loss(name: str, *, options: type | None = None) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Decorator: make `loss(inputs, config)` known as algorithm.policy_loss = `name`.
+    """Register `loss(inputs, config)` as algorithm.policy_loss = `name`; a decorator.
 
-    The loss returns the token loss [t] and where it is clipped [t] bool, and may return metrics as a third: a dict,
-    always with the same names, of tensors [t] whose mean over the tokens in the loss is logged as
-    `loss/<name>/<metric>`. At masked positions all of its inputs are 0 and its results are dropped. To run inside a
-    CUDA graph it must not look at values (`.item()`, boolean indexing, `torch.unique`).
-
-    Args:
-        name: what the config says; must be new.
-        options: frozen dataclass of its settings; `inputs.options` is an instance.
+    The loss returns the token loss [t], a mask of clipped tokens [t] bool, and optionally metrics: a dict with fixed
+    names of tensors [t], whose mean over the tokens in the loss is logged as `loss/<name>/<metric>`. At masked
+    positions inputs are 0 and results are dropped. For CUDA graphs, the loss must not read values on the host
+    (`.item()`, boolean indexing, `torch.unique`).
 
     Raises:
-        UserError: the name is taken, or `options` cannot be settings.
+        UserError: the name is taken, or `options` is invalid.
     """
     return _register(POLICY_LOSSES, name, _LOSS, options)
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
-    """The policy loss of a name; UserError naming the known ones if there is none."""
+    """Return a registered policy loss; UserError if the name is unknown."""
     return find_entry(POLICY_LOSSES, name, _LOSS)
 
 
 def register_loss_aggregation(
     name: str, *, options: type | None = None
 ) -> Callable[[LossAggregation], LossAggregation]:
-    """Decorator: make `aggregation(inputs)` known as algorithm.loss_agg_mode = `name`.
+    """Register `aggregation(inputs)` as algorithm.loss_agg_mode = `name`; a decorator.
 
-    The aggregation returns the weight of each token of each response of a minibatch, [num_seqs]: the loss is the sum of
-    `weight * token loss`. It may return metrics as well, a dict of numbers that are logged as
-    `aggregation/<name>/<metric>`. It must be a function of its inputs alone: every rank computes it for the whole
-    minibatch, and the ledger once more.
-
-    Args:
-        name: what the config says; must be new.
-        options: frozen dataclass of its settings; `inputs.options` is an instance.
+    The aggregation returns one token weight per response of a minibatch, [num_seqs], and optionally a dict of numbers,
+    logged as `aggregation/<name>/<metric>`. It must be a pure function: every rank and the ledger call it.
 
     Raises:
-        UserError: the name is taken, or `options` cannot be settings.
+        UserError: the name is taken, or `options` is invalid.
     """
     return _register(LOSS_AGGREGATIONS, name, _AGGREGATION, options)
 
 
 def find_loss_aggregation(name: str) -> LossAggregation:
-    """The aggregation of a name; UserError naming the known ones if there is none."""
+    """Return a registered aggregation; UserError if the name is unknown."""
     return find_entry(LOSS_AGGREGATIONS, name, _AGGREGATION)
 
 
@@ -183,8 +161,6 @@ def _register(
     options: type | None,
     make_entry: Callable[[Any], Any] = lambda function: function,
 ) -> Callable[[Any], Any]:
-    """The decorator that enters a function, and its options, under a name."""
-
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if options is not None:
             check_options(name, options, describe_place(function))

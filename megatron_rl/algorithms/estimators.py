@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The advantage estimators that come with the package.
+"""Built-in advantage estimators.
 
-Estimators over rewards give one number per rollout, and every token of the response gets it. Two edge cases
-are common to them: a group of equal rewards has advantages of exactly 0, and so has a group of one (there
-is nothing to compare with). Arithmetic is float64; results are float32.
+Groups of equal rewards and groups of one have advantages of exactly 0. Arithmetic is float64; results are float32.
 """
 
 from __future__ import annotations
@@ -21,11 +19,9 @@ _WEIGHT_EPSILON = 1e-8
 
 
 def compute_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """Group-relative advantages (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+    """Compute group-relative advantages (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
-        A_i = (r_i - mean(r)) / (std(r) + 1e-6)
-
-    with the unbiased standard deviation of the group. `norm_adv_by_std=False` leaves out the division.
+    A_i = (r_i - mean(r)) / (std(r) + 1e-6)          std unbiased; not divided if `norm_adv_by_std=False`
     """
     if not config.norm_adv_by_std:
         return compute_dr_grpo_advantages(inputs, config)
@@ -40,12 +36,12 @@ def compute_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) ->
 
 
 def compute_dr_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """A_i = r_i - mean(r) of the group (Dr. GRPO, arXiv 2503.20783); the paper aggregates by `constant`."""
+    """Compute A_i = r_i - mean(r) of the group (Dr. GRPO, arXiv 2503.20783); the paper aggregates by `constant`."""
     return inputs.expand(_centred_scores(inputs))
 
 
 def compute_rloo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """REINFORCE leave-one-out (arXiv 2402.14740).
+    """Compute REINFORCE leave-one-out advantages (arXiv 2402.14740).
 
     A_i = r_i - mean_{j != i} r_j = n / (n - 1) (r_i - mean(r))
     """
@@ -53,11 +49,11 @@ def compute_rloo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) ->
 
 
 def compute_grpo_passk_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """Pass@k policy gradient (arXiv 2503.19595): only the best response of a group has an advantage.
+    """Compute the pass@k policy gradient (arXiv 2503.19595): only a group's best response has an advantage.
 
-        A_best = (r_best - r_second) / (std(r) + 1e-6), the others 0
+        A_best = (r_best - r_second) / (std(r) + 1e-6), all other A_i = 0
 
-    `norm_adv_by_std=False` leaves out the division.
+    Not divided if `norm_adv_by_std=False`.
     """
     return inputs.expand(
         np.concatenate([_lead_of_the_best(scores, config.norm_adv_by_std) for scores in inputs.grouped_scores()])
@@ -65,7 +61,7 @@ def compute_grpo_passk_advantages(inputs: AdvantageInputs, config: AlgorithmConf
 
 
 def compute_opo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """On-policy RL with the optimal baseline (arXiv 2505.23585): the mean weighted by length.
+    """Compute advantages with the length-weighted optimal baseline (arXiv 2505.23585).
 
         A_i = r_i - sum_j l_j r_j / sum_j l_j           l_j the tokens of response j in the loss
 
@@ -80,23 +76,23 @@ def compute_opo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
 
 
 def compute_gpg_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """Group policy gradient (GPG, arXiv 2504.02546): A_i = alpha (r_i - mean(r)).
+    """Compute group policy gradient advantages (GPG, arXiv 2504.02546): A_i = alpha (r_i - mean(r)).
 
-    alpha = responses of the step / those whose reward is not 0
+    alpha = responses of the step / responses with nonzero reward
     """
     scores = np.asarray(inputs.scores, np.float64)
     return inputs.expand(len(scores) / max(np.count_nonzero(scores), 1) * _centred_scores(inputs))
 
 
 def compute_optimal_token_baseline_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """A baseline of its own for each place in the responses of a group (optimal token baseline, as in verl).
+    """Compute advantages with a baseline per response position of a group (optimal token baseline, as in verl).
 
         A_t = G_t - sum_j W_jt G_jt / sum_j W_jt        over the responses j of the group that reach t
         G_t = sum_{l >= 0} r_{t+l}
         W_t = sum_{u <= t} (1 - 2 p_u + sum_v p_v^2)    squared gradients of log p on the logits, up to t
 
-    p is the policy before the update; with importance weights each term of W is multiplied by their square. Where no
-    gradient can be expected (W = 0) the baseline is the plain mean. Collective: a group may be spread over ranks.
+    p is the policy before the update; squared importance weights, if any, multiply the terms of W. At W = 0 the
+    baseline is the plain mean. Collective: a group may be spread over ranks.
     """
     where = inputs.loss_mask.nonzero(as_tuple=True)[0]
     ids, device = inputs.sequence_ids[where], where.device
@@ -108,7 +104,7 @@ def compute_optimal_token_baseline_advantages(inputs: AdvantageInputs, config: A
     weights = _discounted_sums(energy.flip(0), ids.flip(0), 1.0).flip(0) + _WEIGHT_EPSILON
     sizes = torch.as_tensor(inputs.group_sizes, device=device)
     groups = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes)[inputs.find_rollouts()[where]]
-    # A shift that is the same for a group makes equal rewards exactly 0.
+    # A common shift per group makes advantages of equal rewards exactly 0.
     shifts = torch.tensor([scores[0] for scores in inputs.grouped_scores()], dtype=torch.float32, device=device)
     returns = _discounted_sums(inputs.token_rewards[where].double(), ids, 1.0) - shifts[groups]
     baselines = _average_by_place(returns, weights, groups, _number_places(ids), inputs)
@@ -116,22 +112,21 @@ def compute_optimal_token_baseline_advantages(inputs: AdvantageInputs, config: A
 
 
 def compute_remax_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """A_i = r_i - r(greedy response to the same prompt) (ReMax, arXiv 2310.10505); needs no group."""
+    """Compute A_i = r_i - r(greedy response to the same prompt) (ReMax, arXiv 2310.10505); needs no group."""
     assert inputs.baselines is not None, "greedy responses are collected for it"
     return inputs.expand(inputs.scores - np.repeat(inputs.baselines, inputs.group_sizes))
 
 
 def compute_reinforce_plus_plus_baseline_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """REINFORCE++ with the mean of the group as baseline (arXiv 2501.03262): r_i - mean(r), then whitened.
+    """Compute REINFORCE++ advantages with a group-mean baseline (arXiv 2501.03262): r_i - mean(r), then whitened.
 
-    Whitening subtracts the mean over tokens, which is not 0 when better responses are longer or shorter: a
-    group of one then has a small advantage, unless all advantages are 0.
+    If reward correlates with length, whitening gives even a group of one a small advantage.
     """
     return whiten_over_ranks(inputs.expand(_centred_scores(inputs)), inputs.loss_mask, inputs.group)
 
 
 def compute_reinforce_plus_plus_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """REINFORCE++ (arXiv 2501.03262): discounted returns of the token rewards, whitened over all tokens.
+    """Compute whitened discounted returns of the token rewards (REINFORCE++, arXiv 2501.03262).
 
     A_t = sum_{l >= 0} gamma^l r_{t+l}
     """
@@ -141,14 +136,13 @@ def compute_reinforce_plus_plus_advantages(inputs: AdvantageInputs, config: Algo
 
 
 def compute_gae_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """Generalized advantage estimation (arXiv 1506.02438, eq. 11-16), whitened as PPO implementations do.
+    """Compute generalized advantage estimates (arXiv 1506.02438, eq. 11-16), whitened as in PPO implementations.
 
         delta_t = r_t + gamma V_{t+1} - V_t             V = 0 after the last token
         A_t = sum_{l >= 0} (gamma lambda)^l delta_{t+l}
         returns_t = A_t + V_t                           before A is whitened
 
-    Time counts tokens in the loss. A response cut at the length limit ends like any other: nothing is
-    bootstrapped.
+    Time counts tokens in the loss. Responses truncated at the length limit are not bootstrapped.
     """
     where = inputs.loss_mask.nonzero(as_tuple=True)[0]
     ids = inputs.sequence_ids[where]
@@ -163,25 +157,17 @@ def compute_gae_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
 
 
 def compute_distill_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """0: rewards are not learned from, and what the teachers say comes on top (`distillation.py`)."""
+    """Return zeros: rewards are ignored, and `distillation.py` adds the teachers' term."""
     return torch.zeros_like(inputs.token_rewards)
 
 
 def whiten_over_ranks(values: torch.Tensor, loss_mask: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Subtract the mean and divide by the standard deviation over the masked-in tokens of all ranks; collective.
+    """Standardize values [t] over the masked-in tokens of all ranks; collective.
 
         (x - mean) / sqrt(variance + 1e-8)          variance unbiased
 
-    Equal values, and a single token, become 0. The statistics are sums over the group, hence the same for
-    every distribution of the tokens over ranks.
-
-    Args:
-        values: [t]; anything outside the mask.
-        loss_mask: [t] bool.
-        group: ranks that hold different tokens.
-
     Returns:
-        [t] float32, 0 outside the mask.
+        [t] float32, 0 outside the mask, for equal values, and for a single token.
     """
     values = torch.where(loss_mask, values.double(), 0.0)
     sums = torch.stack([loss_mask.sum().double(), values.sum()])
@@ -195,7 +181,7 @@ def whiten_over_ranks(values: torch.Tensor, loss_mask: torch.Tensor, group: dist
 
 
 def _centre(scores: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """Scores minus their (weighted) mean; the shift by the first one makes equal scores exactly 0."""
+    """Subtract the (weighted) mean; the shift by the first score makes equal scores exactly 0."""
     shifted = scores - scores[0]
     if weights is None:
         return shifted - shifted.mean()
@@ -211,7 +197,7 @@ def _lead_of_the_best(scores: np.ndarray, is_normalized: bool) -> np.ndarray:
 
 
 def _count_tokens(inputs: AdvantageInputs) -> np.ndarray:
-    """Tokens in the loss of each rollout, over all ranks: [num_rollouts] float64; collective."""
+    """Count each rollout's tokens in the loss over all ranks: [num_rollouts] float64; collective."""
     counts = torch.zeros(len(inputs.scores), dtype=torch.float64, device=inputs.loss_mask.device)
     ids = inputs.find_rollouts()[inputs.loss_mask]
     counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float64))
@@ -224,10 +210,7 @@ def _centred_scores(inputs: AdvantageInputs) -> np.ndarray:
 
 
 def _discounted_sums(x: torch.Tensor, ids: torch.Tensor, discount: float) -> torch.Tensor:
-    """sum_l discount^l x_{t+l} to the end of each run of equal ids, in log2(t) steps.
-
-    After the step with `reach` k every entry holds the sum of the next 2k terms, of its own sequence.
-    """
+    """Compute sum_l discount^l x_{t+l} to the end of each run of equal ids, in log2(t) steps."""
     sums, reach = x.clone(), 1
     while reach < len(x):
         is_same = ids[reach:] == ids[:-reach]
@@ -237,7 +220,7 @@ def _discounted_sums(x: torch.Tensor, ids: torch.Tensor, discount: float) -> tor
 
 
 def _number_places(ids: torch.Tensor) -> torch.Tensor:
-    """0, 1, ... along each run of equal ids."""
+    """Number the positions 0, 1, ... in each run of equal ids."""
     count = torch.arange(len(ids), device=ids.device)
     is_first = ids.diff(prepend=ids[:1] - 1).ne(0)
     return count - torch.where(is_first, count, 0).cummax(0).values if len(ids) else count
@@ -246,7 +229,7 @@ def _number_places(ids: torch.Tensor) -> torch.Tensor:
 def _average_by_place(
     values: torch.Tensor, weights: torch.Tensor, groups: torch.Tensor, places: torch.Tensor, inputs: AdvantageInputs
 ) -> torch.Tensor:
-    """The weighted mean of the values of a group at each place, over all ranks, given to its tokens; collective."""
+    """Return each token's weighted mean over its group at its position, over all ranks; collective."""
     longest = (places.max() if len(places) else places.new_zeros(())) + 1
     dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=inputs.group)
     width = int(longest)
@@ -258,5 +241,5 @@ def _average_by_place(
 
 
 def _place(values: torch.Tensor, where: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:
-    """Put the values of the tokens in the loss into a [t] tensor of zeros."""
+    """Scatter the values of the tokens in the loss into a [t] tensor of zeros."""
     return torch.zeros(len(inputs.loss_mask), dtype=values.dtype, device=values.device).index_copy(0, where, values)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of the loss: what each optimizer step must have divided by, checked against what it did.
+"""Loss ledger: the denominators an optimizer step must use, checked against the ones it used.
 
-The ledger of a minibatch is made from the response lengths, which every rank knows, before anything is
-split. The losses count tokens and weights where they use them. Summed over microbatches and ranks both
-must agree: a token dropped, repeated, or divided by a local count shows at once.
+Expected counts come from response lengths, before anything is split over ranks; actual counts from the losses. A
+mismatch reveals a token that was dropped, repeated, or divided by a local count.
 """
 
 from __future__ import annotations
@@ -24,26 +23,22 @@ _VALUE_TERMS = {"value": "loss"}
 
 
 class LedgerError(RuntimeError):
-    """The loss was not aggregated over what the minibatch holds: a bug, whose numbers are in the message."""
+    """The loss was not aggregated over the whole minibatch: a bug."""
 
 
 def build_ledger(
     mode: str, response_lengths_in_loss: Sequence[int], max_response_length: int | float, options: Any = None
 ) -> LossLedger:
-    """Count one minibatch.
+    """Compute the ledger of one minibatch.
 
-    A response whose tokens are all masked (length 0 here: truncated and masked) counts as one of the
-    sequences and adds nothing to any sum: in the modes per sequence it makes the loss smaller, as a
-    response with a loss of 0 would; token-mean does not notice it.
-
-    The weights of a mode that a plugin registers have no denominator of their own: it is 1 in the ledger. Tokens and
-    the sum of the weights are checked in every mode.
+    A fully masked response (length 0) still counts as a sequence: it shrinks the loss in per-sequence modes, but not in
+    token-mean. Modes from plugins have denominator 1.
 
     Args:
         mode: `algorithm.loss_agg_mode`.
-        response_lengths_in_loss: tokens in the loss of each response of the minibatch, over all ranks.
+        response_lengths_in_loss: tokens in the loss per response of the global minibatch.
         max_response_length: the constant of mode "constant".
-        options: of the mode, from `find_options`.
+        options: options of the mode, from `find_options`.
     """
     lengths = np.asarray(response_lengths_in_loss, np.int64)
     found = aggregate(mode, lengths, max_response_length, options)
@@ -61,15 +56,10 @@ def build_ledger(
 
 
 def check_ledger(ledger: LossLedger, tokens: float, weight_sum: float) -> None:
-    """Compare what the losses counted, summed over microbatches and ranks, with the ledger.
-
-    Args:
-        ledger: of the minibatch.
-        tokens: sum of the metric "tokens".
-        weight_sum: sum of the metric "weights".
+    """Compare the tokens and weights that the losses of all microbatches and ranks counted with the ledger.
 
     Raises:
-        LedgerError: tokens differ at all, or weights by more than 1e-4 of their sum.
+        LedgerError: token counts differ, or weight sums differ by more than 1e-4 (relative).
     """
     same_weights = math.isclose(weight_sum, ledger.weight_sum, rel_tol=_WEIGHT_TOLERANCE, abs_tol=1e-12)
     if tokens != ledger.num_tokens or not same_weights:
@@ -81,24 +71,17 @@ def check_ledger(ledger: LossLedger, tokens: float, weight_sum: float) -> None:
 
 
 def is_ledger_met(ledger: LossLedger, tokens: torch.Tensor, weight_sum: torch.Tensor) -> torch.Tensor:
-    """What `check_ledger` checks, for 0-d tensors and without waiting for a device: 0-d bool."""
+    """Return the result of `check_ledger` as a 0-d bool tensor, without a device sync."""
     largest = weight_sum.abs().clamp(min=abs(ledger.weight_sum))
     same_weights = (weight_sum - ledger.weight_sum).abs() <= (_WEIGHT_TOLERANCE * largest).clamp(min=1e-12)
     return (tokens == ledger.num_tokens) & same_weights
 
 
 def ledger_metrics(ledger: LossLedger, totals: Mapping[str, float], prefix: str = "ledger") -> dict[str, float]:
-    """Numerator and denominator of each term of a loss; their quotient is the term as it entered the loss.
+    """Return numerator and denominator of each loss term, named "<prefix>/<term>/...", and the aggregation's metrics.
 
     Args:
-        ledger: of the minibatch.
-        totals: metrics of `compute_policy_loss` (terms policy, kl, entropy, with their coefficients) or of
-            `compute_value_loss` (term value), summed over microbatches and ranks.
-        prefix: first part of the names.
-
-    Returns:
-        {"<prefix>/<term>/numerator": ..., "<prefix>/<term>/denominator": ...} for each term, and the metrics of the
-        aggregation.
+        totals: metrics of `compute_policy_loss` or `compute_value_loss`, summed over microbatches and ranks.
     """
     terms = _POLICY_TERMS if "policy" in totals else _VALUE_TERMS
     metrics = dict(ledger.metrics)

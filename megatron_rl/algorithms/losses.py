@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of the policy: the table of policy-gradient terms by name, and what is added to them and logged.
+"""The policy's total loss: policy-gradient term, KL, entropy and distillation, with metrics.
 
-The formulas per token are in `policy_losses.py`. A loss returns the sum of `loss_weights * token loss`: the
-denominator is already in the weights (`aggregation.py`), so sums over microbatches and DP ranks give the
-loss of the optimizer step. Everything has a shape fixed by t and stays on the device: it may run inside a
-CUDA graph.
+A loss is the sum of `loss_weights * token loss`. The weights hold global denominators (`aggregation.py`), so sums over
+microbatches and DP ranks give the optimizer step's loss. Shapes depend on t only, for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -36,24 +34,24 @@ def compute_policy_loss(
     config: AlgorithmConfig,
     divergence: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The configured policy loss, with a KL term if `kl_in` is "loss" and there is a reference, and an entropy term.
+    """Compute the configured policy loss with its KL, entropy and distillation terms.
 
         loss = sum_t w_t (importance_t policy_t + kl_coef KL_t - entropy_coef H_t + distillation.coef D_t)
 
     Args:
-        inputs: tokens; what stands at masked positions does not matter.
-        entropy, divergence: [t] of the current policy, and from a teacher if there is one; differentiable.
-        ref_logprobs, importance_weights (see `compute_importance_weights`): [t], or None.
+        inputs: values at masked positions are ignored.
+        entropy, divergence: [t], differentiable; divergence from a teacher, or `None`.
+        ref_logprobs: [t], or `None`; the KL term also needs `kl_in` = "loss".
+        importance_weights: [t] from `compute_importance_weights`, or `None`.
         loss_weights: [t], 0 at masked positions.
-        config: `policy_loss` and its settings, and the terms' settings.
 
     Returns:
-        The loss (scalar), and sums over tokens: "loss", its parts "policy", "kl_term", "entropy_term", "weights";
-        unweighted "kl", "entropy", "clipped", "tokens", "divergence" where there is one, and what the policy loss
-        reports as "loss/<name>/<metric>"; and the maximum "max/deviation" of |logprobs - old_logprobs|.
+        The loss (scalar), and metrics: weighted sums "loss", "policy", "kl_term", "entropy_term", "weights"; unweighted
+        sums "kl", "entropy", "clipped", "tokens", "divergence" (if any) and "loss/<name>/<metric>"; the maximum
+        "max/deviation" of |logprobs - old_logprobs|.
 
     Raises:
-        UserError: unknown policy loss, or a user's one that does not return [t] tensors.
+        UserError: unknown policy loss, or a plugin's result is not [t] tensors.
     """
     mask, tokens = inputs.loss_mask, _blank_masked(inputs)
 
@@ -91,13 +89,13 @@ def compute_policy_loss(
 
 @torch.no_grad()
 def find_clipped(inputs: PolicyLossInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """Where the configured policy loss clips: [t] bool, False at masked positions."""
+    """Return the tokens that the configured policy loss clips: [t] bool, False at masked positions."""
     _, is_clipped, _ = _call_policy_loss(_blank_masked(inputs), config)
     return inputs.loss_mask & is_clipped
 
 
 def _blank_masked(inputs: PolicyLossInputs) -> PolicyLossInputs:
-    """The inputs with zeros at masked positions: garbage there reaches neither a formula nor its gradient."""
+    """Zero the inputs at masked positions, so that garbage reaches neither a formula nor its gradient."""
     logprobs, old_logprobs, advantages = (
         torch.where(inputs.loss_mask, x, 0.0) for x in (inputs.logprobs, inputs.old_logprobs, inputs.advantages)
     )
@@ -107,7 +105,7 @@ def _blank_masked(inputs: PolicyLossInputs) -> PolicyLossInputs:
 def _call_policy_loss(
     inputs: PolicyLossInputs, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of each token, where it is clipped, and sums of metrics, after a look at what a function returned."""
+    """Call the configured policy loss and check its results: token losses, clipped mask, sums of metrics."""
     name, shape = config.policy_loss, list(inputs.loss_mask.shape)
     found = find_policy_loss(name)(replace(inputs, options=find_options(config, name)), config)
     parts: list[Any] = list(found) if isinstance(found, tuple) else [found]
@@ -143,7 +141,7 @@ def _describe(part: Any) -> str:
 def compute_sft_loss(
     logprobs: torch.Tensor, loss_mask: torch.Tensor, loss_weights: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Negative log-likelihood of the response tokens: `sum_t w_t (-logprobs_t)`."""
+    """Compute the negative log-likelihood of the response tokens: `sum_t w_t (-logprobs_t)`."""
     loss = -(loss_weights * torch.where(loss_mask, logprobs, 0.0)).sum()
     return loss, {
         "loss": loss.detach(),

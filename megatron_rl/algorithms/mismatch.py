@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the trainer's log-probs are from the engine's for the same tokens and weights, and its correction.
+"""Mismatch between trainer and engine log-probs of equal tokens and weights, and its correction.
 
 With d = old_logprobs - rollout_logprobs and importance weight w = exp(d) per token:
 
@@ -20,7 +20,7 @@ from megatron_rl.config.schema import AlgorithmConfig
 def sum_mismatch(
     old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
 ) -> tuple[dict[str, float], float]:
-    """Sums over this rank's tokens, to be added over DP ranks, and the maximum of |d|."""
+    """Return sums over this rank's tokens, to be added over DP ranks, and the maximum of |d|."""
     d = (old_logprobs - rollout_logprobs)[loss_mask].double()
     w = d.exp()
     sums = {"abs": d.abs().sum(), "k3": (torch.expm1(d) - d).sum(), "w": w.sum(), "w2": w.square().sum()}
@@ -29,7 +29,7 @@ def sum_mismatch(
 
 
 def finish_mismatch(sums: dict[str, float], maximum: float) -> dict[str, float]:
-    """Metrics from the global sums and the global maximum."""
+    """Return metrics from the global sums and the global maximum."""
     tokens = max(sums["tokens"], 1.0)
     return {
         "mismatch/max": maximum,
@@ -40,7 +40,7 @@ def finish_mismatch(sums: dict[str, float], maximum: float) -> dict[str, float]:
 
 
 def has_importance_weights(config: AlgorithmConfig) -> bool:
-    """Whether a correction or a rejection is configured."""
+    """Return whether a correction or a rejection is configured."""
     return config.importance_sampling not in ("none", "bypass") or config.reject_sequence_above is not None
 
 
@@ -52,32 +52,26 @@ def compute_importance_weights(
     responses: Responses,
     config: AlgorithmConfig,
 ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Weights of the policy-gradient term that correct for sampling with the engine's log-probs.
+    """Compute policy-gradient weights that correct for sampling with the engine's log-probs.
 
         token-truncate       min(w_t, high)                   truncated importance sampling (Yao et al., "Your efficient
                                                               RL framework secretly brings you off-policy", 2025)
         token-mask           w_t, or 0 outside [low, high]    IcePop (Ring-1T, 2025)
-        sequence-truncate    min(w_i, high)                   w_i = exp(mean_t d_t), the geometric mean
-        sequence-mask        w_i, or 0 outside [low, high]    over the tokens of the response in the loss
-        product-truncate     min(w_i, high)                   w_i = exp(sum_t d_t), the ratio of the whole response:
-        product-mask         w_i, or 0 outside [low, high]    without bias, of high variance; d_i within +-20
+        sequence-truncate    min(w_i, high)                   w_i = exp(mean_t d_t), over its tokens in the loss
+        sequence-mask        w_i, or 0 outside [low, high]
+        product-truncate     min(w_i, high)                   w_i = exp(sum_t d_t), unbiased, of high variance;
+        product-mask         w_i, or 0 outside [low, high]    the sum is bounded to +-20
 
-    `importance_normalize` (see `normalize_weights`) divides by the mean weight of the step, after truncation: over
-    tokens, or over responses in the modes sequence and product; masked ones do not count in it.
-    `reject_sequence_above` gives 0 to all tokens of a response that has one with a larger |d|, in any mode.
-    Denominators of the loss stay as they are: a masked token counts in them as a token of loss 0, so that
-    masking makes the step smaller instead of giving the rest more weight. KL and entropy terms are not weighted.
-    With `bypass` the policy loss has `rollout_logprobs` in its ratio, and only a rejection gives weights.
+    `reject_sequence_above` zeroes the weights of a response with a larger |d|, in any mode. A masked token still counts
+    in the loss's denominators: masking shrinks the step. With `bypass`, only rejection yields weights.
 
     Args:
-        old_logprobs, rollout_logprobs: [t]; what stands at masked positions does not matter.
-        loss_mask: [t] bool, response tokens in the loss.
-        responses: rollouts with all of their branches: each has one weight, or is rejected as a whole.
-        config: `importance_sampling`, `importance_low`, `importance_high`, `reject_sequence_above`.
+        old_logprobs, rollout_logprobs: [t]; ignored at masked positions.
+        responses: rollouts with all branches; each has one weight or is rejected as a whole.
 
     Returns:
-        [t] float32 weights, 0 outside the mask, and 0-d sums over this rank for `finish_importance_weights`; None
-        and {} without `has_importance_weights`. No value is looked at on the host.
+        [t] float32 weights, 0 outside the mask, and 0-d sums over this rank for `finish_importance_weights`; `None` and
+        {} without `has_importance_weights`. No device sync.
     """
     mode, threshold = config.importance_sampling, config.reject_sequence_above
     if not has_importance_weights(config):
@@ -107,7 +101,7 @@ def compute_importance_weights(
 
 
 def _log_weights(level: str, gap: torch.Tensor, responses: Responses, counts: torch.Tensor) -> torch.Tensor:
-    """Logarithms of the weights before they are truncated or masked, [t]."""
+    """Return the log-weights before truncation or masking, [t]."""
     if level == "sequence":
         return responses.add_up(gap) / counts.clamp(min=1)
     if level == "product":
@@ -116,15 +110,15 @@ def _log_weights(level: str, gap: torch.Tensor, responses: Responses, counts: to
 
 
 def normalize_weights(weights: torch.Tensor, sums: dict[str, float]) -> torch.Tensor:
-    """The weights over their mean, from the global sums; as they are where that is 0."""
+    """Divide the weights by the step's mean from the global sums; unchanged if the mean is 0.
+
+    The mean is after truncation, without masked entries, over tokens or (modes sequence and product) responses.
+    """
     return weights * (sums["normal_count"] / sums["normal"]) if sums["normal"] > 0 else weights
 
 
 def finish_importance_weights(sums: dict[str, float]) -> dict[str, float]:
-    """Metrics from the global sums: fractions of tokens truncated and masked, of responses rejected, mean weight.
-
-    The mean is that before weights are normalized. Empty for the empty sums of a run without correction.
-    """
+    """Return metrics from the global sums; the mean weight is the one before normalization."""
     if not sums:
         return {}
     tokens, sequences = max(sums["tokens"], 1.0), max(sums["sequences"], 1.0)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the first pass of the update may give `old_logprobs`, or a forward pass of their own must.
+"""Decides whether `old_logprobs` come from the first pass of the update or need a forward pass of their own.
 
-Where a pass over the samples is one optimizer step, the first one sees every sample with the weights from before the
-update: its log-probs, detached, are `old_logprobs`, and their ratio is exactly 1. The forward pass that is saved is a
-quarter of the matrix products of a step (2 of 8 operations per weight and token).
+If a pass over the samples is one optimizer step, it runs with the weights from before the update: its detached
+log-probs are `old_logprobs`. The saved forward pass is a quarter of a step's matrix products (2 of 8 operations per
+weight and token).
 """
 
 from __future__ import annotations
@@ -15,14 +15,10 @@ from megatron_rl.types import UserError
 
 
 def plan_old_logprobs(config: RunConfig, estimator: RegisteredEstimator) -> str:
-    """What needs `old_logprobs` before the first pass of the update, in words; empty: nothing does.
-
-    Args:
-        config: of the run.
-        estimator: that `algorithm.adv_estimator` names.
+    """Return the reason why `old_logprobs` need their own pass, in words, or "".
 
     Raises:
-        UserError: `importance_sampling` is bypass, and something needs them.
+        UserError: `importance_sampling` is bypass, but there is such a reason.
     """
     reader = _find_early_reader(config, estimator)
     if reader and config.algorithm.importance_sampling == "bypass":
@@ -52,12 +48,11 @@ def _find_early_reader(config: RunConfig, estimator: RegisteredEstimator) -> str
 
 
 def find_early_reader_of_loss(algorithm: AlgorithmConfig, minibatches: int, *, has_branches: bool) -> str:
-    """What of a policy loss needs `old_logprobs` before its first pass, in words; empty: nothing does.
+    """Return the reason why a policy loss needs `old_logprobs` before its first pass, in words, or "".
 
     Args:
-        algorithm: the loss with its settings.
-        minibatches: optimizer steps of a pass.
-        has_branches: a rollout may be several sequences, which are in any microbatches.
+        minibatches: optimizer steps per epoch.
+        has_branches: whether a rollout may have several sequences.
     """
     if minibatches > 1:
         return f"an epoch has {minibatches} optimizer steps, and all but the first have changed weights"

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy-gradient terms that come with the package: the loss of each token and where its gradient is cut.
+"""Built-in policy losses: the loss of each token, and whether its gradient is clipped.
 
-Each gets 0 for everything at masked positions (`losses.py`). With logprobs == old_logprobs all ratios are
-exactly 1, and every loss here has the gradient of -A * logprob.
+Inputs are 0 at masked positions (`losses.py`). At logprobs == old_logprobs every loss has the gradient of -A * logprob.
 
-Clip-Cov and KL-Cov (arXiv 2505.22617) hold back the tokens that would lower the entropy most:
+Clip-Cov and KL-Cov (arXiv 2505.22617) restrain the tokens that would lower the entropy most, chosen before a step's
+first update:
 
     cov_t = (A_t - mean A) (logprob_t - mean logprob)        means over all tokens in the loss of a step
-
-chosen once per step, before the first update, from `old_logprobs`.
 """
 
 from __future__ import annotations
@@ -28,28 +26,26 @@ _KL_EPSILON = 1e-8
 
 
 def compute_ppo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clipped surrogate per token (PPO, arXiv 1707.06347, eq. 7).
+    """Compute the clipped surrogate per token (PPO, arXiv 1707.06347, eq. 7).
 
         ratio_t = exp(logprobs_t - old_logprobs_t)
         loss_t = -min(ratio_t A_t, clip(ratio_t, 1 - eps_low, 1 + eps_high) A_t)
 
-    Different bounds are clip-higher (DAPO, arXiv 2503.14476, eq. 10); `dual_clip` bounds the loss of negative
-    advantages as well (arXiv 1912.09729).
+    Unequal bounds are clip-higher (DAPO, arXiv 2503.14476, eq. 10); `dual_clip` also bounds the loss of negative
+    advantages (arXiv 1912.09729).
     """
     return clip_surrogate(inputs.logprobs - inputs.old_logprobs, inputs.advantages, config, config.dual_clip)
 
 
 def compute_gspo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clipped surrogate with one ratio per sequence (GSPO, arXiv 2507.18071, eq. 7 and 14).
+    """Compute the clipped surrogate with one ratio per sequence (GSPO, arXiv 2507.18071, eq. 7 and 14).
 
         s_i = exp(mean_t (logprobs_t - old_logprobs_t))             over the tokens in the loss
-        s_it = sg[s_i] * exp(logprobs_t - sg[logprobs_t])           worth s_i
+        s_it = sg[s_i] * exp(logprobs_t - sg[logprobs_t])           equal to s_i
         loss_t = -min(s_it A_t, clip(s_it, 1 - eps_low, 1 + eps_high) A_t)
 
-    Averaged over the tokens of a sequence (seq-mean-token-mean) value and gradient are as of
-    -min(s_i A_i, clip(s_i) A_i): every token carries its own share of the gradient of s_i. `dual_clip` works on s_i.
-    A sequence is a branch: an episode that forked has a ratio per branch, as its branches may be in several
-    microbatches, and the policy's log-probs are known for one at a time.
+    With seq-mean-token-mean, value and gradient equal those of -min(s_i A_i, clip(s_i) A_i). A forked episode has a
+    ratio per branch, since its branches may be in different microbatches.
     """
     mean = _sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs)
     log_ratio = mean + (inputs.logprobs - inputs.logprobs.detach())
@@ -57,14 +53,13 @@ def compute_gspo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tupl
 
 
 def compute_geo_mean_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Geometric mean of ratios that are clipped token by token (GMPO, arXiv 2507.20673).
+    """Compute the geometric mean of token-wise clipped ratios (GMPO, arXiv 2507.20673).
 
-        c_t = log ratio_t, at most eps_high where A_t > 0 and at least -eps_low where A_t < 0
+        c_t = log ratio_t, at most eps_high if A_t > 0 and at least -eps_low if A_t < 0
         s_i = exp(mean_t c_t)
         loss_t = -mean_t(A_t) sg[s_i] exp(c_t - sg[c_t])
 
-    Averaged over the tokens of a sequence (seq-mean-token-mean) value and gradient are as of -A_i s_i. A sequence is a
-    branch, as in `compute_gspo_loss`.
+    With seq-mean-token-mean, value and gradient equal those of -A_i s_i. A sequence is a branch.
     """
     log_ratio, advantages = inputs.logprobs - inputs.old_logprobs, inputs.advantages
     bounded = log_ratio.clamp(-config.clip_eps_low, config.clip_eps_high)
@@ -76,11 +71,9 @@ def compute_geo_mean_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
 
 
 def compute_sapo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """A smooth gate instead of a clip (SAPO, arXiv 2511.20347).
+    """Compute the surrogate with a smooth gate instead of a clip (SAPO, arXiv 2511.20347).
 
-        loss_t = -A_t 4 / tau sigmoid(tau (ratio_t - 1))      tau = tau_pos where A_t > 0, else tau_neg
-
-    The paper averages over tokens, then over sequences (seq-mean-token-mean). Nothing is clipped.
+    loss_t = -A_t 4 / tau sigmoid(tau (ratio_t - 1))      tau = tau_pos if A_t > 0, else tau_neg
     """
     ratio, advantages = bounded_ratio(inputs.logprobs - inputs.old_logprobs), inputs.advantages
     tau = torch.full_like(ratio, config.sapo_tau_neg).masked_fill(advantages > 0, config.sapo_tau_pos)
@@ -88,19 +81,19 @@ def compute_sapo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tupl
 
 
 def compute_dppo_tv_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """A trust region on the divergence instead of the ratio (DPPO, arXiv 2602.04879), binary total variation.
+    """Compute the policy gradient in a total-variation trust region (DPPO, arXiv 2602.04879).
 
         D_t = |p_t - p_old,t|                                       p the probability of the token
-        loss_t = -sg[min(ratio_t, c)] A_t logprobs_t, or 0 where D_t > delta and the push is outwards
+        loss_t = -sg[min(ratio_t, c)] A_t logprobs_t, or 0 if D_t > delta and the push is outwards
 
-    outwards: p_t > p_old,t with A_t > 0 (delta = eps_high), or the opposite (delta = eps_low); c is `dual_clip`. The
-    paper compares with the policy that sampled; here that is the policy before the update, as in the other losses.
+    Outwards means p_t > p_old,t with A_t > 0 (delta = eps_high), or the opposite (delta = eps_low); c is `dual_clip`.
+    The paper compares with the sampling policy, this code with the policy before the update.
     """
     return _cut_outwards(inputs, config, inputs.logprobs.detach().exp() - inputs.old_logprobs.exp())
 
 
 def compute_dppo_kl_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """`dppo_tv` with the binary KL divergence (DPPO, arXiv 2602.04879).
+    """Compute `dppo_tv` with the binary KL divergence (DPPO, arXiv 2602.04879).
 
     D_t = p_old,t log(p_old,t / p_t) + (1 - p_old,t) log((1 - p_old,t) / (1 - p_t))
     """
@@ -114,12 +107,11 @@ def compute_dppo_kl_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> t
 
 
 def compute_cispo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clipped importance weight times log-prob (CISPO, arXiv 2506.13585, eq. 4 and 5).
+    """Compute the clipped importance weight times log-prob (CISPO, arXiv 2506.13585, eq. 4 and 5).
 
         loss_t = -sg[clip(ratio_t, 1 - eps_low, 1 + eps_high)] A_t logprobs_t
 
-    No token loses its gradient; clipped are those whose weight is. The paper leaves out the lower bound, which
-    is eps_low = 1 here (or close to it).
+    Every token keeps a gradient; "clipped" marks clipped weights. The paper has no lower bound (eps_low = 1 here).
     """
     ratio = bounded_ratio(inputs.logprobs.detach() - inputs.old_logprobs)
     weight = ratio.clamp(1.0 - config.clip_eps_low, 1.0 + config.clip_eps_high)
@@ -129,14 +121,14 @@ def compute_cispo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tup
 def compute_policy_gradient_loss(
     inputs: PolicyLossInputs, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """REINFORCE: loss_t = -A_t logprobs_t, without a ratio; right for the first update on fresh rollouts."""
+    """Compute REINFORCE, loss_t = -A_t logprobs_t, without a ratio: exact for the first update on fresh rollouts."""
     return -inputs.advantages * inputs.logprobs, torch.zeros_like(inputs.loss_mask)
 
 
 def clip_surrogate(
     log_ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig, dual_clip: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's pessimistic bound with optional dual clip; clipped is where the bound cuts the gradient off."""
+    """Compute PPO's clipped surrogate with optional dual clip, and whether the clip removes the gradient."""
     ratio = bounded_ratio(log_ratio)
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1.0 - config.clip_eps_low, 1.0 + config.clip_eps_high) * advantages
@@ -149,19 +141,17 @@ def clip_surrogate(
 
 
 def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    """A ratio of e^20 is clipped by any setting; beyond, its gradient would overflow to inf * 0 = nan there."""
+    """Return exp of the log-ratio bounded to +-20: beyond, gradients would overflow to inf * 0 = nan."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _cut_outwards(
     inputs: PolicyLossInputs, config: AlgorithmConfig, moved: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The policy gradient with a truncated ratio, without the tokens that moved too far and would move further.
+    """Compute the policy gradient with a truncated ratio, zero for tokens that would leave the trust region further.
 
     Args:
-        inputs: tokens.
-        config: bounds.
-        moved: [t] how far the probability of the token has moved; negative: down.
+        moved: [t] signed change of the token's probability.
     """
     ratio = bounded_ratio(inputs.logprobs.detach() - inputs.old_logprobs)
     if config.dual_clip is not None:
@@ -172,14 +162,14 @@ def _cut_outwards(
 
 @torch.no_grad()
 def _sequence_mean(values: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tensor:
-    """The mean over the tokens in the loss of each token's sequence, [t]; values are 0 at masked positions."""
+    """Return each token's mean over its sequence's tokens in the loss, [t]; `values` must be 0 at masked positions."""
     segments = number_segments(inputs.sequence_ids)
     count = sum_per_segment(inputs.loss_mask, segments).clamp(min=1)
     return (sum_per_segment(values, segments) / count).to(values.dtype)
 
 
 def compute_clip_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped surrogate, and no gradient for the chosen tokens (Clip-Cov)."""
+    """Compute PPO's clipped surrogate without gradient for the chosen tokens (Clip-Cov)."""
     token_loss, is_clipped = clip_surrogate(inputs.logprobs - inputs.old_logprobs, inputs.advantages, config)
     if inputs.chosen is None:
         return token_loss, is_clipped
@@ -187,9 +177,9 @@ def compute_clip_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
 
 
 def compute_kl_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """The surrogate without a clip, and a penalty on the chosen tokens (KL-Cov).
+    """Compute the unclipped surrogate with a penalty on the chosen tokens (KL-Cov).
 
-    loss_t = -ratio_t A_t (+ kl_cov_coef |logprobs_t - old_logprobs_t| where chosen)
+    loss_t = -ratio_t A_t (+ kl_cov_coef |logprobs_t - old_logprobs_t| if chosen)
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     token_loss = -bounded_ratio(log_ratio) * inputs.advantages
@@ -200,19 +190,16 @@ def compute_kl_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tu
 
 @torch.no_grad()
 def choose_tokens(inputs: PolicyLossInputs, config: AlgorithmConfig, group: dist.ProcessGroup) -> torch.Tensor | None:
-    """The tokens that `clip_cov` or `kl_cov` hold back: max(1, cov_ratio * tokens of the step) of them; collective.
+    """Choose max(1, cov_ratio * tokens of the step) tokens for `clip_cov` or `kl_cov` to restrain; collective.
 
         kl_cov      the greatest cov_t
-        clip_cov    of those with clip_cov_low < cov_t < clip_cov_high, by a hash of sequence and position: a choice
-                    that is random with regard to the tokens and repeatable
+        clip_cov    of those with clip_cov_low < cov_t < clip_cov_high, by a repeatable hash of sequence and position
 
     Args:
-        inputs: this rank's tokens; `logprobs` is not used.
-        config: `policy_loss` and its settings.
-        group: the DP group over whose ranks the tokens are spread.
+        group: DP group over which the tokens are spread.
 
     Returns:
-        [t] bool, or None where the loss chooses none.
+        [t] bool, or `None` for losses that choose no tokens.
     """
     if config.policy_loss not in CHOOSES_TOKENS:
         return None
@@ -223,7 +210,7 @@ def choose_tokens(inputs: PolicyLossInputs, config: AlgorithmConfig, group: dist
     count, means = int(sums[0]), sums[1:] / sums[0].clamp(min=1)
     scores = ((advantages - means[0]) * (logprobs - means[1])).cpu().numpy()
     ids = inputs.sequence_ids[mask].cpu().numpy()
-    starts = np.flatnonzero(np.diff(ids, prepend=-1))  # a sequence's tokens stand together
+    starts = np.flatnonzero(np.diff(ids, prepend=-1))  # sequences are contiguous
     positions = np.arange(len(ids)) - np.repeat(starts, np.diff(starts, append=len(ids)))
     candidates = np.arange(len(ids))
     if config.policy_loss == "clip_cov":
@@ -237,7 +224,7 @@ def choose_tokens(inputs: PolicyLossInputs, config: AlgorithmConfig, group: dist
 
 
 def _find_first(columns: np.ndarray, wanted: int, group: dist.ProcessGroup) -> np.ndarray:
-    """Which rows of this rank are among the first `wanted` rows of all ranks, in lexicographic order; collective."""
+    """Return this rank's rows among the first `wanted` rows of all ranks, in lexicographic order; collective."""
     order = np.lexsort(columns.T[::-1])[:wanted]
     shares = gather_objects(columns[order], group)
     owners = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
@@ -246,7 +233,7 @@ def _find_first(columns: np.ndarray, wanted: int, group: dist.ProcessGroup) -> n
 
 
 def _hash(ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1) that look random, by the finalizer of splitmix64."""
+    """Return pseudorandom numbers in [0, 1) by the finalizer of splitmix64."""
     x = (ids.astype(np.uint64) << np.uint64(32)) + positions.astype(np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)

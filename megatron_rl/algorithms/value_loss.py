@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of the critic, and how well its values explain the returns."""
+"""The critic's loss, and the explained variance of its values."""
 
 from __future__ import annotations
 
 import torch
 
-_CONSTANT = 1e-12  # of the mean square: float32 returns that differ at all vary by more
+_CONSTANT = 1e-12  # relative to the mean square: below float32's resolution, returns are constant
 
 
 def compute_value_loss(
@@ -16,28 +16,27 @@ def compute_value_loss(
     loss_weights: torch.Tensor,
     value_clip: float | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Squared error with clipped values (PPO as in arXiv 2005.12729, section 3, item 1).
+    """Compute the squared error with clipped values (PPO as in arXiv 2005.12729, section 3, item 1).
 
         loss = sum_t w_t max((V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2) / 2
 
     Args:
-        values: [t] of the critic, differentiable.
+        values: [t], differentiable.
         old_values: [t] before the update.
         returns: [t] targets.
-        loss_mask: [t] bool; masked tokens enter nothing.
+        loss_mask: [t] bool; masked tokens are ignored.
         loss_weights: [t], 0 at masked positions.
-        value_clip: c, or None for the plain squared error.
+        value_clip: c, or `None` for the plain squared error.
 
     Returns:
-        The loss (scalar) and sums over tokens: "loss"; "clipped", tokens whose gradient the clip cuts off;
-        "tokens"; "weights"; and in float64 "returns", "returns2", "error", "error2" with
-        error = returns - old_values, for `finish_explained_variance`.
+        The loss (scalar) and sums over tokens: "loss", "clipped" (tokens without gradient because of the clip),
+        "tokens", "weights", and float64 moments of returns and of error = returns - old_values.
     """
     values, old_values, returns = (torch.where(loss_mask, x, 0.0) for x in (values, old_values, returns))
     square = (values - returns).square()
     is_clipped = torch.zeros_like(loss_mask)
     if value_clip is not None:
-        # Bounds instead of old + clamp(new - old): a value inside them is kept to the last bit.
+        # Not old + clamp(new - old), which would change the bits of values inside the bounds.
         bounded = torch.clamp(values, old_values - value_clip, old_values + value_clip)
         bounded_square = (bounded - returns).square()
         is_clipped, square = bounded_square > square, torch.maximum(square, bounded_square)
@@ -59,9 +58,9 @@ def compute_value_loss(
 
 
 def finish_explained_variance(sums: dict[str, float]) -> float:
-    """1 - Var(returns - old values) / Var(returns) from global sums; 0 when the returns do not vary.
+    """Return 1 - Var(returns - old values) / Var(returns) from global sums; 0 if the returns do not vary.
 
-    1: the values predict the returns up to a constant; 0: no better than a constant; negative: worse.
+    1 means that values predict returns up to a constant, 0 no better than a constant, negative worse.
     """
     tokens = max(sums["tokens"], 1.0)
     variance, error_variance = (sums[f"{name}2"] / tokens - (sums[name] / tokens) ** 2 for name in ("returns", "error"))

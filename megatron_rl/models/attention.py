@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-attention for megatron-core layer specs: fused QKV in rollout order; packed, causal core attention.
+"""Self-attention for megatron-core layer specs: blocked fused QKV rows and packed, causal core attention.
 
-megatron-core's local `DotProductAttention` refuses packed sequences and context parallelism, and its rotary embedding
-knows neither contiguous shards nor shared prompts. This core attention does all of it (`position_embedding_type="none"`
-keeps megatron-core from rotating as well); under selective recomputation all of it is recomputed.
+megatron-core's `DotProductAttention` refuses packed sequences and context parallelism, and its rotary embedding
+supports neither contiguous shards nor shared prompts (hence `position_embedding_type="none"`).
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ from megatron_rl.parallel.ulysses import exchange_to_heads, exchange_to_tokens
 
 
 class BlockedSelfAttention(SelfAttention):
-    """Self-attention whose fused projection has the rows `[q; k; v]` of its TP rank.
+    """Self-attention whose fused projection has rows `[q; k; v]` on each TP rank, not interleaved per KV group.
 
-    megatron-core interleaves them per KV group. In this order they are the rollout engine's own, so at
-    equal TP both can share one storage. The mathematics is the same: heads keep their order.
+    This is the rollout engine's order, so both can share storage at equal TP.
     """
 
     def get_query_key_value_tensors(
@@ -42,10 +40,7 @@ class BlockedSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> tuple[torch.Tensor, ...]:
-        """Project and split: [t, 1, h] -> query [t, 1, np, d], key and value [t, 1, ng/tp, d], and gates like queries.
-
-        Gates, where there are any, lie in the projection behind the query of their head.
-        """
+        """Project [t, 1, h] to query [t, 1, np, d], key and value [t, 1, ng/tp, d], and optional gates like queries."""
         assert key_value_states is None and split_qkv, "plain self-attention only"
         d, np_, ng = (
             self.hidden_size_per_attention_head,
@@ -66,7 +61,7 @@ class BlockedSelfAttention(SelfAttention):
 
 
 class NormedSelfAttention(BlockedSelfAttention):
-    """The same with norms of all heads together: q over [np * d] of all tensor parallel ranks, k likewise (OLMo 2)."""
+    """`BlockedSelfAttention` that normalizes q over [np * d] of all TP ranks, and k likewise (OLMo 2)."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
@@ -74,22 +69,18 @@ class NormedSelfAttention(BlockedSelfAttention):
         self.q_norm, self.k_norm = (SplitRMSNorm(config, n, config.layernorm_epsilon, self.tp_group) for n in (q, k))
 
     def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-        """As above."""
+        """Project, split and normalize."""
         query, key, value = super().get_query_key_value_tensors(*arguments, **options)
         normed = (norm(x.flatten(-2)).view_as(x) for norm, x in ((self.q_norm, query), (self.k_norm, key)))
         return (*normed, value)
 
 
 class PackedAttention(MegatronModule):
-    """Causal self-attention over packed sequences; the constructor signature is megatron-core's.
-
-    Rotates query and key by their positions, brings whole sequences together over the context parallel ranks of
-    `pg_collection.cp`, and attends with the backend that the microbatch was prepared for. Where rows come with a cache
-    (generation), it keeps keys and values there and reads the earlier ones; nothing is brought together.
+    """Causal core attention over packed sequences: rotation, context parallel exchange or KV cache, and attention.
 
     Attributes:
-        layer_number: megatron-core's, counted over all stages.
-        softmax_offset: [np] the sinks of the heads, under megatron-core's name; None: there are none.
+        layer_number: megatron-core's, over all stages.
+        softmax_offset: [np] attention sinks (megatron-core's name), or `None`.
     """
 
     def __init__(
@@ -128,15 +119,10 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> torch.Tensor:
-        """Attend.
+        """Compute attention: [t/cp, np * d_v].
 
         Args:
-            query: [t/cp, np, d], not rotated; key and value likewise with ng/tp heads,
-                values perhaps with fewer channels d_v.
-            packed_seq_params: of the microbatch, from `build_packed_sequences`.
-
-        Returns:
-            [t/cp, np * d_v].
+            query: [t/cp, np, d], not rotated; key and value have ng/tp heads, value d_v <= d channels.
         """
         assert attention_mask is None and attention_bias is None, "causal attention only"
         assert isinstance(packed_seq_params, PackedSequences), "packed sequences with positions only"

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention over the segments of a packed row: one call, the fastest backend that is here.
+"""Causal attention over the segments of a packed row, by the fastest backend that works on the device.
 
-A segment is a run of queries; its keys are its own rows, after the rows of a prefix (a shared prompt) if it has one.
-So with n queries and k keys, query i sees keys 0 .. k - n + i: "causal, aligned at the bottom right". Keys and values
-are brought into that order by one gather when there are prefixes. Every backend computes exactly this:
+A segment's keys are its prefix (a shared prompt), if any, then its own rows: with n queries and k keys, query i sees
+keys 0 .. k - n + i (aligned at the bottom right). All backends compute the same:
 
-* flash-attn, torch-varlen: one kernel over all segments, CUDA with 16-bit types;
-* efficient: the same with torch's memory-efficient kernel, which takes float32 as well; it wants as many heads of keys
-  and values as of queries, so they are repeated;
-* sdpa: one `scaled_dot_product_attention` per size of segments, everywhere: segments of one size are one batch, which
-  computes the bits of one call for each. A segment without a prefix needs no mask; the others share one [longest, keys]
-  mask per microbatch, of which each takes a corner. It reads lengths on the host;
-* tiled: see `tiled_attention.py`. It is never chosen for its speed: a row's bits do not depend on its neighbors.
+* flash-attn, torch-varlen: one kernel over all segments; CUDA, 16-bit types;
+* efficient: torch's memory-efficient kernel over all segments; float32 as well;
+* sdpa: any device; one call per segment size, bitwise equal to a call per segment; reads lengths on the host;
+* tiled: `tiled_attention.py`; for batch invariance, never chosen for speed.
 
-The memory of the kernels is linear in the tokens. A kernel is chosen after it has been tried here.
+Memory is linear in the number of tokens. A kernel is chosen only after a trial on the device.
 """
 
 from __future__ import annotations
@@ -31,28 +27,25 @@ from megatron_rl.models.tiled_attention import Tiles, attend_in_tiles, build_til
 from megatron_rl.models.trial import find_failure
 from megatron_rl.samples.prefix import SegmentKeys
 
-# The backends with a kernel over all segments, fastest first, and where they come from.
+# Backends with one kernel over all segments, fastest first -> module that must be importable.
 KERNELS = {"flash-attn": "flash_attn", "torch-varlen": "torch.nn.attention.varlen", "efficient": "torch"}
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-_SINK_CHANNELS = 8  # one for the sinks; kernels on GPUs want heads of a multiple of 8
+_SINK_CHANNELS = 8  # one holds the sink; GPU kernels require head sizes that are multiples of 8
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Who attends to whom in a packed row.
+    """Attention pattern of a packed row, prepared for one backend.
 
     Attributes:
-        backend: name of the backend that they were prepared for.
-        cu_seqlens_q, cu_seqlens_k: [num_segments + 1] int32, boundaries of queries and keys.
-        max_seqlen_q, max_seqlen_k: the longest of each.
-        key_index: [k] int64, rows whose keys and values are read, in order; None: all rows as they are.
-        key_is_real: [k] bool, where `key_index` is padded: elsewhere keys and values are 0.
-        batches: (segments, queries, keys): equal segments, in the order of the rows, on the host (sdpa only).
-        order, key_order, places: int64, rows of queries and of keys by batch, and where each row of queries is there;
-            None: as they are (sdpa only).
-        mask: [most queries behind a prefix, most keys] additive (sdpa with prefixes).
-        tiles: of the row (tiled only).
-        window: keys that a query sees at most, its own the last of them; 0: all.
+        cu_seqlens_q, cu_seqlens_k: [num_segments + 1] int32.
+        key_index: [k] int64, rows of the keys and values; all rows in place if `None`.
+        key_is_real: [k] bool, false for padding in `key_index`, whose keys and values are zeroed.
+        batches: (segments, queries, keys) per batch of equal segments (sdpa only).
+        order, key_order, places: int64; query rows and key rows by batch, and the inverse of `order`; `None` if rows
+            stay in place (sdpa only).
+        mask: [most queries behind a prefix, most keys], additive (sdpa with prefixes only).
+        window: maximum number of visible keys, including a query's own; 0 means no limit.
     """
 
     backend: str
@@ -73,20 +66,20 @@ class Segments:
 
 @cache
 def choose_attention_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Name of the fastest backend that works for tensors of this kind: one of `KERNELS`, or "sdpa"."""
+    """Return the fastest backend that works for this device and dtype."""
     if device.type != "cuda":
         return "sdpa"
     return next((name for name in list_kernels(dtype) if find_kernel_failure(name, device, dtype) is None), "sdpa")
 
 
 def list_kernels(dtype: torch.dtype) -> list[str]:
-    """The kernels that may serve a type, fastest first."""
+    """Return the names of the kernels that support a dtype, fastest first."""
     return [name for name in KERNELS if dtype in _KERNEL_DTYPES or name == "efficient"]
 
 
 @cache
 def find_kernel_failure(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compare one of `KERNELS` with "sdpa" on two short segments, the second behind a prefix; see `find_failure`."""
+    """Compare one of `KERNELS` with "sdpa" on short segments; see `find_failure`."""
 
     def call() -> None:
         cu_seqlens_q, cu_seqlens_k = (
@@ -102,7 +95,6 @@ def find_kernel_failure(backend: str, device: torch.device, dtype: torch.dtype) 
 
 
 def _run_trial(segments: Segments, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Output and gradients of fixed values."""
     inputs = [
         torch.arange(rows * heads * 64.0).mul(0.7).sin().view(rows, heads, 64).to(device, dtype).requires_grad_()
         for rows, heads in ((8, 2), (10, 1), (10, 1))
@@ -123,11 +115,8 @@ def build_segments(
 
     Args:
         cu_seqlens: [num_segments + 1] int32.
-        max_seqlen: the longest segment.
-        keys: what each segment sees; None: itself.
-        dtype: of query, key and value.
-        backend: default: `choose_attention_backend`.
-        is_bucketed: `keys` may be padded.
+        keys: keys that each segment sees; only its own if `None`.
+        is_bucketed: whether `keys` may be padded.
     """
     backend = backend or choose_attention_backend(cu_seqlens.device, dtype)
     cu_seqlens_k = cu_seqlens if keys is None else keys.cu_seqlens
@@ -152,7 +141,7 @@ def _prepare_for_sdpa(segments: Segments, dtype: torch.dtype) -> Segments:
     mask, behind_prefix = None, [(n, k - n) for n, k in lengths if k > n > 0]
     if behind_prefix:
         rows, prefix = (max(sizes) for sizes in zip(*behind_prefix, strict=True))
-        # Row i sees the prefix and i + 1 own keys. Other sizes are a corner: fewer rows, and a prefix cut off its left.
+        # Row i sees the prefix and i + 1 own keys; smaller segments use a corner (fewer rows, prefix cut on the left).
         hidden = torch.full((rows, prefix + rows), float("-inf"), dtype=dtype, device=segments.cu_seqlens_q.device)
         mask = hidden.triu(prefix + 1)
     segments = replace(segments, mask=mask)
@@ -161,7 +150,7 @@ def _prepare_for_sdpa(segments: Segments, dtype: torch.dtype) -> Segments:
         if any(pair):  # bucketed microbatches have empty segments
             members.setdefault(pair, []).append(index)
     num_segments = sum(map(len, members.values()))
-    if 2 * len(members) > num_segments:  # few are equal: moving rows would cost more than it saves
+    if 2 * len(members) > num_segments:  # few equal sizes: reordering costs more than batching saves
         return replace(segments, batches=tuple((1, *pair) for pair in lengths if any(pair)))
     by_batch = [index for group in members.values() for index in group]
     order, key_order = (_order_rows(part, by_batch, segments.cu_seqlens_q.device) for part in sizes)
@@ -170,7 +159,6 @@ def _prepare_for_sdpa(segments: Segments, dtype: torch.dtype) -> Segments:
 
 
 def _order_rows(lengths: Sequence[int], segments: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The rows of these segments, one segment after the other."""
     sizes = np.array(lengths)
     chosen = sizes[segments]
     firsts = (sizes.cumsum() - sizes)[segments] - chosen.cumsum() + chosen
@@ -185,16 +173,11 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax attention of every segment.
+    """Compute softmax attention within every segment, [t, n, d].
 
     Args:
-        query: [t, n, d]; key and value [t, ng, d], n a multiple of ng.
-        segments: of these t rows.
-        scale: factor of the scores.
-        sinks: [n] one score more of every head, whose value is 0; None: there is none. Only "sdpa" has them.
-
-    Returns:
-        [t, n, d].
+        query: [t, n, d]; key and value are [t, ng, d], with n a multiple of ng.
+        sinks: [n] score of an extra key with value 0 per head (attention sinks), or `None`; "sdpa" only.
     """
     if segments.key_index is not None:
         key, value = (x.index_select(0, segments.key_index) for x in (key, value))
@@ -260,7 +243,7 @@ def _attend_sdpa(
         key, value = (x.index_select(0, segments.key_order) for x in (key, value))
     rows, keys = ([count * size[i] for count, *size in segments.batches] for i in (0, 1))
     outputs = []
-    # One split, not slices: the gradient of a slice is as large as the whole row.
+    # `split` instead of slices: the gradient of each slice would be as large as the whole row.
     parts = zip(segments.batches, query.split(rows), key.split(keys), value.split(keys), strict=True)
     for (count, n, k), *qkv in parts:
         if n == 0:
@@ -291,7 +274,7 @@ def _attend_efficient(
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    # What `scaled_dot_product_attention` calls itself, which cannot say where segments end.
+    # The kernel under `scaled_dot_product_attention`, called directly because sdpa takes no segment boundaries.
     output, *_ = torch.ops.aten._efficient_attention_forward(
         query[None],
         key[None],
@@ -312,10 +295,7 @@ def _attend_efficient(
 def _add_sink(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scale: float
 ) -> list[torch.Tensor]:
-    """Heads [b, n, s, d] with a last key whose score is the sink of the head and whose value is 0.
-
-    Queries have the sink in a channel of their own, in which that key alone is not 0.
-    """
+    """Append a key with the head's sink as score and value 0 to heads [b, n, s, d], by an extra query channel."""
     wider = F.pad(query, (0, _SINK_CHANNELS))
     channel = torch.zeros_like(wider[0, 0, 0])
     channel[query.shape[-1]] = 1.0
@@ -326,7 +306,7 @@ def _add_sink(
 
 
 def _see_sink(num_queries: int, num_keys: int, window: int, sinks: torch.Tensor) -> torch.Tensor:
-    """[queries, keys + 1] whether a query sees a key; all see the last one."""
+    """Return the boolean mask [queries, keys + 1]; the last key, the sink, is always visible."""
     everything = torch.ones(num_queries, num_keys, dtype=torch.bool, device=sinks.device)
     last = num_keys - num_queries
     seen = everything.tril(last)

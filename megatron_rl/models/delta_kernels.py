@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta rule in one kernel over all sequences: that of flash-linear-attention, where it is here and works.
+"""The gated delta rule by flash-linear-attention's kernel, if installed and equal to plain torch in a trial.
 
-It takes 16-bit types on a GPU, and rounds what goes into its products to them; `delta_rule.py`, which is used
-elsewhere, computes in float32. It is chosen after it has been compared with that, with its gradients.
+The kernel rounds its products' inputs to 16 bits; the fallback `delta_rule.py` computes in float32.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from megatron_rl.models.trial import find_failure
 
 # (query, key, value, decay, beta [1, n, heads, ...], normalizing query and key, cu_seqlens) -> output and last state
 Kernel = Callable[..., tuple[torch.Tensor, Any]]
-DeltaRule = Callable[..., torch.Tensor]  # as `apply_delta_rule`
+DeltaRule = Callable[..., torch.Tensor]  # signature of `apply_delta_rule`
 
 
 @cache
 def choose_delta_rule(device: torch.device, dtype: torch.dtype) -> DeltaRule:
-    """The fastest one that works for tensors of this kind."""
+    """Return the fastest implementation that works for this device and dtype."""
     if device.type != "cuda" or dtype != torch.bfloat16 or find_kernel_failure(device) is not None:
         return apply_delta_rule
     return _apply_fla
@@ -45,7 +44,6 @@ def find_kernel_failure(device: torch.device) -> str | None:
 
 
 def _run_trial(rule: DeltaRule, rows: SequenceRows, device: torch.device) -> list[torch.Tensor]:
-    """Output and gradients of fixed values: two heads of keys, four of values."""
     sizes = (len(rows.tokens), 2, 64), (len(rows.tokens), 2, 64), (len(rows.tokens), 4, 64), (75, 4), (75, 4)
     drawn = [torch.arange(float(torch.Size(size).numel()), device=device).mul(0.7).sin().view(size) for size in sizes]
     query, key, value, decay, beta = drawn
@@ -70,7 +68,7 @@ def apply_kernel(
     beta: torch.Tensor,
     rows: SequenceRows,
 ) -> torch.Tensor:
-    """Run every head of every sequence by a kernel; arguments and result as `apply_delta_rule`'s."""
+    """Run `kernel` over every sequence; arguments and result as in `apply_delta_rule`."""
     repeats = value.shape[1] // key.shape[1]
     query, key, value = (x.index_select(0, rows.whole) for x in (query, key, value))
     query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated delta nets (arXiv 2412.06464) of Qwen3-Next and Qwen3.5: linear attention in the place of self-attention.
+"""Gated delta nets (arXiv 2412.06464) of Qwen3-Next and Qwen3.5: linear attention in place of self-attention.
 
-Of a token's hidden state one projection makes queries, keys, values, gates z, and the logits of the strength and the
-decay of what it writes. Queries, keys and values pass a short causal convolution; a gated norm of z and what the heads
-read is projected back. Tensor parallel ranks have whole key heads, each with its value heads; under context
-parallelism heads are exchanged for tokens around convolution and recurrence, as in attention.
-
-megatron-core's own module refuses packed sequences.
+TP ranks hold whole key heads with their value heads; under context parallelism heads are exchanged for tokens, as in
+attention. megatron-core's own module refuses packed sequences.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from megatron_rl.weights.delta_nets import DeltaNetSizes
 
 
 class GatedNorm(torch.nn.Module):
-    """Root-mean-square norm of every head times SiLU of a gate; its gradient is partial under TP-SP."""
+    """RMS norm of every head times SiLU of a gate; the weight's gradient is partial under TP-SP."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
@@ -41,18 +37,18 @@ class GatedNorm(torch.nn.Module):
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """[..., d] and a gate of the same shape; the weight is applied in the type of x, as the reference does."""
+        """Normalize [..., d] and gate it; the weight applies in the dtype of x, as in the reference code."""
         wide = x.float()
         normed = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return (self.weight * normed.type_as(x) * F.silu(gate.float())).type_as(x)
 
 
 class GatedDeltaNet(MegatronModule):
-    """Linear attention of a layer; called as megatron-core calls its self-attention.
+    """Linear attention of a layer, with the signature of megatron-core's self-attention.
 
     Args:
         submodules: `linear_qkv` and `linear_proj` are the classes of the projections.
-        sizes: of all heads.
+        sizes: head counts and widths over all TP ranks.
     """
 
     def __init__(
@@ -103,7 +99,6 @@ class GatedDeltaNet(MegatronModule):
 
     @staticmethod
     def _make(config: TransformerConfig, *size: int) -> torch.nn.Parameter:
-        """A parameter of this rank's heads."""
         parameter = torch.nn.Parameter(torch.zeros(size, dtype=config.params_dtype, device=current_device()))
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         return parameter
@@ -116,7 +111,7 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[t, 1, h], or [t/tp, 1, h] under TP-SP -> the same, and no bias."""
+        """Map [t, 1, h], or [t/tp, 1, h] under TP-SP, to the same shape and no bias."""
         rows = packed_seq_params.sequence_rows
         assert attention_mask is None and rows is not None, "packed sequences only"
         assert packed_seq_params.cache is None, "there is no cache of states"
@@ -137,7 +132,7 @@ class GatedDeltaNet(MegatronModule):
         return self.get_submodule("linear_proj")(output.flatten(1).unsqueeze(1))
 
     def _arrange(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[t, columns] -> query, key, values and logits of the key heads [t, key heads, ...], and their gates."""
+        """Split [t, columns] into convolution inputs with logits [t, key heads, ...], and gates."""
         sizes, num_logits = self._sizes, len(self.A_log)
         if sizes.is_split:
             parts = mixed.split([*self._parts, self._parts[-1], num_logits, num_logits], 1)
@@ -158,7 +153,7 @@ class GatedDeltaNet(MegatronModule):
         a_log: torch.Tensor,
         dt_bias: torch.Tensor,
     ) -> torch.Tensor:
-        """[t, key heads, ...] -> [t, value heads, d_v], of the heads that this rank has of all tokens."""
+        """Map [t, key heads, ...] to [t, value heads, d_v]: all tokens, this rank's heads."""
         sizes = self._sizes
         query, key, value, strength, speed = inputs.split(
             [sizes.key_dim, sizes.key_dim, sizes.values_of_key, sizes.num_logits // 2, sizes.num_logits // 2], -1

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated delta rule (arXiv 2412.06464, equation 10) over packed sequences, in plain torch.
 
-A head has a state S [d_k, d_v], zero at the start of a sequence. Token t lets it decay, corrects what it answers to a
-key, and reads it:
+A head's state S [d_k, d_v] starts each sequence at zero. Token t decays it, corrects its value for a key, and reads it:
 
     S <- exp(g_t) S
     S <- S + beta_t k_t (v_t - S^T k_t)^T
     o_t = S^T q_t
 
-Sequences are cut into chunks of 64 tokens. What happens inside of a chunk is a few products for all chunks at once
-(section 3.3 there); from chunk to chunk the state is carried on, for all sequences at once that have so many chunks.
-A segment behind a shared prefix is computed together with its prefix: each gets the state that it would have alone.
+Chunks of 64 tokens are computed in a batch (section 3.3); states are carried from chunk to chunk. A segment behind a
+shared prefix is recomputed with its prefix.
 """
 
 from __future__ import annotations
@@ -25,22 +23,22 @@ import torch.nn.functional as F
 from megatron_rl.models.attention_backends import Segments
 
 CHUNK = 64
-_EPSILON = 1e-6  # of the lengths of queries and keys
+_EPSILON = 1e-6  # in the L2 norm of queries and keys
 
 
 @dataclass(frozen=True)
 class SequenceRows:
-    """Whole sequences of a packed row of t tokens, those with most chunks first.
+    """Indices between a packed row of t tokens and its sequences (prefixes included), those with most chunks first.
 
     Attributes:
-        convolved: [c] int64, rows to convolve: each sequence behind `width - 1` rows of zeros, which t stands for.
-        results: [chunks * 64] int64, of what comes out of that, [c - width + 1], what is in the chunks; c - width + 1
-            stands for zeros. First come the first chunks of all sequences, then the second ones, and so on.
-        tokens: [chunks * 64] int64, the rows that are in the chunks; t stands for zeros.
-        counts: sequences that have a first, second, ... chunk.
-        places: [t] int64, where each row is in the chunks.
-        whole: [n] int64, rows of the chunks, one whole sequence after another.
-        cu_seqlens: [sequences + 1] int64, boundaries of these.
+        convolved: [c] int64, input rows of the convolution: each sequence after `width - 1` zero rows (index t).
+        results: [chunks * 64] int64, convolution outputs in the chunks (all first chunks, all second chunks, ...);
+            index c - width + 1 stands for zeros.
+        tokens: [chunks * 64] int64, packed row at each chunk position; t stands for zeros.
+        counts: number of sequences that have a first, second, ... chunk.
+        places: [t] int64, chunk position of each packed row.
+        whole: [n] int64, chunk positions of all tokens, sequence by sequence.
+        cu_seqlens: [sequences + 1] int64, sequence boundaries in `whole`.
     """
 
     convolved: torch.Tensor
@@ -53,13 +51,12 @@ class SequenceRows:
 
 
 def build_sequence_rows(segments: Segments, width: int) -> SequenceRows:
-    """Arrange the sequences of a microbatch for convolutions of `width` tokens and for chunks; reads lengths on the
-    host."""
+    """Build the indices of a microbatch for a convolution of `width` tokens; reads lengths on the host."""
     sequences = sorted(_list_sequences(segments), key=lambda sequence: -_count_chunks(sequence[1]))
     num_tokens, gap = int(segments.cu_seqlens_q[-1]), np.zeros(width - 1, np.int64)
     num_chunks = [_count_chunks(rows) for _, rows in sequences]
     counts = tuple(sum(n > number for n in num_chunks) for number in range(num_chunks[0]))
-    firsts = np.cumsum([0, *counts[:-1]]) * CHUNK  # of the first, second, ... chunks
+    firsts = np.cumsum([0, *counts[:-1]]) * CHUNK  # position of the first, second, ... chunks
     convolved = np.concatenate([part for _, rows in sequences for part in (gap + num_tokens, rows)])
     results = np.full(sum(counts) * CHUNK, len(convolved) - width + 1)
     tokens, places, base = np.full_like(results, num_tokens), np.empty(num_tokens, np.int64), 0
@@ -77,7 +74,7 @@ def build_sequence_rows(segments: Segments, width: int) -> SequenceRows:
 
 
 def _list_sequences(segments: Segments) -> Iterator[tuple[int, np.ndarray]]:
-    """How many rows are a segment's own, the last of these: its prefix's and its own."""
+    """Yield the number of own rows of each segment, and its rows with the prefix first."""
     ends, key_ends = segments.cu_seqlens_q.tolist(), segments.cu_seqlens_k.tolist()
     index = np.arange(ends[-1]) if segments.key_index is None else segments.key_index.cpu().numpy()
     for start, stop, first, last in zip(ends, ends[1:], key_ends, key_ends[1:], strict=False):
@@ -90,14 +87,10 @@ def _count_chunks(rows: Sequence[int] | np.ndarray) -> int:
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, rows: SequenceRows) -> torch.Tensor:
-    """Each channel of each sequence with its own causal filter, then SiLU.
+    """Apply each channel's causal filter to every sequence, then SiLU: [t, c] -> [chunks * 64, c].
 
     Args:
-        x: [t, c].
         weight: [c, 1, width].
-
-    Returns:
-        [chunks * 64, c].
     """
     gathered = _with_zeros(x).index_select(0, rows.convolved)
     output = F.silu(F.conv1d(gathered.t()[None], weight, groups=len(weight)))[0].t()
@@ -112,12 +105,12 @@ def apply_delta_rule(
     beta: torch.Tensor,
     rows: SequenceRows,
 ) -> torch.Tensor:
-    """Run every head of every sequence, in float32.
+    """Run the delta rule of every head over every sequence, in float32.
 
     Args:
-        query, key: [chunks * 64, n_k, d_k], from `convolve`; they are normalized here.
+        query, key: [chunks * 64, n_k, d_k], from `convolve`; normalized here.
         value: [chunks * 64, n, d_v], n a multiple of n_k.
-        decay: [t, n] g, float32, not above 0.
+        decay: [t, n] g, float32, at most 0.
         beta: [t, n].
 
     Returns:
@@ -145,12 +138,14 @@ def _run_chunks(
 ) -> torch.Tensor:
     total = decay.cumsum(-1)  # [chunks, n, 64] log of the decay since the chunk began
     between = (total[..., :, None] - total[..., None, :]).masked_fill(_above_diagonal(query.device), float("-inf"))
-    between = between.exp()  # from a column's token to a row's
+    between = between.exp()  # decay from the column's token to the row's
     grown, left = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
-    corrections = (beta * key @ key.mT) * between  # its diagonal is taken for ones
+    corrections = (beta * key @ key.mT) * between  # the solver treats the diagonal as ones
     both = torch.cat([beta * value, beta * key * grown], -1)
     solved = torch.linalg.solve_triangular(corrections, both, upper=False, unitriangular=True)
-    written, answers = solved.split([value.shape[-1], key.shape[-1]], -1)  # without a state; what a state answers
+    written, answers = solved.split(
+        [value.shape[-1], key.shape[-1]], -1
+    )  # writes from an empty state; correction per unit of state
     scores, reads, writes = (query @ key.mT) * between, query * grown, (key * left).mT
     kept = total[..., -1, None, None].exp()
     state = query.new_zeros(counts[0], *writes.shape[1:3], value.shape[-1])
@@ -173,5 +168,4 @@ def _normalize(x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_zeros(x: torch.Tensor) -> torch.Tensor:
-    """With a row of zeros behind the last."""
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of a rank sorted by expert and back, in shapes that follow from the number of tokens alone.
+"""Token dispatcher for MoE layers without host syncs, for CUDA graphs: shapes depend only on the number of tokens.
 
-A token has as many choices as every other, so a rank has tokens x choices rows, whatever the routers choose; which they
-are, and where each expert's end, stays on the device. The host reads nothing, and a CUDA graph can hold all of it.
-Where ranks share each expert (expert tensor parallelism) they gather the rows of all, compute their columns, and each
-gets the sums of its own: sizes that are fixed as well. Rows and additions come in the order of megatron-core's
-dispatchers, so the bits are theirs.
-
-Where experts are dealt to ranks, how many rows go to each depends on the routes: there megatron-core's stays.
+Ranks that share experts (expert tensor parallelism) gather all rows and reduce-scatter the sums. Rows and additions
+keep megatron-core's order, for bitwise equal results. Under expert parallelism sizes depend on the routes, so
+megatron-core's dispatcher stays.
 """
 
 from __future__ import annotations
@@ -28,16 +24,14 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class _Choices:
-    """The choices of a layer's tokens while they are under way.
+    """Routing state of a layer's tokens between dispatch and combine.
 
     Attributes:
-        size: of the hidden states, [t, 1, h].
-        tokens: [t k] whose choice each row is; rows are sorted by expert, and by token within one.
-        experts: [t k] where each row goes.
-        counts: [E] rows of each expert, of all ranks that share it.
-        order: [ranks t k] the rows of all ranks sorted by expert, as indices of rows sorted by rank; `inverse` undoes
-            it. None: a rank has its experts for itself.
-        dtype: of the shares.
+        size: [t, 1, h], shape of the hidden states.
+        tokens: [t k] token of each row; rows are sorted by expert, then by token.
+        experts: [t k] expert of each row.
+        counts: [E] rows per expert, over all ranks that share it.
+        order: [ranks t k] permutation from rank order to expert order; `None` without expert tensor parallelism.
     """
 
     size: torch.Size
@@ -50,14 +44,20 @@ class _Choices:
 
 
 class LocalDispatcher(MoETokenDispatcher):
-    """For ranks that have all experts, whole or some columns of each; called as megatron-core calls its own."""
+    """megatron-core token dispatcher for ranks that hold all experts, whole or as column shards."""
 
     _choices: _Choices | None = None
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [t, 1, h], [t, E] bool with so many choices in every row, shares [t, E] -> rows and shares."""
+        """Return rows sorted by expert, and their shares.
+
+        Args:
+            hidden_states: [t, 1, h].
+            routing_map: [t, E] bool, with `moe_router_topk` choices per token.
+            probs: [t, E].
+        """
         num_tokens, size = len(routing_map), hidden_states.shape
         chosen = routing_map.T.flatten().nonzero_static(size=num_tokens * self.config.moe_router_topk).squeeze(1)
         tokens = chosen % num_tokens
@@ -66,13 +66,13 @@ class LocalDispatcher(MoETokenDispatcher):
         return rows, probs.T.flatten().index_select(0, chosen)
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Nothing: no row leaves for another expert's rank."""
+        """Return the inputs: no row leaves the rank."""
         return hidden_states, probs
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the experts take, of all ranks that share them: rows, how many each has [E], and shares."""
+        """Return rows, row counts [E] and shares of all ranks that share the experts."""
         choices, group = self._under_way, self.tp_group
         if self.tp_size > 1:
             with torch.no_grad():
@@ -80,7 +80,7 @@ class LocalDispatcher(MoETokenDispatcher):
                 order = experts.argsort(stable=True)
                 counts = torch.zeros_like(choices.counts).index_add_(0, experts, torch.ones_like(experts))
             self._choices = choices = replace(choices, counts=counts, order=order, inverse=order.argsort())
-            # Under one name: what is gathered does not outlive its copy in another order.
+            # Rebinding one name frees the gathered rows once they are reordered.
             sizes = [len(choices.tokens)] * self.tp_size
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group, output_split_sizes=sizes)
             hidden_states = _Reordered.apply(hidden_states, choices.order, choices.inverse)
@@ -89,12 +89,12 @@ class LocalDispatcher(MoETokenDispatcher):
         return hidden_states, choices.counts, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank, summed over the ranks that share the experts."""
+        """Return the rows of this rank, summed over the ranks that share the experts."""
         choices = self._under_way
         if choices.order is None:
             return hidden_states
         rows = _Reordered.apply(hidden_states, choices.inverse, choices.order)
-        # In the type of the shares, and by the collective that megatron-core calls: gloo's others add in another order.
+        # dtype and collective are megatron-core's: gloo's other collectives add in another order.
         sizes = [len(choices.tokens)] * self.tp_size
         summed = reduce_scatter_to_sequence_parallel_region(
             rows.to(choices.dtype), group=self.tp_group, input_split_sizes=sizes
@@ -102,11 +102,11 @@ class LocalDispatcher(MoETokenDispatcher):
         return summed.to(hidden_states.dtype)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Nothing: every row is back."""
+        """Return the input: no row left the rank."""
         return hidden_states
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The sum of each token's rows, [t, 1, h]."""
+        """Return the sum of each token's rows, [t, 1, h]."""
         choices, self._choices = self._under_way, None
         num_tokens = choices.size[:-1].numel()
         sums = unpermute(hidden_states, choices.tokens, torch.Size([num_tokens, choices.size[-1]]))
@@ -119,7 +119,7 @@ class LocalDispatcher(MoETokenDispatcher):
 
 
 class _Reordered(torch.autograd.Function):
-    """Rows in another order; `index_select` does not know that its gradient is an order as well."""
+    """Permutation of rows whose gradient is a gather instead of `index_select`'s scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -134,12 +134,7 @@ class _Reordered(torch.autograd.Function):
 
 
 def set_dispatcher(layer: MoELayer, groups: Any) -> None:
-    """Give a layer the dispatcher of its layout.
-
-    Args:
-        layer: with one of megatron-core's.
-        groups: megatron-core's collection, with the groups of expert and expert tensor parallelism.
-    """
+    """Use a `LocalDispatcher` in this layer unless the layout has expert parallelism."""
     if groups.ep.size() == 1:
         layer.token_dispatcher = LocalDispatcher(layer.config, groups)
     else:
@@ -147,5 +142,5 @@ def set_dispatcher(layer: MoELayer, groups: Any) -> None:
 
 
 def _forget_shares(layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """megatron-core's dispatchers keep the shares, and with them a layer's input and its gradient."""
+    """Release the shares in megatron-core's dispatcher: they keep a layer's input and its gradient alive."""
     vars(layer.token_dispatcher).update(probs=None)

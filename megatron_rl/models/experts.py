@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts of a rank: one parameter for all gates and ups [E, 2 f, h] and one for all downs [E, h, f].
 
-Tokens come sorted by expert. A product of all of them is one call of torch's `grouped_mm`, one kernel on GPUs from
-Hopper on. It reads rows of whole 16 bytes; where they are not, and where the bits of a row or the size of a weight that
-is dequantized matter more, experts are multiplied one after the other. Elsewhere the two are equal bit for bit on CPU.
-
-Tables see one matrix per expert, under the names that `weights/fused_experts.py` makes of the parameter's.
+One `grouped_mm` multiplies all rows, sorted by expert. Experts are multiplied one by one if a matrix dimension is not a
+multiple of 16 bytes, for batch invariance, and for quantized weights. Weight tables list one matrix per expert
+(`weights/fused_experts.py`).
 """
 
 from __future__ import annotations
@@ -33,11 +31,10 @@ from megatron_rl.weights.nf4 import QuantizedMatrix
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """How ranks share experts.
+    """Sharding of experts over ranks.
 
     Attributes:
-        tp_size: ranks that share each (expert tensor parallelism).
-        has_own_replicas: an expert has other data parallel ranks than the dense parameters.
+        has_own_replicas: whether experts have other data parallel ranks than the dense parameters.
     """
 
     tp_size: int
@@ -45,16 +42,11 @@ class ExpertPlace:
 
 
 class RowCounts:
-    """How many rows each expert of a rank has, where a product needs it.
+    """Number of rows per expert, on the host or the device as needed.
 
     Args:
-        counts: [E]; where ranks exchange rows, megatron-core has them on the host.
+        counts: [E]; on the host under expert parallelism.
         rows: [t, k], sorted by expert.
-
-    Attributes:
-        num_experts: E.
-        num_rows: t.
-        is_on_device: whether a product that reads the numbers on the host waits for the device.
     """
 
     def __init__(self, counts: Any, rows: torch.Tensor) -> None:
@@ -64,33 +56,31 @@ class RowCounts:
 
     @cached_property
     def on_host(self) -> list[int]:
-        """The numbers; a wait for the device where they are on it, which a CUDA graph cannot hold."""
+        """Rows per expert; may wait for the device, which no CUDA graph can capture."""
         return self._counts.tolist()
 
     @cached_property
     def ends(self) -> torch.Tensor:
-        """[E] int32 on the device of the rows: the first row that is not the expert's any more."""
+        """[E] int32 on the device of the rows: exclusive end row of each expert."""
         return self._counts.cumsum(0, dtype=torch.int32).to(self._device, non_blocking=True)
 
     @cached_property
     def experts(self) -> torch.Tensor:
-        """[t] the expert of each row."""
+        """[t] expert of each row."""
         rows = torch.arange(self.num_rows, dtype=torch.int32, device=self._device)
         return torch.searchsorted(self.ends, rows, right=True)
 
 
 class GroupedLinear(AdaptedLinear):
-    """A linear of every expert of a rank, with adapters where they are wanted.
+    """Linear layer of every expert of a rank, optionally with adapters.
 
     Args:
         size: [E, n, k] on this rank.
-        config: megatron-core's.
-        place: how ranks share experts.
-        split_dim: of n (0) and k (1), which tensor parallel ranks share.
+        split_dim: the dimension of (n, k) that is split over expert tensor parallel ranks.
 
     Attributes:
         weight: [E, n, k], or E matrices in NF4.
-        bias: [E, n], added by `GroupedExperts`; None: there is none.
+        bias: [E, n], added by `GroupedExperts`, or `None`.
     """
 
     weight: Any
@@ -106,17 +96,17 @@ class GroupedLinear(AdaptedLinear):
         self._multiply: Callable[[torch.Tensor, torch.Tensor, RowCounts], torch.Tensor] = multiply
 
     def add_bias(self) -> None:
-        """Have a bias for every expert, of zeros."""
+        """Add a zero bias for every expert."""
         self.bias = self._make(torch.zeros, self._size[:2], 0 if self._split_dim == 0 else None)
 
     def quantize(self) -> None:
-        """Have matrices in NF4, of zeros, in the place of the weight."""
+        """Replace the weight with E zero matrices in NF4."""
         matrices = [QuantizedMatrix(matrix) for matrix in self.weight.unbind()]
         del self.weight
         self.weight = matrices
 
     def adapt(self, parts: LinearAdapter) -> None:
-        """Have adapters, of zeros: A [E, n r, k] and B [E, rows of the parts, r]; tensor parallel ranks have shares."""
+        """Add zero adapters: A [E, n r, k] and B [E, rows of the parts, r], split over TP like the weight."""
         (num_experts, _, k), r, by_rows = self._size, parts.rank, self._split_dim == 0
         rows = sum(stop - start for start, stop in parts.parts)
         self._parts = parts
@@ -124,11 +114,11 @@ class GroupedLinear(AdaptedLinear):
         self.lora_B = self._make(torch.zeros, (num_experts, rows, r), 0 if by_rows else None)
 
     def keep_bits(self) -> None:
-        """Give a token the same bits whatever else its expert gets."""
+        """Make the output bits of a row independent of its expert's other rows."""
         self._multiply = _multiply_padded
 
     def list_matrices(self, name: str) -> list[AdaptedMatrix]:
-        """One per expert; none without adapters."""
+        """Return one adapted matrix per expert; none without adapters."""
         if (adapter := self._parts) is None:
             return []
         lengths = [stop - start for start, stop in adapter.parts]
@@ -143,7 +133,7 @@ class GroupedLinear(AdaptedLinear):
         ]
 
     def forward(self, x: torch.Tensor, counts: RowCounts) -> torch.Tensor:
-        """[t, k], so many rows for each expert in their order -> [t, n]."""
+        """Map rows [t, k], sorted by expert, to [t, n]."""
         if isinstance(self.weight, list):
             pairs = zip(x.split(counts.on_host), self.weight, strict=True)
             output = torch.cat([multiply_quantized(rows, matrix) for rows, matrix in pairs])
@@ -152,7 +142,6 @@ class GroupedLinear(AdaptedLinear):
         return output if self._parts is None or not self._is_on else output + self._change(x, counts, self._parts)
 
     def _change(self, x: torch.Tensor, counts: RowCounts, adapter: LinearAdapter) -> torch.Tensor:
-        """What the adapters add."""
         inner, pieces, end = self._multiply(x, self.lora_A, counts), [], 0
         lengths = [stop - start for start, stop in adapter.parts]
         parts = zip(adapter.parts, inner.split(adapter.rank, -1), self.lora_B.split(lengths, 1), strict=True)
@@ -165,10 +154,7 @@ class GroupedLinear(AdaptedLinear):
     def _make(
         self, fill: Callable[..., torch.Tensor], size: tuple[int, ...], split_dim: int | None
     ) -> torch.nn.Parameter:
-        """A parameter with what megatron-core has to know of it; whole on tensor parallel ranks without `split_dim`.
-
-        Of one that is whole a rank has the gradient of its own columns or rows, a part of the sum.
-        """
+        """Make a parameter with megatron-core's attributes; without `split_dim`, a TP replica (partial gradient)."""
         parameter = torch.nn.Parameter(fill(size, dtype=self._dtype, device=current_device()))
         is_copy = split_dim is None and self._place.tp_size > 1
         dim = -1 if split_dim is None else split_dim + 1
@@ -180,15 +166,12 @@ class GroupedLinear(AdaptedLinear):
 
 
 class GroupedExperts(torch.nn.ModuleDict):
-    """The experts of a rank, [t, h] -> [t, h]; called as megatron-core calls its own.
+    """The experts of a rank, [t, h] -> [t, h], with megatron-core's signature.
 
     Args:
         num_local_experts: E.
-        config: megatron-core's.
-        submodules, name: megatron-core's, not used.
-        pg_collection: has the groups of expert and expert tensor parallelism.
-        batch_invariant: a token has the same bits whatever else its expert gets.
-        adapters: on the experts; None: there are none.
+        submodules, name: unused.
+        batch_invariant: whether a row's bits are independent of its expert's other rows.
     """
 
     def __init__(
@@ -220,10 +203,12 @@ class GroupedExperts(torch.nn.ModuleDict):
                 linear.quantize()
             if config.add_bias_linear:
                 linear.add_bias()
-        self._adds_bias = config.add_bias_linear and pg_collection.expt_tp.rank() == 0  # results are summed over them
+        self._adds_bias = (
+            config.add_bias_linear and pg_collection.expt_tp.rank() == 0
+        )  # results are summed over TP: add it once
 
     def forward(self, x: torch.Tensor, tokens_per_expert: Any, shares: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Rows sorted by expert, how many each has, and what multiplies their results [t]; biases are among them."""
+        """Apply the experts to rows sorted by expert; `shares` [t] scale the results, biases included."""
         first: Any = self["linear_fc1"]
         second: Any = self["linear_fc2"]
         counts = RowCounts(tokens_per_expert, x)
@@ -241,13 +226,13 @@ class GroupedExperts(torch.nn.ModuleDict):
 def list_matrices(
     stages: torch.nn.Module, read: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor | QuantizedMatrix]:
-    """The parameters of a model as tables see them, each as it is read; those in NF4 are among them."""
+    """Return the model's matrices as weight tables list them, NF4 ones included."""
     whole = {name: read(parameter) for name, parameter in stages.named_parameters()}
     return {**split_experts(whole, name_expert), **list_quantized_linears(stages)}
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, counts: RowCounts) -> torch.Tensor:
-    """Rows [t, k], so many for each expert, times its matrix of [E, n, k] -> [t, n]."""
+    """Multiply rows [t, k], sorted by expert, with their experts' matrices of [E, n, k]: [t, n]."""
     _, n, k = weight.shape
     if not len(x) or n * weight.itemsize % ROW_BYTES or k * weight.itemsize % ROW_BYTES:
         pairs = zip(x.split(counts.on_host), weight.unbind(), strict=True)
@@ -261,7 +246,7 @@ def _multiply_padded(x: torch.Tensor, weight: torch.Tensor, counts: RowCounts) -
 
 
 class _Product(torch.autograd.Function):
-    """torch's own has no gradient for rows that do not lie one behind the other."""
+    """`grouped_mm` with a gradient for non-contiguous rows, which torch's own lacks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU and its relative with GELU (arXiv 2002.05202) as one step of autograd, which keeps nothing but its input.
+"""SwiGLU and GEGLU (arXiv 2002.05202) as one autograd function that saves only its input.
 
-Written out as activation(gate) * up, autograd would keep the activated gate as well. The bits are the same.
+Eager activation(gate) * up would also save the activated gate; the bits are equal.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ _SIGMOID_GAIN = 1.702
 
 
 class GatedActivation(torch.nn.Module):
-    """[t, ..., 2 f] of gate and up, in this order, -> activation(gate) * up, [t, ..., f]; megatron-core's signature.
+    """Module that maps [t, ..., 2 f], gate then up, to activation(gate) * up, [t, ..., f], with SiLU or tanh-GELU.
 
-    The activation is SiLU, or where the config says GELU its tanh form. With a limit (gpt-oss) the gate is at most
-    that, up is between it and its negative, and the result is gate * sigmoid(1.702 gate) * (up + 1).
+    With a clamp value (gpt-oss), gate and up are clamped; the result is gate * sigmoid(1.702 gate) * (up + 1).
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -28,7 +27,7 @@ class GatedActivation(torch.nn.Module):
         self._is_gelu, self._limit = config.activation_func is F.gelu, config.activation_func_clamp_value
 
     def forward(self, gate_and_up: torch.Tensor) -> torch.Tensor:
-        """Activate."""
+        """Apply the activation."""
         if self._limit is not None:
             return _ClampedActivation.apply(gate_and_up, self._limit)
         return _GatedActivation.apply(gate_and_up, self._is_gelu)

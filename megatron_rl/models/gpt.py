@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build this rank's stages of a megatron-core GPTModel that ends in hidden states.
+"""Construction of this rank's stages of a megatron-core GPTModel that ends in hidden states.
 
-The last stage holds the head's weight but does not apply it: what becomes of the hidden states is decided in
-`heads.py` and `training/`, where logits exist for a few tokens at a time only.
-
-The layer spec is megatron-core's local one with our RMSNorm (its own refuses sequence parallelism), our
-order of the fused QKV rows, our packed core attention and our gated activation. Where Transformer Engine is used,
-its linears and norms take the same places under the same parameter names (norms are not fused into the linears),
-so one placement table serves both; attention and activation are ours either way. The experts of a
-mixture are ours as well (`experts.py`), behind a router that can be told its choice (`routing.py`), and so is what
-sorts tokens by expert where a rank has all of them (`dispatcher.py`).
+The last stage only holds the head's weight: `heads.py` and `training/` compute logits for a few tokens at a time. The
+layer spec is megatron-core's local spec with our own norm (megatron-core's refuses sequence parallelism), core
+attention, activation and experts. Transformer Engine's modules keep the same parameter names, so one placement table
+serves both.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ def choose_transformer_impl(requested: str) -> str:
     """Resolve `model.transformer_impl` to "local" or "transformer_engine".
 
     Raises:
-        UserError: Transformer Engine is asked for and cannot be used here.
+        UserError: Transformer Engine is requested but unusable.
     """
     failure = find_transformer_engine_failure(torch.cuda.is_available())
     if requested == "transformer_engine" and failure is not None:
@@ -62,7 +57,7 @@ def choose_transformer_impl(requested: str) -> str:
 
 @cache
 def find_transformer_engine_failure(has_cuda: bool) -> str | None:
-    """Try its linear layer and its norm, and what megatron-core makes of them; see `find_failure`."""
+    """Try Transformer Engine's linear and norm, and megatron-core's wrappers; see `find_failure`."""
 
     def call() -> None:
         import transformer_engine.pytorch as engine  # pyright: ignore[reportMissingImports]  # optional dependency
@@ -88,10 +83,7 @@ def build_layer_spec(
     adapters: AdapterShape | None = None,
     layer_number: int = 0,
 ) -> ModuleSpec:
-    """Layer spec with separate norms and packed attention; parameter names do not depend on the impl.
-
-    It is that of the model's layer `layer_number`.
-    """
+    """Build the spec of layer `layer_number`; parameter names do not depend on the implementation."""
     num_experts = config.num_moe_experts if shape.has_experts(layer_number) else None
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,
@@ -142,7 +134,7 @@ def build_layer_spec(
 
 
 def _submodules(spec: Any) -> Any:
-    """Of a spec of megatron-core, or of the partial that newer ones have in its place."""
+    """Return the submodules of a megatron-core spec, or of the `partial` that replaces it in newer versions."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
@@ -154,15 +146,12 @@ def build_gpt_stages(
     batch_invariant: bool = False,
     adapters: AdapterShape | None = None,
 ) -> torch.nn.ModuleList:
-    """Build the model chunks of this rank; their weights are undefined until they are loaded.
+    """Build the model chunks of this rank; weights are undefined until loaded.
 
     Args:
-        shape: the architecture.
         config: from `build_transformer_config` with the layout of `groups`.
-        groups: process groups of the role.
-        transformer_impl: "local" or "transformer_engine", see `choose_transformer_impl`.
-        batch_invariant: experts keep the bits of a token whatever else they get.
-        adapters: that are trained in the place of the model.
+        batch_invariant: whether a token's bits in an expert are independent of the other tokens.
+        adapters: adapters to train instead of the model.
 
     Returns:
         `vpp_size` models; `ScoreModel`s if the shape has a score head.
@@ -172,14 +161,14 @@ def build_gpt_stages(
         sort: build_layer_spec(shape, config, transformer_impl, batch_invariant, adapters, layer)
         for sort, layer in {shape.sort_of(layer): layer for layer in range(shape.num_layers)}.items()
     }
-    is_whole = not shape.mtp_layer  # with an embedding and an output layer
+    is_whole = not shape.mtp_layer  # has an embedding and an output layer
     model_class = (ScoreModel if shape.has_score_head else HiddenStatesModel) if is_whole else MtpModel
     chunks = []
     for chunk in range(layout.vpp_size):
         layers = stage_layers(shape.num_layers, layout.pp_size, layout.vpp_size, groups.at.pp, chunk)
         layer_specs = [specs[shape.sort_of(layer)] for layer in layers]
         first: Any = layer_specs[0].submodules
-        # Annotated as one layer's ModuleSpec; megatron-core takes a whole block's as well.
+        # Annotated as ModuleSpec, but megatron-core also accepts the submodules of a block.
         block: Any = TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=first.input_layernorm)
         model = model_class(
             config,
@@ -189,7 +178,7 @@ def build_gpt_stages(
             pre_process=is_whole and groups.at.pp == 0 and chunk == 0,
             post_process=groups.is_last_stage and chunk == layout.vpp_size - 1,
             share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="none",  # PackedAttention rotates, by positions of its own
+            position_embedding_type="none",  # PackedAttention rotates, by explicit positions
             pg_collection=groups.collection,
             vp_stage=chunk if layout.vpp_size > 1 else None,
         )
@@ -202,8 +191,8 @@ def build_gpt_stages(
 
 
 def _scale_embedding(model: GPTModel, scale: float) -> None:
-    """Multiply what the embedding gives (not its weight, which a tied output layer uses as it is) by `scale`."""
-    rounded = torch.tensor(scale).to(model.config.params_dtype).item()  # as the family's reference does
+    """Multiply the embedding's output by `scale`; a tied output layer uses the unscaled weight."""
+    rounded = torch.tensor(scale).to(model.config.params_dtype).item()  # as in the reference code
 
     def scale_output(module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         return output * rounded
@@ -212,7 +201,7 @@ def _scale_embedding(model: GPTModel, scale: float) -> None:
 
 
 def _place_weights(model: GPTModel, device: torch.device) -> None:
-    """megatron-core makes the weights of routers on the host, for a trainer that moves the whole model afterwards."""
+    """Move weights to `device`: megatron-core creates router weights on the host."""
     for module in model.modules():
         for name, weight in [*module.named_parameters(recurse=False)]:
             if not weight.is_meta and weight.device.type != device.type:
@@ -222,9 +211,9 @@ def _place_weights(model: GPTModel, device: torch.device) -> None:
 
 
 def _mark_tensor_parallel_weights(model: GPTModel) -> None:
-    """Tell Megatron which weights are shards: it does so only when it draws them at random.
+    """Mark TP shards, which megatron-core does only when it initializes them randomly.
 
-    Unmarked, a shard counts as a replica and all but TP rank 0's leave the global gradient norm.
+    An unmarked shard counts as a replica: the global gradient norm would only include TP rank 0's.
     """
     for module in model.modules():
         if isinstance(module, (VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear)):
@@ -235,7 +224,7 @@ def _mark_tensor_parallel_weights(model: GPTModel) -> None:
 
 
 def choose_mixer(shape: ModelShape, layer: int) -> tuple[type, dict[str, Any]]:
-    """The module of a layer, and what it is given beside megatron-core's parameters."""
+    """Return a layer's attention class and its parameters beyond megatron-core's."""
     if layer in shape.delta_layers:
         from megatron_rl.models.delta_net import GatedDeltaNet
 

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) around our packed core attention.
 
-Queries, and keys with values, are projected down to a normalized latent each and up again to heads; the part of a key
-that is rotated is one for all heads. Down-projections are whole on every tensor parallel rank, up-projections are cut
-by heads. Under TP-SP a rank projects its own rows down, and only latents are gathered.
-
-megatron-core's own module takes process groups for global ones, and rotates by rows instead of positions.
+Down-projections are replicated over TP, up-projections are split by heads; TP-SP gathers only latents. megatron-core's
+own module uses global process groups and rotates by row, not by position.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from megatron_rl.weights.family import LatentSizes
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A matrix [n, h] without a bias that every tensor parallel rank has; its gradient is partial under TP-SP."""
+    """Bias-free linear with a weight [n, h] replicated over TP; its gradient is partial under TP-SP."""
 
     def __init__(self, config: TransformerConfig, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -38,19 +35,17 @@ class ReplicatedLinear(torch.nn.Module):
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., h] -> [..., n]."""
+        """Map [..., h] to [..., n]."""
         return F.linear(x, self.weight)
 
 
 class LatentSelfAttention(Attention):
-    """The projections of latent attention; everything behind them is megatron-core's, with values of their own width.
+    """megatron-core attention with latent projections, and with values of their own width.
 
-    A head of a query or key has its rotated channels first here (checkpoints have them last): `PackedAttention` turns
-    the first channels, and products do not depend on the order.
+    A head's rotated channels come first (last in checkpoints), as `PackedAttention` requires.
 
     Args:
-        submodules: `linear_qkv` is the class of the up-projections, `q_layernorm` that of the norms.
-        sizes: of the latents.
+        submodules: `linear_qkv` is the class of the up-projections, `q_layernorm` the class of the norms.
     """
 
     def __init__(
@@ -108,7 +103,7 @@ class LatentSelfAttention(Attention):
         if sizes.query:
             self.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, sizes.query)
         self.add_module("q_layernorm", make_norm(sizes.query) if sizes.query else None)
-        self.add_module("k_layernorm", None)  # megatron-core asks for it
+        self.add_module("k_layernorm", None)  # megatron-core reads the attribute
         self.linear_q_up_proj = make_up(sizes.query or config.hidden_size, heads * channels, "q_up_proj")
         self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, sizes.key_value + sizes.rotary)
         self.kv_layernorm = make_norm(sizes.key_value)
@@ -117,7 +112,7 @@ class LatentSelfAttention(Attention):
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[t, 1, h], or [t/tp, 1, h] under TP-SP -> query and key [t, 1, np, d], value [t, 1, np, d_v]."""
+        """Project [t, 1, h] ([t/tp, 1, h] under TP-SP) to query and key [t, 1, np, d] and value [t, 1, np, d_v]."""
         assert key_value_states is None, "self-attention only"
         sizes, plain = self._sizes, self._plain
         latent = hidden_states
@@ -132,7 +127,7 @@ class LatentSelfAttention(Attention):
         return query, torch.cat([rotary, of_key], -1), value
 
     def _gather(self, rotary: torch.Tensor) -> torch.Tensor:
-        """What all heads share, of all rows; its gradient is the sum over the heads of all ranks."""
+        """Gather the key part shared by all heads; the backward sums its gradient over TP ranks."""
         if self._is_split:
             return gather_from_sequence_parallel_region(rotary, tensor_parallel_output_grad=True, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(rotary, group=self.tp_group)

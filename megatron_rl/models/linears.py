@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linears of other classes in the places of a layer spec: with adapters, or in NF4."""
+"""Replacement of the linears in a layer spec by linears with adapters or NF4 weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.weights.adapters import AdapterShape
 
 
 def _put_in_front(part: type, spec: Any) -> Any:
-    """The spec of a linear of megatron-core, or a subclass, with another part of its class in front."""
+    """Mix `part` into the class of a linear spec."""
     if isinstance(spec, ModuleSpec):
         return ModuleSpec(module=_combine(part, spec.module), params=spec.params)
     return _combine(part, spec)
@@ -26,13 +26,11 @@ def _combine(part: type, linear: Any) -> type:
 
 
 def adapt_layer(config: TransformerConfig, adapters: AdapterShape, attention: Any, mlp: Any) -> None:
-    """Put linears with adapters, or a weight in NF4, which are megatron-core's own, in their places.
+    """Replace the linears of a layer with adapted or NF4 ones, in place.
 
     Args:
-        config: megatron-core's.
-        adapters: of the model.
-        attention: spec.
-        mlp: spec; None in a layer of experts.
+        attention: submodules spec.
+        mlp: submodules spec, or `None` in a layer of experts.
     """
     shape, tp_size = adapters.base, config.tensor_model_parallel_size
     q, kv, ffn = (

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers with low-rank adapters: y = W x + s B A x (LoRA, 2106.09685).
 
-The adapters are parameters of the linear itself, beside its weight, which keeps its name; see `weights/adapters.py` for
-what lies where. Between A and B a token has r numbers, and these are what tensor parallel ranks exchange. Adapters
-of experts are in `experts.py`.
+Adapters are parameters of the linear itself (layout: `weights/adapters.py`). TP ranks exchange only the r numbers per
+token between A and B. For adapters of experts see `experts.py`.
 """
 
 from __future__ import annotations
@@ -36,13 +35,7 @@ HALVES = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class LinearAdapter:
-    """The adapters of one linear on a TP rank.
-
-    Attributes:
-        rank: of each.
-        scale: of their products.
-        parts: rows [start, stop) of the weight's shard that each of them serves.
-    """
+    """Configuration of one linear's adapters on a TP rank; `parts` are the rows [start, stop) of the weight's shard."""
 
     rank: int
     scale: float
@@ -51,13 +44,11 @@ class LinearAdapter:
 
 @dataclass(frozen=True)
 class AdaptedMatrix:
-    """A matrix of a linear on a TP rank, with its adapters.
+    """Matrix of a linear on a TP rank, with its adapters.
 
     Attributes:
-        param: its name in tables.
-        weight: W.
-        scale: that the products of the adapters are multiplied by.
-        parts: rows [start, stop) of W that each adapter serves, its A and its B.
+        param: name in weight tables.
+        parts: per adapter: rows [start, stop) of W, A, and B.
     """
 
     param: str
@@ -67,7 +58,7 @@ class AdaptedMatrix:
 
 
 class AdaptedLinear(torch.nn.Module):
-    """A linear whose adapters can be left out."""
+    """Linear whose adapters can be switched off."""
 
     weight: torch.Tensor | QuantizedMatrix
     lora_A: torch.Tensor
@@ -76,19 +67,19 @@ class AdaptedLinear(torch.nn.Module):
     _is_on = True
 
     def list_matrices(self, name: str) -> list[AdaptedMatrix]:
-        """Its matrix; `name` is the linear's own."""
+        """Return the adapted matrix of the linear `name`."""
         parts, rank = self._adapter.parts, self._adapter.rank
         b = self.lora_B.data.split([stop - start for start, stop in parts])
         found = list(zip(parts, self.lora_A.data.split(rank), b, strict=True))
         return [AdaptedMatrix(f"{name}.weight", self.weight, self._adapter.scale, found)]
 
     def use_adapter(self, is_on: bool) -> None:
-        """Compute with the adapters, or as if there were none."""
+        """Switch the adapters on or off."""
         self._is_on = is_on
 
 
 class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
-    """A of every part stacked [n r, h], whole on each rank; B [rows of the parts, r], cut like W."""
+    """Column-parallel linear with stacked A [n r, h], replicated over TP, and B [rows, r], split like W."""
 
     def __init__(self, *arguments: Any, adapter: LinearAdapter, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -99,7 +90,7 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
         self.lora_B = _make(self.weight, sum(self._rows), rank, split_dim=0)
 
     def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-        """[t, 1, h], or [t/tp, 1, h] under TP-SP -> [t, 1, rows]."""
+        """Map [t, 1, h], or [t/tp, 1, h] under TP-SP, to [t, 1, rows]."""
         output, bias = super().forward(input_, *arguments, **options)
         return (output + self._compute_change(input_, output) if self._is_on else output), bias
 
@@ -119,14 +110,14 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
         return self._adapter.scale * (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1))
 
     def _gather(self, inner: torch.Tensor) -> torch.Tensor:
-        """[t or t/tp, 1, n r] -> [t, 1, n r]."""
+        """Map [t or t/tp, 1, n r] to [t, 1, n r]."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(inner, group=self.tp_group)
 
 
 class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
-    """A [r, in/tp], cut like W; B [out, r], whole on each rank."""
+    """Row-parallel linear with A [r, in/tp], split like W, and B [out, r], replicated over TP."""
 
     def __init__(self, *arguments: Any, adapter: LinearAdapter, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -135,7 +126,7 @@ class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
         self.lora_B = _make(self.weight, self.weight.shape[0], adapter.rank, partial=self.config.sequence_parallel)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """[t, 1, in/tp] -> [t, 1, out], or [t/tp, 1, out] under TP-SP."""
+        """Map [t, 1, in/tp] to [t, 1, out], or [t/tp, 1, out] under TP-SP."""
         output, bias = super().forward(input_)
         if not self._is_on:
             return output, bias
@@ -143,20 +134,17 @@ class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
         return output + self._adapter.scale * F.linear(inner, self.lora_B), bias
 
     def _reduce(self, inner: torch.Tensor) -> torch.Tensor:
-        """[t, 1, r] of this rank's columns -> [t or t/tp, 1, r] of all."""
+        """Sum [t, 1, r] over TP ranks: [t or t/tp, 1, r]."""
         if self.config.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(inner, group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(inner, group=self.tp_group)
 
 
 def adapt_linear(spec: Any, shape: AdapterShape, parts: dict[str, int]) -> Any:
-    """The spec of a linear with the adapters that are wanted of it; `spec` itself where none are.
+    """Return a linear's spec with its adapters, or `spec` itself if it has none.
 
     Args:
-        spec: of the linear.
-        shape: the adapters.
-        parts: kind of each matrix in its weight, in order -> rows on a TP rank; a matrix that is cut by columns is
-            alone in its weight.
+        parts: kind of each matrix fused in the weight, in order -> rows on a TP rank.
     """
     adapter = find_adapter(shape, parts)
     if adapter is None:
@@ -166,7 +154,7 @@ def adapt_linear(spec: Any, shape: AdapterShape, parts: dict[str, int]) -> Any:
 
 
 def find_adapter(shape: AdapterShape, parts: dict[str, int]) -> LinearAdapter | None:
-    """The adapters that are wanted of a linear, see `adapt_linear`; None: none."""
+    """Return the adapter configuration of a linear, or `None`; for `parts` see `adapt_linear`."""
     ends, served = 0, []
     for kind, rows in parts.items():
         if kind in shape.kinds:
@@ -176,9 +164,9 @@ def find_adapter(shape: AdapterShape, parts: dict[str, int]) -> LinearAdapter | 
 
 
 def freeze_model(stages: torch.nn.Module) -> None:
-    """Train the adapters and the score head, and nothing else.
+    """Freeze all parameters but the adapters and the score head.
 
-    What enters the first layer asks for a gradient all the same: recomputed layers would be cut off from the loss.
+    Embeddings still require a gradient: recomputed layers would otherwise be cut off from the loss.
     """
     for name, parameter in stages.named_parameters():
         parameter.requires_grad_(is_trained(name))
@@ -188,13 +176,13 @@ def freeze_model(stages: torch.nn.Module) -> None:
 
 
 def is_trained(name: str) -> bool:
-    """Whether a parameter of a model with adapters is trained."""
+    """Return whether a parameter is trained if the model has adapters."""
     return name.endswith((*HALVES, "score.weight"))
 
 
 @contextmanager
 def without_adapters(stages: torch.nn.Module) -> Iterator[None]:
-    """In the block, the model computes as if it had no adapters."""
+    """Switch all adapters off inside the block."""
     linears = [module for module in stages.modules() if isinstance(module, AdaptedLinear)]
     for linear in linears:
         linear.use_adapter(False)
@@ -208,7 +196,7 @@ def without_adapters(stages: torch.nn.Module) -> Iterator[None]:
 def _make(
     weight: torch.Tensor | QuantizedMatrix, rows: int, columns: int, split_dim: int | None = None, partial: bool = False
 ) -> torch.nn.Parameter:
-    """A matrix like `weight`, of zeros; `partial`: each TP rank has the gradient of its own tokens only."""
+    """Make a zero matrix like `weight`; `partial` means that each TP rank's gradient covers only its own tokens."""
     parameter = torch.nn.Parameter(torch.zeros(rows, columns, dtype=weight.dtype, device=weight.device))
     is_split = split_dim is not None
     set_tensor_model_parallel_attributes(parameter, is_parallel=is_split, dim=split_dim if is_split else -1, stride=1)

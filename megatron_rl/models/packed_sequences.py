@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention must know of a microbatch; it travels through megatron-core's layers as their `packed_seq_params`.
+"""The microbatch description that attention layers receive as megatron-core's `packed_seq_params`.
 
-It is made once per microbatch and pipeline stage: positions are turned into rotary tables here, and all layers and
-recomputations read the same tensors.
+It is built once per microbatch and pipeline stage.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CachedRows:
-    """The cache of a rank's layers, as the rows of one forward use it.
+    """KV cache of a rank's layers, as the rows of one forward use it.
 
     Attributes:
-        layers: keys and values [slots, ng/tp, d] by megatron-core's number of the layer.
-        slots: [t] int64, where the keys and values of each row go.
+        layers: layer number (megatron-core's) -> keys and values, [slots, ng/tp, d] each.
+        slots: [t] int64, slot of each row.
     """
 
     layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     slots: torch.Tensor
 
     def store(self, layer_number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [t, ng/tp, d] of a layer, key rotated; returns all keys and values of that layer."""
+        """Write a layer's rows [t, ng/tp, d] (key rotated) and return its whole cached keys and values."""
         keys, values = self.layers[layer_number]
         keys.index_copy_(0, self.slots, key)
         values.index_copy_(0, self.slots, value)
@@ -48,17 +47,16 @@ class CachedRows:
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """megatron-core's parameters with positions and shared prompts.
+    """megatron-core's `PackedSeqParams` with positions and shared prompts.
 
     Attributes:
-        segments: who attends to whom in the whole row, all context parallel shards together.
-        sliding: the same where a window slides, and its rotary table, for the layers of these megatron-core's numbers.
-        rotary_table: [t/cp, 1, d] of the rows of this rank's shard.
-        unrotated_layers: megatron-core's numbers of the layers that do not use it.
-        cache: keys and values of earlier forwards, which `segments` see, and room for these rows. This rank
-            has whole sequences then, whatever the context parallel size. None: rows see each other only.
-        routes: of the rows that this rank's layers are given; None: nobody asks.
-        sequence_rows: of gated delta nets, in the whole row; None: the model has none.
+        segments: attention pattern of the whole row, over all context parallel shards.
+        sliding: (layer numbers, segments, rotary table) of sliding-window layers, or `None`.
+        rotary_table: [t/cp, 1, d], of this rank's shard.
+        unrotated_layers: layer numbers (megatron-core's) without rotary embedding.
+        cache: KV cache that `segments` index, or `None`; disables context parallelism.
+        routes: expert routes of this rank's rows, or `None`.
+        sequence_rows: for gated delta nets, over the whole row.
     """
 
     segments: Segments
@@ -70,7 +68,7 @@ class PackedSequences(PackedSeqParams):
     sequence_rows: SequenceRows | None = None
 
     def of_layer(self, number: int) -> tuple[Segments, RotaryTable | None]:
-        """What a layer of megatron-core's number uses; no table: it does not rotate."""
+        """Return segments and rotary table of a layer (megatron-core's number); no table if it does not rotate."""
         if self.sliding is not None and number in self.sliding[0]:
             return self.sliding[1:]
         return self.segments, None if number in self.unrotated_layers else self.rotary_table
@@ -86,20 +84,17 @@ def build_packed_sequences(
     cp_rank: int = 0,
     backend: str | None = None,
 ) -> PackedSequences:
-    """Describe a microbatch to the layers of a stage.
+    """Build the description of a microbatch for the layers of a stage.
 
     Args:
-        piece: its slice.
-        position_ids: [t] of the whole microbatch, whatever the shard.
-        shape: of the model.
-        dtype: of the activations.
+        position_ids: [t] of the whole microbatch, not of a shard.
         cp_size, cp_rank: this rank holds the rows `shard_rows(t, cp_size, cp_rank)`.
-        backend: of attention; None: the fastest.
+        backend: attention backend; the fastest if `None`.
     """
     mine = position_ids[shard_rows(len(position_ids), cp_size, cp_rank)]
     if backend is None and (shape.sliding_layers or FAMILIES[shape.family].has_sinks):
         fastest = choose_attention_backend(mine.device, dtype)
-        # That kernel knows no window, and none knows sinks.
+        # "efficient" has no sliding window; only "sdpa" has sinks.
         backend = "sdpa" if fastest == "efficient" or FAMILIES[shape.family].has_sinks else fastest
     segments = build_segments(piece.cu_seqlens, piece.max_seqlen, piece.keys, dtype, backend, piece.is_bucketed)
     table = partial(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers whose frozen weight is in NF4 (QLoRA, 2305.14314), with adapters or without.
+"""Linear layers with a frozen NF4 weight (QLoRA, 2305.14314), with or without adapters.
 
-The weight is dequantized for the product in the forward, and once more in the backward: nothing of it is kept between.
+The weight is dequantized in the forward and again in the backward, so no dequantized copy is kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_rl.weights.nf4 import QuantizedMatrix
 
 
 class QuantizedLinear(torch.nn.Module):
-    """In front of a linear of megatron-core: its weight is no parameter, but a `QuantizedMatrix`, of zeros at first."""
+    """Mixin before a megatron-core linear: the weight is a `QuantizedMatrix` (zeros at first), not a parameter."""
 
     weight: Any
 
@@ -39,7 +39,7 @@ class QuantizedLinear(torch.nn.Module):
         tp_group: dist.ProcessGroup | None,
         **_: Any,
     ) -> torch.Tensor:
-        """What megatron-core calls for the product, in the place of `linear_with_frozen_weight`."""
+        """Compute the product, called by megatron-core in place of `linear_with_frozen_weight`."""
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
         output = _Product.apply(input, weight, tp_group if allreduce_dgrad else None)
@@ -47,7 +47,7 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def list_quantized_linears(stages: torch.nn.Module) -> dict[str, QuantizedMatrix]:
-    """The weights of a model that are in NF4, by the names that they would have as parameters."""
+    """Return the NF4 weights of a model by the names they would have as parameters."""
     weights = {f"{name}.weight": getattr(module, "weight", None) for name, module in stages.named_modules()}
     found = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedMatrix)}
     for name, weight in weights.items():  # of experts
@@ -57,12 +57,12 @@ def list_quantized_linears(stages: torch.nn.Module) -> dict[str, QuantizedMatrix
 
 
 def multiply_quantized(x: torch.Tensor, weight: QuantizedMatrix) -> torch.Tensor:
-    """x W^T."""
+    """Return x W^T."""
     return _Product.apply(x, weight, None)
 
 
 class _Product(torch.autograd.Function):
-    """x W^T, summed over a group in the backward where there is one; megatron-core's order of operations."""
+    """x W^T with an optional all-reduce in the backward, in megatron-core's order of operations."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedMatrix, group: dist.ProcessGroup | None) -> torch.Tensor:

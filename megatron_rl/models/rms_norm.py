@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Root-mean-square norm (arXiv 1910.07467) that Megatron's sequence parallelism can take, or its tensor parallelism."""
+"""RMS norms (arXiv 1910.07467) for Megatron's sequence parallelism, and over TP-split channels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.parallel.collectives import current_device
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm whose weight tells Megatron that its gradient is partial under TP-SP."""
+    """RMS norm with a weight marked for Megatron: its gradient is partial under TP-SP."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -28,18 +28,17 @@ class RMSNorm(torch.nn.Module):
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize the last dimension; a zero-centered weight is applied in float32, before the result is rounded."""
+        """Normalize the last dimension; a zero-centered weight applies in float32, before rounding."""
         if self.is_zero_centered:
             return _normalize(x.float(), 1 + self.weight.float(), self.eps).type_as(x)
         return _normalize(x, self.weight, self.eps)
 
 
 class SplitRMSNorm(torch.nn.Module):
-    """A norm over the channels of all tensor parallel ranks; its weight is split like them, its gradient complete.
+    """RMS norm over channels that are split over TP, like its weight; the weight's gradient is complete.
 
     Args:
         size: channels of all ranks.
-        tp_group: whose ranks have equal parts of them.
     """
 
     def __init__(
@@ -52,17 +51,17 @@ class SplitRMSNorm(torch.nn.Module):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., size/tp] of each rank, all of the same rows; in float32, before the result is rounded."""
+        """Normalize [..., size/tp] in float32; all ranks must pass the same rows."""
         wide = x.float()
         squares = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), self._tp_group)
-        squares = copy_to_tensor_model_parallel_region(squares, self._tp_group)  # all ranks' results depend on it
+        squares = copy_to_tensor_model_parallel_region(squares, self._tp_group)  # sums the gradient over TP
         return (wide * (squares / self._size + self.eps).rsqrt() * self.weight.float()).type_as(x)
 
 
 def _normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As torch does, with the same bits: on CPU that is several steps of autograd, which keep what they make.
+    """Normalize with torch's bits; in float32 on CPU, torch's own steps would save intermediates.
 
-    The input goes in twice: its gradient has two parts, which autograd adds to the residual's one after the other.
+    The input is passed twice so that autograd adds its gradient terms in torch's order.
     """
     if x.is_cuda or x.dtype != torch.float32:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)

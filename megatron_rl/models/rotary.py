@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding from explicit positions (RoFormer, arXiv 2104.09864, equation 34).
 
-megatron-core rotates by the row inside of a packed sequence, and under context parallelism by its own zigzag cut.
-Here a token's position is given: that serves contiguous shards and responses behind a shared prompt alike.
+megatron-core rotates by row, which contiguous context parallel shards and shared prompts do not allow.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megatron_rl.weights.rope import LinearScaling, Llama3Scaling, LongropeScali
 
 
 class RotaryTable(NamedTuple):
-    """Cosine and sine [t, 1, d] of every position's angles, and whether the channels of a pair are neighbors."""
+    """Cosine and sine [t, 1, d] per position, and whether the channels of a pair are adjacent."""
 
     cosine: torch.Tensor
     sine: torch.Tensor
@@ -34,18 +33,17 @@ def compute_rotary_table(
     scaling: RopeScaling | None = None,
     neighbors: bool = False,
 ) -> RotaryTable:
-    """Cosine and sine of every position's angles.
+    """Compute the rotary table of each position.
 
     Args:
         position_ids: [t] int64.
         head_dim: d, even.
         theta: base of the frequencies theta^(-2i/d).
-        dtype: of the result; angles are computed in float32, as transformers does.
-        scaling: of the frequencies; None for none.
-        neighbors: the channels of a pair lie beside each other (GLM-4, DeepSeek-V3), not d/2 apart (Llama).
+        dtype: of the table; angles are computed in float32, as in transformers.
+        neighbors: whether pairs are adjacent channels (GLM-4, DeepSeek-V3) or d/2 apart (Llama).
 
     Returns:
-        cosine and sine, [t, 1, d] each; both numbers of a pair get their angle's, the first sine negative.
+        Cosine and sine, [t, 1, d]; the first sine of a pair is negated.
     """
     frequencies, growth = compute_frequencies(head_dim, theta, scaling, position_ids.device)
     angles = torch.outer(position_ids.float(), frequencies)[:, None]  # [t, 1, d/2]
@@ -58,10 +56,7 @@ def compute_rotary_table(
 def compute_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
 ) -> tuple[torch.Tensor, float]:
-    """Frequencies [d/2] of a head in float32, and what its cosines and sines are multiplied by.
-
-    Args: see `compute_rotary_table`.
-    """
+    """Return a head's frequencies [d/2] in float32, and the factor of its cosines and sines."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
     if scaling is None:
         return 1.0 / theta**exponents, 1.0
@@ -82,7 +77,6 @@ def _scale_as_llama3(periods: torch.Tensor, scaling: Llama3Scaling, theta: float
 
 def _scale_as_yarn(periods: torch.Tensor, scaling: YarnScaling, theta: float) -> tuple[torch.Tensor, float]:
     def find_number(turns: float) -> float:
-        """Of the frequency that turns so often in the context of pretraining."""
         period = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return len(periods) * math.log(period) / math.log(theta)
 
@@ -109,10 +103,7 @@ _SCALINGS: dict[type, Callable[[torch.Tensor, Any, float], tuple[torch.Tensor, f
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbors: bool) -> torch.Tensor:
-    """Turn the pairs of channels of [t, heads, d] by the angles of a `RotaryTable`.
-
-    Of wider heads it turns the first d channels.
-    """
+    """Rotate the first d channels of [t, heads, ...] by a `RotaryTable` of width d."""
     width = cosine.shape[-1]
     if width == heads.shape[-1]:
         return _Rotation.apply(heads, cosine, sine, neighbors)
@@ -120,7 +111,7 @@ def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighb
 
 
 class _Rotation(torch.autograd.Function):
-    """One step of autograd, whose backward turns back."""
+    """Rotation whose backward rotates by the negative angle."""
 
     @staticmethod
     def forward(

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers that choose the experts they are told to, and say what they chose.
+"""Routers that replay given routes and record the routes they use.
 
-A router flips an expert where two gates are nearly equal: bits that differ between engine and trainer are enough, and
-the log-probs of a token move by orders of magnitude more than they do otherwise. Replaying the routes of the engine
-(R3, arXiv 2510.11370) or of the pass for `old_logprobs` (R2, arXiv 2507.18071) rules that out. Only the choice is
-replayed: shares are computed from the current gates, so the router's gradient is that of the current router.
-
-Routes belong to the rows of a microbatch. They travel with it through the layers (`PackedSequences.routes`), also
-when a layer is computed again for its gradient.
+When two gates are nearly equal, bitwise differences between engine and trainer flip an expert, and the token's log-prob
+moves by orders of magnitude more than otherwise. Replaying the engine's routes (R3, arXiv 2510.11370) or those of the
+`old_logprobs` pass (R2, arXiv 2507.18071) prevents this. Only the choice is replayed; shares and gradients come from
+the current gates.
 """
 
 from __future__ import annotations
@@ -27,14 +24,14 @@ from megatron_rl.parallel.collectives import current_device
 
 @dataclass(frozen=True)
 class RoutingCounts:
-    """What the routers of a rank did with the tokens in the loss, summed over microbatches; rows are layers.
+    """Router statistics of a rank over the tokens in the loss, summed over microbatches.
 
     Attributes:
-        loads: [layers, experts] int64, tokens of each expert.
-        entropy: [layers] float64, sum over tokens of the entropy of the gate's distribution, in nats.
-        replayed, agreeing: [layers] int64, tokens with a route to replay, and those whose router would have chosen
-            the same experts by itself.
-        strayed: [] int64, tokens that went to other experts than their route says; 0 unless the program is wrong.
+        loads: [layers, experts] int64, tokens per expert.
+        entropy: [layers] float64, sum over tokens of the gate's entropy, in nats.
+        replayed, agreeing: [layers] int64, tokens with a route to replay, and those that the router alone would have
+            routed equally.
+        strayed: [] int64, tokens that did not follow their route; nonzero means a bug.
     """
 
     loads: torch.Tensor
@@ -45,7 +42,7 @@ class RoutingCounts:
 
     @classmethod
     def zeros(cls, layers: int, experts: int, device: torch.device) -> RoutingCounts:
-        """Nothing is counted yet."""
+        """Return counts of zero."""
 
         def make(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -53,21 +50,20 @@ class RoutingCounts:
         return cls(make(layers, experts), make(layers, dtype=torch.float64), make(layers), make(layers), make())
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
+        """Return all counts, as a list."""
         return [self.loads, self.entropy, self.replayed, self.agreeing, self.strayed]
 
 
 @dataclass(frozen=True)
 class RowRoutes:
-    """The routes of the rows that a rank's layers are given; tensors may be views of a batch's columns.
+    """The routes of a rank's rows; tensors may be views of a batch's columns.
 
     Attributes:
-        given: [rows, layers, choices] what to replay; its dtype's largest number: unknown, the router decides. None:
-            the router decides for all.
-        used: the same shape, written: what was chosen. None: nobody asks.
-        counted: [rows] bool, tokens in the loss. None: nothing is counted.
-        flipped: [rows] bool, written: in some layer the router alone would have chosen other experts.
-        counts: added to, once for each gradient: by a forward with gradients, which recomputation repeats without.
+        given: [rows, layers, choices] routes to replay, or `None`; the dtype's maximum marks rows without a route.
+        used: output, shape of `given`: the chosen experts, or `None`.
+        counted: [rows] bool, tokens in the loss, or `None`.
+        flipped: output, [rows] bool: in some layer the router alone would have chosen other experts.
+        counts: incremented in forwards with gradients only, so recomputation does not count twice.
     """
 
     given: torch.Tensor | None = None
@@ -77,7 +73,7 @@ class RowRoutes:
     counts: RoutingCounts | None = None
 
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
-        """The experts of each row: [rows, choices] int64, given what the router chose by itself."""
+        """Return the experts of each row, [rows, choices] int64: its given route, or else the router's `own` choice."""
         chosen = own
         if self.given is not None:
             given = self.given[:, layer]
@@ -90,12 +86,12 @@ class RowRoutes:
         return chosen
 
     def count(self, layer: int, own: torch.Tensor, logits: torch.Tensor, routing_map: torch.Tensor) -> None:
-        """Add what a layer did to the counts.
+        """Add a layer's routing to the counts.
 
         Args:
-            own: [rows, choices] what the router chose by itself.
+            own: [rows, choices] the router's own choice.
             logits: [rows, experts] of the gate.
-            routing_map: [rows, experts] bool, where the rows go.
+            routing_map: [rows, experts] bool, the final choice.
         """
         if self.counts is None or self.counted is None or not torch.is_grad_enabled():
             return
@@ -114,16 +110,15 @@ class RowRoutes:
 
 
 def _is_known(routes: torch.Tensor) -> torch.Tensor:
-    """[rows, choices] -> [rows, 1] bool."""
     return routes[:, :1] != torch.iinfo(routes.dtype).max
 
 
 class _Selection:
-    """Stands in the place of megatron-core's RouterReplay: asked for the experts in the midst of a router's forward."""
+    """Stand-in for megatron-core's RouterReplay, called inside the router's forward to choose the experts."""
 
     def __init__(self, layer: int, routes: RowRoutes) -> None:
         self._layer, self._routes = layer, routes
-        self._own = torch.empty(0)  # what the router chose by itself
+        self._own = torch.empty(0)  # the router's own choice
 
     def get_replay_topk(
         self,
@@ -133,29 +128,29 @@ class _Selection:
         group_topk: int | None,
         compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores [rows, choices] of the chosen experts, and which ones they are; called by megatron-core."""
+        """Return scores and indices of the chosen experts, [rows, choices] each."""
         values, self._own = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         chosen = self._routes.choose(self._layer, self._own)
         return (values, chosen) if chosen is self._own else (scores.gather(1, chosen), chosen)
 
     def count(self, logits: torch.Tensor, routing_map: torch.Tensor) -> None:
-        """Add what came of it to the counts; arguments as in `RowRoutes.count`."""
+        """Count the outcome; see `RowRoutes.count`."""
         self._routes.count(self._layer, self._own, logits, routing_map)
 
 
 class RoutedRouter(TopKRouter):
-    """megatron-core's router, for rows with routes."""
+    """megatron-core's router with optional route replay."""
 
     router_replay: Any
 
     def take(self, layer: int, routes: RowRoutes | None) -> None:
-        """The routes of the rows of the next forward; `layer` is this router's index in them, counted from the end."""
+        """Set the next forward's routes; `layer` indexes them from the end."""
         self.router_replay = None if routes is None else _Selection(layer, routes)
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shares [rows, experts] of the experts, and where the rows go, [rows, experts] bool."""
+        """Return shares [rows, experts] and the routing map [rows, experts] bool."""
         shares, routing_map = super().routing(logits, padding_mask)
         if self.router_replay is not None:
             self.router_replay.count(logits.flatten(0, -2), routing_map)
@@ -163,12 +158,10 @@ class RoutedRouter(TopKRouter):
 
 
 class BiasedRouter(RoutedRouter):
-    """Chooses experts by scores with a bias, and weighs them by the scores without (arXiv 2408.15664).
+    """Router that selects experts by biased scores and weighs them by unbiased ones (arXiv 2408.15664).
 
-    The bias [E] in float32 is a weight like others, but not trained by gradients.
-
-    megatron-core's own bias is a buffer: it counts the tokens of every forward pass and is updated over process groups
-    that it takes for global.
+    The bias [E] is a float32 weight without gradient. megatron-core's bias counts every forward pass and is reduced
+    over global process groups.
     """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
@@ -180,19 +173,17 @@ class BiasedRouter(RoutedRouter):
 
     @torch.no_grad()
     def shift_bias(self, loads: torch.Tensor, rate: float) -> None:
-        """Make experts with more tokens than the mean less likely, and the others likelier, each by `rate`.
-
-        The rule of 2408.15664, algorithm 1: b_i += u sign(mean of c - c_i).
+        """Shift the biases by +-`rate` to balance the loads: b_i += u sign(mean(c) - c_i) (2408.15664, algorithm 1).
 
         Args:
-            loads: [E] tokens of each expert.
-            rate: u.
+            loads: [E] tokens per expert, c.
+            rate: step size u.
         """
         self.expert_bias += rate * (loads.double().mean() - loads).sign().to(self.expert_bias)
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer with a mixture of experts, which hands the routes of its rows to its router."""
+    """MoE layer that passes the routes of its rows to its router."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -200,7 +191,7 @@ class RoutedLayer(TransformerLayer):
         set_dispatcher(mlp, options["pg_collection"])
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """megatron-core's, with `packed_seq_params` by name."""
+        """Run megatron-core's forward; `packed_seq_params` is passed by name."""
         mlp: Any = self.mlp
         routes = options["packed_seq_params"].routes
         mlp.router.take(self.layer_number - 1 - self.config.num_layers, routes)

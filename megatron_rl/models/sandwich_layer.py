@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that normalize what attention and MLP return: beside their input (Gemma 3, GLM-4), or only that (OLMo 2)."""
+"""Layers that normalize the outputs of attention and MLP, besides inputs (Gemma 3, GLM-4) or only outputs (OLMo 2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class SandwichLayer(TransformerLayer):
-    """megatron-core's layer with two norms more, `post_self_attn_layernorm` and `post_mlp_layernorm`."""
+    """megatron-core layer with extra norms `post_self_attn_layernorm` and `post_mlp_layernorm`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -28,7 +28,7 @@ class SandwichLayer(TransformerLayer):
 
 
 class OutputNormLayer(SandwichLayer):
-    """The same without norms of what attention and MLP are given."""
+    """`SandwichLayer` without the norms of the inputs."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -37,7 +37,7 @@ class OutputNormLayer(SandwichLayer):
 
 
 def _add_normalized(norm: Any) -> Callable[..., Callable[..., torch.Tensor]]:
-    """In the place of megatron-core's sum of a result, its bias and what there was."""
+    """Return a replacement for megatron-core's bias-dropout-add that normalizes the output before the sum."""
 
     def add(result: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
         output, bias = result

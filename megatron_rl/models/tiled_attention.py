@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention in which the bits of a row depend on its sequence only, not on what is computed beside it.
+"""Batch-invariant causal attention: the bits of a row depend only on its own sequence.
 
-Positions of a sequence are cut into tiles of 32. The queries of a tile attend to all keys up to its end in one call of
-`scaled_dot_product_attention`, whose shape follows from the number of the tile alone: 32 queries, 32 (number + 1) keys.
-Rows of a tile without a query, and keys that are not there yet, are other rows of the sequence; the mask hides them. So
-one token behind its cache (decoding), a response behind a shared prompt, and a whole sequence get the same bits.
-Tiles of one number are one batch. The number of calls is that of the tiles of the longest sequence.
+The queries of a tile of 32 positions attend to all keys up to the tile's end, in an sdpa call whose shape depends only
+on the tile's number (missing rows are masked fillers). So decoding behind a cache, a response behind a shared prompt,
+and a whole sequence have equal bits. Tiles of one number form a batch.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ class TileBatch:
     """All tiles of one number.
 
     Attributes:
-        number: 0 for the tiles of the positions 0 to 31.
-        queries: [b * 32] int64, rows of the queries of b tiles.
-        first_key, last_key: [b] int64, rows of the first and the last key of the sequence of each tile.
+        number: 0 for positions 0 to 31.
+        queries: [b * 32] int64, query rows of b tiles.
+        first_key, last_key: [b] int64, first and last key row of each tile's sequence.
     """
 
     number: int
@@ -40,8 +38,8 @@ class Tiles:
     """The tiles of a packed row.
 
     Attributes:
-        batches: by number.
-        places: [t] int64, where each row is among the queries of all batches.
+        batches: sorted by number.
+        places: [t] int64, index of each row in the concatenated queries.
     """
 
     batches: tuple[TileBatch, ...]
@@ -52,8 +50,8 @@ def build_tiles(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Tiles
     """Cut segments into tiles.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: [num_segments + 1] boundaries of n queries and k >= n keys of each segment; its
-            queries are the positions k - n to k - 1 of its sequence.
+        cu_seqlens_q, cu_seqlens_k: [num_segments + 1]; n queries of a segment have positions k - n to k - 1 of its k
+            keys.
     """
     members: dict[int, list[int]] = {}
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -84,7 +82,7 @@ def _diff(ends: Sequence[int]) -> list[int]:
 def attend_in_tiles(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiles: Tiles, scale: float
 ) -> torch.Tensor:
-    """Softmax attention of [t, n, d] queries to [k, ng, d] keys and values: [t, n, d]."""
+    """Compute softmax attention of [t, n, d] queries to [k, ng, d] keys and values: [t, n, d]."""
     outputs = []
     for batch in tiles.batches:
         num_keys = (batch.number + 1) * TILE

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelShape + layout -> megatron-core `TransformerConfig`.
+"""Conversion of a `ModelShape` and a layout to megatron-core's `TransformerConfig`.
 
-Settings that megatron-core only warns about, or gets wrong, are decided here:
+Fixes settings that megatron-core only warns about or gets wrong:
 
-* interleaved schedules overlap their p2p (`batch_p2p_comm` with PP=2 gives wrong numbers silently);
-* experts have no capacity limits, auxiliary losses or noise: the policy that is trained must be the one that was
-  sampled from;
-* losses arrive already divided by a global denominator, so gradients are summed over microbatches and
-  DP (`calculate_per_token_loss`) and never rescaled;
+* interleaved schedules overlap their p2p (`batch_p2p_comm` with PP=2 silently gives wrong numbers);
+* no capacity limits, auxiliary losses or noise: the trained policy must be the sampled policy;
+* gradients are only summed (`calculate_per_token_loss`): losses arrive divided by a global denominator;
 * fused kernels that need apex are off.
 """
 
@@ -27,7 +25,7 @@ ACTIVATIONS = {
     "silu": F.silu,
     "gelu_pytorch_tanh": F.gelu,
     "clamped_silu": F.silu,
-}  # as megatron-core knows them; see `GatedActivation`
+}  # the functions megatron-core expects; see `GatedActivation`
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -58,15 +56,11 @@ def build_transformer_config(
     recompute_granularity: str = "none",
     use_transformer_engine: bool = False,
 ) -> TransformerConfig:
-    """Make the configuration of one role's model.
+    """Build the megatron-core configuration of one role's model.
 
     Args:
-        shape: the architecture.
-        layout: its parallel layout.
-        dtype: parameters, activations and pipeline messages.
         sequence_parallel: Megatron's TP sequence parallelism.
         recompute_granularity: "none", "selective" (core attention) or "full" (whole layers).
-        use_transformer_engine: the layer spec is made of Transformer Engine's modules.
     """
     is_interleaved, family = layout.vpp_size > 1, FAMILIES[shape.family]
     config = TransformerConfig(
@@ -79,7 +73,7 @@ def build_transformer_config(
         layernorm_zero_centered_gamma=family.zero_centered_norms,
         activation_func=ACTIVATIONS[family.activations[0]],
         gated_linear_unit=True,
-        use_te_activation_func=True,  # a module of the layer spec: ours
+        use_te_activation_func=True,  # our module from the layer spec
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -91,12 +85,12 @@ def build_transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Weights are read from a checkpoint: nothing is drawn at random.
+        # Weights are loaded from a checkpoint.
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         attention_backend=AttnBackend.auto if use_transformer_engine else AttnBackend.local,
         calculate_per_token_loss=True,
-        # Lengths differ between p2p messages; megatron-core asks for this dispatcher then, for dense models too.
+        # p2p messages differ in length; megatron-core then requires this dispatcher even for dense models.
         variable_seq_lengths=layout.pp_size > 1,
         moe_token_dispatcher_type="alltoall",
         **_expert_settings(shape, layout),
@@ -105,7 +99,7 @@ def build_transformer_config(
         **_UNFUSED,
         **_RECOMPUTE[recompute_granularity],
     )
-    if family.has_sinks:  # set late: megatron-core's own experts and activations do not have all of it
+    if family.has_sinks:  # after construction: megatron-core rejects biases with experts
         config.add_bias_linear, config.softmax_type = True, "learnable"
         config.activation_func_clamp_value = 7.0
     return config
@@ -144,7 +138,7 @@ def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any
 
 
 def _router_settings(shape: ModelShape) -> dict[str, Any]:
-    """Of a router whose scores are sigmoids; its bias is a parameter of ours, see `models/routing.py`."""
+    """Return the settings of a sigmoid router; its bias is our own parameter, see `models/routing.py`."""
     if shape.router is None:
         return {}
     groups = shape.router if shape.router.num_groups > 1 else None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes what with whom: layout arithmetic (pure), process groups, collectives, the CPU runtime.
+"""Layout arithmetic (pure), process groups, collectives and the CPU runtime.
 
-Importing anything from this room sees to it that the CPU runtime is installed when `megatron.core` is first imported
-(a no-op where CUDA is available), and silences what its modules say then. Until then nothing here imports torch: a dry
-run needs the arithmetic only.
+The first import of `megatron.core` after this package installs the CPU runtime (no-op with CUDA). Until then nothing
+here imports torch: dry runs only need the arithmetic.
 """
 
 import sys

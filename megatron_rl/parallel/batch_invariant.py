@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products in which the bits of a row do not depend on how many others there are (rollout.bitwise, on CPU).
+"""Matrix products with bits of a row that do not depend on the number of rows (rollout.bitwise, on CPU).
 
-A library of matrix products has kernels of its own for few rows, which add up in another order. From 16 rows on a row
-has the same bits whatever the number of rows and wherever it stands; `find_variance` tries it on this machine.
+Matrix libraries sum in another order for few rows; from 16 rows on bits are constant, as `find_variance` checks.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ _TRIAL_ROWS = 256
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """[t, ...] with rows of zeros behind, so that there are at least `MIN_ROWS`."""
+    """Append zero rows to [t, ...] up to `MIN_ROWS`."""
     missing = MIN_ROWS - len(x)
     return x if missing <= 0 else F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing))
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[..., h] and [n, h] -> [..., n], `x @ weight.T + bias` in megatron-core's order of operations."""
+    """Compute `x @ weight.T + bias` for [..., h] and [n, h] in megatron-core's order of operations."""
     rows = x.flatten(0, -2)
     product = (pad_rows(rows) @ weight.t())[: len(rows)].unflatten(0, x.shape[:-1])
     return product if bias is None else product + bias
@@ -31,10 +30,10 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 @torch.no_grad()
 def find_variance(shapes: Iterable[tuple[int, ...]]) -> str | None:
-    """Try products of weights [n, h] on this machine; None, or the first one that does not keep the bits of a row.
+    """Return the first product of weights [n, h] that changes a row's bits on this machine, or `None`.
 
     Args:
-        shapes: h, n and the widths of the parts that the engine keeps apart (query, key and value), if any.
+        shapes: h, n and widths of parts that the engine multiplies separately (query, key, value), if any.
     """
     generator = torch.Generator().manual_seed(1)
     for hidden, *widths in dict.fromkeys(shapes):

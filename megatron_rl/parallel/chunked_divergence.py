@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compares the distributions of two models, straight from hidden states, as `chunked_logprobs.py` makes log-probs.
+"""Divergences between two models' distributions from hidden states, chunked as in `chunked_logprobs.py`.
 
-The logits of a chunk of tokens exist at a time, of both models at once where both are compared whole. TP ranks exchange
-a few numbers per token in forward and nothing in backward. Gradients are as in `chunked_logprobs.py`: complete for
-the weight, and for the hidden states this rank's part of the sum over the vocabulary.
+Communication and gradients are those described there.
 """
 
 from __future__ import annotations
@@ -18,23 +16,20 @@ from torch.autograd.function import once_differentiable
 from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, WeightGradient, scale_logits
 from megatron_rl.parallel.vocab_parallel import VocabShard, gather_summaries, merge_totals
 
-_LEAST = 1e-30  # of the likeliest token's probability: what "any other token" has at least
+_LEAST = 1e-30  # minimum probability of "any other token", relative to the likeliest token
 
 
 @torch.no_grad()
 def compute_linear_top_k(hidden: torch.Tensor, weight: torch.Tensor, k: int, softmax: OutputSoftmax) -> torch.Tensor:
-    """The k likeliest tokens of each distribution, the likeliest first, with their log-probs, and that of any other.
-
-    Collective over `softmax.tp_group`, the same bits on every rank of it.
+    """Find the k likeliest tokens of each distribution, in descending order; collective over `softmax.tp_group`.
 
     Args:
         hidden: [t, h], the same on every rank of the group.
         weight: [v/tp, h] this rank's rows of the (padded) output layer.
-        k: at most the size of the vocabulary, which is below 2^24: ids are exact in float32.
-        softmax: of the model.
+        k: at most the vocabulary size, which must be below 2^24: ids are exact in float32.
 
     Returns:
-        [t, 2, k + 1]: ids, and log-probs under the whole distribution; the last is any other token, with the id 0.
+        [t, 2, k + 1]: ids and log-probs; the last entry is any other token, with id 0. Bitwise equal on all ranks.
     """
     shard = softmax.find_shard(weight)
     rows = weight[: shard.width]
@@ -53,7 +48,7 @@ def compute_linear_top_k(hidden: torch.Tensor, weight: torch.Tensor, k: int, sof
 
 
 def _summarize_top_k(z: torch.Tensor, k: int, shard: VocabShard) -> torch.Tensor:
-    """[2 + 2 k, t] of one shard: maximum, sum of the other exponentials, ids and logits of its k largest."""
+    """Return [2 + 2 k, t] of one shard: maximum, sum of all other exponentials, ids and logits of its k largest."""
     summary = z.new_zeros(2 + 2 * k, len(z))
     summary[0] = summary[2 + k :] = torch.finfo(z.dtype).min
     if shard.width:
@@ -67,13 +62,11 @@ def _summarize_top_k(z: torch.Tensor, k: int, shard: VocabShard) -> torch.Tensor
 def compute_linear_logprobs_of(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, softmax: OutputSoftmax
 ) -> torch.Tensor:
-    """Log-probs of several tokens of each distribution, and of any other token: [t, k + 1].
-
-    Collective over `softmax.tp_group`; differentiable with respect to `hidden` and `weight`.
+    """Compute log-probs of k tokens of each distribution, and of any other token: [t, k + 1]; collective over TP.
 
     Args:
-        hidden, weight, softmax: as in `compute_linear_top_k`.
-        ids: [t, k] int64, different ones.
+        hidden, weight: as in `compute_linear_top_k`; differentiable.
+        ids: [t, k] int64, distinct in each row.
     """
     return _LinearLogprobsOf.apply(hidden, weight, ids, softmax)
 
@@ -122,15 +115,14 @@ def compute_linear_divergence(
     direction: str,
     softmax: OutputSoftmax,
 ) -> torch.Tensor:
-    """KL between the distributions of a model and of its teacher over the whole vocabulary: [t].
+    """Compute KL between a model (p) and its teacher (q) over the whole vocabulary, [t]; collective over TP.
 
-    With p of the model and q of the teacher, reverse: sum_v p_v log(p_v / q_v); forward: sum_v q_v log(q_v / p_v).
-    Collective over `softmax.tp_group`; differentiable with respect to `hidden` and `weight`.
+        reverse: sum_v p_v log(p_v / q_v)        forward: sum_v q_v log(q_v / p_v)
 
     Args:
-        hidden, weight, softmax: as in `compute_linear_top_k`.
-        teacher_hidden: [t, its h], the same on every rank of the group.
-        teacher_weight: [v/tp, its h], rows of the same tokens as in `weight`.
+        hidden, weight: as in `compute_linear_top_k`; differentiable.
+        teacher_hidden: [t, h of the teacher], the same on every rank of the group.
+        teacher_weight: [v/tp, h of the teacher], rows of the same tokens as in `weight`.
         direction: "reverse" or "forward".
     """
     return _LinearDivergence.apply(hidden, weight, teacher_hidden, teacher_weight, direction == "forward", softmax)
@@ -185,7 +177,7 @@ class _LinearDivergence(torch.autograd.Function):
 
 
 def _summarize_chosen(z: torch.Tensor, columns: torch.Tensor, is_mine: torch.Tensor) -> torch.Tensor:
-    """[2 + k, t] of one shard: maximum, sum of the exponentials of what is not chosen, logits of what is."""
+    """Return [2 + k, t] of one shard: maximum, sum of exponentials that are not chosen, chosen logits."""
     if z.shape[1] == 0:
         return torch.cat([_sum_up(z), z.new_zeros(columns.t().shape)])
     high = z.amax(-1)
@@ -195,12 +187,12 @@ def _summarize_chosen(z: torch.Tensor, columns: torch.Tensor, is_mine: torch.Ten
 
 
 def _clear(values: torch.Tensor, columns: torch.Tensor, is_mine: torch.Tensor) -> torch.Tensor:
-    """Set the values [t, v] at columns [t, k] to 0 in place, where they are here."""
+    """Zero the values [t, v] at this shard's columns [t, k], in place."""
     return values.scatter_add_(1, columns, torch.where(is_mine, -values.gather(1, columns), 0.0))
 
 
 def _sum_up(z: torch.Tensor) -> torch.Tensor:
-    """[2, t] of one shard's logits: their maximum, and the sum of their exponentials about it."""
+    """Return [2, t] of one shard's logits: maximum, and sum of exponentials relative to it."""
     if z.shape[1] == 0:
         return torch.stack([z.new_full((len(z),), torch.finfo(z.dtype).min), z.new_zeros(len(z))])
     high = z.amax(-1)
@@ -208,7 +200,7 @@ def _sum_up(z: torch.Tensor) -> torch.Tensor:
 
 
 def _locate(ids: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """[t, k] token ids -> [t, k] columns in this shard (0 where they are elsewhere), and whether they are here."""
+    """Map token ids [t, k] to columns of this shard (0 if elsewhere), and whether they are in it."""
     columns, is_mine = shard.locate(ids.flatten())
     return columns.view(ids.shape), is_mine.view(ids.shape)
 
@@ -216,12 +208,10 @@ def _locate(ids: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.T
 def _multiply_away(
     ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, find_gradient: Callable[[torch.Tensor, slice], torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of hidden states and weight, chunk by chunk.
+    """Compute the gradients of hidden states and weight, chunk by chunk.
 
     Args:
-        ctx: of the function.
-        hidden, weight: its inputs.
-        find_gradient: (logits over the temperature of some tokens, which tokens) -> the gradient at these.
+        find_gradient: (scaled logits of a chunk, its token slice) -> gradient of these logits.
     """
     softmax, width = ctx.softmax, ctx.softmax.find_shard(weight).width
     rows, size = weight[:width], softmax.chunk_tokens

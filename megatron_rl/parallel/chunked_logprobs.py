@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and entropy straight from hidden states: the logits of a chunk of tokens exist at a time, never all.
+"""Log-probs and entropy from hidden states, with the logits of one chunk of tokens in memory at a time.
 
-Forward loops over chunks of tokens and keeps four numbers per token; backward makes each chunk's logits again (a single
-chunk's wait for it), turns them into their gradient in place and multiplies it away. Memory is `chunk_tokens * v/tp`
-instead of `t * v/tp`; the price of several chunks is one more product with the output weight. TP ranks exchange four
-numbers per token, once, in forward; backward has no communication.
-
-Gradients: that of the weight is complete. That of the hidden states is this rank's part of the sum over the
-vocabulary; the region function that brought the hidden states to all TP ranks adds the parts up in its backward
-(`models/heads.py`): an all-reduce, or a reduce-scatter under sequence parallelism.
+Memory is `chunk_tokens * v/tp` instead of `t * v/tp`, at the cost of one more product with the output weight. TP ranks
+exchange four numbers per token in forward, nothing in backward. The weight's gradient is complete; that of the hidden
+states is a partial sum over the vocabulary, reduced in `gather_for_vocab_shards` (`models/heads.py`).
 """
 
 from __future__ import annotations
@@ -35,12 +30,11 @@ from megatron_rl.parallel.vocab_parallel import (
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSoftmax:
-    """The distributions `softmax(hidden @ weight.T / temperature)` of a model, and how they are computed.
+    """Settings of the model's output distribution `softmax(hidden @ weight.T / temperature)`.
 
     Attributes:
-        vocab_size: size without padding; rows at or beyond it get no probability and a gradient of zero.
-        temperature: divides the logits (the policy that was sampled from).
-        tp_group: the group over which the vocabulary is split evenly, in rank order.
+        vocab_size: without padding; padding rows get no probability and no gradient.
+        tp_group: group over which the vocabulary is split evenly, in rank order.
         chunk_tokens: tokens whose logits exist at once.
     """
 
@@ -50,7 +44,7 @@ class OutputSoftmax:
     chunk_tokens: int
 
     def find_shard(self, weight: torch.Tensor) -> VocabShard:
-        """The tokens that this rank's rows of the weight stand for."""
+        """Return the tokens of this rank's rows of the weight."""
         return find_vocab_shard(self.vocab_size, len(weight), self.tp_group.rank())
 
 
@@ -61,21 +55,18 @@ def compute_linear_logprobs_and_entropy(
     softmax: OutputSoftmax,
     kept: PackedKeptSets | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target and entropy of each distribution.
+    """Compute the log-prob of each target and the entropy of each distribution; collective over `softmax.tp_group`.
 
-    Collective over `softmax.tp_group`. Logits are products in the dtype of `hidden`; everything after them is float32
-    (float64 for float64). An output that enters no loss costs nothing in backward.
+    Logits are products in the dtype of `hidden`; all else is float32 (float64 for float64).
 
     Args:
         hidden: [t, h], the same on every rank of the group.
-        weight: [v/tp, h] this rank's rows of the (padded) output layer, same dtype.
+        weight: [v/tp, h] this rank's rows of the (padded) output layer.
         targets: [t] int64 token ids, 0 <= id < vocab_size.
-        softmax: of the model.
-        kept: [t] sets of tokens to which the distributions are limited; each has the target. None: no limit.
+        kept: [t] sets of tokens that limit the distributions, each with the target, or `None`.
 
     Returns:
-        logprobs [t] and entropy [t], the same bits on every rank of the group; differentiable with respect to
-        `hidden` (this rank's part of the sum over the vocabulary, see above) and `weight`.
+        logprobs [t] and entropy [t], bitwise equal on all ranks; differentiable in `hidden` (partial) and `weight`.
     """
     return _LinearLogprobs.apply(hidden, weight, targets, softmax, kept)
 
@@ -84,10 +75,7 @@ def compute_linear_logprobs_and_entropy(
 def compute_linear_sum_pi_squared(
     hidden: torch.Tensor, weight: torch.Tensor, softmax: OutputSoftmax, kept: PackedKeptSets | None = None
 ) -> torch.Tensor:
-    """Sum over the vocabulary of the squared probabilities of each distribution: [t].
-
-    Arguments as above; collective over `softmax.tp_group`, the same bits on every rank of it, without a gradient.
-    """
+    """Compute the sum of squared probabilities of each distribution, [t], bitwise equal on all TP ranks; collective."""
     chunks = _Chunks(hidden, weight, softmax, kept)
     summary = torch.cat([summarize_squares(chunks.make_logits(part)) for part in chunks.parts], dim=1)
     return merge_squares(gather_summaries(summary, softmax.tp_group))
@@ -104,7 +92,7 @@ class _LinearLogprobs(torch.autograd.Function):
         kept: PackedKeptSets | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         chunks, summaries = _Chunks(hidden, weight, softmax, kept), []
-        # A single chunk's logits wait for backward, with the bits that it would make again.
+        # A single chunk's logits are kept for backward; the bits equal recomputed ones.
         is_reused = len(chunks.parts) == 1 and any(ctx.needs_input_grad)
         for part in chunks.parts:
             logits = chunks.make_logits(part)
@@ -128,7 +116,7 @@ class _LinearLogprobs(torch.autograd.Function):
         sum_over_chunks = WeightGradient(weight, len(chunks.parts) <= 1) if ctx.needs_input_grad[1] else None
         logits, ctx.logits = ctx.logits, None
         for part in chunks.parts:
-            # d/d logits = d/dz / temperature: the division is made on the [t] factors.
+            # d/d logits = d/dz / temperature: divide the [t] factors instead.
             gradient = compute_logits_gradient(
                 chunks.make_logits(part) if logits is None else logits,
                 targets[part],
@@ -147,13 +135,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 class _Chunks:
-    """This rank's columns of the logits, a chunk of tokens at a time.
-
-    Attributes:
-        shard: the tokens that the columns stand for.
-        rows: [width, h] of the weight.
-        parts: rows of each chunk; one without rows, where there is no token.
-    """
+    """This rank's columns of the logits, one chunk of tokens at a time."""
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, softmax: OutputSoftmax, kept: PackedKeptSets | None
@@ -164,13 +146,13 @@ class _Chunks:
         self.parts = [slice(first, first + size) for first in range(0, max(len(hidden), 1), size)]
 
     def make_logits(self, part: slice) -> torch.Tensor:
-        """[c, width] over the temperature, in a new tensor that may be overwritten."""
+        """Return [c, width] logits over the temperature, in a new tensor."""
         z = scale_logits(self._hidden[part], self.rows, self._temperature)
         return z if self._kept is None else self._kept[part].mask(z, self.shard)
 
 
 class WeightGradient:
-    """Sum over chunks of `gradient.T @ hidden`, in float32 where several chunks of a shorter type add up."""
+    """Sum over chunks of `gradient.T @ hidden`, in float32 for several chunks of a 16-bit type."""
 
     def __init__(self, weight: torch.Tensor, is_single_chunk: bool) -> None:
         dtype = weight.dtype if is_single_chunk else torch.promote_types(weight.dtype, torch.float32)
@@ -186,6 +168,6 @@ class WeightGradient:
 
 
 def scale_logits(hidden: torch.Tensor, rows: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[c, h] and [width, h] -> [c, width] logits over the temperature, in a new tensor that may be overwritten."""
+    """Map [c, h] and [width, h] to [c, width] logits over the temperature, in a new tensor."""
     logits = hidden @ rows.t()
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of torch.distributed, and the few collectives that the rooms above share.
-
-Every function takes its group; none falls back to a global one.
-"""
+"""Start of torch.distributed, and shared collectives. Every function takes its group explicitly."""
 
 from __future__ import annotations
 
@@ -30,12 +27,12 @@ from megatron_rl.parallel.driver import explain_unusable_gpus
 from megatron_rl.types import UserError, text_of
 
 T = TypeVar("T")
-_OTHER_FILES = 512  # of a process, beside the connections between ranks
+_OTHER_FILES = 512  # open files of a process besides its connections to ranks
 
 
 @dataclass(frozen=True)
 class Process:
-    """This process in the job: its rank, the number of ranks, ranks per node and its device."""
+    """This process's place in the job, and its device."""
 
     rank: int
     world_size: int
@@ -45,25 +42,23 @@ class Process:
 
 
 def init_distributed(timeout_minutes: float) -> Process:
-    """Join the job that torchrun described in the environment.
+    """Join the job that torchrun described in the environment; without torchrun, start a job of one rank.
 
-    gloo on a machine without CUDA; gloo for CPU tensors and NCCL for CUDA tensors otherwise. NCCL connects the ranks
-    of a group at its first collective (see `connect`): bound to a device (`device_id`), torch would split the world's
-    communicator for each new group, a gloo one too, and every rank of the world would wait for every such split. A
-    process started without torchrun becomes a job of one rank.
+    The process group is not bound to a device (`device_id`): torch would then split the world's communicator for every
+    new group, with all ranks waiting.
 
     Args:
-        timeout_minutes: a collective that waits longer raises.
+        timeout_minutes: timeout of collectives.
 
     Raises:
-        UserError: there are GPUs here that torch cannot use, or this process may not have a connection to every rank.
+        UserError: torch cannot use the GPUs here, or the process may not open enough connections.
     """
     allow_connections(int(os.environ.get("WORLD_SIZE", "1")))
     unusable = explain_unusable_gpus()
     if unusable is not None:
         raise unusable
     is_launched = "RANK" in os.environ
-    if not is_launched:  # describe the job of one as torchrun would: in-process libraries read it
+    if not is_launched:  # set torchrun's variables: in-process libraries read them
         os.environ.update(
             RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0"
         )
@@ -87,10 +82,7 @@ def init_distributed(timeout_minutes: float) -> Process:
 
 
 def allow_connections(world_size: int) -> None:
-    """Raise this process's limit of open files to what gloo needs.
-
-    gloo connects every two ranks of a group when it is made. All groups of a rank beside the world have fewer ranks
-    than it.
+    """Raise this process's limit of open files for gloo, which connects every two ranks of a new group.
 
     Raises:
         UserError: the hard limit is lower.
@@ -109,22 +101,19 @@ def allow_connections(world_size: int) -> None:
 
 
 def world() -> dist.ProcessGroup:
-    """All ranks of the job, after `init_distributed`."""
+    """Return the group of all ranks, after `init_distributed`."""
     group = dist.group.WORLD
     assert group is not None, "init_distributed comes first"
     return group
 
 
 def current_device() -> torch.device:
-    """The GPU that this process was given, or the CPU."""
+    """Return this process's GPU, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def make_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """The group of these ranks, which only they create; None where this rank is not one of them.
-
-    `align_group_names` comes first, once for all groups that are made together.
-    """
+    """Create a group, called by its members after `align_group_names`; `None` if this rank is not a member."""
     if len(ranks) == dist.get_world_size():
         return world()
     group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
@@ -134,9 +123,8 @@ def make_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessG
 def align_group_names() -> None:
     """Bring all ranks to the same number of groups; collective over the job.
 
-    torch names a group that only its members create after its ranks and the number of groups that the process is in
-    (`_hash_ranks_to_str`). Members with other numbers would wait for each other under two names until the timeout.
-    Numbers differ where somebody made a group of some ranks, as the embedding group of a pipeline's two ends is.
+    torch names a group that only its members create after its ranks and the process's number of groups
+    (`_hash_ranks_to_str`). If the numbers differ, members wait under different names until the timeout.
     """
     count = torch.tensor(len(dist.distributed_c10d._world.pg_names))
     most = count.clone()
@@ -146,24 +134,22 @@ def align_group_names() -> None:
 
 
 def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Make messages from one rank of a group to another safe; collective over it.
+    """Connect a group's communicator; collective.
 
-    The first batch of such messages would connect a group of NCCL as a collective does: ranks without a message of
-    their own would be waited for forever.
+    NCCL would otherwise connect at the first point-to-point batch, and wait forever for ranks without messages.
     """
     if group is not None and group.size() > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """A part of the launcher's store that only the ranks of this attempt know; every rank calls it once.
+    """Return a section of the launcher's store that only the ranks of this attempt share; every rank calls it once.
 
-    torchrun keeps one store for all attempts of a restarted job: ranks would find the addresses of those that were
-    killed (pytorch/pytorch issues 135712 and 167288). So every rank knocks under a new name, rank 0 answers each name
-    that it finds, the names of dead ranks too, and continues when all ranks have come to the place that it named.
+    torchrun keeps one store across restarts, with addresses of killed ranks (pytorch/pytorch issues 135712 and 167288).
+    So rank 0 sends its section's name to every registered rank, even dead ones, until all have arrived there.
 
     Raises:
-        TimeoutError: (rank 0; elsewhere torch's own error) a rank did not come in time.
+        TimeoutError: on rank 0, a rank did not arrive in time; other ranks raise torch's own error.
     """
     name = uuid.uuid4().hex
     if rank:
@@ -188,14 +174,7 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
 
 
 def open_store(name: str, group: dist.ProcessGroup) -> Store:
-    """A connection of this rank's own to the job's key-value store; collective.
-
-    It can be used by another thread while this one waits in a collective.
-
-    Args:
-        name: of a part of the store that nobody else uses, not even an earlier attempt of a restarted job.
-        group: all ranks.
-    """
+    """Open this rank's own connection to the job's key-value store, usable from another thread; collective."""
     unique = share_object(f"{name}-{uuid.uuid4().hex}", group)
     store: Any = _get_default_store()
     if hasattr(store, "clone"):
@@ -208,7 +187,7 @@ def open_store(name: str, group: dist.ProcessGroup) -> Store:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes: the peak of device memory since the last call on CUDA, the process's resident memory on CPU."""
+    """Return bytes: peak device memory since the last call on CUDA, the process's resident memory on CPU."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -218,15 +197,14 @@ def memory_in_use(device: torch.device) -> int:
 
 @cache
 def _find_process(pid: int) -> psutil.Process:
-    return psutil.Process(pid)  # which reads several files
+    return psutil.Process(pid)  # its constructor reads several files
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
-    """Raise on every rank of `group` if any of them has an error (the lowest rank's is raised).
+    """Raise the error of the lowest failed rank on every rank of `group`, if there is one; collective.
 
-    Collective. Without it the ranks that are well would wait for the failed one until the timeout. If all are well, it
-    costs the all-reduce of one number. The raised error is marked with its global rank (`raised_on`); on that rank it
-    is the error itself, with its traceback.
+    Without it, healthy ranks would wait for the failed one until the timeout. The raised error carries its global rank
+    (`raised_on`); on that rank it is the original, with its traceback.
     """
     first = torch.tensor(group.size() if error is None else group.rank())
     dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
@@ -241,7 +219,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
 
 
 def _make_portable(error: Exception) -> Exception:
-    """The error, or one that says the same where it cannot travel: not every class of a library can be pickled."""
+    """Return the error, or a RuntimeError with the same text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -250,14 +228,10 @@ def _make_portable(error: Exception) -> Exception:
 
 
 def gather_flat(array: np.ndarray, group: dist.ProcessGroup) -> tuple[list[np.ndarray], int]:
-    """All-gather bytes, from each rank as many as it has: no pickling, and nothing is padded.
-
-    Args:
-        array: [k] uint8, of any length.
-        group: a group that moves CPU tensors.
+    """All-gather byte arrays [k] uint8 of different lengths, without pickling or padding.
 
     Returns:
-        One [k] uint8 per rank, in rank order, and the bytes that this rank received from others.
+        One array per rank, in rank order, and the bytes received from other ranks.
     """
     mine = torch.from_numpy(np.array(array, np.uint8))
     sizes = gather_rows(torch.tensor([[len(mine)]]), group)[:, 0].tolist()
@@ -268,12 +242,11 @@ def gather_flat(array: np.ndarray, group: dist.ProcessGroup) -> tuple[list[np.nd
 def exchange_bytes(
     pieces: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """All-to-all of pieces of any length.
+    """Exchange pieces of different lengths all-to-all.
 
     Args:
-        pieces: [k] uint8 for each rank of the group, on a device that the group serves.
-        sizes: bytes that come from each rank, known in advance.
-        group: ranks that exchange.
+        pieces: [k] uint8 for each rank, on a device of the group's backend.
+        sizes: bytes to receive from each rank.
 
     Returns:
         [k] uint8 from each rank.
@@ -295,7 +268,7 @@ def gather_rows(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def reduce_scalars(
     values: dict[str, float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, float]:
-    """All-reduce a dict of numbers that has the same keys on every rank, in float64, in one call."""
+    """All-reduce a dict of numbers with equal keys on every rank, in float64, in one call."""
     if not values:
         return {}
     flat = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
@@ -304,7 +277,7 @@ def reduce_scalars(
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
-    """Broadcast in place from global rank `source`, one call per tensor; nothing in a group of one."""
+    """Broadcast tensors in place from global rank `source`, one call per tensor."""
     if group.size() > 1:
         for tensor in tensors:
             pair = pairs.find_pair(group, tensor.nbytes)
@@ -317,7 +290,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int, group: dist.
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """The small Python objects of all ranks, by rank; collective."""
+    """Gather a small Python object from all ranks, in rank order; collective."""
     found = [value] * group.size()
     dist.all_gather_object(found, value, group=group)
     return found

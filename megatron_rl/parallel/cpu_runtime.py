@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the unmodified `megatron.core` on a machine without CUDA, over gloo.
+"""Runtime that runs unmodified `megatron.core` on a machine without CUDA, over gloo.
 
-`megatron.core` spells "the local device" as `torch.cuda.current_device()` or `device="cuda"`. Here
-every `megatron.core.*` module gets its own *view* of torch as its module global `torch`: one in
-which `torch.cuda` is a null CUDA runtime that lives on the CPU and the factory functions read
-`device="cuda"` as `"cpu"`. The real torch stays as it is for everybody else: vLLM and transformers
-see `torch.cuda.is_available() == False`.
-
-What a view cannot reach (names bound at import, strings compared) is fixed per module in `FIXES`.
-It lists every private name that this file relies on; a test asserts that they still exist.
+megatron.core modules get a *view* of torch as global `torch`: `torch.cuda` is a null runtime on the CPU, and factory
+functions map "cuda" to "cpu". Other libraries keep the real torch. `FIXES` patches names bound at import and compared
+strings; a test asserts that the private names it uses exist.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from megatron_rl.parallel.library_warnings import KNOWN_ON_CPU, silence
 
 _PACKAGE = "megatron.core"
 _CPU = torch.device("cpu")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like", "ones_like")
 
 
@@ -38,7 +33,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class _Stream:
-    """A CUDA stream or event on a device that has one synchronous queue."""
+    """CUDA stream or event on a device with one synchronous queue."""
 
     __init__ = synchronize = wait_stream = wait_event = wait = record = _nothing
 
@@ -100,7 +95,7 @@ def _torch_view() -> types.ModuleType:
 
 
 def _allow_cuda_call() -> None:
-    """Make `tensor.cuda()` a no-op for megatron.core (tied embeddings under PP, RoPE under CP) only."""
+    """Make `tensor.cuda()` a no-op for megatron.core only (tied embeddings under PP, RoPE under CP)."""
     real = torch.Tensor.cuda
 
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -111,9 +106,9 @@ def _allow_cuda_call() -> None:
 
 
 def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Report `torch.cuda.FloatTensor` while `function` runs: the optimizers compare such strings.
+    """Report `torch.cuda.FloatTensor` while `function` runs, since the optimizers compare such strings.
 
-    Only for the duration: a permanent patch of `Tensor.type` breaks `torch.compile(fullgraph=True)`.
+    A permanent patch of `Tensor.type` would break `torch.compile(fullgraph=True)`.
     """
 
     @functools.wraps(function)
@@ -133,12 +128,12 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fix_jit(module: Any) -> None:
-    # torch.compile decorations would import inductor and need a C++ compiler at first use.
+    # torch.compile would import inductor and need a C++ compiler.
     module.disable_jit_fuser()
 
 
 def _fix_random(module: Any) -> None:
-    # These bind torch.cuda internals by name; the setter would queue its work for ever, silently.
+    # These bind torch.cuda internals by name; the setter would silently queue its work forever.
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
         return torch.default_generator.clone_state() if graph_safe else torch.get_rng_state()
 
@@ -149,7 +144,7 @@ def _fix_random(module: Any) -> None:
 
 
 def _fix_mappings(module: Any) -> None:
-    # Experts under TP exchange unequal numbers of tokens: NCCL gathers and scatters them, gloo has only all-to-all.
+    # Experts under TP exchange unequal numbers of tokens, which gloo supports only in all-to-all.
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
     def gather_along_first_dim(
@@ -193,7 +188,7 @@ def _fix_moe_utils(module: Any) -> None:
     real = module.maybe_move_tensor_to_cpu
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        if as_numpy and torch.is_tensor(tensor):  # all-to-all wants split sizes, not a tensor
+        if as_numpy and torch.is_tensor(tensor):  # all-to-all needs split sizes, not a tensor
             return tensor.numpy()
         return real(tensor, as_numpy, record_stream)
 
@@ -202,7 +197,7 @@ def _fix_moe_utils(module: Any) -> None:
 
 _COLLECTIVES = ("dist_all_gather_func", "dist_reduce_scatter_func")
 
-# By module: the fix, which is given the module, and the names that it relies on.
+# Module -> its fix, and the private names that the fix relies on.
 FIXES: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
     "megatron.core.jit": (_fix_jit, ("disable_jit_fuser",)),
     "megatron.core.tensor_parallel.mappings": (
@@ -218,7 +213,7 @@ FIXES: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
 
 
 class _Loader(SourceFileLoader):
-    """Execute a megatron.core module, then swap its global `torch` for the view."""
+    """Loader that replaces a megatron.core module's global `torch` with the view."""
 
     view: types.ModuleType | None = None
 
@@ -244,10 +239,10 @@ class _Finder:
 
 
 def install() -> None:
-    """Install the view; does nothing where CUDA is available or when called again.
+    """Install the view; no-op with CUDA or when already installed.
 
     Raises:
-        RuntimeError: `megatron.core` was imported before, so it already holds the real torch.
+        RuntimeError: `megatron.core` was imported before and holds the real torch.
     """
     if torch.cuda.is_available() or _Loader.view is not None:
         return
@@ -261,13 +256,13 @@ def install() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc use the memory of freed tensors again; by default it returns most, and each new page costs a fault."""
+    """Make glibc reuse the memory of freed tensors: by default it returns most, and each new page costs a fault."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest value that glibc accepts
         mallopt(_M_TRIM_THRESHOLD, 512 << 20)
 
 
 def install_and_find(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Install, and answer for the finder that comes too late for the import that is under way; None with CUDA."""
+    """Install, and find the module whose import is under way; `None` with CUDA."""
     install()
     return _Finder.find_spec(name, path) if _Loader.view is not None else None

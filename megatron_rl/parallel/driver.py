@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs that are there and that torch cannot use: without a word a run would train on the CPU."""
+"""Detection of GPUs that torch cannot use, so that a run does not silently train on the CPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from megatron_rl.types import UserError
 
-# The oldest driver that runs programs of a CUDA release, by its major version.
+# CUDA major version -> oldest driver that supports it.
 OLDEST_DRIVERS = {"11": "450", "12": "525", "13": "580"}
 
 
 def list_gpus() -> list[tuple[str, str]]:
-    """Driver version and name of each GPU that nvidia-smi lists, whatever torch sees."""
+    """Return driver version and name of each GPU that nvidia-smi lists."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
@@ -26,9 +26,9 @@ def list_gpus() -> list[tuple[str, str]]:
 
 
 def explain_unusable_gpus() -> UserError | None:
-    """Why torch sees none of the GPUs here; None where there are none, or where nobody wants them.
+    """Return an error if torch sees none of this machine's GPUs; `None` if there are none or they are disabled.
 
-    A CPU build of torch is a choice, and so is a CUDA_VISIBLE_DEVICES that names none.
+    A CPU build of torch, or a CUDA_VISIBLE_DEVICES without GPUs, counts as disabled.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if torch.cuda.is_available() or torch.version.cuda is None or hidden.strip() in ("", "-1"):
@@ -38,7 +38,7 @@ def explain_unusable_gpus() -> UserError | None:
         return None
     driver, name = gpus[0]
     wanted = OLDEST_DRIVERS.get(torch.version.cuda.partition(".")[0])
-    major = driver.partition(".")[0]  # "[N/A]" where the driver does not answer
+    major = driver.partition(".")[0]  # "[N/A]" if the driver does not respond
     is_old = wanted is not None and major.isdigit() and int(major) < int(wanted)
     return UserError(
         f"nvidia-smi lists {len(gpus)} GPUs ({name}, driver {driver}), and torch {torch.__version__} sees none",

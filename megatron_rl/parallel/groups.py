@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups of one role, built from its ParallelLayout and passed explicitly.
 
-megatron-core takes them as a `ProcessGroupCollection`; no group is registered in its global
-`parallel_state`, so that several roles with different layouts can live in one process. (Only its
-layout-free scratch memory for all-gathers is created there.)
+None is registered in megatron-core's global `parallel_state`, which holds only layout-free buffers, so roles with
+different layouts can share a process.
 """
 
 from __future__ import annotations
@@ -23,15 +22,13 @@ from megatron_rl.parallel.pairs import open_pair
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The groups this rank belongs to.
+    """This rank's process groups in one role.
 
     Attributes:
-        layout: the sizes.
-        at: this rank's coordinates.
-        expert_at: its coordinates in expert layers.
+        at, expert_at: this rank's coordinates, and those in expert layers.
         world: all ranks of the role.
-        tp, pp, cp, dp: one axis each.
-        collection: the same groups as megatron-core wants them.
+        tp, pp, cp, dp: groups along one axis each.
+        collection: the groups for megatron-core.
     """
 
     layout: ParallelLayout
@@ -46,23 +43,23 @@ class ParallelGroups:
 
     @property
     def is_last_stage(self) -> bool:
-        """True on ranks of the last pipeline stage (the one with the logits)."""
+        """True on ranks of the last pipeline stage (with the logits)."""
         return self.at.pp == self.layout.pp_size - 1
 
     @property
     def is_last_stage_leader(self) -> bool:
-        """True on one rank of each model replica: the first of the TP and CP ranks of its last stage."""
+        """True on one rank per model replica: the first TP and CP rank of its last stage."""
         return self.at.tp == self.at.cp == 0 and self.is_last_stage
 
     @property
     def last_stage_rank(self) -> int:
-        """Global rank of the last pipeline stage in this rank's pipeline."""
+        """Global rank of the last stage in this rank's pipeline."""
         at = self.at
         return self.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=self.layout.pp_size - 1)
 
 
 def list_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
-    """Ranks of the groups of one rank by megatron-core's names of them; all but "embd" have `rank` in them."""
+    """Return the ranks of one rank's groups by megatron-core's names; `rank` is in all but "embd"."""
     found = {
         "_".join(axes): layout.group_of(rank, *axes)
         for axes in (("tp",), ("pp",), ("cp",), ("dp",), ("tp", "pp"), ("dp", "cp"), ("tp", "cp"))
@@ -82,29 +79,23 @@ def list_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
 
 
 def list_gather_buffers() -> list[torch.Tensor]:
-    """What tensor parallel ranks gather hidden states into, one of each type."""
+    """Return megatron-core's buffers for gathered hidden states, one per dtype."""
     return [*parallel_state.get_global_memory_buffer().buffer.values()]
 
 
 def free_gather_buffers() -> None:
-    """Give them back; they are made again where they are needed."""
+    """Free the buffers; they are recreated on demand."""
     parallel_state.get_global_memory_buffer().buffer.clear()
 
 
 def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> ParallelGroups:
     """Create the process groups of `layout` on its ranks; collective over the default group.
 
-    Ranks that are not in the layout call `align_group_names` meanwhile.
-
-    A rank creates the groups that it is in, and waits for their members only: a handful of calls, whatever the
-    number of ranks. Groups that have the same ranks everywhere are one group, with one communicator.
-
-    No rank waits for another in a circle: all create their groups in the same order, and the groups of one name have
-    no rank in common.
+    Ranks outside the layout call `align_group_names` instead. Ranks wait only for members of their own groups, without
+    deadlock: the order is the same on all ranks, and groups of one name are disjoint.
 
     Args:
-        layout: has this rank.
-        timeout: of the groups; the default group, which serves where a group is all ranks, has its own.
+        timeout: of new groups; the default group, used for groups of all ranks, has its own.
     """
     rank = dist.get_rank()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
@@ -115,15 +106,15 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
     whole = {"world": [*layout.ranks]}
     on_first = (
         list_groups(layout, layout.first_rank) | whole
-    )  # names whose groups are the same there have the same groups on every rank
+    )  # names with equal groups on the first rank have equal groups on every rank
     for name, ranks in (list_groups(layout, rank) | whole).items():
         key = tuple(on_first[name])
         if key not in made:
             made[key] = make_group(ranks, timeout)
         of[name] = made[key]
     connect(of["pp"], current_device())
-    # The distributed optimizer has one instance: its partial ("intra") groups are the whole data parallel groups.
-    # `tp_dp_cp` is of auxiliary losses, which are off.
+    # There is one instance of the distributed optimizer: "intra" groups are the whole data parallel groups.
+    # `tp_dp_cp` only serves auxiliary losses, which are off.
     collection = ProcessGroupCollection(
         **{name: group for name, group in of.items() if name not in ("tp_pp", "world")},
         mp=of["tp_pp"],
@@ -135,7 +126,7 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
         inter_dist_opt=None,
         hcp=None,
     )
-    own = {name: group for name, group in of.items() if group is not None}  # ranks between two ends have no "embd"
+    own = {name: group for name, group in of.items() if group is not None}  # middle stages have no "embd"
     for name in ("tp", "pp"):
         open_pair(own[name], timeout)
     return ParallelGroups(
@@ -148,7 +139,7 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
 
 
 def join_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> ParallelGroups | None:
-    """The groups of a layout; None where this rank has no part in it. Collective over the job."""
+    """Create the groups of a layout; `None` if this rank is not in it. Collective over the job."""
     if dist.get_rank() in layout.ranks:
         return build_groups(layout, timeout)
     align_group_names()

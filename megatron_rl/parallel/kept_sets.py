@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax over a part of the vocabulary: the tokens among which the engine drew, another set for each row."""
+"""Softmax over a part of the vocabulary per row: the tokens kept by truncated sampling (top-p etc.)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from megatron_rl.parallel.vocab_parallel import VocabShard
 from megatron_rl.types import KeptSets
 
-OUTSIDE = -1e30  # a logit without probability; finite, so that differences, and products with 0, are too
+OUTSIDE = -1e30  # logit of probability 0; finite, so that differences and products with 0 are finite
 
 
 @dataclass(frozen=True)
 class PackedKeptSets:
-    """A set of token ids for each of some rows.
+    """A set of token ids per row.
 
     Attributes:
-        ids: [k] int32, also of rows that are not here.
-        firsts: [t] int64, where the set of each row begins in `ids`.
-        counts: [t] int64, its size; 0: the whole vocabulary.
+        ids: [k] int32, possibly also of other rows.
+        firsts: [t] int64, start of each row's set in `ids`.
+        counts: [t] int64, set sizes; 0 means the whole vocabulary.
     """
 
     ids: torch.Tensor
@@ -32,23 +32,23 @@ class PackedKeptSets:
 
     @classmethod
     def pack(cls, parts: Sequence[KeptSets], device: torch.device) -> PackedKeptSets:
-        """The sets of one part after another."""
+        """Concatenate the sets of several parts."""
         ids = np.concatenate([np.empty(0, np.int32), *(part.ids for part in parts)])
         counts = np.concatenate([np.empty(0, np.int32), *(part.counts for part in parts)]).astype(np.int64)
         firsts = np.cumsum(counts) - counts
         return cls(*(torch.from_numpy(array).to(device) for array in (ids, firsts, counts)))
 
     def __getitem__(self, rows: slice | torch.Tensor) -> PackedKeptSets:
-        """The sets of some rows."""
+        """Select rows."""
         return PackedKeptSets(self.ids, self.firsts[rows], self.counts[rows])
 
     def pad(self, count: int) -> PackedKeptSets:
-        """With so many rows behind that have the whole vocabulary."""
+        """Append `count` rows with the whole vocabulary."""
         return PackedKeptSets(self.ids, F.pad(self.firsts, (0, count)), F.pad(self.counts, (0, count)))
 
     def mask(self, z: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-        """[t, width] logits of a shard -> the same in a new tensor, without probability outside of the sets."""
-        rows = torch.repeat_interleave(self.counts)  # [k] the row of each id
+        """Return the logits [t, width] of a shard in a new tensor, with `OUTSIDE` outside the sets."""
+        rows = torch.repeat_interleave(self.counts)  # [k] row of each id
         begins = self.counts.cumsum(0) - self.counts
         places = torch.arange(len(rows), device=rows.device) + (self.firsts - begins)[rows]
         columns = self.ids[places].long() - shard.start

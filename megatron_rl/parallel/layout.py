@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ParallelLayout: rank <-> (pp, dp, cp, tp) coordinates, pure arithmetic.
 
-Ranks are numbered as Megatron numbers them (order "tp-cp-ep-dp-pp"): tp runs fastest, pp slowest. They are ranks of the
-job everywhere: a role that has its own ranks counts its coordinates from the first of them.
-An expert is split over the same TP ranks as a dense layer, and expert parallelism takes its ranks out of cp x dp; or
-it is whole on a rank (expert tensor parallel size 1), and expert parallelism takes them out of tp x cp x dp.
+Rank order is Megatron's ("tp-cp-ep-dp-pp"): tp runs fastest, pp slowest. Ranks are ranks of the job; a role's
+coordinates count from its first rank. EP divides cp x dp, or tp x cp x dp if expert tensor parallel size is 1.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from megatron_rl.types import UserError
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where one rank stands in a layout."""
+    """A rank's position in a layout."""
 
     tp: int
     cp: int
@@ -28,7 +26,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ExpertCoordinates:
-    """Where one rank stands in the layout of the expert layers; `dp` counts replicas of an expert."""
+    """A rank's position in the layout of expert layers; `dp` counts replicas of an expert."""
 
     tp: int
     ep: int
@@ -41,11 +39,10 @@ class ParallelLayout:
     """Sizes of the parallel dimensions of one role.
 
     Attributes:
-        world_size: ranks of the role.
-        tp_size: tensor parallel size; likewise pp, cp, ep.
-        vpp_size: model chunks per pipeline stage (1: no interleaving).
-        first_rank: the ranks of the role are those that follow from this one.
-        etp_size: tensor parallel size of experts, 1 or `tp_size`; None: `tp_size`.
+        world_size: ranks of the role, not of the job.
+        vpp_size: model chunks per pipeline stage; 1 means no interleaving.
+        first_rank: first of the role's consecutive ranks.
+        etp_size: tensor parallel size of experts, 1 or `tp_size` (also if `None`).
     """
 
     world_size: int
@@ -92,7 +89,7 @@ class ParallelLayout:
 
     @cached_property
     def dp_size(self) -> int:
-        """Data parallel size: what the other dimensions leave."""
+        """Data parallel size, derived from the other sizes."""
         return self.world_size // (self.tp_size * self.pp_size * self.cp_size)
 
     @property
@@ -117,46 +114,43 @@ class ParallelLayout:
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks of a stage that have the same of the same experts."""
+        """Ranks of a stage with the same shard of the same experts."""
         return self.stage_size // (self.expert_tp_size * self.ep_size)
 
     @property
     def has_expert_replicas(self) -> bool:
-        """Whether these are others than the replicas of the rest of a layer."""
+        """Whether expert replicas are other ranks than replicas of dense layers."""
         return self.ep_size > 1 or not self._splits_experts
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Coordinates of `rank`, one of `ranks`."""
+        """Return the coordinates of `rank`, one of `ranks`."""
         rest, tp = divmod(rank - self.first_rank, self.tp_size)
         rest, cp = divmod(rest, self.cp_size)
         pp, dp = divmod(rest, self.dp_size)
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp)
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Inverse of `coordinates`."""
+        """Invert `coordinates`."""
         return self.first_rank + tp + self.tp_size * (cp + self.cp_size * (dp + self.dp_size * pp))
 
     def expert_coordinates(self, rank: int) -> ExpertCoordinates:
-        """Coordinates of `rank` in the expert layers."""
+        """Return the coordinates of `rank` in expert layers."""
         pp, place = divmod(rank - self.first_rank, self.stage_size)
         rest, tp = divmod(place, self.expert_tp_size)
         dp, ep = divmod(rest, self.ep_size)
         return ExpertCoordinates(tp=tp, ep=ep, dp=dp, pp=pp)
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
-        """Ranks of the group of `rank` that spans `axes` (of "tp", "cp", "dp", "pp"), ascending.
-
-        Example: with tp=2, pp=2, dp=1, `group_of(3, "pp")` is `[1, 3]`.
-        """
+        """Return the ranks of the group of `rank` along `axes` (of "tp", "cp", "dp", "pp"), ascending."""
         return self._spread(rank, axes, dict(tp=self.tp_size, cp=self.cp_size, dp=self.dp_size, pp=self.pp_size))
 
     def expert_group_of(self, rank: int, *axes: str) -> list[int]:
-        """The same for the expert layers: `axes` of "tp", "ep", "dp", "pp"."""
+        """Return the ranks of an expert group along `axes` (of "tp", "ep", "dp", "pp"), ascending."""
         sizes = dict(tp=self.expert_tp_size, ep=self.ep_size, dp=self.expert_replicas, pp=self.pp_size)
         return self._spread(rank, axes, sizes)
 
     def _spread(self, rank: int, axes: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
-        """All ranks that differ from `rank` in these axes only; `sizes` by axis, the fastest first."""
+        """Return all ranks that differ from `rank` only in `axes`; `sizes` starts with the fastest axis."""
         ranks, stride = [rank], 1
         for axis, size in sizes.items():
             if axis in axes:
@@ -166,7 +160,7 @@ class ParallelLayout:
         return ranks
 
     def model_copies(self) -> EngineRanks:
-        """The ranks that hold the model once: all of tp and pp, and with experts the ranks that share them."""
+        """Group the ranks into copies of the model."""
         found: dict[int, tuple[int, ...]] = {}
         for rank in self.ranks:
             if rank not in found:
@@ -175,7 +169,7 @@ class ParallelLayout:
         return EngineRanks(tuple(dict.fromkeys(found.values())))
 
     def describe(self) -> str:
-        """`tp=2 pp=2 dp=1`, with vpp, cp and ep where they are larger than 1, and etp where it is not tp."""
+        """Return e.g. `tp=2 pp=2 dp=1`, with all other sizes that are not the default."""
         parts = [f"tp={self.tp_size}", f"pp={self.pp_size}", f"dp={self.dp_size}"]
         extra = {"vpp": self.vpp_size, "cp": self.cp_size, "ep": self.ep_size}
         parts += [f"{name}={size}" for name, size in extra.items() if size > 1]
@@ -184,26 +178,22 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class EngineRanks:
-    """Which ranks form which rollout engine.
-
-    Attributes:
-        of: the ranks of each engine, ascending; all engines have equally many, and a rank is in one engine or in none.
-    """
+    """Ranks of each rollout engine: ascending, disjoint, equal in number."""
 
     of: tuple[tuple[int, ...], ...]
 
     @classmethod
     def consecutive(cls, ranks: range, width: int) -> EngineRanks:
-        """`width` neighbors each; the number of ranks is a multiple of it."""
+        """Form engines of `width` consecutive ranks; `width` divides their number."""
         return cls(tuple(tuple(ranks[first : first + width]) for first in range(0, len(ranks), width)))
 
     @property
     def width(self) -> int:
-        """Ranks of one engine."""
+        """Ranks per engine."""
         return len(self.of[0])
 
     def find(self, rank: int) -> tuple[int, int]:
-        """The engine of a rank, and its place there; (-1, 0) for a rank that is in none."""
+        """Return a rank's engine and its place in it; (-1, 0) if none."""
         found = ((engine, ranks.index(rank)) for engine, ranks in enumerate(self.of) if rank in ranks)
         return next(found, (-1, 0))
 
@@ -213,7 +203,7 @@ class EngineRanks:
         return self.width * len(self.of)
 
     def describe(self, engine: int) -> str:
-        """`rank 3`, `ranks 2-3`, or `ranks 0, 2` where they are no neighbors."""
+        """Return `rank 3`, `ranks 2-3`, or `ranks 0, 2` if they are not consecutive."""
         first, *others = ranks = self.of[engine]
         if not others:
             return f"rank {first}"
@@ -229,14 +219,11 @@ def _divides(num_heads: int, num_kv_heads: int, cp_size: int) -> bool:
 def check_context_parallel(
     num_heads: int, num_kv_heads: int, tp_size: int, cp_size: int, *, section: str = "actor"
 ) -> None:
-    """Refuse a context parallel size that the heads of the model do not allow.
+    """Raise UserError if the context parallel size does not fit the model's heads.
 
     Args:
         num_heads, num_kv_heads: of the whole model, divisible by `tp_size`.
-        section: of the configuration, for the error.
-
-    Raises:
-        UserError: naming the sizes that work.
+        section: config section, for the error.
     """
     heads, kv_heads = num_heads // tp_size, num_kv_heads // tp_size
     if not _divides(heads, kv_heads, cp_size):

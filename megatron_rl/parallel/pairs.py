@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks on one host exchange CPU tensors through memory that both of them map.
+"""Exchange of CPU tensors between two ranks of one host through shared memory.
 
-gloo sends a tensor to the next process through TCP, two threads and a loop that tries a lock until it is free: 0.4 to
-0.9 ms of CPU for the small tensors of a tensor parallel layer, most of a tiny model's step. Here the sender copies it
-into a slot of shared memory and writes a byte into the pipe that the other rank reads: 0.04 ms. A sum of two numbers
-has the same bits in either order, so results are gloo's.
-
-Collectives use a pair where there is no GPU; whatever finds none goes to torch.distributed: other groups, other hosts,
-tensors larger than a slot. The messages of an engine's first rank use pairs on any host (`open_star`).
+gloo costs 0.4 to 0.9 ms of CPU for the small tensors of a tensor parallel layer, most of a tiny model's step; a pair
+costs 0.04 ms. A sum of two numbers has the same bits in either order, so results equal gloo's. Collectives without a
+pair (GPUs, other groups or hosts, larger tensors) use torch.distributed.
 """
 
 from __future__ import annotations
@@ -23,20 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_SLOT_BYTES, _SLOTS = 8 << 20, 2  # memory is taken when a slot is used, as far as it is
-_TENSOR, _COUNTS = 128, 128  # a byte: its upper bit says that a tensor has come, the others count
-_PATIENCE = timedelta(minutes=30)  # torch's own limit where none is given
+_SLOT_BYTES, _SLOTS = 8 << 20, 2  # pages are allocated only when a slot is used
+_TENSOR, _COUNTS = 128, 128  # upper bit of a byte: a tensor was sent; lower bits: the count of tensors read
+_PATIENCE = timedelta(minutes=30)  # torch's default
 
 
 class Pair:
-    """One rank's end; both ranks make the same calls in the same order, on CPU tensors that fit (`find_pair`).
+    """One end of a pair; both ranks make the same calls in the same order.
 
-    A byte also counts, modulo 128, what its sender has read: a slot is written again when it was read.
+    Each byte carries the count of tensors its sender has read, modulo 128: a slot is reused only after it was read.
 
     Args:
-        mine, theirs: [slots, bytes] uint8, what this rank writes and what it reads.
+        mine, theirs: [slots, bytes] uint8, written and read by this rank.
         inbox, outbox: file descriptors of pipes.
-        timeout: how long to wait for the other rank.
     """
 
     def __init__(
@@ -50,11 +45,11 @@ class Pair:
 
     @staticmethod
     def fits(num_bytes: int) -> bool:
-        """Whether a tensor of this size can be sent."""
+        """Return whether a tensor of this size fits a slot."""
         return num_bytes <= _SLOT_BYTES
 
     def send(self, values: torch.Tensor) -> None:
-        """Hand over a copy of a tensor; waits where two are unread."""
+        """Send a copy of a tensor; blocks while two are unread."""
         while self._sent - self._acknowledged == _SLOTS:
             self._listen()
         _shape(self._mine[self._sent % _SLOTS], values).copy_(values.detach())
@@ -62,7 +57,7 @@ class Pair:
         self._tell(_TENSOR)
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """The other rank's next tensor, of this shape and type, until the next call; what is sent next says so."""
+        """Return the next received tensor, like `like`, valid until the next call; the next send acknowledges it."""
         while self._arrived == self._read:
             self._listen()
         slot = self._theirs[self._read % _SLOTS]
@@ -70,7 +65,7 @@ class Pair:
         return _shape(slot, like)
 
     def receive(self, output: torch.Tensor) -> None:
-        """The other rank's next tensor, where nothing is sent in return."""
+        """Copy the next received tensor into `output`, and acknowledge it."""
         output.copy_(self.take(output))
         self._tell(0)
 
@@ -96,22 +91,23 @@ _PAIRS: dict[dist.ProcessGroup, Pair] = {}
 
 
 def find_pair(group: dist.ProcessGroup | None, num_bytes: int) -> Pair | None:
-    """The pair that serves tensors of up to this size of a group; both ranks get the same answer."""
+    """Return a group's pair for tensors up to this size, or `None`; equal on both ranks."""
     return _PAIRS.get(group) if group is not None and Pair.fits(num_bytes) else None
 
 
 def open_pair(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
-    """Serve the collectives of two ranks of one host without a GPU by a pair, made once; collective over the group."""
+    """Open a pair for a group of two ranks on one host without a GPU; collective."""
     if group.size() == 2 and not torch.cuda.is_available() and group not in _PAIRS:
         for pair in open_star(group, timeout):
             _PAIRS[group] = pair
 
 
 def open_star(group: dist.ProcessGroup, timeout: timedelta | None) -> list[Pair]:
-    """Pairs of the first rank with each other one, in their order; elsewhere the one with the first.
+    """Open pairs between the group's first rank and each other rank; collective.
 
     Returns:
-        Nothing on any rank unless all of them run on one host that lets them map each other's memory. Collective.
+        Pairs of the first rank in rank order, or the pair with the first rank. Empty on all ranks unless all are on one
+        host that permits mapping each other's memory.
     """
     rank, size = group.rank(), group.size()
     ends = {peer: _End() for peer in (range(1, size) if rank == 0 else (0,))}
@@ -126,11 +122,11 @@ def open_star(group: dist.ProcessGroup, timeout: timedelta | None) -> list[Pair]
             try:
                 theirs = os.open(f"/proc/{process}/fd/{memory}", os.O_RDWR)
                 opened.append((_map(theirs), os.open(f"/proc/{process}/fd/{mouth}", os.O_WRONLY)))
-            except OSError:  # a host that does not let a process into another: gloo serves
+            except OSError:  # the host forbids access to another process: use gloo
                 pass
     dist.all_gather_object(found, len(opened) == len(ends), group=group)
     for end in ends.values():
-        os.close(end.mouth)  # the other end is the other rank's alone: when it is gone, so is the pipe
+        os.close(end.mouth)  # keep the write end in the peer only, so that its exit closes the pipe
     if not all(found):
         return []
     return [
@@ -140,7 +136,7 @@ def open_star(group: dist.ProcessGroup, timeout: timedelta | None) -> list[Pair]
 
 
 class _End:
-    """File descriptors of what one rank offers another: memory that it writes, and the two ends of its pipe."""
+    """File descriptors that one rank offers a peer: memory that it writes, and both ends of its pipe."""
 
     def __init__(self) -> None:
         self.inbox, self.mouth = os.pipe()
@@ -155,24 +151,24 @@ def _map(descriptor: int) -> torch.Tensor:
 
 
 def host_name() -> str:
-    """Name of this machine, distinct after a restart and between containers of one host."""
+    """Return a name of this machine that differs between restarts and between containers of one host."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = os.readlink("/proc/self/ns/pid") if Path("/proc/self/ns/pid").exists() else ""
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}/{namespace}"
 
 
 class _Done:
-    """What an asynchronous collective returns that is done."""
+    """Handle of a completed asynchronous collective."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """At once."""
+        """Return immediately."""
         return True
 
 
 def all_gather_into_tensor(
     output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """As in torch.distributed."""
+    """Gather as torch.distributed does."""
     pair = find_pair(group, values.nbytes)
     if pair is None or group is None:
         return dist.all_gather_into_tensor(output, values, group=group, async_op=async_op)
@@ -190,7 +186,7 @@ def reduce_scatter_tensor(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """As in torch.distributed."""
+    """Reduce-scatter as torch.distributed does."""
     pair = find_pair(group, output.nbytes)
     if pair is None or group is None or op != dist.ReduceOp.SUM:
         return dist.reduce_scatter_tensor(output, values, op=op, group=group, async_op=async_op)
@@ -206,7 +202,7 @@ def all_reduce(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """As in torch.distributed."""
+    """All-reduce as torch.distributed does."""
     pair = find_pair(group, values.nbytes)
     if pair is None or op != dist.ReduceOp.SUM:
         return dist.all_reduce(values, op=op, group=group, async_op=async_op)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's random numbers, kept from code that seeds and draws as it likes."""
+"""Protection of the trainer's random number generators from code that seeds or draws."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @contextmanager
 def keep_random_streams() -> Iterator[None]:
-    """Afterwards, also after an error, Python, numpy, torch and every CUDA device draw what they would have drawn."""
+    """Restore the generators of Python, numpy, torch and all CUDA devices after the block, even after an error."""
     python, legacy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count()), device_type="cuda"):

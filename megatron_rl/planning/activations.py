@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forward pass keeps for its backward, and what exists for a moment.
+"""Activation memory: tensors kept from forward to backward, and temporary ones.
 
 Counted from the tensors that autograd saves in this program's layers, per token of a packed microbatch (elements; `h`
 hidden, `f` feed-forward columns, `q`, `kv` columns of all heads, `s` = TP with sequence parallelism, else 1):
@@ -8,14 +8,12 @@ hidden, `f` feed-forward columns, `q`, `kv` columns of all heads, `s` = TP with 
     attention    ((q + 2 kv) + (q + kv) + q) / tp    projected, rotated, attended
                  ((q + 2 kv) + q + q) / tp           with Ulysses: exchanged, attended, exchanged back
     MLP          3 f / tp                            [gate; up], silu(gate) * up
-    experts      k (h + 4 f / tp)                    k experts per token: what they receive and compute; for a moment
-                                                     up to 5 k h more, of the tokens of all TP ranks
-    head         h / s + h                           final norm, and what the output layer gathers
+    experts      k (h + 4 f / tp)                    k experts per token; temporarily up to 5 k h more
+    head         h / s + h                           final norm, and the output layer's gathered input
 
-Full recomputation keeps the input of each layer, h / s, and has one layer's rest while it goes back. On CPU attention
-keeps a copy of its result. In float32 on a GPU the attention kernel
-takes as many heads of keys and values as of queries: another 2 q / tp where there are fewer. No term is quadratic in
-the sequences. A test compares the sum with the peak of real updates.
+Full recomputation keeps each layer's input, h / s, and one layer's activations during its backward. On CPU, attention
+keeps a copy of its result. In float32 on a GPU, KV heads are repeated to the query heads: another 2 q / tp. A test
+compares the sum with the peak of real updates.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ class ActivationBytes:
     """Bytes of one rank.
 
     Attributes:
-        stored: kept between forward and backward of all microbatches that are in flight.
-        transient: of one layer while it is computed, forward or backward.
-        logits: of a chunk of tokens, with the gradient of the output layer in an update.
-        output: of these, that gradient, which a model under adapters has not.
+        stored: from forward to backward, over all microbatches in flight.
+        transient: of one layer while it runs.
+        logits: of a chunk of tokens, with the output layer's gradient in an update.
+        output: that gradient, absent under adapters.
     """
 
     stored: int
@@ -48,14 +46,14 @@ class ActivationBytes:
 
     @property
     def total(self) -> int:
-        """Stored, and the larger of what exists for a moment."""
+        """Stored bytes plus the larger temporary part."""
         return self.stored + max(self.transient, self.logits)
 
 
 def count_layer_elements(
     shape: ModelShape, layout: ParallelLayout, sequence_parallel: bool, fused: bool, repeats_heads: bool = False
 ) -> float:
-    """Elements per token that one layer keeps."""
+    """Count the elements per token that one layer keeps."""
     tp = layout.tp_size
     s = tp if sequence_parallel else 1
     h, f, d = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
@@ -75,9 +73,9 @@ def count_layer_elements(
 
 
 def count_passes_in_flight(layout: ParallelLayout, pp_rank: int, num_microbatches: int) -> int:
-    """Forward passes of chunks whose activations a stage holds at its peak.
+    """Count the forward passes whose activations a stage holds at its peak.
 
-    1F1B: a stage begins with `pp - pp_rank` of them. Interleaved: with `2 (pp - pp_rank - 1) + (vpp - 1) pp + 1`.
+    1F1B: `pp - pp_rank`. Interleaved: `2 (pp - pp_rank - 1) + (vpp - 1) pp + 1`.
     """
     if layout.vpp_size == 1:
         return min(num_microbatches, layout.pp_size - pp_rank)
@@ -95,15 +93,12 @@ def compute_activation_bytes(
     itemsize: int,
     fused: bool = True,
 ) -> ActivationBytes:
-    """Activations of one role on one rank.
+    """Compute the activations of one role on one rank, with a full token budget.
 
     Args:
-        shape: the model, with its head.
-        layout, config: of the role; its token budget is taken as full.
-        pp_rank: the pipeline stage.
-        num_microbatches: of one update, forward and backward; None: a scoring pass, forward only.
+        num_microbatches: per update; `None` for a forward-only scoring pass.
         itemsize: bytes of an activation element.
-        fused: attention keeps no intermediate results.
+        fused: whether attention keeps no intermediate results.
     """
     tokens = config.max_tokens_per_microbatch / layout.cp_size
     s = layout.tp_size if config.sequence_parallel else 1
@@ -120,19 +115,19 @@ def compute_activation_bytes(
         return ActivationBytes(0, int(transient), int(head) + logits)
     passes = count_passes_in_flight(layout, pp_rank, num_microbatches)
     layers = passes * shape.num_layers / (layout.pp_size * layout.vpp_size)
-    # megatron-core also keeps what a pass sends to the next stage; the last chunk of the last one sends nothing.
+    # megatron-core also keeps a pass's output for the next stage; the last chunk has none.
     sent = passes * (1 - is_last / layout.vpp_size) * h / s
     stored = layers * (h / s if is_full else layer) + sent
-    # Gradients of one layer's results while it goes back; with recomputation its own activations as well.
+    # Gradients of one layer's results in its backward; with recomputation also its activations.
     transient = 2 * shape.ffn_hidden_size / layout.tp_size + 2 * h + (layer if is_full else 0)
-    if shape.num_experts:  # a layer holds the most where it has just been computed
+    if shape.num_experts:  # peak just after the layer's forward
         transient += shape.experts_per_token * _count_exchanged(layout, 2) * h
     output = _count_output_gradient(shape, layout, config, itemsize) if logits else 0
     return ActivationBytes(int(stored * tokens * itemsize + head), int(transient * tokens * itemsize), logits, output)
 
 
 def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_parallel: bool) -> float:
-    """Elements per token that exist at once in a forward pass without a backward: an MLP at work, and its residual."""
+    """Count the peak elements per token of a forward-only pass."""
     tp = layout.tp_size
     s = tp if sequence_parallel else 1
     h, f, k = shape.hidden_size, shape.ffn_hidden_size / tp, shape.experts_per_token
@@ -142,10 +137,7 @@ def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_p
 
 
 def _count_exchanged(layout: ParallelLayout, own: int) -> float:
-    """Copies of what its experts take that a layer holds: `own` of sorted, computed, sorted back; and others.
-
-    As it left its rank; as it came to that of the expert, before TP gathers it; and as it goes back, reduced over TP.
-    """
+    """Count copies of expert inputs in a layer: `own` local ones and communication buffers."""
     split = layout.expert_tp_size
     return (own * split + 1 + (layout.ep_size > 1) + (split > 1)) / layout.tp_size
 
@@ -153,10 +145,7 @@ def _count_exchanged(layout: ParallelLayout, own: int) -> float:
 def _count_logits(
     shape: ModelShape, layout: ParallelLayout, config: LayoutConfig, itemsize: int, is_update: bool
 ) -> int:
-    """A chunk's logits twice in float32, and the hidden states that they are made from.
-
-    In an update also the gradients of those, of the logits of the chunk before, and of the output layer.
-    """
+    """Return bytes of a chunk's logits, twice in float32, and of its hidden states; in an update, also of gradients."""
     columns = padded_vocab_size(shape.vocab_size, layout.tp_size) // layout.tp_size
     tokens = config.max_tokens_per_microbatch // layout.cp_size
     chunk, hidden = min(config.logprob_chunk_tokens, tokens), tokens * shape.hidden_size * itemsize
@@ -167,7 +156,7 @@ def _count_logits(
 
 
 def _count_output_gradient(shape: ModelShape, layout: ParallelLayout, config: LayoutConfig, itemsize: int) -> int:
-    """Added up in float32 where there are several chunks."""
+    """Return bytes of the output layer's gradient, in float32 if several chunks are summed."""
     columns = padded_vocab_size(shape.vocab_size, layout.tp_size) // layout.tp_size
     is_single = config.logprob_chunk_tokens >= config.max_tokens_per_microbatch // layout.cp_size
     return columns * shape.hidden_size * (itemsize if is_single else _FLOAT)

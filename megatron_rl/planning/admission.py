@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse a job that cannot fit, before anything starts: which phase, by how much, and what would fit.
-
-The same planner serves `tools/plan.py`, a dry run that is told the memory of a GPU, and the start of a run on GPUs.
-"""
+"""Admission check that refuses a job that cannot fit, and finds the nearest layout that fits."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ from megatron_rl.weights.model_config import model_shape_from_config
 
 
 def read_shape(path: Path, head: Head = "lm") -> ModelShape:
-    """The shape in a model directory or a config.json.
+    """Read the model shape from a model directory or a config.json.
 
     Raises:
-        UserError: there is none, or it is not served.
+        UserError: the file is missing, or the model is not supported.
     """
     file = path / "config.json" if path.is_dir() else path
     config = read_json(file, "put it into shapes/ beside the recipe, or give tools/plan.py --hf-config DIR_OR_JSON")
@@ -33,9 +30,9 @@ def read_shape(path: Path, head: Head = "lm") -> ModelShape:
 
 
 def find_shape(model_path: str, recipe: Path | None) -> Path:
-    """Where a model's config.json is: in its directory; else in `shapes/` beside the recipe, or beside ours, by name.
+    """Find a model's config.json: in its directory, else as `<name>.json` in `shapes/` of the recipe or of our recipes.
 
-    The name is the last part of the model's path. Where there is none, the place in its directory.
+    The name is the last part of the model's path. The first place is the fallback.
     """
     own = Path(model_path) / "config.json"
     shelves = [recipe.parent / "shapes"] if recipe is not None else []
@@ -51,17 +48,14 @@ def read_job(
     recipe: Path | None = None,
     hf_configs: Mapping[str, Path] | None = None,
 ) -> Job:
-    """A job with the shapes of its models, read from disk.
+    """Build a job with model shapes read from disk.
 
     Args:
-        config: the resolved config.
-        spec: of it.
-        cluster: where it is to run.
-        recipe: shapes may lie beside it.
-        hf_configs: by role, a model directory or config.json instead of that of the config.
+        recipe: recipe file; shapes may lie beside it.
+        hf_configs: role -> model directory or config.json instead of the config's.
 
     Raises:
-        UserError: a model's config.json is missing or not served.
+        UserError: a config.json is missing or not supported.
     """
     given = dict(hf_configs or {})
     scoring = {
@@ -76,7 +70,7 @@ def read_job(
 
 
 def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> UserError:
-    """The refusal of a job that does not fit: phase, amount, and what would."""
+    """Return the error for a job that does not fit, with the nearest layout that does."""
     if nearest is None:
         what = "the placement leaves too little" if job.config.placement.placed else "no layout of this model fits here"
         hint = (
@@ -97,10 +91,10 @@ def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> Us
 
 
 def check_fits(config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path | None = None) -> str:
-    """Refuse what cannot fit; returns one line on the phase that takes the most.
+    """Refuse a job that cannot fit; return a one-line summary of the fullest phase otherwise.
 
     Raises:
-        UserError: a phase takes more than the memory, or the run's own checks refuse the config.
+        UserError: a phase exceeds the memory, or the run's own checks refuse the config.
     """
     job = read_job(config, spec, cluster, recipe)
     check_job(job)

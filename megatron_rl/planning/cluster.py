@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machines that a plan is for, and the one layout of a run on them that a plan describes."""
+"""The cluster and the job that a plan describes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,13 @@ class Cluster:
     """Nodes of equal accelerators.
 
     Attributes:
-        nodes, gpus_per_node: how many.
-        memory_bytes: of one accelerator.
-        reserve_bytes: of it, what is neither weights nor activations: driver context, communication buffers,
-            fragmentation; `RESERVE` of the memory unless somebody knows better.
-        within_node, across_nodes: bytes per second and direction of one accelerator's links.
-        flops: dense operations per second of one accelerator in the training dtype, at peak.
-        memory_bandwidth: bytes per second between an accelerator and its memory.
+        reserve_bytes: memory for driver context, communication buffers and fragmentation.
+        within_node, across_nodes: link bandwidth, bytes per second and direction of one accelerator.
+        flops: peak dense operations per second of one accelerator in the training dtype.
+        memory_bandwidth: bytes per second of one accelerator's memory.
         host_bandwidth: bytes per second between an accelerator and the host.
-        host_memory_bytes: of one node; None: not known, and what is offloaded is not compared with it.
-        has_fused_attention: attention keeps no intermediate results (CUDA); false on CPU.
+        host_memory_bytes: per node; `None` disables the check of offloaded state.
+        has_fused_attention: whether attention stores no intermediate results (CUDA).
     """
 
     nodes: int
@@ -84,19 +81,16 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
     def is_within_node(self, ranks: list[int]) -> bool:
-        """Whether all of these ranks share a node."""
+        """Return whether all ranks share a node."""
         return len({rank // self.gpus_per_node for rank in ranks}) == 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run with the models that it builds, before a layout is judged.
+    """A run with one layout and its models' shapes.
 
     Attributes:
-        config: the resolved config; its layout is the one that is planned.
-        spec: which models it builds.
-        shapes: of the roles with a layout of their own.
-        cluster: what it is to run on.
+        shapes: role -> shape, for roles with a layout of their own.
     """
 
     config: RunConfig
@@ -106,73 +100,70 @@ class Job:
 
     @property
     def shape(self) -> ModelShape:
-        """The policy."""
+        """Shape of the policy."""
         return self.shapes["actor"]
 
     @property
     def engine_is_actor(self) -> bool:
-        """The engine runs the actor's modules, in the actor's layout."""
+        """Whether the engine runs the actor's modules in the actor's layout."""
         return self.config.rollout.supports("is_actor")
 
     @property
     def engine_tp(self) -> int:
-        """Ranks of an engine that share each matrix."""
+        """Tensor parallel size of an engine."""
         section = self.config.actor if self.engine_is_actor else self.config.rollout
         return section.tensor_model_parallel_size
 
     @property
     def others(self) -> list[RoleSpec]:
-        """Roles with a layout of their own besides the actor."""
+        """Roles with a layout of their own, except the actor."""
         return [role for role in self.spec.laid_out if role.name != "actor"]
 
     @property
     def layout(self) -> ParallelLayout:
-        """The actor's layout on its ranks."""
+        """The actor's layout."""
         return self.layout_of(self.spec.roles["actor"])
 
     @property
     def rollout_ranks(self) -> range:
-        """The ranks of the engines."""
+        """Ranks of the engines."""
         return self.ranks_of("rollout")
 
     def ranks_of(self, name: str) -> range:
-        """The ranks of a role, or of the engines ("rollout")."""
+        """Return the ranks of a role, or of the engines ("rollout")."""
         return self.config.placement.ranks_of(name, self.cluster.world_size)
 
     def layout_of(self, role: RoleSpec) -> ParallelLayout:
-        """A role's layout on its ranks."""
+        """Return a role's layout on its ranks."""
         ranks = self.ranks_of(role.name)
         return build_layout(role.layout, len(ranks), ranks.start)
 
     def adapters_of(self, role: RoleSpec) -> AdapterShape | None:
-        """That are trained in the place of a role's model; None where the model is, or nothing."""
+        """Return a role's adapters, or `None` if it trains the model or nothing."""
         return make_adapter_shape(self.shape_of(role), role.lora, role.section, is_quantized=role.is_quantized)
 
     def shape_of(self, role: RoleSpec) -> ModelShape:
-        """A role's model; the reference has the policy's."""
+        """Return the shape of a role's model; the reference has the policy's."""
         return self.shapes.get(role.name, self.shape)
 
     @property
     def scoring_passes(self) -> dict[str, int]:
-        """Forward passes over a step's samples for log-probs alone, by role.
-
-        A reference on the actor's ranks counts as the actor.
-        """
+        """Role -> forward passes over a step's samples for log-probs; "actor" includes a reference on its ranks."""
         if "reference" not in self.spec.roles or self.ranks_of("reference") == self.ranks_of("actor"):
             return {"actor": self.spec.num_scoring_passes}
         return {"actor": self.spec.num_scoring_passes - 1, "reference": 1}
 
     def with_config(self, **sections: Mapping[str, Any]) -> Job:
-        """The same job with other settings, `actor={"offload_optimizer": True}`."""
+        """Return the job with changed settings, e.g. `actor={"offload_optimizer": True}`."""
         config = self.config.with_sections(sections)
         return replace(self, config=config, spec=self.spec.with_config(config))
 
 
 def build_layout(config: LayoutConfig, world_size: int, first_rank: int = 0) -> ParallelLayout:
-    """The layout that a section of the config describes, on so many ranks from the first one on.
+    """Build the layout of a config section on `world_size` ranks.
 
     Raises:
-        UserError: the sizes do not divide the world.
+        UserError: the sizes do not divide the number of ranks.
     """
     return ParallelLayout(
         world_size,
@@ -187,7 +178,7 @@ def build_layout(config: LayoutConfig, world_size: int, first_rank: int = 0) -> 
 
 
 def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLayout:
-    """The layout of a role on its ranks, which its model must allow (UserError)."""
+    """Return a role's layout on its ranks; raise UserError if its model does not support it."""
     layout = build_layout(role.layout, len(ranks), ranks.start)
     check_training_layout(
         shape,
@@ -208,7 +199,6 @@ def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLay
 
 
 def _check_served(role: RoleSpec, shape: ModelShape, tp_size: int) -> None:
-    """Refuse settings of a role that its family is not served with."""
     served: dict[str, list[object]] = {}
     if shape.delta_net is not None:
         heads = shape.delta_net.key_heads // tp_size
@@ -233,14 +223,11 @@ def build_job(
     shape: ModelShape,
     scoring: Mapping[str, ModelShape] | None = None,
 ) -> Job:
-    """Say which shape each model of a run has.
+    """Assign a shape to each model of a run.
 
     Args:
-        config: the resolved config.
-        spec: of it.
-        cluster: where it is to run.
         shape: the policy.
-        scoring: by role, for models with a path of their own; else the policy's, with the role's head.
+        scoring: role -> shape for models with their own path.
     """
     scores = replace(shape, has_score_head=True, tied_embeddings=False)
     default = {role.name: shape if role.head == "logprob" else scores for role in spec.laid_out}
@@ -251,16 +238,15 @@ def build_job(
 def describe_cluster(
     world_size: int, memory_gib: float, gpus_per_node: int | None = None, host_memory_bytes: int | None = None
 ) -> Cluster:
-    """A cluster known by its size only, with default links and `RESERVE`.
+    """Build a cluster of a given size, with default links and `RESERVE`.
 
     Args:
-        world_size: accelerators.
-        memory_gib: of each.
-        gpus_per_node: default: 8, or all where there are fewer.
-        host_memory_bytes: of a node, if it is known.
+        world_size: number of accelerators.
+        memory_gib: GiB per accelerator.
+        gpus_per_node: by default 8, or all if fewer.
 
     Raises:
-        UserError: the nodes would not be equal.
+        UserError: the nodes would be unequal.
     """
     per_node = gpus_per_node or min(8, world_size)
     if per_node < 1 or world_size % per_node:
@@ -281,9 +267,9 @@ def describe_cluster(
 
 
 def find_cluster(world_size: int, ranks_per_node: int) -> Cluster | None:
-    """The cluster that this process runs on, its GPUs as large as the smallest here; None without GPUs."""
+    """Return this process's cluster, sized by its smallest local GPU; `None` without GPUs."""
     import psutil
-    import torch  # a dry run does without
+    import torch  # dry runs load no torch
 
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     if not sizes:
@@ -293,10 +279,7 @@ def find_cluster(world_size: int, ranks_per_node: int) -> Cluster | None:
 
 
 def find_host(world_size: int, ranks_per_node: int) -> Cluster:
-    """The hosts that this process runs on without GPUs; the ranks of one have equal parts of its memory.
-
-    Speeds are roughly what a core or two have: they only rank layouts.
-    """
+    """Return the hosts of a run without GPUs, with rough speeds that only rank layouts."""
     import psutil
 
     per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size

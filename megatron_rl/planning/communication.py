@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that one rank sends per step, by what they are for and over which links.
+"""Bytes that one rank sends per step, by purpose and link class.
 
-A collective over p ranks of a buffer of n bytes costs a rank (p - 1) / p * n for a reduce-scatter, an all-gather or
-an all-to-all, and twice that for an all-reduce (the ring). A group crosses nodes as soon as one of its members is on
-another node; then all of its bytes are counted there, as its slowest link decides.
+A collective over p ranks and n bytes costs a rank (p - 1) / p * n for a reduce-scatter, all-gather or all-to-all, and
+twice that for an all-reduce (ring). All bytes of a group that spans nodes count as crossing nodes.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class Traffic:
     Attributes:
         kind: "actor TP", "actor DP", "critic PP", ...
         link: `WITHIN` or `ACROSS`.
-        bytes_per_rank: sent by one rank of the role in one step of the main loop.
-        role: whose ranks send them; "rollout" are the engines'.
+        bytes_per_rank: sent by one rank in one step.
+        role: sending role; "rollout" for engines.
     """
 
     kind: str
@@ -45,13 +44,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens of one step, as the plan assumes them.
+    """Assumed tokens of one step.
 
     Attributes:
-        num_rollouts: responses of a step.
-        prompt_tokens, response_tokens: mean length of each.
-        passes: trainings on each token (`ppo_epochs`).
-        optimizer_steps: of a step.
+        prompt_tokens, response_tokens: mean lengths.
+        passes: epochs over each token (`ppo_epochs`).
+        optimizer_steps: per step.
     """
 
     num_rollouts: int
@@ -67,7 +65,7 @@ class Workload:
 
 
 def list_traffic(job: Job, work: Workload, stage: int = 0) -> list[Traffic]:
-    """Everything but the switch of the weights, which the reshard planner counts, for the ranks of a pipeline stage."""
+    """List a pipeline stage's traffic, without the weight transfer (see the reshard planner)."""
     passes = job.scoring_passes | {role.name: 1 for role in job.others}
     found = [
         traffic
@@ -79,7 +77,7 @@ def list_traffic(job: Job, work: Workload, stage: int = 0) -> list[Traffic]:
 
 
 def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage: int) -> Iterator[Traffic]:
-    """One role: `forwards` scoring passes over all tokens, and its updates."""
+    """Yield one role's traffic: `forwards` scoring passes over all tokens, and its updates."""
     shape, section, layout, cluster = job.shape_of(role), role.layout, job.layout_of(role), job.cluster
     rank = layout.rank(pp=min(stage, layout.pp_size - 1))
 
@@ -90,16 +88,16 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     tp, pp, cp, ep = layout.tp_size, layout.pp_size, layout.cp_size, layout.ep_size
     tokens = work.tokens / layout.dp_size / cp
     trainings = work.passes if role.trainable else 0
-    # A training pass goes forward and backward; full recomputation goes forward once more, and sequence
-    # parallelism gathers the inputs again for the gradients of the weights, which a model under adapters has not.
+    # Full recomputation adds a forward. Sequence parallelism gathers inputs again for the gradients of weights,
+    # unless adapters freeze the model.
     rounds = forwards + trainings * (2 + (role.trainable and role.training.recompute_granularity == "full"))
     layers, mixtures = shape.num_layers / pp, _count_mixtures(shape, layout, rank)
     hidden = tokens * shape.hidden_size * itemsize
     extra = 0.5 * trainings if section.sequence_parallel and job.adapters_of(role) is None else 0.0
-    # Once forward and once backward after the embedding, and before the head, which other stages do not have.
+    # Once forward and once backward for embedding and head, on the first and last stage.
     ends = (forwards + 2 * trainings) * ((stage == 0) + (stage >= pp - 1))
     times = _count_exchanges(shape, layers, mixtures, rounds, extra) + ends
-    # What experts take and give, gathered and reduced: hidden states, and one way the shares of the experts.
+    # Inputs and outputs of experts: hidden states both ways, shares one way.
     exchanged = mixtures * rounds * shape.experts_per_token * tokens * (2 * shape.hidden_size + 1) * itemsize
     summed = _count_whole_elements(shape, layers, mixtures) if extra else 0
     reduced = times * hidden + 2 * _FLOAT * work.optimizer_steps * summed
@@ -113,7 +111,7 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     boundary = hidden / (tp if section.sequence_parallel else 1)
     yield count("PP", link_of(layout, cluster, "pp"), stages * (forwards + 2 * trainings) * boundary)
     if pp > 1 and trainings and shape.tied_embeddings and not shape.has_score_head and job.adapters_of(role) is None:
-        # The first and the last stage add up the gradients of the embedding that both have.
+        # The first and last stage sum the gradients of tied embeddings.
         rows = padded_vocab_size(shape.vocab_size, tp) // tp
         replicas = layout.dp_size * cp if section.zero_stage == FULLY_SHARDED else 1
         size = work.optimizer_steps * rows * shape.hidden_size * _FLOAT / replicas
@@ -134,17 +132,16 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
         members = [p for chunk in list_chunks(adapters or shape, layout, rank) for p in chunk]
         experts = sum(p.numel for p in members if p.is_expert) / sum(p.numel for p in members)
         share = (1 - experts) * (1 - 1 / replicas) + experts * (1 - 1 / layout.expert_replicas)
-        trained = held.gradients * itemsize // 4  # bytes of the parameters that have gradients, which are float32
-        optimizers = 2 if experts else 1  # each of which gathers all weights
+        trained = held.gradients * itemsize // 4  # bytes of trained parameters; gradients are float32
+        optimizers = 2 if experts else 1  # each gathers all weights
         moved = held.gradients + optimizers * trained if section.use_distributed_optimizer else 2 * held.gradients
         yield count("DP", link_of(layout, cluster, "cp", "dp"), work.optimizer_steps * moved * share)
 
 
 def _count_exchanges(shape: ModelShape, layers: float, mixtures: int, rounds: float, extra: float) -> float:
-    """Hidden states that tensor parallel ranks gather or reduce in their layers, in sizes of all tokens' states.
+    """Count the hidden states that TP ranks gather or reduce, in units of all tokens' states.
 
-    Attention and a dense MLP, or the shared expert of a mixture, gather and reduce once each in a pass, and gather
-    once more for gradients. Of latent attention only the latents are gathered.
+    Attention and MLP gather and reduce once each per pass, and gather once more for gradients.
     """
     times = (4 * layers - (0 if shape.shared_ffn_size else 2) * mixtures) * (rounds + extra)
     if (sizes := shape.latent) is None:
@@ -155,7 +152,7 @@ def _count_exchanges(shape: ModelShape, layers: float, mixtures: int, rounds: fl
 
 
 def _count_whole_elements(shape: ModelShape, layers: float, mixtures: int) -> float:
-    """Of the matrices that tensor parallel ranks have whole, and whose gradients they add up under TP-SP."""
+    """Count elements of matrices replicated over TP, whose gradients are summed under TP-SP."""
     sizes, found = shape.latent, mixtures * shape.num_experts
     if sizes is not None:
         found += layers * (sizes.query + sizes.key_value + sizes.rotary)
@@ -163,18 +160,17 @@ def _count_whole_elements(shape: ModelShape, layers: float, mixtures: int) -> fl
 
 
 def _count_mixtures(shape: ModelShape, layout: ParallelLayout, rank: int) -> int:
-    """Layers with experts on a rank."""
+    """Count the layers with experts on a rank."""
     pp, vpp_size = layout.coordinates(rank).pp, layout.vpp_size
     chunks = (stage_layers(shape.num_layers, layout.pp_size, vpp_size, pp, chunk) for chunk in range(vpp_size))
     return sum(shape.has_experts(number) for chunk in chunks for number in chunk)
 
 
 def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank: int) -> float:
-    """Weights that are gathered and gradients that are reduced when data parallel ranks share them (ZeRO-3).
+    """Compute ZeRO-3's traffic: gathered weights and reduced float32 gradients.
 
-    A microbatch gathers everything in its forward pass, the layers once more in its backward pass, and reduces
-    gradients in float32. The ends of a stage stay during a pass that is forward only. Microbatches are taken as full,
-    at least one per optimizer step.
+    Microbatches are assumed full, with at least one per optimizer step. Forward-only passes keep a stage's ends
+    gathered.
     """
     layout, section, trainings = job.layout_of(role), role.layout, work.passes if role.trainable else 0
     found = count_gathered(job.shape_of(role), layout, rank)
@@ -192,7 +188,7 @@ def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank:
 
 
 def _engine_traffic(job: Job, work: Workload) -> Traffic:
-    """Two all-reduces per layer for every token that an engine reads or writes."""
+    """Return the engines' traffic: two all-reduces per layer for every prompt or response token."""
     tp, shape, ranks = job.engine_tp, job.shape, job.rollout_ranks
     tokens = work.tokens * tp / len(ranks)
     hidden = tokens * shape.hidden_size * DTYPE_BYTES[job.config.model.dtype]
@@ -202,13 +198,13 @@ def _engine_traffic(job: Job, work: Workload) -> Traffic:
 
 
 def link_of(layout: ParallelLayout, cluster: Cluster, *axes: str) -> str:
-    """The slowest link class of the groups over `axes`: the first rank's stand for all."""
+    """Return the slowest link class of the groups over `axes`, judged by the first rank's group."""
     sizes = {"tp": layout.tp_size, "cp": layout.cp_size, "dp": layout.dp_size, "pp": layout.pp_size}
     last = layout.rank(**{axis: sizes[axis] - 1 for axis in axes})
     return WITHIN if cluster.is_within_node([layout.first_rank, last]) else ACROSS
 
 
 def _expert_link(layout: ParallelLayout, cluster: Cluster) -> str:
-    """The ranks that share the experts are neighbors."""
+    """Return the link class of the groups that share experts, which are consecutive ranks."""
     first = layout.first_rank
     return WITHIN if cluster.is_within_node([first, first + layout.expert_tp_size * layout.ep_size - 1]) else ACROSS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact bytes of the weights of a rollout engine, from the table of its parameters."""
+"""Exact bytes of a rollout engine's weights, from its parameter tables."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from megatron_rl.weights.row_quantization import list_matrices
 from megatron_rl.weights.shard_box import ShardBox, box_shape, box_volume
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-CODE_BYTES, SCALE_BYTES = 1, 4  # of an element and of a row, where matrices are kept in eight bits
+CODE_BYTES, SCALE_BYTES = 1, 4  # per element and per row of 8-bit matrices
 
 
 def is_coded(job: Job) -> bool:
-    """Whether the engines keep their matrices in eight bits."""
+    """Return whether the engines keep their matrices in eight bits."""
     return job.config.rollout.quantization != "none"
 
 
 def count_engine_bytes(job: Job) -> int:
-    """Of an engine's rank; those with an equal place in other engines, and its TP ranks, have as many."""
+    """Return the weight bytes of any engine rank."""
     return compute_engine_bytes(job.shape, job.engine_tp, DTYPE_BYTES[job.config.model.dtype], is_coded(job))
 
 
 def count_own_bytes(job: Job, rank: int) -> int:
-    """Of an engine's rank, without what it shares with the actor; with the adapters that it keeps by themselves."""
+    """Return the weight bytes of an engine rank not shared with the actor, separate adapters included."""
     config, shape, itemsize = job.config, job.shape, DTYPE_BYTES[job.config.model.dtype]
     is_whole = config.actor.zero_stage != FULLY_SHARDED or job.layout.dp_size * job.layout.cp_size == 1
     is_served = config.rollout.supports("is_server")
@@ -53,12 +53,12 @@ def count_own_bytes(job: Job, rank: int) -> int:
 
 
 def _find_place(job: Job, rank: int) -> int:
-    """Of a rank in its engine."""
+    """Return a rank's index in its engine."""
     return (rank - job.rollout_ranks.start) % job.engine_tp
 
 
 def count_staged_bytes(job: Job, rank: int) -> int:
-    """Of the tensors that a rank of a server keeps on its device to write them into files; 0 in other engines."""
+    """Return bytes of tensors that a server's rank stages on its device for writing files; 0 for other engines."""
     if not job.config.rollout.supports("is_server"):
         return 0
     mine = huggingface_placements(job.shape)[_find_place(job, rank) :: job.engine_tp]
@@ -67,13 +67,11 @@ def count_staged_bytes(job: Job, rank: int) -> int:
 
 @lru_cache(maxsize=256)
 def compute_engine_bytes(shape: ModelShape, tp_size: int, itemsize: int, coded: bool = False) -> int:
-    """Bytes of the parameters of an engine on one rank (TP ranks have equal shards).
+    """Compute the parameter bytes of an engine on one rank; TP ranks have equal shards.
 
     Args:
-        shape: the model.
-        tp_size: of the engine.
-        itemsize: of an element.
-        coded: matrices of attention and MLPs have codes of a byte, and a scale for each row.
+        itemsize: bytes per element.
+        coded: whether matrices are 8-bit codes with a scale per row.
     """
     likes = _find_likes(shape)
     small = replace(shape, num_layers=max(likes) + 1)
@@ -88,7 +86,7 @@ def compute_engine_bytes(shape: ModelShape, tp_size: int, itemsize: int, coded: 
 
 
 def _find_likes(shape: ModelShape) -> list[int]:
-    """Of each layer, the first one with the same parameters."""
+    """Return the first layer with the same parameters, for each layer."""
     firsts: dict[tuple[bool, bool], int] = {}
     return [firsts.setdefault(shape.sort_of(layer), layer) for layer in range(shape.num_layers)]
 
@@ -107,15 +105,15 @@ def count_aliased_elements(
     adapters: AdapterShape | None = None,
     coded: bool = False,
 ) -> int:
-    """Elements that the engine, in which the rank has a place, shares with the actor on it.
+    """Count the elements that an engine rank shares with the actor.
 
-    Matrices to which adapters are added, or that are quantized on either side, are not shared. Read off the tables of
-    a model of so many layers that each layer is like one of them, on at most two stages.
+    Matrices that receive adapters, or are quantized on either side, are not shared. Counted on a small model with every
+    kind of layer.
     """
     pp, pp_size, likes = layout.coordinates(rank).pp, layout.pp_size, _find_likes(shape)
     stages, tp, ep = min(pp_size, 2), layout.tp_size, layout.ep_size
     small = ParallelLayout(tp * ep * stages, tp_size=tp, pp_size=stages, ep_size=ep, etp_size=layout.etp_size)
-    place = (rank - layout.first_rank) % (tp * ep)  # of its like on the first stage
+    place = (rank - layout.first_rank) % (tp * ep)  # position in the stage
     num_layers = math.ceil((max(likes) + 1) / stages) * stages
     shared, first, last = _count_aliased_blocks(
         replace(shape, num_layers=num_layers), small, place, rollout_tp, rollout_rank, adapters, coded
@@ -134,17 +132,9 @@ def _count_aliased_blocks(
     adapters: AdapterShape | None,
     coded: bool,
 ) -> tuple[Counter[int | None], int, int]:
-    """Shared elements of each layer, and of what is not a layer on the first and on the last stage.
-
-    Args:
-        shape, layout: of one replica.
-        rank: on the first stage.
-        rollout_tp, rollout_rank: of the engine.
-        adapters: of the actor, where they are added to the model or it is quantized.
-        coded: matrices are in eight bits in the engine.
-    """
+    """Count shared elements per layer, and of non-layer parameters on the first and on the last stage."""
     theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank, coded)
-    # Both sides pad the vocabulary; a storage fits both if they pad it alike.
+    # Both sides pad the vocabulary; storage can be shared only with equal padding.
     has_same_vocabulary = padded_vocab_size(shape.vocab_size, layout.tp_size) == padded_vocab_size(shape.vocab_size, 1)
     layers: Counter[int | None] = Counter()
     ends = []
@@ -168,7 +158,7 @@ def _count_aliased_blocks(
 def _list_engine_parameters(
     shape: ModelShape, tp_size: int, tp_rank: int, coded: bool
 ) -> tuple[Sequence[ShardBox], dict[str, int]]:
-    """The engine's table, and the elements of its parameters; without matrices in eight bits."""
+    """Return the engine's table without 8-bit matrices, and the elements of its parameters."""
     matrices, sizes = list_matrices(shape) if coded else frozenset(), defaultdict(int)
     table = [p for p in vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank) if p.hf_name not in matrices]
     for placement in table:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank holds for a moment of weights and gradients that data parallel ranks share (ZeRO-3).
+"""Memory of temporarily gathered weights and gradients under ZeRO-3, counted from torch's FSDP2.
 
-Counted from torch's FSDP2: what an all-gather gives is copied into the parameters of a *unit*, a layer or the ends of
-the stage (embedding, last norm, output layer). In a forward pass the buffer of a unit stays until the next one is
-gathered. In a backward pass the unit before is gathered while one computes, its gradients are complete at its end, and
-the float32 copy of them that is reduced stays until the next unit ends. Experts that are spread over ranks are a unit
-inside of their layer.
+A *unit* is a layer, the ends of the stage (embedding, last norm, output layer), or expert-parallel experts. In forward
+a unit's buffer lives until the next one is gathered. In backward the next unit is prefetched, and the float32 copy of a
+unit's gradients lives until the next unit ends.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ class GatheredBytes:
     """Bytes of one rank.
 
     Attributes:
-        layers: at the most while a layer works.
-        head: while the head works, without the gradient of the output layer.
-        start: before the first layer works, and there are activations: the ends, their buffer, and the next one.
+        layers: peak while a layer runs.
+        head: while the head runs, without the output layer's gradient.
+        start: before the first layer's activations exist: the ends, their buffer, and the first layer.
     """
 
     layers: int
@@ -39,12 +37,12 @@ class GatheredBytes:
 
 @dataclass(frozen=True)
 class GatheredElements:
-    """Elements of the units of a rank, with the padding of their shards.
+    """Elements of a rank's units, with shard padding.
 
     Attributes:
         ends: embedding, last norm and output layer.
-        output: of them, what the head reads.
-        layers: of each layer, first without its experts where they are a unit of their own, then these.
+        output: the part of `ends` that the head reads.
+        layers: per layer, (without separate experts, separate experts).
     """
 
     ends: int
@@ -54,7 +52,7 @@ class GatheredElements:
 
 @lru_cache(maxsize=4096)
 def count_gathered(shape: ModelShape, layout: ParallelLayout, rank: int) -> GatheredElements:
-    """Elements that a rank gathers."""
+    """Count the elements that a rank gathers."""
     ends, output, layers = 0, 0, list[tuple[int, int]]()
     places = find_shard_places(layout, rank)
     for chunk in list_chunks(shape, layout, rank):
@@ -75,14 +73,12 @@ def count_gathered(shape: ModelShape, layout: ParallelLayout, rank: int) -> Gath
 def compute_gathered_bytes(
     shape: ModelShape, layout: ParallelLayout, rank: int, *, dtype: str, is_update: bool
 ) -> GatheredBytes:
-    """What a pass of a role holds for a moment.
+    """Compute the temporary bytes of one pass of a role.
 
     Args:
         shape: the model, with its head.
-        layout: of the role.
-        rank: of the role.
-        dtype: that it computes in.
-        is_update: forward and backward; else forward only.
+        dtype: compute dtype.
+        is_update: forward and backward, not forward only.
     """
     size, found = DTYPE_BYTES[dtype], count_gathered(shape, layout, rank)
     ends, kinds = found.ends * size, {*found.layers}
@@ -95,7 +91,7 @@ def compute_gathered_bytes(
 
 
 def _hold_backward(dense: int, experts: int, size: int) -> int:
-    """Bytes of layers while one of them goes backward, and the ones before and after it are like it."""
+    """Return the layer bytes in a layer's backward, between layers of its kind."""
     reduced, reduced_experts = dense * _FLOAT, experts * _FLOAT
     dense, experts = dense * size, experts * size
     if experts:

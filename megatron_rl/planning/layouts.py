@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layouts hold a job, in the order of their predicted step time, and which of them is nearest to a given one.
+"""Search for layouts that fit a job, by predicted step time, and for the one nearest to the given layout.
 
-Candidates vary the actor's TP, PP, EP and recomputation, offloading while others work, and the engine's TP; the other
-roles follow the actor. Everything else stays as in the recipe. What the run's own checks refuse (batch plan, model
-shape, config) is no candidate.
+Candidates vary the actor's TP, PP, EP, recomputation and offloading, and the engine's TP; other roles follow the actor.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from megatron_rl.weights.support import check_rollout_layout
 
 @dataclass(frozen=True)
 class Choice:
-    """What candidates vary, in the words of the config; `offload`: everything that can be, is offloaded."""
+    """The settings that candidates vary, by config name; `offload` switches on all offloading."""
 
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
@@ -38,7 +36,7 @@ class Choice:
     rollout_tensor_model_parallel_size: int
 
     def overrides(self, job: Job) -> list[str]:
-        """What to add to the command line to get from the job to this choice."""
+        """Return the command-line overrides that change the job into this choice."""
         now, wanted = asdict(describe_choice(job)), asdict(self)
         changed = {name: value for name, value in wanted.items() if value != now[name]}
         texts = []
@@ -55,14 +53,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice with what it takes.
-
-    Attributes:
-        choice: the layout.
-        job: the run in it.
-        worst_phase: where the most memory is needed.
-        seconds: predicted, of a step.
-    """
+    """A choice with its predicted cost."""
 
     choice: Choice
     job: Job
@@ -71,12 +62,12 @@ class Candidate:
 
     @property
     def headroom(self) -> int:
-        """Bytes that are left in the fullest phase; negative if it does not fit."""
+        """Bytes left in the fullest phase; negative if it does not fit."""
         return self.job.cluster.memory_bytes - self.worst_phase.total
 
 
 def describe_choice(job: Job) -> Choice:
-    """The layout that a job has."""
+    """Return the layout of a job as a choice."""
     actor = job.config.actor
     return Choice(
         actor.tensor_model_parallel_size,
@@ -92,10 +83,10 @@ def describe_choice(job: Job) -> Choice:
 
 
 def check_job(job: Job) -> BatchPlan:
-    """Refuse what the run itself would refuse before it starts.
+    """Run the config, batch plan and model checks of a run.
 
     Raises:
-        UserError: from the config's, the batch plan's or the model's own checks.
+        UserError: one of the checks fails.
     """
     check_config(job.config)
     plan = BatchPlan.build(job.config, job.cluster.world_size, job.spec)
@@ -107,13 +98,7 @@ def check_job(job: Job) -> BatchPlan:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a job does not fit.
-
-    Attributes:
-        found: one sentence with the numbers.
-        rank, phase: where.
-        excess: bytes too many.
-    """
+    """Reason why a job does not fit; `found` is a sentence with the numbers, `excess` the missing bytes."""
 
     found: str
     rank: int
@@ -122,7 +107,7 @@ class Problem:
 
 
 def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
-    """What does not fit: the fullest phase, a KV cache that holds no whole response, or the host; None if all fits."""
+    """Return the first problem of: fullest phase, KV cache smaller than a response, host memory; `None` if all fit."""
     rank, limit = max(memory, key=lambda rank: rank.peak.total), job.cluster.memory_bytes
     peak, layout = rank.peak, job.layout
     where = f" (pipeline stage {layout.coordinates(rank.rank).pp})" if rank.rank in layout.ranks else ""
@@ -161,7 +146,7 @@ def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
 
 
 def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
-    """A candidate if the job is accepted and fits, else None."""
+    """Return a candidate if the job is valid and fits, else `None`."""
     try:
         check_job(job)
         memory = compute_memory(job, ends_only=True)
@@ -175,7 +160,7 @@ def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
 
 
 def _guess_switch_seconds(job: Job, memory: list[RankMemory]) -> float:
-    """What the engine does not share with the actor, over the link that the actor's pipeline crosses."""
+    """Estimate the transfer time of unshared engine weights over the slowest link of the actor's TP and PP groups."""
     own = max(phase.parts.get("engine weights", 0) for rank in memory for phase in rank.phases)
     axes = ("tp", "pp") if job.layout.pp_size > 1 else ("tp",)
     is_far = link_of(job.layout, job.cluster, *axes) == ACROSS
@@ -183,13 +168,13 @@ def _guess_switch_seconds(job: Job, memory: list[RankMemory]) -> float:
 
 
 def list_candidates(job: Job, work: Workload, assumed: Assumptions) -> list[Candidate]:
-    """All layouts that fit, the fastest first."""
+    """Return all layouts that fit, fastest first."""
     found = (judge(_apply(job, choice), work, assumed) for choice in _list_choices(job))
     return sorted((c for c in found if c is not None), key=lambda c: (c.seconds, -c.headroom))
 
 
 def find_nearest(job: Job, candidates: list[Candidate]) -> Candidate | None:
-    """The candidate that changes the least: doublings of a size, and switches, count one each."""
+    """Return the candidate with the fewest changes; each doubling of a size and each switch counts one."""
     here = describe_choice(job)
     return min(candidates, key=lambda c: (_distance(here, c.choice), c.seconds), default=None)
 
@@ -247,7 +232,6 @@ def _apply(job: Job, choice: Choice) -> Job:
 
 
 def _offload_settings(job: Job) -> list[str]:
-    """The switches that give memory back while others work."""
     settings = [
         f"{role.section}.{leaf}" for leaf in ("offload_gradients", "offload_optimizer") for role in job.spec.trained
     ]

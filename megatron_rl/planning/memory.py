@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a rank in every phase of a step.
 
-What lasts (weights, gradients, optimizer states) is exact (`parameters.py`); activations and logits are counted
-(`activations.py`) for a full token budget; the engine's activations and the reserve are allowances. A phase fits if its
-parts add up to no more than the accelerator's memory.
+Weights, gradients and optimizer states are exact (`parameters.py`); activations and logits are counted
+(`activations.py`) for a full token budget; engine activations and the reserve are allowances.
 """
 
 from __future__ import annotations
@@ -24,35 +23,33 @@ from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_byte
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.quantization import is_quantized
 
-# vLLM's own default for the tokens of one engine step, and what it keeps of each besides the KV cache.
+# vLLM's default token budget of one engine step.
 ENGINE_BATCH_TOKENS = 8192
-ENGINE_PHASES = ("engine start", "switch", "rollout")  # those that ranks without an engine do not have
+ENGINE_PHASES = ("engine start", "switch", "rollout")  # absent on ranks without an engine
 _FLOAT = 4
 
 
 @dataclass(frozen=True)
 class MemoryPhase:
-    """What one rank holds in one phase, by kind, in bytes."""
+    """Bytes that one rank holds in one phase, by kind."""
 
     name: str
     parts: dict[str, int]
 
     @property
     def total(self) -> int:
-        """All parts."""
+        """Sum over all kinds."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The phases of one rank, and how much KV cache its engine has.
+    """Memory of one rank in all phases, and its KV cache.
 
     Attributes:
-        rank: of the job.
-        phases: in the order of a step.
-        kv_cache_bytes: room for keys and values; negative where the engine's share is too small for its weights.
-        kv_bytes_per_token: of one engine rank.
-        host_bytes: page-locked memory of the host that holds what the rank offloads; it is kept while a run lasts.
+        kv_cache_bytes: negative if the engine's share is too small for its weights.
+        kv_bytes_per_token: on one engine rank.
+        host_bytes: pinned host memory for offloaded state, held for the whole run.
     """
 
     rank: int
@@ -63,18 +60,15 @@ class RankMemory:
 
     @property
     def peak(self) -> MemoryPhase:
-        """The phase that takes the most."""
+        """The phase with the most bytes."""
         return max(self.phases, key=lambda phase: phase.total)
 
 
 def compute_memory(job: Job, *, ends_only: bool = False) -> list[RankMemory]:
-    """Memory of one rank per combination of the roles' pipeline stages; others are equal up to buffer padding.
-
-    With roles on ranks of their own the combination of roles counts as well.
+    """Compute the memory of one rank per combination of pipeline stages; other ranks are equal up to buffer padding.
 
     Args:
-        job: the run in one layout.
-        ends_only: leave out stages in the middle, which hold no more than the second one.
+        ends_only: skip middle stages, which hold no more than the second one.
     """
     world_size = job.cluster.world_size
     if job.config.placement.placed:
@@ -89,12 +83,12 @@ def compute_memory(job: Job, *, ends_only: bool = False) -> list[RankMemory]:
 
 
 def find_smallest_cache(job: Job, memory: Sequence[RankMemory]) -> RankMemory:
-    """The rank of an engine with the least room for keys and values."""
+    """Return the engine rank with the smallest KV cache."""
     return min((rank for rank in memory if rank.rank in job.rollout_ranks), key=lambda rank: rank.kv_cache_bytes)
 
 
 def _list_stages(job: Job, rank: int) -> tuple[int | None, ...]:
-    """The pipeline stage of a rank in each role, and its place in an engine; None where it is not in it."""
+    """Return a rank's pipeline stage in each role, and its place in an engine; `None` if it has none."""
     layouts = [job.layout_of(role) for role in job.spec.roles.values()]
     place = (rank - job.rollout_ranks.start) % job.engine_tp if rank in job.rollout_ranks else None
     return (*(layout.coordinates(rank).pp if rank in layout.ranks else None for layout in layouts), place)
@@ -103,7 +97,7 @@ def _list_stages(job: Job, rank: int) -> tuple[int | None, ...]:
 def _compute_rank(job: Job, rank: int) -> RankMemory:
     config, roles = job.config, job.spec.roles
     actor = _role_bytes(job, rank, roles["actor"]) + _mtp_bytes(job, rank)
-    # In training everything of the actor is there; while others work, what is offloaded is on the host.
+    # The actor's offloaded state is on the device in training, and on the host in all other phases.
     training = {"weights": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
     waiting = dict(training)
     if config.actor.offload_gradients:
@@ -119,7 +113,7 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
         host += role.training.offload_optimizer * held.optimizer if role.trainable else role.offload * held.total
     base = {"reserve": job.cluster.reserve_bytes}
     memory = _engine_phases(job, rank, actor, base | waiting | resting)
-    # From the second minibatch of a step on, all roles that are trained have taken back what they had given.
+    # From a step's second minibatch on, all trained roles have their offloaded state on the device.
     trained = {role.title: _role_bytes(job, rank, role).total for role in job.others if role.trainable}
     updating = base | training | resting | trained
     phases = [*memory.phases, *_scoring_phases(job, rank, base | waiting | resting, updating)]
@@ -135,7 +129,6 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
 
 
 def _mtp_ranks(job: Job) -> range:
-    """The ranks of the layer behind the last one, where it is trained."""
     return job.layout.last_stage.ranks if job.config.actor.mtp_lr else range(0)
 
 
@@ -147,7 +140,7 @@ def _mtp_bytes(job: Job, rank: int) -> RoleBytes:
 
 
 def _count_kept(job: Job) -> int:
-    """Bytes of the hidden states and embeddings of a minibatch that the layer behind the last one learns from."""
+    """Return bytes of a minibatch's hidden states and embeddings that train the MTP layer."""
     section, layout = job.config.actor, job.layout
     split = layout.cp_size * (layout.tp_size if section.sequence_parallel else 1)
     rows = count_microbatches(job, layout, section) * section.max_tokens_per_microbatch // split
@@ -155,7 +148,7 @@ def _count_kept(job: Job) -> int:
 
 
 def _lesson_bytes(job: Job, rank: int) -> dict[str, int]:
-    """What the teachers say of a step's tokens, when every response is as long as it may be."""
+    """Return bytes of the teachers' columns for a step of maximum-length responses."""
     distillation = job.config.algorithm.distillation
     if not job.spec.teachers or rank not in job.layout.ranks:
         return {}
@@ -165,7 +158,7 @@ def _lesson_bytes(job: Job, rank: int) -> dict[str, int]:
 
 
 def count_step_tokens(job: Job) -> int:
-    """Tokens of a step that a rank of the actor trains on when every response is as long as it may be."""
+    """Return the response tokens of a step per actor rank for maximum-length responses."""
     data, config = job.config.data, job.config
     return data.train_batch_size * config.rollout.n * data.max_response_length // job.layout.dp_size
 
@@ -186,7 +179,7 @@ def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
 
 
 def _resting_bytes(role: RoleSpec, held: RoleBytes) -> int:
-    """What another role keeps on the device while it does not work."""
+    """Return the device bytes of an idle role."""
     if not role.trainable:
         return 0 if role.offload else held.total
     gradients = 0 if role.training.offload_gradients else held.gradients
@@ -194,7 +187,6 @@ def _resting_bytes(role: RoleSpec, held: RoleBytes) -> int:
 
 
 def _scoring_phases(job: Job, rank: int, resident: dict[str, int], updating: dict[str, int]) -> Iterator[MemoryPhase]:
-    """Of other roles: what is there while they score, and while they are updated."""
     for role in job.others:
         held = _role_bytes(job, rank, role)
         at_work = resident | {role.title: _resting_bytes(role, held) if role.trainable else held.total}
@@ -235,7 +227,7 @@ def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False
 
 
 def _find_largest_matrix(job: Job, rank: int, role: RoleSpec) -> int:
-    """Bytes of the one matrix of a quantized model that exists in full while it is used or moved."""
+    """Return bytes of the largest NF4 matrix of a role, dequantized while it is used or moved."""
     if not role.is_quantized:
         return 0
     chunks = list_chunks(job.shape_of(role), job.layout_of(role), rank)
@@ -244,7 +236,7 @@ def _find_largest_matrix(job: Job, rank: int, role: RoleSpec) -> int:
 
 
 def count_microbatches(job: Job, layout: ParallelLayout, section: LayoutConfig) -> int:
-    """Microbatches of one optimizer step on one rank when every response is as long as it may be."""
+    """Return the microbatches per optimizer step and rank for maximum-length responses."""
     data, config = job.config.data, job.config
     longest = data.max_prompt_length + data.max_response_length
     prompts = config.actor.ppo_mini_batch_size or data.train_batch_size
@@ -255,12 +247,11 @@ def count_microbatches(job: Job, layout: ParallelLayout, section: LayoutConfig) 
 
 
 def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, int]) -> RankMemory:
-    """Start of the engine, the switch and the rollout."""
     config, rollout, shape = job.config, job.config.rollout, job.shape
     if rank not in job.rollout_ranks:
         return RankMemory(rank, [MemoryPhase(ENGINE_PHASES[1], resident)])
     itemsize, tp, staged = DTYPE_BYTES[config.model.dtype], job.engine_tp, 0
-    attending = shape.num_layers - len(shape.delta_layers)  # the others have states, which do not grow
+    attending = shape.num_layers - len(shape.delta_layers)  # delta nets have a state of constant size
     per_token = 2 * attending * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
     if job.engine_is_actor:
         own, per_token = 0, per_token // job.layout.pp_size
@@ -274,13 +265,13 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
         room = int(rollout.gpu_memory_utilization * job.cluster.memory_bytes)
         cache = min(room, per_token * longest * rollout.max_num_seqs)
     else:
-        # vLLM takes its share of the whole device, whatever else is there; what it shares is not in it.
+        # vLLM's share is of the whole device, other tensors included, without weights aliased with the actor.
         cache = int(rollout.gpu_memory_utilization * job.cluster.memory_bytes) - own - working
     own += staged
     engine = {"engine weights": own, "engine activations": working, "KV cache": max(cache, 0)}
-    # At the start nothing has been offloaded yet, and Adam's moments are made in the first update.
+    # At the start nothing is offloaded yet, and Adam's moments do not exist before the first update.
     fresh = {"gradients": actor.gradients, "optimizer": actor.main_weights}
-    if config.actor.zero_stage == FULLY_SHARDED:  # its float32 weights are its weights, and it has no buffers
+    if config.actor.zero_stage == FULLY_SHARDED:  # parameters are the float32 weights; no gradient buffers
         fresh = {"gradients": 0, "optimizer": 0}
     moves, largest = own > 0, _find_largest_matrix(job, rank, job.spec.roles["actor"])
     in_buckets = job.cluster.nodes > 1 or config.actor.lora.rank

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact sizes of a rank's parameters, gradients and optimizer states.
 
-Which parameters a rank has, and their shapes, come from the placement tables that training itself uses. How
-megatron-core lays them out is arithmetic (`param_and_grad_buffer.py`, `distrib_optimizer.py` there): parameters lie in
-one buffer per kind (dense, expert) in reverse order of the model; with the distributed optimizer each starts at a
-multiple of 64 elements, a bucket ends at a multiple of lcm(DP, 128), and DP rank r owns the r-th part of every bucket.
-Under ZeRO-3 there are no buffers: a rank has its rows of every trained parameter (`weights/row_shards.py`).
+Shapes come from the placement tables that training uses. Buffer layout follows megatron-core
+(`param_and_grad_buffer.py`, `distrib_optimizer.py`): one buffer per kind (dense, expert) in reverse model order; with
+the distributed optimizer each parameter starts at a multiple of 64 elements, a bucket ends at a multiple of lcm(DP,
+128), and DP rank r owns the r-th part of every bucket. ZeRO-3: `weights/row_shards.py`.
 
-Invariant (asserted in tests/planning/test_parameters.py against real actors): the three numbers equal the run's,
-rank by rank and byte by byte. Not counted: Adam's step counters, a scalar per parameter.
+Invariant (tests/planning/test_parameters.py, against real actors): the sizes equal the run's on each rank. Not counted:
+Adam's step counters.
 """
 
 from __future__ import annotations
@@ -80,12 +79,11 @@ class Parameter:
     """One parameter of a model chunk.
 
     Attributes:
-        name: inside the chunk.
         numel: elements on this rank.
-        rows: of its matrices, which ZeRO-3 cuts.
-        is_matrix: a matrix of a layer, which Muon updates where the run has it.
-        is_expert: its gradient is reduced over the replicas of an expert only (expert parallelism).
-        is_shared: the embedding that the first and last pipeline stage both hold.
+        rows: matrix rows, which ZeRO-3 splits.
+        is_matrix: whether Muon updates it, if configured.
+        is_expert: whether its gradient is reduced over expert replicas only.
+        is_shared: whether it is the embedding tied between first and last stage.
     """
 
     name: str
@@ -97,19 +95,19 @@ class Parameter:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it has no gradient; it is float32 then."""
+        """Whether it has no gradient; it is then float32."""
         return self.name.endswith(ROUTER_BIAS)
 
 
 @dataclass(frozen=True)
 class RoleBytes:
-    """Bytes on one rank that last as long as the role does.
+    """Persistent bytes of a role on one rank.
 
     Attributes:
-        parameters: weights in the training dtype, with the padding of their buffers; float32 under ZeRO-3.
-        gradients: float32 buffers; 0 for a role without an optimizer.
-        optimizer: moments, and float32 weights where training is in bfloat16 (not under ZeRO-3).
-        main_weights: these weights alone, which are there before the first step.
+        parameters: weights in the training dtype (float32 under ZeRO-3), with buffer padding.
+        gradients: float32 buffers; 0 without an optimizer.
+        optimizer: moments, and float32 main weights for bfloat16 training (not under ZeRO-3).
+        main_weights: part of `optimizer` that exists before the first step.
     """
 
     parameters: int
@@ -119,7 +117,7 @@ class RoleBytes:
 
     @property
     def total(self) -> int:
-        """All three."""
+        """Sum of parameters, gradients and optimizer."""
         return self.parameters + self.gradients + self.optimizer
 
     def __add__(self, other: RoleBytes) -> RoleBytes:
@@ -127,14 +125,14 @@ class RoleBytes:
 
 
 def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: int) -> list[list[Parameter]]:
-    """The parameters of each model chunk of a rank, in the order of `named_parameters()`; of adapters, theirs alone."""
+    """List the parameters of each model chunk of a rank, in order of `named_parameters()`; adapters only, if given."""
     pp_rank, model = layout.coordinates(rank).pp, shape.base if isinstance(shape, AdapterShape) else shape
     if model.mtp_layer:
         table = megatron_placements(model, layout, rank)
         return [_read_parameters(model, layout, [(p.param.partition(".")[2], p.local_box) for p in table])]
     embedding, first, layer, output = _building_blocks(shape, layout.tp_size, layout.ep_size, layout.etp_size)
     is_tied = shape is model and model.tied_embeddings and not model.has_score_head
-    if is_tied and layout.pp_size > 1:  # the last stage has a copy
+    if is_tied and layout.pp_size > 1:  # the last stage holds a copy
         embedding, output = (
             [replace(p, is_shared=p.name.endswith(PADDED_PARAMETERS)) for p in block] for block in (embedding, output)
         )
@@ -158,10 +156,7 @@ def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: 
 def _building_blocks(
     shape: ModelShape | AdapterShape, tp_size: int, ep_size: int, etp_size: int | None
 ) -> tuple[tuple[Parameter, ...], ...]:
-    """Embedding, a layer of another sort (dense before experts, or a gated delta net), a layer, what follows the last.
-
-    Read off the tables of a model of two layers in two stages, the first of another sort where there is one.
-    """
+    """Return the parameters of: embedding, special layer (dense before experts, delta net), layer, end of the model."""
     model = shape.base if isinstance(shape, AdapterShape) else shape
     assert not (model.dense_layers and model.delta_layers), "two sorts of layers"
     other = dict(dense_layers=min(model.dense_layers, 1), delta_layers=(0,) if model.delta_layers else ())
@@ -186,7 +181,7 @@ def _building_blocks(
 def _read_parameters(
     shape: ModelShape, layout: ParallelLayout, boxes: Iterable[tuple[str, Sequence[tuple[int, int]]]]
 ) -> list[Parameter]:
-    """Sizes of parameters from the boxes that are placed in them, in megatron-core's order."""
+    """Compute parameter sizes from the boxes placed in them, in megatron-core's order."""
     sizes: dict[str, list[int]] = {}
     for name, box in boxes:
         stops = [stop for _, stop in box]
@@ -210,19 +205,19 @@ def _read_parameters(
 
 
 def _position(name: str) -> tuple[int, str, bool]:
-    """Module, then linear_fc1 before linear_fc2, then the weight before the bias."""
+    """Return a sort key: module, then linear_fc1 before linear_fc2, then weight before bias."""
     *path, last = name.split(".")
     return next(i for i, part in enumerate(_ORDER) if part in name), path[-1], last != "weight"
 
 
 @dataclass(frozen=True)
 class Upkeep:
-    """What updates a role, and what its data parallel ranks share.
+    """Optimizer of a role, and sharding over data parallel ranks.
 
     Attributes:
-        optimizer: "adam", or "muon" with one moment of each matrix.
-        use_distributed_optimizer: states are shared (ZeRO-1).
-        is_fully_sharded: weights and gradients are, too (ZeRO-3).
+        optimizer: "adam", or "muon" with one moment per matrix element.
+        use_distributed_optimizer: ZeRO-1, sharded optimizer states.
+        is_fully_sharded: ZeRO-3.
     """
 
     optimizer: str = "adam"
@@ -231,14 +226,14 @@ class Upkeep:
 
     @classmethod
     def of(cls, section: LayoutConfig) -> Upkeep:
-        """As a section of the config has it."""
+        """Read the settings from a config section."""
         is_fully_sharded = section.zero_stage == FULLY_SHARDED
         if not isinstance(section, TrainedConfig):
             return cls(is_fully_sharded=is_fully_sharded)
         return cls(section.optimizer, section.use_distributed_optimizer, is_fully_sharded)
 
     def count_moments(self, parameter: Parameter) -> int:
-        """Of each element."""
+        """Return the optimizer moments per element."""
         return 1 if self.optimizer == "muon" and parameter.is_matrix else 2
 
 
@@ -253,18 +248,15 @@ def compute_role_bytes(
     upkeep: Upkeep = Upkeep(),
     adapters: AdapterShape | None = None,
 ) -> RoleBytes:
-    """Bytes of one role on one rank.
+    """Compute the persistent bytes of one role on one rank.
 
     Args:
-        shape: the model, with its head.
-        layout: of the role.
-        rank: of the role, 0 <= rank < layout.world_size.
+        rank: rank of the job, in `layout.ranks`.
         dtype: of parameters, "float32" or "bfloat16".
-        is_trained: the role has gradients and an optimizer.
-        upkeep: its optimizer, and what is shared.
-        adapters: that are trained in the place of the model.
+        is_trained: whether the role has gradients and an optimizer.
+        adapters: trained instead of the model, if any.
     """
-    size, frozen = DTYPE_BYTES[dtype], 0  # bytes of an element, and of all weights that are not trained
+    size, frozen = DTYPE_BYTES[dtype], 0  # bytes per element; bytes of all frozen weights
     chunks = list_chunks(shape, layout, rank)
     biases = sum(p.numel for chunk in chunks for p in chunk if p.is_frozen) * _MAIN_BYTES
     chunks = [[p for p in chunk if not p.is_frozen] for chunk in chunks]
@@ -304,7 +296,7 @@ def compute_role_bytes(
 
 
 def _count_shards(params: Iterable[Parameter], layout: ParallelLayout, rank: int) -> tuple[int, int]:
-    """Elements of the shards of a rank: with the padding that makes all of them as large as the first, and without."""
+    """Count the elements of a rank's shards, with and without padding to the largest shard."""
     held = owned = 0
     places = find_shard_places(layout, rank)
     for p in params:
@@ -316,7 +308,7 @@ def _count_shards(params: Iterable[Parameter], layout: ParallelLayout, rank: int
 
 
 def _lay_out(members: Sequence[Parameter], num_replicas: int, index: int) -> tuple[int, list[int]]:
-    """Elements of the buffer, and of each parameter's part that replica `index` owns."""
+    """Return the elements of the buffer, and of each parameter's part that replica `index` owns."""
     alignment = math.lcm(num_replicas, _BUCKET_ALIGNMENT)
     buckets: list[list[tuple[int, int]]] = [[]]  # [start, stop) of each parameter, relative to its bucket
     for parameter in reversed(members):

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a step, predicted from counts and a few stated efficiencies.
+"""Step time predicted from operation counts and stated efficiencies.
 
-Operations: 2 per weight and token forward, 4 backward, 2 more with full recomputation, and causal attention,
-2 s d n per token and direction. Training reaches `mfu` of the accelerator's peak; decoding reads weights and keys at
-`bandwidth_efficiency` of its memory's bandwidth, one token of every running response per pass; communication that is
-not hidden adds its bytes over the link's bandwidth. Lengths are assumed (`mean_response`), and nothing is measured
-here: the numbers rank layouts and show where time goes, within a factor, not a percent.
+Operations: 2 per weight and token forward, 4 backward, 2 more with full recomputation, and causal attention, 2 s d n
+per token and direction. Each decoding pass makes one token per running response and reads weights and KV cache. Lengths
+and efficiencies are assumed, not measured: results rank layouts, within a factor, not a percent.
 """
 
 from __future__ import annotations
@@ -24,15 +22,14 @@ from megatron_rl.weights.families import ModelShape
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a prediction rests on.
+    """Assumptions of a prediction.
 
     Attributes:
-        mfu: share of peak operations that training and scoring reach.
-        bandwidth_efficiency: share of memory bandwidth that decoding reaches.
-        link_efficiency: share of a link's bandwidth that collectives reach.
-        mean_response: mean response over the longest one; likewise of prompts.
-        mean_prompt: see there.
-        decode_overhead: seconds of one decoding pass that are neither memory nor operations.
+        mfu: share of peak operations in training and scoring.
+        bandwidth_efficiency: share of memory bandwidth in decoding.
+        link_efficiency: share of link bandwidth in collectives.
+        mean_response, mean_prompt: mean length over the maximum length.
+        decode_overhead: seconds per decoding pass besides memory and operations.
     """
 
     mfu: float = 0.4
@@ -43,7 +40,7 @@ class Assumptions:
     decode_overhead: float = 0.004
 
     def describe(self) -> str:
-        """In one sentence, for the report."""
+        """Return the assumptions as a sentence for the report."""
         return (
             f"{self.mfu:.0%} of peak operations, {self.bandwidth_efficiency:.0%} of memory bandwidth and "
             f"{self.decode_overhead * 1e3:g} ms per decoding pass, {self.link_efficiency:.0%} of link bandwidth; "
@@ -56,9 +53,8 @@ class StepTime:
     """Seconds of a step.
 
     Attributes:
-        phases: each by itself.
-        bubble: the pipeline's idle share of the actor's update.
-        overlap: what roles on different ranks do at the same time.
+        bubble: idle share of the pipeline in the actor's update.
+        overlap: time saved by roles that run concurrently on different ranks.
     """
 
     phases: dict[str, float]
@@ -67,12 +63,12 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """All phases, one after the other but for what overlaps."""
+        """Sum of the phases minus the overlap."""
         return sum(self.phases.values()) - self.overlap
 
 
 def build_workload(job: Job, assumed: Assumptions) -> Workload:
-    """Tokens of a step under the assumed lengths."""
+    """Compute the tokens of a step under the assumed lengths."""
     config, data = job.config, job.config.data
     minibatches = data.train_batch_size // (config.actor.ppo_mini_batch_size or data.train_batch_size)
     return Workload(
@@ -92,15 +88,12 @@ def predict_step(
     switch_seconds: float,
     assumed: Assumptions,
 ) -> StepTime:
-    """Predict a step.
+    """Predict the seconds of a step.
 
     Args:
-        job: the run in one layout.
-        work: its tokens.
-        traffic: of `list_traffic`.
-        memory: of `compute_memory`; the smallest KV cache bounds what runs at once.
-        switch_seconds: of the reshard plan.
-        assumed: efficiencies.
+        traffic: from `list_traffic`.
+        memory: from `compute_memory`; the smallest KV cache limits concurrent responses.
+        switch_seconds: from the reshard plan.
     """
 
     def wait(role: str) -> float:
@@ -108,18 +101,18 @@ def predict_step(
         return sum(t.bytes_per_rank / bandwidths[t.link] / assumed.link_efficiency for t in traffic if t.role == role)
 
     def compute(role: RoleSpec, rounds: float) -> float:
-        """`rounds` forward passes (a backward pass counts as two) over all tokens."""
+        """Return seconds of `rounds` forward passes over all tokens (a backward pass counts as two)."""
         length, layout = work.prompt_tokens + work.response_tokens, job.layout_of(role)
         operations = rounds * work.tokens * count_operations(job.shape_of(role), length) / layout.world_size
         return operations / (job.cluster.flops * assumed.mfu) * (1 + compute_bubble(work, layout, role.layout))
 
     def train(role: RoleSpec) -> float:
-        """A frozen model has no gradients of weights, which are half of a backward pass."""
+        """Return seconds of a role's updates; a frozen model skips weight gradients, half of a backward pass."""
         passes = (2 if role.training.lora.rank else 3) + (role.training.recompute_granularity == "full")
         return compute(role, work.passes * passes)
 
     roles, actor = job.spec.roles, job.config.actor
-    mtp = 0.0  # the layer behind the last one, which its stage trains while the others wait
+    mtp = 0.0  # the MTP layer, which the last stage trains while all other stages wait
     if actor.mtp_lr:
         length, layout = work.prompt_tokens + work.response_tokens, job.layout.last_stage
         operations = 3 * work.passes * work.tokens * count_operations(job.shape.mtp, length) / layout.world_size
@@ -145,21 +138,21 @@ def predict_step(
 
 
 def _find_overlap(job: Job, seconds: dict[str, float]) -> float:
-    """What roles that begin together, `seconds` of work by role, save where they are on different ranks."""
+    """Return the time saved if roles (name -> seconds) run concurrently on different ranks."""
     ranks = {name: job.ranks_of(name) for name in seconds}
     busiest = max(sum(seconds[name] for name in seconds if first.start in ranks[name]) for first in ranks.values())
     return sum(seconds.values()) - busiest
 
 
 def compute_bubble(work: Workload, layout: ParallelLayout, section: LayoutConfig) -> float:
-    """Idle time of a pipeline over its working time, (pp - 1) / (vpp m) with m microbatches."""
+    """Return a pipeline's idle time over its working time, (pp - 1) / (vpp m) with m microbatches."""
     per_step = work.tokens * work.passes / work.optimizer_steps / layout.dp_size
     microbatches = max(1, -(-per_step // section.max_tokens_per_microbatch))
     return (layout.pp_size - 1) / (layout.vpp_size * microbatches)
 
 
 def count_operations(shape: ModelShape, length: float) -> float:
-    """Operations per token of one forward pass through a sequence of `length` tokens."""
+    """Return operations per token of a forward pass through a sequence of `length` tokens."""
     h, scored = shape.hidden_size, shape.num_heads * (shape.head_dim + shape.value_dim)
     layer = shape.attention_elements + 3 * h * shape.active_columns + h * shape.num_experts
     head = 0 if shape.has_score_head else h * shape.vocab_size
@@ -168,18 +161,18 @@ def count_operations(shape: ModelShape, length: float) -> float:
 
 
 def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed: Assumptions) -> float:
-    """Waves of responses that run at once; each decoding pass reads the weights and all their keys and values."""
+    """Return decode and prefill seconds; each decoding pass reads the weights and the KV cache."""
     rollout, shape, cluster = job.config.rollout, job.shape, job.cluster
     tp, layout = job.engine_tp, job.layout
     engines = len(job.rollout_ranks) // (tp * (layout.pp_size * layout.ep_size if job.engine_is_actor else 1))
     per_engine = -(-work.num_rollouts // engines)
-    mean = work.prompt_tokens + work.response_tokens / 2  # a response's cache while it grows
+    mean = work.prompt_tokens + work.response_tokens / 2  # mean cached tokens per response
     smallest = find_smallest_cache(job, memory)
     per_token, cache = smallest.kv_bytes_per_token, max(smallest.kv_cache_bytes, 0)
     running = max(1, min(rollout.max_num_seqs, per_engine, cache // max(1, int(per_token * mean))))
     passes = work.response_tokens * per_engine / running
     weights = count_engine_bytes(job)
-    if shape.num_experts:  # few responses do not reach all experts
+    if shape.num_experts:  # few responses activate only some experts
         weights *= min(1.0, (running * shape.experts_per_token + 1) / shape.num_experts)
     bandwidth = cluster.memory_bandwidth * assumed.bandwidth_efficiency
     operations = running * count_operations(shape, mean) / tp / (cluster.flops * assumed.mfu)
