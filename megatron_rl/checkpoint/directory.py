@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on the disk: where they are, which of them are whole, and which may go.
+"""Checkpoint directories: their location, validity and deletion.
 
     <run_dir>/checkpoints/
         step_<N>/          manifest.json  config.yaml  SHA256SUMS  rng/rank_<R>.safetensors
-                           rollouts/rank_<R>.safetensors (responses that were begun and not learned from)
+                           rollouts/rank_<R>.safetensors (partial rollouts, not yet trained on)
             actor/         a Megatron distributed checkpoint (weights, optimizer) with config/
-            critic/        the same, where there is one
+            critic/        the same, if there is one
         step_<N>.partial/  being written; never read
         latest, best       links to step_<N>
 
-A checkpoint gets its name when all of it is on the disk, and `latest` moves after that. One is whole if its files have
-their digests and cover all tensors (`find_gaps`): the newest need not be, and then an older one is taken.
+A checkpoint is renamed to its final name once it is durable, and `latest` moves after that. It is valid if its files
+match their digests and cover all tensors (`find_gaps`); a run resumes from the newest valid one.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ _UNFINISHED = (".partial", ".replaced", ".deleting")
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """The newest whole checkpoint of a run and what was wrong with newer ones.
+    """The newest valid checkpoint of a run, if there is one.
 
     Attributes:
-        directory: None if there is none.
-        skipped: newer ones, one line each with the reason.
+        skipped: newer, invalid checkpoints, one line each with the reason.
     """
 
     directory: Path | None
@@ -55,11 +54,11 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True)
 class FoundWeights:
-    """Weights of a policy on the disk.
+    """Weights of a policy on disk.
 
     Attributes:
         path: a model in HF format, or a distributed checkpoint with its config.
-        step, policy_version: of the run that wrote it; 0 where no run did.
+        step, policy_version: of the run that wrote it; 0 if no run did.
     """
 
     path: Path
@@ -68,7 +67,7 @@ class FoundWeights:
 
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:
-    """Step and directory of every checkpoint with a name of its own, newest first (an export alone is none)."""
+    """List step and directory of every renamed checkpoint, newest first; exports alone do not count."""
     found = []
     for path in root.glob("step_*") if root.is_dir() else ():
         number = path.name.removeprefix("step_")
@@ -78,10 +77,10 @@ def list_steps(root: Path) -> list[tuple[int, Path]]:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The content of manifest.json.
+    """Return the content of manifest.json.
 
     Raises:
-        UserError: there is none, it does not read, or a newer version of this package wrote it.
+        UserError: it is missing, unreadable, or from a newer version of this package.
     """
     path = directory / MANIFEST_FILE
     try:
@@ -106,12 +105,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def find_problems(directory: Path, part: int = 0, num_parts: int = 1, *, reads_all: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, one line each; [] if it is whole.
+    """Describe the problems of a checkpoint, one line each; empty if it is valid.
 
     Args:
-        directory: of the checkpoint.
-        part, num_parts: look at this share of its bytes only (ranks share the work).
-        reads_all: compare digests; else the sizes of files and the coverage of tensors alone.
+        part, num_parts: share of its bytes to check (ranks share the work).
+        reads_all: compare digests; otherwise only file sizes and the coverage of tensors.
     """
     try:
         manifest, digests = read_manifest(directory), read_digests(directory)
@@ -130,14 +128,14 @@ def find_problems(directory: Path, part: int = 0, num_parts: int = 1, *, reads_a
 
 
 def find_problems_together(directory: Path, group: dist.ProcessGroup) -> list[str]:
-    """The same on every rank of `group`, each of which looks at a share; collective."""
+    """Run `find_problems` with the work shared by all ranks of `group`; equal on every rank; collective."""
     problems: list[list[str]] = [[]] * group.size()
     dist.all_gather_object(problems, find_problems(directory, group.rank(), group.size()), group=group)
     return list(dict.fromkeys(line for lines in problems for line in lines))
 
 
 def find_newest_valid(root: Path, group: dist.ProcessGroup) -> FoundCheckpoint:
-    """Look for a checkpoint to resume from: the newest that is whole; collective."""
+    """Find the newest valid checkpoint to resume from; collective."""
     box: list[Any] = [[path for _, path in list_steps(root)]]
     dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group=group)
     skipped = []
@@ -151,7 +149,7 @@ def find_newest_valid(root: Path, group: dist.ProcessGroup) -> FoundCheckpoint:
 
 
 def point_at(root: Path, name: str, step: int) -> None:
-    """Make the link `<root>/<name>` name the checkpoint of a step, in one move."""
+    """Point the link `<root>/<name>` to the checkpoint of a step, atomically."""
     temporary = root / f".{name}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(f"step_{step}")
@@ -160,7 +158,7 @@ def point_at(root: Path, name: str, step: int) -> None:
 
 
 def read_pointer(root: Path, name: str) -> int | None:
-    """The step that a link names; None where there is no such link."""
+    """Return the step that a link points to; `None` without a link."""
     try:
         number = (root / name).readlink().name.removeprefix("step_")
     except OSError:
@@ -169,10 +167,10 @@ def read_pointer(root: Path, name: str) -> int | None:
 
 
 def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
-    """Delete old checkpoints and the remains of unfinished ones; returns the steps that went.
+    """Delete old checkpoints and remains of unfinished ones, and return the deleted steps.
 
-    Those that were written because time had passed go whatever `keep_last` is. The one that `latest` names is never
-    deleted. Newer ones are damaged (the run continued from an older one): they do not count, and stay until the run
+    Checkpoints written by a timer are deleted regardless of `keep_last`; the target of `latest` never is. Checkpoints
+    newer than `latest` are damaged (the run resumed from an older one): they do not count, and stay until the run
     reaches their step again.
     """
     for path in root.glob("step_*"):
@@ -186,7 +184,7 @@ def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
     steps = [item for item in steps if item not in passing]
     for step, path in passing + (steps[max(keep_last, 1) :] if keep_last is not None else []):
         if step not in kept:
-            doomed = path.with_name(path.name + ".deleting")  # half a checkpoint must not bear a whole one's name
+            doomed = path.with_name(path.name + ".deleting")  # a partly deleted checkpoint must not look complete
             path.rename(doomed)
             shutil.rmtree(doomed)
             gone.append(step)
@@ -201,7 +199,7 @@ def _is_passing(directory: Path) -> bool:
 
 
 def find_step(path: Path) -> Path:
-    """The step that a path means: itself, or the newest of a run."""
+    """Return the step directory for a path: the path itself, or the latest step of a run."""
     for candidate in (path / "latest", path / "checkpoints" / "latest"):
         if candidate.exists():
             return candidate.resolve()
@@ -209,7 +207,7 @@ def find_step(path: Path) -> Path:
 
 
 def resolve_weights(path: Path, role: str = "actor") -> Path:
-    """The distributed checkpoint that a user means: itself, or that of a role in a step or in a run.
+    """Return the distributed checkpoint for a path: the path itself, or that role in a step or run.
 
     Raises:
         UserError: there is none.
@@ -226,10 +224,10 @@ def resolve_weights(path: Path, role: str = "actor") -> Path:
 
 
 def find_weights(path: str | Path) -> FoundWeights:
-    """The policy that a user means: a model in HF format, a converted checkpoint, step_<N>, or a run (its latest).
+    """Find the policy for a path: a model in HF format, a converted checkpoint, step_<N>, or a run (its latest).
 
     Raises:
-        UserError: a directory that holds none of them.
+        UserError: the directory contains none of these.
     """
     path = Path(path)
     if path.is_dir() and not (find_model_files(path) / "config.json").is_file():
@@ -245,15 +243,13 @@ def find_gaps(directory: Path, manifest: Mapping[str, Any], part: int = 0, num_p
     """Return one line per gap in a training checkpoint; other kinds have none.
 
     Args:
-        directory: of the checkpoint.
-        manifest: its own.
-        part, num_parts: look at this share of its roles only.
+        part, num_parts: share of its roles to check.
     """
     has_optimizer, gaps = bool(manifest.get("has_optimizer")), []
     for name, role in list(manifest.get("roles", {}).items())[part::num_parts]:
         try:
             gaps += [f"{name}: {gap}" for gap in _find_role_gaps(directory / name, role, has_optimizer)]
-        except (UserError, KeyError, TypeError) as error:  # no index that reads, or no model in the manifest
+        except (UserError, KeyError, TypeError) as error:  # unreadable index, or no model in the manifest
             gaps.append(f"{name}: {error.found if isinstance(error, UserError) else repr(error)}")
         if has_optimizer:
             files = (f"rng/rank_{rank}.safetensors" for rank in range(role["layout"]["world_size"]))
@@ -277,10 +273,10 @@ def _find_role_gaps(directory: Path, role: Mapping[str, Any], has_optimizer: boo
 
 
 def _are_disjoint(boxes: Iterable[Box], whole: Box) -> bool:
-    """Whether boxes with as many elements as `whole` cover it.
+    """Return whether boxes with as many elements as `whole` cover it.
 
-    Corners that an even number of boxes share cancel out. If the corners of the whole are left, every element of it is
-    covered an odd number of times, hence once. (Comparing all pairs takes minutes for the experts of a large model.)
+    Corners shared by an even number of boxes cancel out. If the corners of the whole remain, every element is covered
+    an odd number of times, hence once. (Comparing all pairs takes minutes for the experts of a large model.)
     """
     corners: set[tuple[int, ...]] = set()
     for box in boxes:
@@ -289,7 +285,7 @@ def _are_disjoint(boxes: Iterable[Box], whole: Box) -> bool:
 
 
 def _list_tensors(role: Mapping[str, Any], has_optimizer: bool) -> dict[str, tuple[int, ...]]:
-    """Global tensor -> shape, of a role as the manifest describes it."""
+    """Return global tensor -> shape for a role in the manifest."""
     shape = read_shape(role["model"])
     tensors = {place.key: place.shape for places in megatron_global_placements(shape).values() for place in places}
     if has_optimizer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights out of files of either kind into a model of any layout."""
+"""Loading of weights in HF or Megatron format into a model of any layout."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron_rl.weights.shard_box import ShardBox
 
 
 def check_weights(directory: str | Path, shape: ModelShape, may_lack: Collection[str] = ()) -> None:
-    """Compare what is there, in either form, with the model that its config describes; reads headers only.
+    """Check weights in either format against the model's config; reads headers only.
 
     Raises:
-        UserError: naming the first tensors that are missing or have another shape.
+        UserError: names the first tensors that are missing or have another shape.
     """
     directory = Path(directory)
     if not (directory / METADATA_FILE).is_file():
@@ -32,7 +32,7 @@ def check_weights(directory: str | Path, shape: ModelShape, may_lack: Collection
 
 
 def check_global_shapes(reader: ChunkReader, table: Table, weights: Path) -> None:
-    """Compare a checkpoint with the model that its config describes; padded rows of the vocabulary may be there."""
+    """Check a distributed checkpoint against the model's config; padded vocabulary rows are allowed."""
     if any(key.endswith(".lora_A.weight") for key in reader.tensors):
         raise UserError(
             "the checkpoint holds adapters, and not the model that they belong to",
@@ -69,20 +69,16 @@ def load_weights(
     *,
     may_lack: Collection[str] = (),
 ) -> None:
-    """Fill `params` in place from a model in HF format or a Megatron distributed checkpoint, whichever is there.
+    """Fill `params` in place from a model in HF format or a Megatron distributed checkpoint.
 
-    Values are converted to the dtype of the parameters, padding becomes zero, and this rank reads just the boxes that
-    its parameters hold.
+    Values are converted to the dtype of the parameters, padding becomes zero, and this rank reads only its boxes.
 
     Args:
         directory: of the model (see `directory.resolve_weights`).
-        shape: the architecture.
-        placements: table of this rank.
-        params: this rank's parameters by name.
-        may_lack: tensors that become zero when they are not there.
+        may_lack: tensors set to zero if missing.
 
     Raises:
-        UserError: it is no such checkpoint, belongs to another model, or a file is damaged.
+        UserError: not a checkpoint, another model, or a damaged file.
     """
     if not (directory / METADATA_FILE).is_file():
         load_huggingface(directory, placements, params, may_lack=may_lack)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that arrive whole or not at all: digests made while writing, durable names, one error per fault.
+"""Atomic and durable files: digests computed while writing, fsync, and readable errors.
 
-The digests of a directory are in `SHA256SUMS`, in the format of `sha256sum`, so that `sha256sum -c SHA256SUMS` checks
-a checkpoint without us.
+The digests of a directory are in `SHA256SUMS`, so that `sha256sum -c SHA256SUMS` checks a checkpoint without this
+package.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FileRecord:
 
 
 class HashingFile:
-    """A new file; its digest is known when it is closed, and it is on the disk then.
+    """A new file that is hashed while it is written, and durable once closed.
 
     Raises:
         OSError: (every method) the file cannot be written.
@@ -43,7 +43,7 @@ class HashingFile:
         self._file, self._hash = open(path, "wb"), hashlib.sha256()  # noqa: SIM115  closed by `close`
 
     def write(self, content: bytes | memoryview) -> int:
-        """Append; an error is kept in `error` as well (torch.save would turn it into another one)."""
+        """Append bytes; an error is also kept in `error`, because torch.save replaces it by another one."""
         try:
             self._file.write(content)
         except OSError as error:
@@ -55,18 +55,18 @@ class HashingFile:
         return size
 
     def flush(self) -> None:
-        """For writers that expect it."""
+        """Flush buffers, for writers that expect this method."""
         self._file.flush()
 
     def close(self) -> FileRecord:
-        """Bring it to the disk."""
+        """Flush to disk and return the record."""
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
         return FileRecord(self.path, self.num_bytes, self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Close after a failure; what could not be written is forgotten."""
+        """Close after a failure, ignoring unwritten data."""
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -96,7 +96,7 @@ def sync(path: Path) -> None:
 
 
 def publish(partial: Path, directory: Path) -> None:
-    """Give a finished directory its name; one that has the name already goes away only then."""
+    """Rename a finished directory into place; an existing one is deleted only afterwards."""
     for path in (partial, *partial.rglob("*")):
         sync(path)
     replaced = directory.with_name(directory.name + ".replaced")
@@ -114,16 +114,16 @@ def publish(partial: Path, directory: Path) -> None:
 
 
 def write_digests(directory: Path, records: Iterable[FileRecord]) -> None:
-    """Write the digests of the files of a directory, the last file in it."""
+    """Write the digests of a directory's files, as its last file."""
     lines = sorted(f"{record.digest}  {record.path.relative_to(directory)}\n" for record in records)
     write_file(directory / DIGESTS_FILE, "".join(lines).encode())
 
 
 def read_digests(directory: Path) -> dict[str, str]:
-    """Relative path -> SHA-256.
+    """Return relative path -> SHA-256.
 
     Raises:
-        UserError: there is no such file, or a line of it does not read.
+        UserError: the file is missing or unreadable.
     """
     try:
         lines = (directory / DIGESTS_FILE).read_text(encoding="utf-8").splitlines()
@@ -142,12 +142,11 @@ def read_digests(directory: Path) -> dict[str, str]:
 def find_damage(
     directory: Path, digests: Mapping[str, str], sizes: Mapping[str, int], *, reads_all: bool = True
 ) -> list[str]:
-    """What is wrong with the files of a directory, one line each.
+    """Describe the damage to the files of a directory, one line each.
 
     Args:
-        directory: of the files.
-        digests: relative path -> SHA-256, of the files to look at.
-        sizes: relative path -> bytes, where known.
+        digests: relative path -> SHA-256, of the files to check.
+        sizes: relative path -> bytes, if known.
         reads_all: compare digests as well as sizes.
     """
     problems = []
@@ -175,7 +174,7 @@ def find_damage(
 
 
 def explain_os_error(error: OSError, directory: Path, num_bytes: int | None = None) -> UserError:
-    """The error of a write, in words; say how many bytes were wanted where that is known."""
+    """Convert the error of a write to a `UserError`, with the number of bytes to write if given."""
     where, wanted = str(error.filename or directory), f"; {num_bytes:,} bytes were to be written" if num_bytes else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return UserError(
@@ -201,7 +200,7 @@ def explain_os_error(error: OSError, directory: Path, num_bytes: int | None = No
 
 
 def explain_write_error(error: Exception, directory: Path) -> UserError:
-    """The error of a writer that may have wrapped the system's own (safetensors does), in words."""
+    """Convert the error of a write, including system errors wrapped by safetensors, to a `UserError`."""
     if isinstance(error, UserError):
         return error
     code = re.search(r"\(os error (\d+)\)", str(error))
@@ -218,13 +217,7 @@ def _free_bytes(directory: Path) -> int:
 
 @dataclass(frozen=True)
 class Unit:
-    """One output file.
-
-    Attributes:
-        file: its name.
-        tensors: names of the logical tensors in it.
-        num_bytes: of their elements.
-    """
+    """One output file and the logical tensors in it."""
 
     file: str
     tensors: tuple[str, ...]
@@ -232,11 +225,11 @@ class Unit:
 
 
 def split_units(sizes: Mapping[str, int], max_bytes: int, name_file: Callable[[int, int], str]) -> list[Unit]:
-    """Fill files with tensors in order.
+    """Distribute tensors over files in order.
 
     Args:
         sizes: tensor -> bytes.
-        max_bytes: a file ends before it would exceed this (a larger tensor has a file of its own).
+        max_bytes: size limit of a file (a larger tensor has its own file).
         name_file: (index from 0, number of files) -> name.
     """
     batches: list[list[str]] = [[]]

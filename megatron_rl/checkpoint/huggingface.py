@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HF safetensors in and out, through the placement tables.
+"""Reading and writing of models in HF format, through the placement tables.
 
-Loading streams: each rank reads just the boxes that its parameters hold; the extra host memory is one
-box. Writing collects one file's worth of logical tensors at a time on rank 0 and renames the finished
-directory into place, so that a half-written model is never mistaken for a whole one.
+Loading streams: each rank reads only the boxes of its parameters; the extra host memory is one box. Writing gathers one
+file's worth of logical tensors at a time on rank 0 and renames the finished directory into place.
 
 A model with a score head (critic, reward model) is transformers' `*ForSequenceClassification` with one label.
 """
@@ -44,13 +43,13 @@ T = TypeVar("T")
 
 
 def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collection[str] = ()) -> None:
-    """Compare names and shapes of the files with what the config promises; reads headers only.
+    """Check names and shapes of the tensors against the config; reads headers only.
 
     Args:
-        may_lack: tensors that need not be there; `load_huggingface` then makes them zero (a new value head).
+        may_lack: optional tensors, which `load_huggingface` sets to zero if missing (a new value head).
 
     Raises:
-        UserError: naming the first tensors that are missing or have another shape, or a head of another kind.
+        UserError: names the first tensors that are missing or have another shape, or a head of another kind.
     """
     directory = Path(directory)
     files = ModelFiles(directory)
@@ -70,7 +69,7 @@ def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collect
 
 
 def _check_head(directory: Path, files: Mapping[str, Path], shape: ModelShape, may_lack: Collection[str]) -> None:
-    """Refuse a head of another kind, which would be left out silently, or whose absence would look like damage."""
+    """Refuse a head of another kind: it would be dropped silently, or its absence would look like damage."""
     family, source = FAMILIES[shape.family], str(directory)
     if not shape.has_score_head:
         if SCORE_HEAD in files:
@@ -122,10 +121,7 @@ def load_huggingface(
     """Fill `params` in place from the checkpoint, converting to their dtype; padding becomes zero.
 
     Args:
-        directory: HF model directory.
-        placements: table of this rank.
-        params: this rank's parameters by name.
-        may_lack: tensors that become zero when the checkpoint does not have them.
+        may_lack: tensors set to zero if missing.
     """
     files = ModelFiles(Path(directory))
     by_file: dict[Path, list[ShardBox]] = {}
@@ -144,15 +140,12 @@ def load_huggingface(
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model whose weights lie on the ranks of a group.
+    """A model whose weights are sharded over the ranks of a group.
 
     Attributes:
-        shape: the architecture.
         shards: placements of all ranks.
-        params: this rank's parameters by name.
-        group: all ranks.
-        dtype: of the model, which parameters are rounded to where they are kept more exactly; not of router biases.
-        mtp: the layer behind its last one, where `shards` and `params` have it; None: they have not.
+        dtype: dtype in files, except for router biases; parameters of higher precision are rounded to it.
+        mtp: the MTP layer after the last one, if `shards` and `params` contain it.
     """
 
     shape: ModelShape
@@ -163,7 +156,7 @@ class ShardedModel:
     mtp: ModelShape | None = None
 
     def find_dtype(self, name: str) -> torch.dtype:
-        """Of a logical tensor in files."""
+        """Return the dtype of a logical tensor in files."""
         return torch.float32 if self.shape.is_router_bias(name) else self.dtype
 
 
@@ -177,17 +170,16 @@ def save_huggingface(
 ) -> Path:
     """Write a model in HF format; collective over its group, rank 0 writes.
 
-    A model with a score head becomes a `*ForSequenceClassification` with one label, whatever `side_files_from` is.
+    A model with a score head becomes a `*ForSequenceClassification` with one label.
 
     Args:
         directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
-        model: its weights.
-        side_files_from: model directory whose config and tokenizer files are copied, and draft layers.
+        side_files_from: model directory from which config, tokenizer files and draft layers are copied.
         bucket_bytes: bound on the staging memory of the transfer.
-        max_file_bytes: size at which a new safetensors file begins; rank 0 holds one file's tensors.
+        max_file_bytes: bytes per safetensors file, all of which rank 0 holds at once.
 
     Raises:
-        Exception: rank 0 could not write; on every rank, and an existing directory stays.
+        Exception: rank 0 could not write; raised on every rank. An existing directory stays.
     """
     directory, shape, group = Path(directory), model.shape, model.group
     partial, shapes = directory.with_name(directory.name + ".partial"), shape.logical_tensors()
@@ -216,22 +208,20 @@ def save_huggingface(
 
 
 def name_safetensors(index: int, count: int) -> str:
-    """Name of a file of weights in HF format; `index` counts from 0."""
+    """Return the name of a weight file in HF format; `index` counts from 0."""
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
 
 
 def finish_model(
     partial: Path, directory: Path, units: Sequence[Unit], config: Path, shape: ModelShape, dtype: torch.dtype
 ) -> None:
-    """Write what belongs beside the weights of a model in HF format, and give its directory the name.
+    """Write index, config and tokenizer files of a model in HF format, and rename its directory into place.
 
     Args:
         partial: holds the files of `units`.
-        directory: its name; an existing one is replaced.
-        units: the files of weights.
-        config: where config and tokenizer files are copied from.
-        shape: of the model; one with a score head becomes a `*ForSequenceClassification`.
-        dtype: of the weights; config.json says it.
+        directory: final name; an existing one is replaced.
+        config: directory from which config and tokenizer files are copied.
+        dtype: of the weights, for config.json.
     """
     if len(units) > 1:
         weight_map = {name: unit.file for unit in units for name in unit.tensors}
@@ -244,7 +234,7 @@ def finish_model(
     keys = [key for key in ("dtype", "torch_dtype") if key in described] or ["torch_dtype"]
     described |= dict.fromkeys(keys, dtype_name(dtype))
     described.pop("quantization_config", None)  # weights were decoded when they were read
-    if shape.has_score_head:  # transformers counts `id2label`
+    if shape.has_score_head:  # transformers derives the number of labels from `id2label`
         described |= {
             "architectures": [FAMILIES[shape.family].scoring_architecture],
             "num_labels": 1,
@@ -257,7 +247,7 @@ def finish_model(
 
 
 def do_on_first(group: dist.ProcessGroup, action: Callable[..., T], *args: Any) -> T | None:
-    """What the action returns on rank 0, None elsewhere; whatever it raises is raised on every rank; collective."""
+    """Run an action on rank 0 and return its result there; errors are raised on every rank; collective."""
     result, error = None, None
     if group.rank() == 0:
         try:
@@ -269,7 +259,7 @@ def do_on_first(group: dist.ProcessGroup, action: Callable[..., T], *args: Any) 
 
 
 def make_empty(directory: Path) -> None:
-    """An empty directory, whatever was there."""
+    """Create an empty directory, deleting an existing one."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
 
@@ -282,7 +272,7 @@ def _allocate(sizes: Mapping[str, tuple[int, ...]], model: ShardedModel) -> dict
 def _write_tensors(
     tensors: Mapping[str, torch.Tensor], written: Mapping[str, FileTensor], kept: Mapping[str, Path], path: Path
 ) -> None:
-    """Logical tensors as those that are written, and what is kept from other files."""
+    """Write a file of trained tensors, packed as needed, and tensors copied from other files."""
     found = {}
     for name, tensor in written.items():
         experts = [join_turns([tensors[part].cpu() for part in turns]) for turns in tensor.experts]
@@ -296,11 +286,10 @@ def _write_tensors(
 def gather_on_first(
     batch: Mapping[str, tuple[int, ...]], model: ShardedModel, bucket_bytes: int = 32 << 20
 ) -> dict[str, torch.Tensor]:
-    """Whole logical tensors on rank 0, none elsewhere; collective.
+    """Gather whole logical tensors on rank 0, none elsewhere; collective.
 
     Args:
-        batch: their shapes by name.
-        model: has them.
+        batch: shapes by name.
         bucket_bytes: bound on the staging memory of the transfer.
     """
     tensors = do_on_first(model.group, _allocate, batch, model) or {}
@@ -316,21 +305,20 @@ def gather_on_first(
 
 
 def find_drafts(directory: Path, shape: ModelShape) -> dict[str, Path]:
-    """Return the file of each tensor of the layers that predict further tokens (of DeepSeek-V3, GLM-4.5, Qwen3-Next).
+    """Return the file of each tensor of the MTP layers (of DeepSeek-V3, GLM-4.5, Qwen3-Next).
 
-    Engines draft with them. Unless `actor.mtp_lr` trains one, exports copy them from the model that the run began with.
+    Engines draft with them. Unless `actor.mtp_lr` trains one, exports copy them from the initial model.
 
     Args:
-        directory: of a model; it may have a config.json alone.
-        shape: of the model.
+        directory: of a model; it may contain only a config.json.
     """
     config = json.loads((directory / "config.json").read_bytes())
-    may_have = shape.delta_net is not None or any(config.get(key) for key in _KEYS)  # Qwen3-Next's does not tell
+    may_have = shape.delta_net is not None or any(config.get(key) for key in _KEYS)  # Qwen3-Next has no such key
     if not may_have or not any(directory.glob("*.safetensors")):
         return {}
     return {name: file for name, file in index_safetensors(directory).items() if shape.is_draft(name)}
 
 
 def forget_drafts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a model without layers that predict further tokens."""
+    """Return config.json without MTP layers."""
     return {key: 0 if key in _KEYS else value for key, value in config.items()}

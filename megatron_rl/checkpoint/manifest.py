@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""manifest.json: what a checkpoint says about itself; and the last steps that turn files into a checkpoint."""
+"""manifest.json, the description of a checkpoint; and the final steps that turn files into a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "
 
 @dataclass(frozen=True)
 class RunContent:
-    """What belongs to the run and not to a rank.
+    """State of the run that belongs to no rank.
 
     Attributes:
-        step: of the main loop, finished.
-        policy_version: optimizer steps behind the actor's weights.
+        step: completed step of the main loop.
+        policy_version: of the actor's weights.
         recipe: the resolved config as YAML.
-        state: everything else that a resumed run needs, as JSON: data position, KL controller, best metric, ...
+        state: all other state for resuming, as JSON: data position, KL controller, best metric, ...
         side_files: role -> files of its model, see `list_side_files`.
-        is_passing: written because time has passed; it goes when a newer one is there.
+        is_passing: written by a timer, and deleted once a newer checkpoint exists.
     """
 
     step: int
@@ -48,15 +48,13 @@ class RunContent:
 
 
 def make_manifest(content: RunContent, roles: Mapping[str, SavedRole], *, with_optimizer: bool) -> dict[str, Any]:
-    """What is known when the checkpoint is taken; nothing in it changes when training continues.
+    """Build the manifest when the checkpoint is taken; it does not change when training continues.
 
     Args:
-        content: of the run.
-        roles: whose first rank this is.
-        with_optimizer: the checkpoint has optimizer states.
+        roles: roles whose first rank this is.
 
     Raises:
-        TypeError: `content.state` cannot be written as JSON.
+        TypeError: `content.state` is not serializable as JSON.
     """
     return json.loads(
         json.dumps(
@@ -73,7 +71,7 @@ def make_manifest(content: RunContent, roles: Mapping[str, SavedRole], *, with_o
 
 
 def begin_manifest(kind: str, step: int) -> dict[str, Any]:
-    """What every manifest says."""
+    """Return the fields common to all manifests."""
     return {
         "format": FORMAT_VERSION,
         "kind": kind,
@@ -84,7 +82,7 @@ def begin_manifest(kind: str, step: int) -> dict[str, Any]:
 
 
 def describe_role(role: SavedRole) -> dict[str, Any]:
-    """A role as the manifest has it: model, dtype, layout, progress."""
+    """Return a role's manifest entry: model, dtype, layout, progress."""
     return {
         "model": dataclasses.asdict(role.model.shape),
         "dtype": dtype_name(role.model.dtype),
@@ -96,7 +94,7 @@ def describe_role(role: SavedRole) -> dict[str, Any]:
 
 
 def list_packages() -> dict[str, str]:
-    """Versions of this package, installed or not, and of the installed ones that a checkpoint depends on."""
+    """Return versions of this package and of installed packages that a checkpoint depends on."""
     found = {"megatron_rl": __version__}
     for name in _PACKAGES:
         try:
@@ -119,16 +117,15 @@ def finish_directory(
     content: RunContent,
     parts: Sequence[tuple[dict[str, list[Chunk]], list[FileRecord], dict[str, Any]]],
 ) -> int:
-    """Write what describes the ranks' files, and give the directory its name; returns its bytes.
+    """Complete the ranks' files to a checkpoint, rename its directory into place, and return its bytes.
 
     Args:
         partial: `<name>.partial`, with the files of all ranks.
         manifest: from `make_manifest` on rank 0.
-        content: the same as there.
-        parts: of every rank: chunks by role, the files it wrote, and the roles in its manifest.
+        parts: per rank: chunks by role, written files, and the roles in its manifest.
 
     Raises:
-        OSError: something cannot be written.
+        OSError: a file cannot be written.
         UserError: the files do not cover every tensor of the roles.
     """
     records = [record for _, files, _ in parts for record in files]
@@ -141,11 +138,11 @@ def finish_directory(
 
 
 def seal(partial: Path, manifest: dict[str, Any], records: Sequence[FileRecord]) -> int:
-    """Write manifest and digests, and take `.partial` off the name; returns the bytes of all files.
+    """Write manifest and digests, remove `.partial` from the name, and return the bytes of all files.
 
     Raises:
-        OSError: something cannot be written.
-        UserError: what is on the disk is not whole; it keeps its temporary name.
+        OSError: a file cannot be written.
+        UserError: the checkpoint is incomplete; it keeps its temporary name.
     """
     sizes = {str(record.path.relative_to(partial)): record.num_bytes for record in records}
     text = json.dumps({**manifest, "num_bytes": sum(sizes.values()), "files": sizes}, indent=1)
@@ -175,15 +172,14 @@ def _check_adapters(saved: Mapping[str, Any], wanted: Mapping[str, Any], directo
 
 
 def check_model(saved: Mapping[str, Any], shape: ModelShape | AdapterShape, directory: Path) -> None:
-    """Compare the model of a checkpoint with the one in use.
+    """Check that a checkpoint belongs to the model in use.
 
     Args:
-        saved: its shape, as in the manifest.
-        shape: of the model in use.
+        saved: shape of its model in the manifest.
         directory: for the error.
 
     Raises:
-        UserError: naming what differs (the vocabulary, say).
+        UserError: names the differing fields (e.g. the vocabulary).
     """
     wanted = json.loads(json.dumps(dataclasses.asdict(shape)))
     if ("base" in saved) != ("base" in wanted):

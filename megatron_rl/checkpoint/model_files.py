@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logical tensors of a model in HF format, also where its files keep the experts of a layer in one tensor.
+"""Logical tensors of a model in HF format, including experts that are packed into one tensor per layer.
 
-Of an image-text model the text part alone has logical tensors. Experts may be in MXFP4: 4-bit numbers in blocks of 32
-with one exponent (the OCP's microscaling formats, 1.0). They are decoded to bfloat16, which has room for all of them.
-Other tensors are read as they are.
+Only the text part of an image-text model has logical tensors. Experts in MXFP4 (4-bit numbers in blocks of 32 with one
+exponent; OCP microscaling formats, 1.0) are decoded to bfloat16, whose precision suffices.
 """
 
 from __future__ import annotations
@@ -33,31 +32,28 @@ from megatron_rl.weights.packed_experts import (
 )
 from megatron_rl.weights.text_part import name_text_tensor
 
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and their negatives, from code 8 on
-_BIAS = 127  # of the exponents
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 8 to 15 are the negatives
+_BIAS = 127  # exponent bias
 _Headers = dict[str, tuple[tuple[int, ...], str]]
 
 
 class ModelFiles(Mapping[str, Path]):
-    """Logical tensor -> file.
-
-    Args:
-        directory: of the model.
+    """Mapping from logical tensor to file.
 
     Raises:
-        UserError: as `index_safetensors`, or blocks without scales.
+        UserError: see `index_safetensors`; or MXFP4 blocks without scales.
     """
 
     def __init__(self, directory: Path) -> None:
         family, stored = _read_family(directory), index_safetensors(directory)
-        self._names = {name: name for name in stored}  # logical name -> that in files
+        self._names = {name: name for name in stored}  # logical name -> name in the files
         if family is not None and family.image_text is not None:
             self._names = {text: name for name in stored if (text := name_text_tensor(name)) is not None}
         self._stored = {text: stored[name] for text, name in self._names.items()}
         self._files, self._parts = dict(self._stored), dict[str, PackedPart]()
         packing = family.experts.packing if family is not None and family.experts is not None else None
         for name in self._stored if packing is not None else ():
-            if not find_parts(name, 1) or not name.startswith("model."):  # others are of draft layers
+            if not find_parts(name, 1) or not name.startswith("model."):  # all others belong to draft layers
                 continue
             (num_experts, *_), _ = self._read_stored([name])[name]
             parts = find_parts(name, num_experts, in_halves=packing == "halves")
@@ -67,12 +63,12 @@ class ModelFiles(Mapping[str, Path]):
                 self._forget_scales(name, directory)
 
     def _read_stored(self, names: Iterable[str]) -> _Headers:
-        """Headers of tensors of files, under the names that they have here."""
+        """Read headers by logical name."""
         headers = read_headers({self._names[name]: self._stored[name] for name in names})
         return {name: headers[self._names[name]] for name in names}
 
     def _forget_scales(self, name: str, directory: Path) -> None:
-        """What belongs to blocks is no tensor of its own."""
+        """Remove the scales of MXFP4 blocks from the logical tensors."""
         scales = name.removesuffix(BLOCKS) + SCALES
         if self._files.pop(scales, None) is None:
             raise UserError(
@@ -92,7 +88,7 @@ class ModelFiles(Mapping[str, Path]):
         return len(self._files)
 
     def read_headers(self) -> _Headers:
-        """Shape and type of every logical tensor, as `read_headers` of the files."""
+        """Return shape and safetensors dtype of every logical tensor."""
         headers = self._read_stored(self._stored)
         found = {name: header for name, header in headers.items() if name in self._files}
         for name, part in self._parts.items():
@@ -107,13 +103,13 @@ class ModelFiles(Mapping[str, Path]):
 
     @contextmanager
     def open(self, file: Path) -> Iterator[OpenFile]:
-        """Read tensors of a file."""
+        """Open a file for reading logical tensors."""
         with ExitStack() as stack:
             yield OpenFile(file, self._stored, self._parts, self._names, stack)
 
 
 def list_copies(shape: ModelShape) -> dict[str, str]:
-    """What the layer behind the last one has of the model in published checkpoints: tensor -> that of the model."""
+    """Map tensors that published checkpoints repeat in the MTP layer to the model's own."""
     prefix = f"model.layers.{shape.num_layers}."
     head = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
     return {f"{prefix}embed_tokens.weight": "model.embed_tokens.weight", f"{prefix}shared_head.head.weight": head}
@@ -121,11 +117,10 @@ def list_copies(shape: ModelShape) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class WrittenTensor:
-    """A tensor of a file that is written.
+    """A tensor in an output file.
 
     Attributes:
-        size, dtype: its own.
-        experts: the logical tensors of each expert, which `join` makes one of; none, where it is a logical tensor.
+        experts: logical tensors of each expert, for `join`; empty if this is itself a logical tensor.
     """
 
     size: tuple[int, ...]
@@ -135,18 +130,18 @@ class WrittenTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
 
 def list_written(
     shape: ModelShape, drafts: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, WrittenTensor]:
-    """The tensors of a model that is written, by name.
+    """List the output tensors of a model by name.
 
     Args:
-        drafts: sizes of tensors that are no logical ones.
-        dtypes: of these and of the logical tensors; a packed one has that of its parts.
+        drafts: sizes of tensors that are not logical tensors.
+        dtypes: by name, for drafts and logical tensors; a packed tensor has the dtype of its parts.
     """
     tensors = list_file_tensors(shape) | {name: FileTensor(size) for name, size in drafts.items()}
     return {
@@ -156,7 +151,7 @@ def list_written(
 
 
 class OpenFile:
-    """Reads logical tensors, as `safe_open` reads those that are stored."""
+    """An open file of logical tensors, with the interface of `safe_open`."""
 
     def __init__(
         self,
@@ -168,22 +163,22 @@ class OpenFile:
     ) -> None:
         self._file, self._stored, self._parts, self._names, self._stack = file, stored, parts, names, stack
         self._handles: dict[Path, Any] = {}
-        self._last: tuple[str, int] | None = None  # expert whose matrix was read last: gate and up come in turns
+        self._last: tuple[str, int] | None = None  # expert that was read last: gate and up are read in turns
         self._matrix = torch.empty(0)
 
     def get_slice(self, name: str) -> Any:
-        """What gives a piece for an index."""
+        """Return an indexable view of a tensor."""
         part = self._parts.get(name)
         return self._get(self._file, name) if part is None else part.cut(self._read(part))
 
     def _get(self, file: Path, name: str) -> Any:
-        """Scales may lie in another file than their blocks."""
+        """Open a stored tensor; scales may be in another file than their blocks."""
         if file not in self._handles:
             self._handles[file] = self._stack.enter_context(safe_open(file, framework="pt"))
         return self._handles[file].get_slice(self._names[name])
 
     def _read(self, part: PackedPart) -> torch.Tensor:
-        """All of an expert: [k, turns n], or its bias."""
+        """Return all of an expert: [k, turns n], or its bias."""
         if self._last != (part.packed, part.expert):
             self._last, self._matrix = (part.packed, part.expert), self._read_expert(part.packed, part.expert)
         return self._matrix
@@ -197,14 +192,11 @@ class OpenFile:
 
 
 def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Numbers in MXFP4 as bfloat16.
+    """Decode MXFP4 to bfloat16, [..., 32 g].
 
     Args:
-        blocks: [..., g, 16] uint8, two numbers of four bits in each byte, the lower bits first.
-        scales: [..., g] uint8, exponents of 2, by 127 too large.
-
-    Returns:
-        [..., 32 g].
+        blocks: [..., g, 16] uint8, two 4-bit numbers per byte, lower bits first.
+        scales: [..., g] uint8, exponents of 2 with a bias of 127.
     """
     numbers = torch.tensor([*_FP4, *(-x for x in _FP4)], device=blocks.device)
     values = torch.stack([numbers[(blocks & 15).int()], numbers[(blocks >> 4).int()]], -1).flatten(-2)
@@ -212,7 +204,7 @@ def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _read_family(directory: Path) -> Family | None:
-    """The family of a model, if it is known: names alone do not tell how experts are packed."""
+    """Return the family of a model, if it is known; tensor names do not determine the packing of experts."""
     config = directory / "config.json"
     described = read_config(config) if config.is_file() else {}
     return FAMILIES.get(str(described.get("model_type")))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of megatron-core's optimizers as pieces of logical tensors.
+"""States of megatron-core's optimizers as pieces of logical tensors.
 
-They are stored as `optimizer.exp_avg.<HF name>`, `optimizer.exp_avg_sq.<HF name>` and, where the weights are not
-float32, `optimizer.main_param.<HF name>`, so that they fit every layout, with ZeRO or without, experts
-included. Under ZeRO a rank owns a flat range of each parameter, which is at most three boxes; they are read and written
-in place. (megatron-core's own `fully_reshardable` format gathers a model replica on one rank, does not know torch's
-AdamW, and does not reshard from EP > 1 to EP = 1.) The number of steps taken is one for all parameters.
+They are stored as `optimizer.exp_avg.<HF name>`, `optimizer.exp_avg_sq.<HF name>` and, if the weights are not float32,
+`optimizer.main_param.<HF name>`, so that they fit every layout, with or without ZeRO, including experts. Under ZeRO a
+rank owns a flat range of each parameter: at most three boxes, read and written in place. (megatron-core's own
+`fully_reshardable` format gathers a model replica on one rank, does not support torch's AdamW, and does not reshard
+from EP > 1 to EP = 1.) All parameters share one step count.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ class StateShard:
     """The part of a parameter whose optimizer state is on this rank.
 
     Attributes:
-        param: name of the parameter.
         start: first element of the part in the flattened parameter.
-        is_sharded: its data parallel replicas have other parts (ZeRO).
-        optimizer: the torch optimizer that updates it.
+        is_sharded: data parallel replicas hold different parts (ZeRO).
+        optimizer: the torch optimizer that updates the part.
         main: its float32 values in `optimizer`, the key of their state.
     """
 
@@ -53,7 +52,7 @@ class StateShard:
 
 
 def list_state_shards(stages: torch.nn.Module, whole: MegatronOptimizer) -> list[StateShard]:
-    """All parts of parameters that this rank's optimizer updates; none where it has no parameters."""
+    """List all parts of parameters that this rank's optimizer updates."""
     names, shards = {param: name for name, param in stages.named_parameters()}, []
     parts: list[Any] = whole.chained_optimizers if isinstance(whole, ChainedOptimizer) else [whole]
     for part in parts:
@@ -72,7 +71,7 @@ def list_state_shards(stages: torch.nn.Module, whole: MegatronOptimizer) -> list
 
 
 def count_steps(role: SavedRole) -> int:
-    """Steps that this rank's optimizer says it has taken; `role.optimizer.steps` where it has no parameters."""
+    """Return the step count of this rank's optimizer; `role.optimizer.steps` if it has no parameters."""
     found = set()
     for shard in list_state_shards(role.model.stages, role.optimizer.megatron):
         if role.optimizer.moments(shard.main) != MOMENTS:
@@ -85,7 +84,7 @@ def count_steps(role: SavedRole) -> int:
 
 
 def create_states(role: SavedRole, steps: int) -> None:
-    """Give the optimizer the states that it has after `steps` steps, to be filled; none for 0 steps.
+    """Allocate the optimizer states that exist after `steps` steps, to be filled; none for 0 steps.
 
     torch's Adam counts steps in every state, apex's and Transformer Engine's in the group, and Muon not at all.
     """
@@ -107,15 +106,13 @@ def create_states(role: SavedRole, steps: int) -> None:
 
 
 def make_state_pieces(role: SavedRole, rank: int, saved_by: Holders | None) -> Iterator[Piece]:
-    """Pieces of this rank's optimizer states.
+    """Yield the pieces of this rank's optimizer states.
 
     Args:
-        role: actor or critic.
-        rank: this rank.
-        saved_by: holders of all boxes: only what this rank saves; None: all that it has (to load).
+        saved_by: holders of all boxes, to yield only the pieces that this rank saves; `None` yields all, for loading.
     """
     shapes = role.model.shape.logical_tensors()
-    by_param: dict[str, dict[str, list[ShardBox]]] = {}  # parameter -> what tables see of it, in its order
+    by_param: dict[str, dict[str, list[ShardBox]]] = {}  # parameter -> its names in the tables, in order
     for placement in role.model.placements(rank):
         by_param.setdefault(find_fused(placement.param)[0], {}).setdefault(placement.param, []).append(placement)
     for shard in list_state_shards(role.model.stages, role.optimizer.megatron):
@@ -123,7 +120,7 @@ def make_state_pieces(role: SavedRole, rank: int, saved_by: Holders | None) -> I
         flat = {name: state[name].view(-1) for name in MOMENTS if name in state}
         if role.model.dtype != torch.float32:
             flat[MAIN_PARAM] = shard.main.detach().view(-1)
-        first = shard.start  # of the part, in what tables see
+        first = shard.start  # start of the part in the current table parameter
         for name, placements in by_param[shard.param].items():
             size = tuple(role.model.params[name].shape)
             mine = {key: values[max(-first, 0) : max(math.prod(size) - first, 0)] for key, values in flat.items()}
@@ -163,9 +160,9 @@ def _cut(
 
 
 def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
-    """The boxes that make up elements [start, stop) of a flattened vector or matrix, in this order.
+    """Return the boxes that make up elements [start, stop) of a flattened vector or matrix, in this order.
 
-    Filters of a convolution [n, 1, m] are a matrix.
+    Filters of a convolution [n, 1, m] are treated as a matrix.
     """
     if len(shape) == 1:
         return [((start, stop),)] if start < stop else []
@@ -185,14 +182,14 @@ def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
 
 
 def _saves(layout: ParallelLayout, rank: int, first_holder: int, placement: ShardBox, *, is_sharded: bool) -> bool:
-    """Whether `rank` saves the state of a box that `first_holder` is the first rank to hold.
+    """Return whether `rank` saves the state of a box whose first holder is `first_holder`.
 
-    Under ZeRO the data parallel replicas have the state in parts; without it each has all of it. Replicas of
-    other kinds (norms under TP, a tied embedding on the last stage) hold the same once more.
+    Under ZeRO the state is split over the data parallel replicas; without it each replica has all of it. Replicas of
+    other kinds (norms under TP, a tied embedding on the last stage) hold duplicates.
     """
     if not is_sharded:
         return rank == first_holder
-    if ".experts." in placement.param:  # replicated as the expert layers are
+    if ".experts." in placement.param:  # replicated like the expert layers
         of_expert, holder = layout.expert_coordinates(rank), layout.expert_coordinates(first_holder)
         return (of_expert.tp, of_expert.pp, of_expert.ep) == (holder.tp, holder.pp, holder.ep)
     mine, first = layout.coordinates(rank), layout.coordinates(first_holder)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in PEFT's format in and out: `adapter_config.json` and `adapter_model.safetensors`.
+"""Adapters in PEFT's format: reading and writing `adapter_config.json` and `adapter_model.safetensors`.
 
-PEFT calls a logical tensor by its name behind `base_model.model.`. Each rank reads the boxes that it holds.
+PEFT prefixes the name of a logical tensor with `base_model.model.`. Each rank reads only its own boxes.
 """
 
 from __future__ import annotations
@@ -29,32 +29,30 @@ from megatron_rl.weights.shard_box import ShardBox, box_slices
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SCALE = {"r": COUNT, "lora_alpha": POSITIVE}
-# Settings of PEFT that are compared with the run's, say what the tensors say, or mean nothing once these are read.
+# PEFT settings that are compared with the run's, follow from the tensors, or have no effect after loading.
 _FREE = (
     *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("megatron_config", "megatron_core", "lora_dropout", "loftq_config", "eva_config", "corda_config"),
     *("lora_ga_config", "velora_config", "qalora_group_size"),
 )
-# Others, and the values that are served; of those that are not here, the values that are off (null, false, empty).
+# Further settings with their supported values. A setting in neither table must be off (null, false, empty).
 _SERVED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),  # others change the model, too
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),  # other values also change the model
 }
 
 
 def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> None:
-    """Compare adapters on disk with what a run trains, and look for numbers that are not finite.
+    """Check that adapters on disk match the adapters of a run and are finite.
 
     Args:
-        directory: as PEFT saves them.
-        shape: of the run.
         source: the setting that names the directory.
 
     Raises:
-        UserError: files that are missing or damaged, settings of PEFT with which they would mean something else here,
-            another rank or scale, other matrices, or values that are no finite numbers.
+        UserError: missing or damaged files, unsupported PEFT settings, another rank or scale, other matrices, or values
+            that are not finite.
     """
     directory = Path(directory)
     weights = directory / WEIGHTS_FILE
@@ -93,11 +91,11 @@ def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> N
 
 
 def _read_config(file: Path, shape: AdapterShape) -> dict[str, Any]:
-    """The settings of adapters; refuses (UserError) those with which the tensors would mean something else here."""
+    """Read the adapter settings; refuse settings that change the meaning of the tensors (UserError)."""
     config = read_json(file, "save the adapters again with save_pretrained")
     check_kinds({"r": None, "lora_alpha": None} | config, _SCALE, str(file), may_be_null=False)
     check_kinds(config, {"use_rslora": FLAG}, str(file))
-    heads = ("score", "classifier") if shape.base.has_score_head else ()  # which PEFT names together
+    heads = ("score", "classifier") if shape.base.has_score_head else ()  # PEFT lists both names
     saved = config.get("modules_to_save")
     is_head = isinstance(saved, list) and all(name in heads for name in saved)
     wrong = {
@@ -119,7 +117,7 @@ def _read_config(file: Path, shape: AdapterShape) -> dict[str, Any]:
 
 
 def _check_numbers(weights: Path, headers: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-    """Refuse tensors of other types than weights have, and numbers that are not finite (UserError)."""
+    """Refuse tensors of other dtypes than weights have, and non-finite values (UserError)."""
     wrong = [f"{name} is {dtype}" for name, (_, dtype) in headers.items() if dtype not in ("F32", "F16", "BF16")]
     if not wrong:
         with safe_open(weights, framework="pt") as handle:
@@ -135,13 +133,7 @@ def _check_numbers(weights: Path, headers: Mapping[str, tuple[tuple[int, ...], s
 
 @torch.no_grad()
 def load_adapters(directory: str | Path, placements: Iterable[ShardBox], params: Mapping[str, torch.Tensor]) -> None:
-    """Fill `params` in place from adapters that `check_adapters` has let pass.
-
-    Args:
-        directory: as PEFT saves them.
-        placements: of this rank's adapters.
-        params: its parameters by name.
-    """
+    """Fill this rank's adapter parameters in place from adapters that passed `check_adapters`."""
     with safe_open(Path(directory) / WEIGHTS_FILE, framework="pt") as handle:
         for p in placements:
             piece = handle.get_slice(_PREFIX + p.hf_name)[box_slices(p.hf_box)]
@@ -151,17 +143,14 @@ def load_adapters(directory: str | Path, placements: Iterable[ShardBox], params:
 def save_adapters(
     directory: Path, model: ShardedModel, shape: AdapterShape, config: LoraConfig, base: str | Path
 ) -> None:
-    """Write adapters as PEFT does, with the tokenizer of the model; collective over its group, rank 0 writes.
+    """Write adapters in PEFT's format, with the model's tokenizer; collective, rank 0 writes.
 
     Args:
         directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
-        model: the adapters on their ranks.
-        shape: of the adapters.
-        config: `lora` of the role.
-        base: directory of the model that they belong to.
+        base: directory of the base model.
 
     Raises:
-        Exception: rank 0 could not write; on every rank, and an existing directory stays.
+        Exception: rank 0 could not write; raised on every rank. An existing directory stays.
     """
     partial = directory.with_name(directory.name + ".partial")
     do_on_first(model.group, make_empty, partial)
@@ -170,7 +159,7 @@ def save_adapters(
 
 
 def describe_adapters(shape: AdapterShape, config: LoraConfig, base: str | Path) -> dict[str, Any]:
-    """What adapter_config.json says."""
+    """Return the content of adapter_config.json."""
     alpha = config.scale * (math.sqrt(config.rank) if config.rslora else config.rank)
     return {
         "peft_type": "LORA",
@@ -194,7 +183,7 @@ def _write(
     named = {_PREFIX + name: tensor.cpu() for name, tensor in tensors.items()}
     save_file(named, partial / WEIGHTS_FILE, metadata={"format": "pt"})
     files = list_side_files(base)
-    files.pop("config.json", None)  # beside adapters it would say that this is a whole model
+    files.pop("config.json", None)  # next to adapters it would mark a whole model
     copy_side_files(files, partial)
     write_file(partial / CONFIG_FILE, (json.dumps(described, indent=2) + "\n").encode())
     publish(partial, directory)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank holds of a role, as pieces: views of live memory, each with its place in a global tensor.
+"""Pieces of a role's checkpoint state: views of live memory, each with its place in a global tensor.
 
-Saving writes the pieces, loading fills them; the placement tables make them for any layout, so that
-nothing else knows about layouts. Weights have megatron-core's global names (`weights/megatron_global.py`); for the
-optimizer see `optimizer_states.py`.
+Saving writes the pieces, loading fills them; the placement tables produce them for any layout. Weights have
+megatron-core's global names (`weights/megatron_global.py`); for optimizer states see `optimizer_states.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatron_rl.weights.families import ModelShape, is_layer_matrix
 from megatron_rl.weights.megatron_global import GlobalPlacement, Table
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume, intersect, localize
 
-if TYPE_CHECKING:  # tools that convert checkpoints do without megatron-core
+if TYPE_CHECKING:  # conversion tools must run without megatron-core
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -34,12 +33,12 @@ STATE_PREFIX, MOMENTS, MAIN_PARAM = "optimizer.", ("exp_avg", "exp_avg_sq"), "ma
 
 
 def list_moments(optimizer: str, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """The moments that "adam" or "muon" has of a logical tensor."""
+    """Return the moments that "adam" or "muon" keeps for a logical tensor."""
     return MOMENTS[:1] if optimizer == "muon" and is_layer_matrix(name, shape) else MOMENTS
 
 
 class SavedModel(Protocol):
-    """The weights of a role that training changes: all of them, or its adapters."""
+    """The trained weights of a role: the whole model, or its adapters."""
 
     layout: ParallelLayout
     groups: ParallelGroups
@@ -50,12 +49,12 @@ class SavedModel(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model, which `params` are rounded to where they are kept more exactly."""
+        """Dtype in checkpoints; parameters of higher precision are rounded to it."""
         ...
 
     @property
     def shape(self) -> ModelShape | AdapterShape:
-        """What they are."""
+        """Shape of the model or of its adapters."""
         ...
 
 
@@ -68,34 +67,34 @@ class SavedOptimizer(Protocol):
     kind: str
 
     def moments(self, main: torch.Tensor) -> tuple[str, ...]:
-        """Names of the states of a parameter that it updates."""
+        """Return the names of the states of a parameter."""
         ...
 
     def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
-        """Continue from a saved schedule after this many steps."""
+        """Continue from a saved schedule after `steps` steps."""
 
 
 class SavedRole(Protocol):
-    """What a checkpoint needs of an actor or a critic."""
+    """An actor or a critic, as checkpoints use it."""
 
     @property
     def model(self) -> SavedModel:
-        """Its weights."""
+        """Trained weights."""
         ...
 
     @property
     def optimizer(self) -> SavedOptimizer:
-        """What updates them."""
+        """Optimizer of the weights."""
         ...
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`data` is the box of the global tensor `key` that begins at `offset`.
+    """A box of a global tensor.
 
     Attributes:
         key: the global tensor, of shape `shape`.
-        offset: where the box begins; leading dimensions in which it is one wide may be missing in `data`.
+        offset: start of the box; `data` may omit leading dimensions of size 1.
         data: view of a parameter or an optimizer state.
     """
 
@@ -114,7 +113,7 @@ class Piece:
 def make_weight_pieces(
     table: Table, placements: Sequence[ShardBox], params: Mapping[str, torch.Tensor]
 ) -> Iterator[Piece]:
-    """The weights that `placements` speak of, as pieces of megatron-core's global tensors."""
+    """Yield the weights in `placements` as pieces of megatron-core's global tensors."""
     for placement in placements:
         for place in table[placement.hf_name]:
             part = intersect(place.hf_box, placement.hf_box)
@@ -124,13 +123,13 @@ def make_weight_pieces(
 
 
 def locate(place: GlobalPlacement, part: Box, data: torch.Tensor) -> Piece:
-    """The piece of a global tensor that is `part` of a logical tensor."""
+    """Return `part` of a logical tensor as a piece of a global tensor."""
     inner = tuple(start for start, _ in localize(part, (place.box, place.hf_box)))
     return Piece(place.key, place.shape, (*place.leading, *inner), data)
 
 
 def find_holders(role: SavedRole) -> Holders:
-    """Logical tensor and box -> the ranks that hold it."""
+    """Return (logical tensor, box) -> ranks that hold it."""
     holders: Holders = {}
     for shard in group_shards(role.model.placements, role.model.shard_key, role.model.groups.layout.ranks):
         for p in shard.placements:
@@ -140,7 +139,7 @@ def find_holders(role: SavedRole) -> Holders:
 
 
 def choose_saved(role: SavedRole, holders: Holders, rank: int) -> list[ShardBox]:
-    """The placements of `rank` that it saves: each box is saved once, and the replicas share the bytes."""
+    """Choose the placements that `rank` saves: each box is saved once, and replicas share the bytes."""
     loads, mine = dict.fromkeys(role.model.groups.layout.ranks, 0), set()
     for (name, box), ranks in sorted(holders.items(), key=lambda item: -box_volume(item[0][1])):
         owner = min(ranks, key=loads.__getitem__)
@@ -150,6 +149,6 @@ def choose_saved(role: SavedRole, holders: Holders, rank: int) -> list[ShardBox]
     saved = []
     for p in role.model.placements(rank):
         if (p.hf_name, p.hf_box) in mine:
-            mine.remove((p.hf_name, p.hf_box))  # once, should the rank hold it under two names
+            mine.remove((p.hf_name, p.hf_box))  # only once, even if the rank holds it under two names
             saved.append(p)
     return saved

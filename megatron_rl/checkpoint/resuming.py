@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continue from a training checkpoint, in any layout.
+"""Resuming from a training checkpoint, in any layout.
 
-Everything is checked before anything is changed: the digests of all files, the model, its vocabulary, the type of the
-weights. Then every rank fills its parameters and optimizer states in place.
+Everything is checked before any state changes: file digests, model, vocabulary, dtype.
 """
 
 from __future__ import annotations
@@ -32,16 +31,14 @@ from megatron_rl.weights.megatron_global import megatron_global_placements
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """What a run continues from.
+    """State from which a run continues.
 
     Attributes:
-        directory: the checkpoint.
-        step: of the main loop, finished.
-        policy_version: optimizer steps behind the actor's weights.
-        recipe: the config of the run that wrote it, as YAML.
-        state: as it was given to `save`.
-        same_layout: every role is laid out as before, so that random numbers were restored and the run continues
-            bit by bit; False: they start again.
+        step: completed step of the main loop.
+        policy_version: of the actor's weights.
+        recipe: config of the run that wrote the checkpoint, as YAML.
+        state: as passed to `save`.
+        same_layout: every role has its old layout, so RNG states were restored and the run continues bit by bit.
     """
 
     directory: Path
@@ -64,13 +61,12 @@ def load_training_state(
 
     Args:
         directory: `step_<N>`.
-        roles: of this rank: "actor" and, where there is one, "critic".
-        side_files: role -> files of its model, see `list_side_files`; the tokenizers are compared.
-        group: all ranks.
-        is_verified: its digests were looked at a moment ago (`find_newest_valid`).
+        roles: of this rank: "actor" and, if there is one, "critic".
+        side_files: role -> files of its model (`list_side_files`), to compare the tokenizers.
+        is_verified: the digests were just checked (`find_newest_valid`).
 
     Raises:
-        UserError: a damaged or missing file, another model or vocabulary, no optimizer in it; on every rank.
+        UserError: on every rank; a damaged or missing file, another model or vocabulary, or no optimizer states.
     """
     problems = [] if is_verified else find_problems_together(directory, group)
     if problems:
@@ -169,10 +165,10 @@ def _fill(reader: ChunkReader, pieces: Sequence[Piece]) -> None:
 
 
 def read_rank_states(directory: Path, folder: str) -> list[dict[str, torch.Tensor]]:
-    """What the ranks that wrote a checkpoint had each for itself in a folder of it, in the order of the ranks.
+    """Read a folder of per-rank states, ordered by the rank that wrote them.
 
     Raises:
-        UserError: a file does not read.
+        UserError: a file is unreadable.
     """
     paths = (directory / folder).glob("rank_*.safetensors")
     return [_read_tensors(path) for path in sorted(paths, key=lambda path: int(path.stem.removeprefix("rank_")))]

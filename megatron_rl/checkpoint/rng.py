@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The random number generators of one rank: torch, CUDA, numpy, Python, and megatron-core's named streams."""
+"""Random number generators of one rank: torch, CUDA, numpy, Python, and megatron-core's named streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STREAM = "megatron."
 
 
 def read_rng() -> dict[str, torch.Tensor]:
-    """The state of all generators, as tensors by name."""
+    """Return the state of all generators, as tensors by name."""
     version, python, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     assert name == "MT19937", f"numpy's legacy generator is {name}"
@@ -28,13 +28,13 @@ def read_rng() -> dict[str, torch.Tensor]:
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     for name, state in not_none(get_cuda_rng_tracker()).get_states().items():
-        # with CUDA graphs a stream is a generator that the graphs know, else its state
+        # with CUDA graphs a stream is a generator registered with the graphs, else its state
         states[_STREAM + name] = state.get_state() if isinstance(state, torch.Generator) else state
     return states
 
 
 def restore_rng(states: dict[str, torch.Tensor]) -> None:
-    """Set all generators to what `read_rng` returned (CUDA's only where there is CUDA)."""
+    """Set all generators to states from `read_rng` (CUDA's only if available)."""
     torch.set_rng_state(states["torch"])
     version, *python = states["python"].tolist()
     gauss = states["python.gauss"].tolist()

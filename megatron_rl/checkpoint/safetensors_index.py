@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which file of a model in HF format holds which tensor.
+"""Index of a model in HF format: the file of each tensor.
 
-Every header is read here, so a file that is opened afterwards is whole: the header of a safetensors file says
-how long the file is, and the library refuses one of another length. Altered elements of a tensor are not found: the
-format has no checksums.
+Reading every header detects truncated files, because the header contains the length of the file. Altered elements are
+not detected: the format has no checksums.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def index_safetensors(directory: Path) -> dict[str, Path]:
-    """Tensor name -> file, for a sharded or unsharded model.
+    """Map each tensor name to its file, for a sharded or unsharded model.
 
     Raises:
-        UserError: no safetensors; a file that is missing or damaged; an index that does not read, names a file outside
-            of the directory, or does not fit the files.
+        UserError: no safetensors; a missing or damaged file; an index that is unreadable, refers to a file outside the
+            directory, or does not match the files.
     """
     index = directory / INDEX_FILE
     named = _read_index(index) if index.is_file() else None
@@ -55,7 +54,7 @@ def index_safetensors(directory: Path) -> dict[str, Path]:
 
 
 def read_headers(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type, in the words of safetensors, of every tensor; file by file, by name."""
+    """Return shape and safetensors dtype of every tensor by name, reading each file once."""
     headers = {}
     for file in sorted(set(files.values())):
         with safe_open(file, framework="pt") as handle:
@@ -66,7 +65,7 @@ def read_headers(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
 
 
 def _list_parts(directory: Path) -> list[Path]:
-    """The files without an index; of numbered ones, those that should be there."""
+    """List the files of a model without an index, including missing parts of a numbered series."""
     files = set(directory.glob("*.safetensors"))
     for match in filter(None, (_NUMBERED.fullmatch(file.name) for file in tuple(files))):
         count = int(match[2])
@@ -75,7 +74,7 @@ def _list_parts(directory: Path) -> list[Path]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
+    """Return tensor name -> file name."""
 
     def refuse(found: str) -> UserError:
         return UserError(
@@ -100,10 +99,10 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def read_names(file: Path) -> set[str]:
-    """The tensors of a file; its header says how long the file must be.
+    """Return the names of the tensors in a file.
 
     Raises:
-        UserError: it is damaged, cut off or cannot be read.
+        UserError: the file is damaged, truncated or unreadable.
     """
     try:
         with safe_open(file, framework="pt") as handle:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save training checkpoints, at once or in the background.
+"""Saving of training checkpoints, synchronously or in the background.
 
-A save has three parts. *Taking* lists the pieces of this rank (with `async_save` it copies them to the host).
-*Writing* puts them into files under a temporary name; it needs no other rank and runs in a thread with
-`async_save`. *Committing* is collective: rank 0 adds what describes the files, looks whether they cover every tensor,
-gives the directory its name, moves `latest`, and deletes what is no longer wanted. Whatever a rank raises on the way,
-in the thread too, is the error of the save on all ranks: the unfinished directory goes and everything older stays.
+A save has three parts. *Taking* lists the pieces of this rank (with `async_save` it copies them to the host). *Writing*
+stores them under a temporary name, without communication, in a thread with `async_save`. *Committing* is collective:
+rank 0 checks that the files cover every tensor, renames the directory, moves `latest`, and prunes old checkpoints. An
+error on any rank fails the save on all ranks: the unfinished directory is deleted and older checkpoints stay.
 """
 
 from __future__ import annotations
@@ -38,23 +37,21 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.megatron_global import megatron_global_placements
 from megatron_rl.weights.megatron_layout import ROUTER_BIAS
 
-# What one rank alone has, as tensors by name, by the folder of the checkpoint that takes it.
+# State of a single rank: folder in the checkpoint -> tensors by name.
 RankState = Mapping[str, Mapping[str, torch.Tensor]]
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended, the same on every rank.
+    """Result of a save, equal on every rank.
 
     Attributes:
-        step: of the checkpoint.
-        directory: where it is, or would be.
-        seconds: from the call of `save` to its name.
+        directory: of the checkpoint, also if the save failed.
+        seconds: from the call of `save` to the commit.
         blocked_seconds: of these, the time that training waited.
         num_bytes: written by all ranks (0 after an error).
-        deleted_steps: older checkpoints that were deleted.
-        error: why it failed; None if it did not.
+        error: `None` on success.
     """
 
     step: int
@@ -68,7 +65,7 @@ class SaveOutcome:
 
 @dataclass
 class _Pending:
-    """A save between `save` and its commit; `chunks`, `records` and `error` are the writer's."""
+    """A save between `save` and its commit; the writer sets `chunks`, `records` and `error`."""
 
     content: RunContent
     manifest: dict[str, Any]
@@ -81,14 +78,14 @@ class _Pending:
 
     @contextmanager
     def keeping_error(self, rank: int) -> Iterator[None]:
-        """Leave what the block raises for the commit, where all ranks learn of it."""
+        """Keep an exception of the block for the commit, which raises it on all ranks."""
         try:
             yield
         except Exception as error:
             self.error = self.explain(error, rank)
 
     def explain(self, error: Exception, rank: int) -> UserError:
-        """The error in words; the traceback of one that nobody expects goes to the rank's log."""
+        """Convert an exception to a `UserError`; the traceback of an unexpected one is written to the rank's log."""
         if isinstance(error, UserError | OSError | SafetensorError):
             return explain_write_error(error, self.partial)
         _LOG.debug("checkpoint of step %d", self.content.step, exc_info=error)
@@ -96,14 +93,14 @@ class _Pending:
 
 
 class CheckpointSaver:
-    """Writes the checkpoints of one run.
+    """Writer of the checkpoints of one run.
 
     Args:
         root: `<run_dir>/checkpoints`.
-        group: all ranks; it moves CPU tensors.
-        async_save: write in the background; `poll` must then be called once in a while.
-        keep_last: newest checkpoints that stay; None: all.
-        keep_best: the one marked as best stays as well.
+        group: all ranks, with a backend for CPU tensors.
+        async_save: write in the background; `poll` must then be called regularly.
+        keep_last: number of newest checkpoints to keep; `None` keeps all.
+        keep_best: also keep the checkpoint marked as best.
         report: called on every rank with the outcome of every save.
     """
 
@@ -120,11 +117,11 @@ class CheckpointSaver:
         self._root, self._group, self._report = root, group, report
         self._async, self._keep_last, self._keep_best = async_save, keep_last, keep_best
         self._pending: tuple[_Pending, threading.Thread] | None = None
-        self._blocked = 0.0  # seconds for which training has waited for the one that is pending
+        self._blocked = 0.0  # seconds that training has waited for the pending save
 
     @property
     def is_busy(self) -> bool:
-        """True while a save is being written."""
+        """Whether a save is pending."""
         return self._pending is not None
 
     def save(
@@ -137,16 +134,15 @@ class CheckpointSaver:
         export: Callable[[Path], None] | None = None,
         rank_state: RankState | None = None,
     ) -> None:
-        """Save; collective. An error is reported, not raised; a save that is still going on is finished first.
+        """Save a checkpoint; collective. A pending save is finished first. Errors are reported, not raised.
 
         Args:
-            content: what is said about the checkpoint and what belongs to no rank.
-            roles: of this rank: "actor" and, where there is one, "critic". `content.side_files` names the roles of all
-                ranks.
-            with_optimizer: save optimizer states and random numbers too (else it cannot be resumed from).
-            is_best: `best` will point to it.
-            export: called on every rank with a directory inside the new checkpoint (to write the HF model there).
-            rank_state: what this rank alone has; default: its random number generators as they are now.
+            content: state of the run. `content.side_files` names the roles of all ranks.
+            roles: of this rank: "actor" and, if there is one, "critic".
+            with_optimizer: include optimizer and RNG states, which resuming needs.
+            is_best: let `best` point to this checkpoint.
+            export: called on every rank with a directory in the new checkpoint, to write the HF model.
+            rank_state: state of this rank; its random number generators by default.
         """
         self.wait()
         started = time.monotonic()
@@ -161,7 +157,7 @@ class CheckpointSaver:
         except Exception as error:
             raised_on = getattr(error, "raised_on", None)
             if raised_on is None:
-                raise  # on this rank alone: the others wait in a collective
+                raise  # raised on this rank alone: all other ranks wait in a collective
             return self._finish(pending, pending.explain(error, raised_on))
         pieces, rank = {}, self._group.rank()
         alone = (rank_state or {"rng": read_rng()}) if with_optimizer else {}
@@ -179,7 +175,7 @@ class CheckpointSaver:
         return self._commit(pending)
 
     def poll(self) -> None:
-        """Commit a save in the background if every rank has written its part; collective, cheap."""
+        """Commit the pending save if every rank has finished writing; collective, cheap."""
         if self._pending is not None:
             pending, thread = self._pending
             is_done = torch.tensor(int(not thread.is_alive()))
@@ -188,7 +184,7 @@ class CheckpointSaver:
                 self._commit(pending)
 
     def wait(self) -> None:
-        """Wait for a save in the background and commit it; collective."""
+        """Wait for the pending save and commit it; collective."""
         if self._pending is not None:
             began, (pending, thread) = time.monotonic(), self._pending
             thread.join()
@@ -196,7 +192,7 @@ class CheckpointSaver:
             self._commit(pending)
 
     def _prepare(self, partial: Path, roles: Iterable[str]) -> None:
-        """Rank 0 makes the empty directories."""
+        """Create the empty directories on rank 0."""
         error: UserError | None = None
         if self._group.rank() == 0:
             try:
@@ -209,7 +205,7 @@ class CheckpointSaver:
         raise_together(error, self._group)
 
     def _commit(self, pending: _Pending) -> None:
-        """Join the ranks' parts; rank 0 finishes the directory."""
+        """Collect the ranks' parts; rank 0 finishes the directory."""
         began, deleted, num_bytes = time.monotonic(), [], 0
         try:
             raise_together(pending.error, self._group)
@@ -261,7 +257,7 @@ def save_now(
     group: dist.ProcessGroup,
     rank_state: RankState | None = None,
 ) -> SaveOutcome:
-    """Write `<root>/step_<N>`, whatever else is saved and stays there; collective. For arguments see `save`."""
+    """Write `<root>/step_<N>` at once, without pruning; collective. Arguments as for `CheckpointSaver.save`."""
     outcomes: list[SaveOutcome] = []
     CheckpointSaver(
         root,
@@ -275,7 +271,7 @@ def save_now(
 
 
 def list_pieces(role: SavedRole, rank: int, with_optimizer: bool) -> list[Piece]:
-    """What this rank saves of a role."""
+    """List the pieces of a role that this rank saves."""
     holders, table = find_holders(role), megatron_global_placements(role.model.shape)
     weights = make_weight_pieces(table, choose_saved(role, holders, rank), role.model.params)
     pieces = [
@@ -289,12 +285,12 @@ def list_pieces(role: SavedRole, rank: int, with_optimizer: bool) -> list[Piece]
 
 
 def copy_to_host(piece: Piece) -> Piece:
-    """The piece for a writer in the background."""
+    """Copy a piece to host memory, for a background writer."""
     return Piece(piece.key, piece.shape, piece.offset, piece.data.detach().to("cpu", copy=True))
 
 
 def _write(pending: _Pending, pieces: Mapping[str, list[Piece]], rank_state: RankState, rank: int) -> None:
-    """Write this rank's files; an error is left for the commit."""
+    """Write this rank's files; keep an error for the commit."""
     with pending.keeping_error(rank):
         for name, found in pieces.items():
             if found:

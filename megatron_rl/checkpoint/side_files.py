@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels beside the weights: config, tokenizer and generation settings of the model.
+"""Side files of a model: config, tokenizer and generation settings.
 
-A checkpoint keeps them in `config/`, so that it can be turned into a model in HF format by itself.
+A checkpoint keeps them in `config/`, so that it can be converted to HF format by itself.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _DEFINE_IDS = ("tokenizer.model", "tokenizer.json", "vocab.json", "merges.txt") 
 
 
 def find_model_files(model: str | Path) -> Path:
-    """Where config and tokenizer of a model lie: in `config/` of a Megatron checkpoint, else beside the weights."""
+    """Return the directory of a model's config and tokenizer: `config/` in a Megatron checkpoint, else `model`."""
     inner = Path(model) / CONFIG_DIR
     return inner if (inner / "config.json").is_file() else Path(model)
 
 
 def find_mtp_weights(model: Path) -> Path:
-    """Where the layer behind the last of a model lies: beside the actor of a checkpoint of training, or with it."""
+    """Return the directory of a model's MTP layer: `mtp/` next to the actor in a checkpoint, else `model`."""
     beside = model.with_name(MTP_ROLE)
     return beside if model.name == "actor" and (beside / ".metadata").is_file() else model
 
 
 def list_side_files(model: Path, tokenizer: Path | None = None) -> dict[str, Path]:
-    """Name -> file of what belongs to a model.
+    """Map names to paths of a model's side files.
 
     Args:
         model: directory in HF format, or a Megatron checkpoint with its config.
-        tokenizer: where the tokenizer is, a directory or a sentencepiece file; default: `model`.
+        tokenizer: a directory or a sentencepiece file; `model` by default.
     """
     model = find_model_files(model).absolute()  # a user's function may change the working directory
     tokenizer = tokenizer and tokenizer.absolute()
@@ -61,25 +61,25 @@ def list_side_files(model: Path, tokenizer: Path | None = None) -> dict[str, Pat
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The content of a config.json; of an image-text model what it says of the text part."""
+    """Return the text section of config.json, or the whole config of a text-only model."""
     return take_text_config(read_json(file, "take the file from the model again"))
 
 
 def copy_side_files(files: Mapping[str, Path], directory: Path) -> list[FileRecord]:
-    """Copy them into `directory`, which is made if missing."""
+    """Copy files into `directory`, creating it if necessary."""
     directory.mkdir(exist_ok=True)
     return [copy_file(path, directory / name) for name, path in sorted(files.items())]
 
 
 def check_vocabulary(saved: Path, files: Mapping[str, Path]) -> None:
-    """Compare the tokenizer of a checkpoint with the one in use.
+    """Check that the tokenizer of a checkpoint equals the one in use.
 
     Args:
         saved: `config/` of the checkpoint.
         files: from `list_side_files`.
 
     Raises:
-        UserError: a file that gives tokens their numbers differs.
+        UserError: a file that defines token ids differs.
     """
     for name in _DEFINE_IDS:
         if name in files and (saved / name).is_file() and files[name].read_bytes() != (saved / name).read_bytes():

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a Megatron distributed checkpoint (megatron-core's `torch_dist` format), written and read as streams.
+"""Streaming reader and writer of Megatron distributed checkpoints (megatron-core's `torch_dist` format).
 
-A checkpoint holds *global tensors*; each is cut into chunks, boxes of any size and place. A `.distcp` file is a
-row of chunks, each written by `torch.save`; `.metadata` says which chunk lies where. The result is what
-`megatron.core.dist_checkpointing.load` and `torch.distributed.checkpoint` read. Writing it here instead of
-through `dist_checkpointing.save` gives what that cannot: chunks written one by one (memory: one chunk), digests made
-on the way, a failure that is reported by the rank that had it, no forked writers.
+A checkpoint holds *global tensors*, each cut into chunks, boxes of any size and place. A `.distcp` file is a sequence
+of chunks written by `torch.save`; `.metadata` contains their locations. `megatron.core.dist_checkpointing.load` and
+`torch.distributed.checkpoint` can read the result. `dist_checkpointing.save` is not used because this writer needs
+memory for one chunk only, hashes while writing, reports errors on the rank that had them, and forks no writers.
 
 Reading runs no code from the files: chunks are loaded with `weights_only`, and `.metadata`, a pickle, by an unpickler
-that knows the few classes of the format and refuses everything else.
+that allows only the few classes of the format.
 """
 
 from __future__ import annotations
@@ -65,12 +64,11 @@ _ALLOWED: dict[str, set[str]] = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a global tensor and where it is stored.
+    """A stored box of a global tensor.
 
     Attributes:
         key: the global tensor, of shape `shape`.
-        box: in the global tensor.
-        dtype: name of the type ("bfloat16").
+        dtype: e.g. "bfloat16".
         file: name of the `.distcp` file; the chunk is its bytes [start, start + length).
     """
 
@@ -84,15 +82,12 @@ class Chunk:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16", say."""
+    """Return the name of a dtype, e.g. "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 class ChunkWriter:
-    """One `.distcp` file: chunks are appended, `close` makes them durable.
-
-    Args:
-        path: the new file.
+    """Writer of one `.distcp` file; `close` makes it durable.
 
     Raises:
         OSError: (every method) the file cannot be written.
@@ -102,9 +97,9 @@ class ChunkWriter:
         self._file, self.chunks = HashingFile(path), list[Chunk]()
 
     def add(self, key: str, shape: tuple[int, ...], offset: tuple[int, ...], data: torch.Tensor) -> None:
-        """Append the box of `key` that begins at `offset`; `data` has its shape, leading ones left out or not.
+        """Append the box of `key` that begins at `offset`; `data` may omit leading dimensions.
 
-        Large boxes become several chunks of at most `MAX_CHUNK_BYTES`, so that a reader needs no more memory.
+        Boxes are split into chunks of at most `MAX_CHUNK_BYTES`, which bounds the memory of a reader.
         """
         data = data.detach()
         data = data[(None,) * (len(shape) - data.ndim)]
@@ -119,7 +114,7 @@ class ChunkWriter:
         if part.untyped_storage().nbytes() != part.numel() * part.element_size():
             part = part.clone()  # torch.save writes whole storages
         try:
-            torch.save(part, cast(IO[bytes], self._file))  # it is only written to
+            torch.save(part, cast(IO[bytes], self._file))  # torch.save only writes
         except RuntimeError:
             if self._file.error is not None:
                 raise self._file.error from None
@@ -129,7 +124,7 @@ class ChunkWriter:
         self.chunks.append(Chunk(key, shape, box, dtype, self._file.path.name, start, self._file.num_bytes - start))
 
     def close(self) -> FileRecord:
-        """Flush to the disk and return the file's digest."""
+        """Flush to disk and return the file's record."""
         return self._file.close()
 
     def abandon(self) -> None:
@@ -138,10 +133,9 @@ class ChunkWriter:
 
 
 def write_index(directory: Path, chunks: Iterable[Chunk], common: dict[str, Any]) -> list[FileRecord]:
-    """Write what makes a directory of chunk files a distributed checkpoint.
+    """Write the index files that make a directory of chunk files a distributed checkpoint.
 
     Args:
-        directory: holds the chunk files.
         chunks: of all files; they must cover their tensors.
         common: small plain values; megatron-core calls it the common state.
 
@@ -183,7 +177,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _find_member  # Python 3.11.0 to 3.11.3 pickles the member of an enum as getattr(enum, name)
         if module.startswith("megatron.core.dist_checkpointing."):
-            return type(name, (), {})  # megatron-core's notes to itself; nothing here reads them
+            return type(name, (), {})  # metadata for megatron-core only, unused here
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
 
 
@@ -194,7 +188,7 @@ def _find_member(owner: Any, name: str) -> Any:
 
 
 class ChunkReader:
-    """Boxes of the global tensors of a checkpoint.
+    """Reader of boxes of the global tensors of a checkpoint.
 
     Attributes:
         tensors: key -> (shape, dtype).
@@ -231,7 +225,7 @@ class ChunkReader:
         }
 
     def chunks(self, key: str, box: Box) -> list[Chunk]:
-        """The chunks that hold a part of `box` of the tensor `key`."""
+        """Return the chunks that intersect `box` of the tensor `key`."""
         chunks = self._chunks.get(key, [])
         first = bisect.bisect_left(chunks, box[0][0] - self._longest.get(key, 0), key=lambda chunk: chunk.box[0][0])
         stop = bisect.bisect_left(chunks, box[0][1], key=lambda chunk: chunk.box[0][0])
@@ -239,10 +233,10 @@ class ChunkReader:
 
     @torch.no_grad()
     def read(self, key: str, box: Box, target: torch.Tensor) -> None:
-        """Fill `target` with a box of a tensor, converted to its type; `target` may leave out leading ones.
+        """Fill `target` with a box of a tensor, converted to its dtype; `target` may omit leading dimensions.
 
         Raises:
-            UserError: the checkpoint does not hold all of it, or a file is missing or damaged.
+            UserError: the box is incomplete in the checkpoint, or a file is missing or damaged.
         """
         target, filled = target[(None,) * (len(box) - target.ndim)], 0
         for chunk in self.chunks(key, box):

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """TrainBatch: the packed tensors of one DP rank for one step, cut into minibatches and microbatches.
 
-All token-level tensors are flat `[t]` over the rank's microbatches in execution order; a minibatch or
-a microbatch is a slice of them, so what a role computes of a batch (`old_logprobs`) is aligned with it by
-construction. Each microbatch ends in a padding sequence where its length must be a multiple of something (TP sequence
-parallelism, context parallelism), must be that of a bucket (`shape_buckets.py`), or would be zero; padding enters no
-loss and no metric. With buckets all that describes a microbatch has a shape of the ladder: behind its
-segments come empty ones, up to the number that there is room for.
+All token-level tensors are flat `[t]` over the rank's microbatches in execution order, so per-token results of a role
+are aligned with the batch by construction. A microbatch ends in padding if its length must be a multiple (sequence or
+context parallelism) or a bucket size (`shape_buckets.py`), or would be zero; padding enters no loss and no metric.
 
-Where prefixes are shared (`prefix.py`) the first response of a group is packed behind the prompt, the others follow as
-segments of their own: position and predecessor of their first token continue from the prefix. All tokens behind a
-prompt have a row in these tensors, whatever shares them: each has a loss of its own. The model computes one row for all
-that share a token.
+With shared prefixes (`prefix.py`) every token after a prompt has a row, since each has its own loss; the model computes
+one row for all rows that share a token.
 """
 
 from __future__ import annotations
@@ -36,12 +31,12 @@ from megatron_rl.types import Branch, KeptSets, LossLedger
 
 
 class Rows:
-    """Rows one behind the other, and the current microbatch's.
+    """Builder of the flat rows of a batch.
 
     Attributes:
-        lengths: of the microbatch's segments.
-        paths: of each, the rows of its prefix and then its own, counted in rows that the model computes.
-        num_tokens, num_computed: rows of the microbatch, and how many of them the model computes.
+        lengths: rows of each segment of the current microbatch.
+        paths: per segment, the computed rows of its prefix and then its own.
+        num_tokens, num_computed: rows of the current microbatch, and how many the model computes.
     """
 
     def __init__(self) -> None:
@@ -57,16 +52,16 @@ class Rows:
         self._instead: list[tuple[np.ndarray, np.ndarray]] = []
 
     def begin_microbatch(self) -> int:
-        """Forget the segments; returns the row it starts at."""
+        """Start a new microbatch and return its first row."""
         self.lengths, self.paths, self._own, self._instead = [], [], [], []
         self._total += self.num_tokens
         self.num_tokens = self.num_computed = 0
         return self._total
 
     def append(self, sequence: Branch, index: int, num_shared: int) -> None:
-        """Add sequence `index`, which shares its first `num_shared` tokens with the one before.
+        """Add sequence `index`, which shares its first `num_shared` tokens with the previous sequence.
 
-        What is shared of its prompt has no row; the other rows are computed from the first token on that is not shared.
+        Shared prompt tokens get no row; shared response tokens get rows that are not computed again.
         """
         same = np.array_equal(sequence.tokens[:num_shared], self._last[:num_shared])
         assert same, "sequences have in common what they share"
@@ -86,7 +81,7 @@ class Rows:
             )
         )
         kept = sequence.kept or KeptSets.whole(length)
-        self._kept.append(KeptSets(kept.ids, kept.counts[skipped:]))  # a prompt has no ids
+        self._kept.append(KeptSets(kept.ids, kept.counts[skipped:]))  # prompt tokens have no kept ids
         self._has_kept |= sequence.kept is not None
         if own:
             self.lengths.append(own)
@@ -99,13 +94,13 @@ class Rows:
         self.num_computed += own
 
     def pad(self, length: int, max_seqlen: int | None = None) -> None:
-        """Segments of nothing, of at most `max_seqlen` tokens, until the microbatch computes `length` rows."""
+        """Append padding segments of at most `max_seqlen` tokens until the microbatch computes `length` rows."""
         while (missing := length - self.num_computed) > 0:
             count = min(missing, max_seqlen or missing)
             self.append(Branch.of_response(np.zeros(count, np.int32), count), -1, 0)
 
     def find_computed(self) -> np.ndarray | None:
-        """See `MicrobatchSlice.computed`; of the current microbatch, [m] int64 or None."""
+        """Return `MicrobatchSlice.computed` of the current microbatch."""
         if self.num_computed == self.num_tokens:
             return None
         computed = np.concatenate(self._own)
@@ -114,11 +109,11 @@ class Rows:
         return computed
 
     def pack_kept(self, device: torch.device) -> PackedKeptSets | None:
-        """Of all rows; None where no sequence has any."""
+        """Pack the kept sets of all rows; `None` if no sequence has any."""
         return PackedKeptSets.pack(self._kept, device) if self._has_kept else None
 
     def build_columns(self) -> dict[str, np.ndarray]:
-        """Columns [t] of all rows."""
+        """Concatenate the columns of all rows, [t] each."""
         names = ("tokens", "positions", "predecessors", "mask", "ids", "logprobs")
         columns = dict(zip(names, map(np.concatenate, zip(*self._pieces, strict=True)), strict=True))
         return columns | {"logprobs": columns["logprobs"].astype(np.float32, copy=False)}
@@ -126,17 +121,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class MicrobatchSlice:
-    """Where a microbatch lies in the flat tensors; `cu_seqlens` and `keys` are in rows that the model computes.
+    """Rows [start, stop) of a microbatch; `cu_seqlens` and `keys` count the rows that the model computes.
 
     Attributes:
-        start, stop: its rows.
-        cu_seqlens: [num_segments + 1] int32; a segment is a sequence, or what is left of it behind a shared prefix.
-        max_seqlen: length of the longest segment.
-        keys: what each segment attends to, where some see a shared prefix; None: every segment itself.
-        is_bucketed: padded to a bucket; then `max_seqlen` is a bound that all microbatches of the bucket have in
-            common, and what is computed must have shapes that follow from the inputs' shapes.
-        computed: [m] int64, relative to the start, for each row that the model computes one that shares it, in the loss
-            where there is such a one. None: it computes all rows.
+        cu_seqlens: [num_segments + 1] int32; a segment is a sequence, or the rest of it after a shared prefix.
+        max_seqlen: longest segment; with buckets a bound common to all microbatches of the bucket.
+        keys: keys that each segment attends to; `None` without shared prefixes.
+        is_bucketed: all shapes must follow from the input shapes.
+        computed: [m] int64 relative to `start`: for each computed row one of the rows that share it, a loss token if
+            there is one. `None` if all rows are computed.
     """
 
     start: int
@@ -150,36 +143,31 @@ class MicrobatchSlice:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Packed tensors of one DP rank; `[t]` unless said, position 0 of each sequence is masked.
+    """Packed tensors of one DP rank, `[t]` unless noted; position 0 of each sequence is masked.
 
     Attributes:
-        tokens: int64.
-        position_ids: int64, position inside the sequence (also where its prompt is packed elsewhere).
-        predecessors: int64, of the rows that the model computes of the same microbatch the one whose hidden state
-            predicts this token: the row before, or the last one of a shared prefix. Position 0 of a sequence names
-            itself: a valid row whose prediction means nothing.
-        loss_mask: bool, True on response tokens.
-        loss_weights: float32, what each token's loss counts for: `sum(loss_weights * loss)` over all
-            microbatches and DP ranks of a minibatch is the loss of that optimizer step.
-        sequence_ids: int64, index of the sequence, a branch of a rollout, in the step's list; -1 on padding.
+        position_ids: int64, position inside the sequence, including a shared prompt.
+        predecessors: int64, the microbatch's computed row whose hidden state predicts this token. Position 0 points to
+            itself; its prediction is unused.
+        loss_weights: float32; `sum(loss_weights * loss)` over all microbatches and DP ranks of a minibatch is the loss
+            of that optimizer step.
+        sequence_ids: int64, index of the sequence (a branch of a rollout) in the step; -1 on padding.
         rollout_logprobs: float32, from the engine.
-        old_logprobs, sum_pi_squared, ref_logprobs, advantages, values, returns, importance_weights: float32, where
-            they are known.
-        teacher_logprobs: float32, mean of the teachers, where there are any to add to the advantages.
-        teacher_top_k: [t, 2, k + 1] float32, `compute_linear_top_k` of the teacher, where it is learned from.
+        old_logprobs, sum_pi_squared, ref_logprobs, advantages, values, returns, importance_weights: float32, `None`
+            until computed.
+        teacher_logprobs: float32, mean of the teachers, if it is added to the advantages.
+        teacher_top_k: [t, 2, k + 1] float32, `compute_linear_top_k` of the teacher, if the loss uses it.
         teacher_hidden: [t, h of the teacher] float32, likewise.
-        chosen: bool, tokens that the policy loss treats in another way, where it does.
-        update_logprobs, update_entropy: float32, of the policy when an optimizer step last used the token; the actor's
-            last pipeline stage writes them where there is room for them. NaN: no step has used it.
-        kept: what each token was drawn from; None: the whole vocabulary.
-        replayed_routes: [t, layers, choices] the experts of each token that the actor replays; see `RouteShape`.
-        routes_used: the same shape; a pass writes the experts that it chose where there is room for them: for
-            this rank's rows and layers.
-        flipped: bool; an update writes where a router would not have chosen the experts that it replays, likewise.
-        slices: one per microbatch.
-        minibatch_sizes: microbatches of each minibatch.
-        ledgers: what the loss of each minibatch must count, over all DP ranks; empty: not checked.
-        names: of the sequences, by sequence id, for messages; empty: they have none.
+        chosen: bool, tokens that the policy loss treats specially.
+        update_logprobs, update_entropy: float32, of the policy at the last optimizer step that used the token (NaN
+            before); written by the actor's last pipeline stage if allocated.
+        kept: kept sets that the tokens were drawn from; `None` means the whole vocabulary.
+        replayed_routes: [t, layers, choices] experts that the actor replays; see `RouteShape`.
+        routes_used: same shape; experts chosen by a forward pass on this rank's rows and layers, written if allocated.
+        flipped: bool; tokens whose router would not have chosen the replayed experts, written by an update if
+            allocated.
+        ledgers: expected counts of each minibatch's loss over all DP ranks; not checked if empty.
+        names: names of the sequences in messages; may be empty.
     """
 
     tokens: torch.Tensor
@@ -212,46 +200,46 @@ class TrainBatch:
     names: Sequence[str] = ()
 
     def name_sequence(self, index: int) -> str:
-        """What a message calls a sequence."""
+        """Return the name of a sequence for messages."""
         return self.names[index] if self.names else f"sequence {index}"
 
     def column(self, name: str) -> torch.Tensor:
-        """Values that must be known by now."""
+        """Return a column that must have been computed."""
         values = getattr(self, name)
         assert values is not None, f"{name} is not known"
         return values
 
     def computed(self, column: torch.Tensor) -> torch.Tensor:
-        """Of a microbatch's column [t, ...], what belongs to the rows that the model computes, [m, ...]."""
+        """Select the computed rows of a microbatch's column: [t, ...] -> [m, ...]."""
         rows = self.slices[0].computed
         return column if rows is None else column[rows]
 
     @property
     def num_computed(self) -> int:
-        """Rows of a microbatch that the model computes."""
+        """Number of rows of a microbatch that the model computes."""
         rows = self.slices[0].computed
         return len(self.tokens if rows is None else rows)
 
     def find_kept(self, places: torch.Tensor) -> PackedKeptSets | None:
-        """What the tokens at some places were drawn from, [t] standing for nothing; None: the whole vocabulary."""
+        """Return the kept sets of the tokens at `places` (index t: padding); `None` for the whole vocabulary."""
         return None if self.kept is None else self.kept.pad(1)[places]
 
     def minibatch(self, index: int) -> TrainBatch:
-        """The batch of one optimizer step; tensors are views."""
+        """Return the batch of optimizer step `index`, as views."""
         first = sum(self.minibatch_sizes[:index])
         part = self._part(self.slices[first : first + self.minibatch_sizes[index]])
         return replace(part, ledgers=self.ledgers[index : index + 1])
 
     def minibatches(self) -> Iterator[TrainBatch]:
-        """One batch per optimizer step."""
+        """Iterate over the optimizer steps."""
         return map(self.minibatch, range(len(self.minibatch_sizes)))
 
     def microbatches(self) -> list[TrainBatch]:
-        """One batch per forward/backward; tensors are views."""
+        """Return one batch per forward/backward, as views."""
         return [self._part([piece]) for piece in self.slices]
 
     def take_updates(self, other: TrainBatch) -> None:
-        """Copy what was recorded from a batch with the same tokens, if there is room for it."""
+        """Copy the recorded update columns of a batch with the same tokens, if they are allocated here."""
         if self.update_logprobs is not None and self.update_entropy is not None:
             assert other.update_logprobs is not None and other.update_entropy is not None, "it was given room as well"
             self.update_logprobs.copy_(other.update_logprobs)
@@ -267,7 +255,7 @@ class TrainBatch:
         return replace(part, kept=kept, slices=moved, minibatch_sizes=[len(slices)])
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
-        """The same with other tensors [t, ...]; slices and kept sets stay as they are."""
+        """Apply `function` to every tensor [t, ...]; slices and kept sets are unchanged."""
         return replace(
             self,
             **{
@@ -279,19 +267,19 @@ class TrainBatch:
 
 
 def expand_to_tokens(values: Sequence[float] | np.ndarray, batch: TrainBatch) -> torch.Tensor:
-    """Give every token its sequence's value: [num_rollouts] -> [t] float32; 0 on padding."""
+    """Expand one value per sequence to its tokens, [n] -> [t] float32; 0 on padding."""
     table = torch.tensor([*values, 0.0], dtype=torch.float32, device=batch.tokens.device)
     return table[batch.sequence_ids]
 
 
 @dataclass(frozen=True)
 class Padding:
-    """What the lengths of microbatches must be.
+    """Constraints on the lengths of microbatches.
 
     Attributes:
-        multiple: every one becomes a multiple of this, and at least this.
-        buckets: every microbatch gets one of these shapes. None: only `multiple` counts.
-        max_seqlen: no sequence is longer (with buckets; padding is cut into segments that are not); None: no bound.
+        multiple: divisor and minimum of each length.
+        buckets: allowed shapes; `None` applies only `multiple`.
+        max_seqlen: bound on segments, padding included (buckets only).
     """
 
     multiple: int
@@ -313,13 +301,10 @@ def build_train_batch(
 
     Args:
         sequences: branches of the step, at least this DP rank's.
-        sequence_weights: loss weight of each of their response tokens.
+        sequence_weights: loss weight per response token of each sequence.
         minibatch_plans: per minibatch, the indices of its sequences and their `plan_microbatches`.
-        dp_rank: whose microbatches to build; None: of a rank outside of the role, which has no token.
-        padding: what the lengths of the microbatches must be.
-        device: where the tensors live.
-        shared: what the sequences of the step have in common, which a microbatch puts in its own order. None packs
-            every sequence whole.
+        dp_rank: `None` on ranks outside the role, which get an empty batch.
+        shared: prefixes to pack once; sequences are packed whole if `None`.
     """
     rows = Rows()
     slices: list[MicrobatchSlice] = []
@@ -352,7 +337,6 @@ def build_train_batch(
 
 
 def _close_microbatch(rows: Rows, first: int, padding: Padding, device: torch.device) -> MicrobatchSlice:
-    """Pad the microbatch that began at row `first`, and describe it."""
     size, buckets = rows.num_computed, padding.buckets
     if buckets is None:
         rows.pad(max(-(-size // padding.multiple), 1) * padding.multiple)
@@ -363,7 +347,7 @@ def _close_microbatch(rows: Rows, first: int, padding: Padding, device: torch.de
     longest, stop = max(rows.lengths), int(bounds[-1])
     if buckets is not None:
         assert computed is None, "prefix trees have no fixed shape"
-        # One more, so that there always is an empty segment: it owns the padding of the keys.
+        # One extra segment, so that there always is an empty one: it owns the padding of the keys.
         slots = buckets.find_slots(len(rows.lengths) + 1)
         bounds = np.pad(bounds, (0, slots + 1 - len(bounds)), mode="edge")
         longest = min(padding.max_seqlen or stop, stop)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is logged about the rollouts of a step."""
+"""Metrics, distributions and logged rows of a step's rollouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_rl.types import SERVICE_FAILURES, Rollout
 
 
 def describe_rollouts(headers: Headers) -> dict[str, float]:
-    """Reward and length metrics of one step; all but the tokens count rollouts.
+    """Compute the reward and length metrics of one step, averaged over rollouts; `tokens/...` are sums.
 
     Rewards are averaged over the rollouts that have one; NaN if none has.
     """
@@ -31,7 +31,7 @@ def describe_rollouts(headers: Headers) -> dict[str, float]:
     groups = headers.split_rewarded(rollouts["reward"])
     return {
         "reward/mean": _mean(np.concatenate(groups)),
-        f"reward/{RESTATES}": 0.0,  # unless a rollout has the component
+        f"reward/{RESTATES}": 0.0,  # default, replaced below if a rollout has the component
         **{f"reward/{name}": _mean(_find_component(headers, name)) for name in sorted(headers.names)},
         "reward/uninformative_groups": float(np.mean([not len(rewards) or np.ptp(rewards) == 0 for rewards in groups])),
         "response/truncated": float(np.mean(rollouts["finish_reason"] == FINISH_REASONS.index("length"))),
@@ -45,19 +45,18 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _find_component(headers: Headers, name: str) -> np.ndarray:
-    """A component of the rollouts that have a reward; failures of the service are counted over all."""
+    """Return a component of the rewarded rollouts, but service failures of all rollouts."""
     rollouts = headers.rollouts
     values = np.nan_to_num(rollouts.component(name))
     return values if name == SERVICE_FAILURES else values[rollouts.has_reward]
 
 
 def describe_staleness(headers: Headers, version: int, optimizer_steps: int) -> dict[str, float]:
-    """How many steps of the main loop the weights that began each rollout are behind those that learn from it.
+    """Compute the staleness of the rollouts in steps of the main loop, from the first policy version of each.
 
     Args:
-        headers: of the step.
-        version: optimizer steps behind the current weights.
-        optimizer_steps: of a step.
+        version: current policy version, in optimizer steps.
+        optimizer_steps: optimizer steps per step of the main loop.
     """
     staleness = (version - headers.rollouts["first_version"]) / optimizer_steps
     return {
@@ -67,11 +66,10 @@ def describe_staleness(headers: Headers, version: int, optimizer_steps: int) -> 
 
 
 def describe_sources(headers: Headers, sources: Sequence[str]) -> dict[str, float]:
-    """Mean reward of each data source, where a step has more than one.
+    """Compute the mean reward of each data source, if a step has more than one.
 
     Args:
-        headers: of the step.
-        sources: [num_groups] of the groups' prompts.
+        sources: [num_groups].
     """
     names, groups = np.array(sources), headers.split_rewarded(headers.rollouts["reward"])
     names, rewards = np.repeat(names, [len(group) for group in groups]), np.concatenate(groups)
@@ -80,12 +78,10 @@ def describe_sources(headers: Headers, sources: Sequence[str]) -> dict[str, floa
 
 
 def describe_distributions(headers: Headers, batch: TrainBatch) -> dict[str, np.ndarray]:
-    """Distributions of one step, for histograms.
+    """Return distributions of one step, for histograms.
 
-    Returns:
-        Of all rollouts [num_rollouts]: length, and reward where there is one. Of the tokens in the loss in this rank's
-        batch, its DP replica's share of them: the advantage, and the trainer's log-prob before the update minus the
-        engine's.
+    Response length and reward cover all (rewarded) rollouts; advantage and log-prob gap (old log-prob minus the
+    engine's) cover the loss tokens of this DP replica.
     """
     gap = batch.column("old_logprobs") - batch.rollout_logprobs
     return {
@@ -97,14 +93,9 @@ def describe_distributions(headers: Headers, batch: TrainBatch) -> dict[str, np.
 
 
 def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
-    """What the last update of each token was like, NaN before the first; {} where updates are not recorded.
+    """Return `ratio`, `entropy` and `clipped` of the last update of each token, [t] float32; NaN before the first.
 
-    Args:
-        batch: with `update_logprobs` and `update_entropy`.
-        algorithm: says which tokens are clipped.
-
-    Returns:
-        `ratio`, `entropy` and `clipped`, each [t] float32.
+    The result is empty if updates are not recorded.
     """
     now = batch.update_logprobs
     if now is None:
@@ -123,10 +114,9 @@ def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str,
 
 
 def _describe_turns(rollout: Rollout, token_texts: TokenTexts) -> dict[str, Any]:
-    """The key "turns" where there are several, or something that nobody sampled; of a plain response nothing.
+    """Return the row's "turns" if there are several turns or unsampled tokens; empty for a plain response.
 
-    Each has its "branch", where it begins in the row's tokens ("start"), what stands before it that nobody sampled
-    ("observed"), and its "reward", if turns have any.
+    "start" counts the row's tokens; "observed" is the unsampled text before the turn.
     """
     turns, start = [], 0
     known = [branch.num_prompt_tokens for branch in rollout.branches]
@@ -146,18 +136,15 @@ def _describe_turns(rollout: Rollout, token_texts: TokenTexts) -> dict[str, Any]
 
 
 def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dict[str, str]]:
-    """Which rollouts of a step are written: whole groups, and the three best, the worst and the longest rollout.
+    """Choose the rollouts of a step to log: whole groups, and the three best, the worst and the longest rollout.
 
-    Among equal rewards, responses to different prompts come first.
+    Ties in reward are broken in favor of different prompts.
 
     Args:
-        headers: of the step.
-        num_groups: spread over the batch, others in each step; -1: all; 0: nothing is written.
-        step: of the run.
+        num_groups: groups to log, spread over the batch and rotated by step; -1 for all, 0 logs nothing.
 
     Returns:
-        Numbers of the rollouts, ascending; with `logged_as` those that are written for what they are, and with which
-        the rows are no sample of the step.
+        Ascending rollout indices. `logged_as` marks extremes: including them, the rows are a biased sample of the step.
     """
     total = len(headers.group_sizes)
     wanted = total if num_groups < 0 else min(num_groups, total)
@@ -177,12 +164,10 @@ def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dic
 
 
 def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """One rollout as it is written to rollouts/step_<N>.jsonl.
+    """Build the row of one rollout in rollouts/step_<N>.jsonl.
 
     Args:
-        rollout: scored.
-        token_texts: of the tokenizer.
-        values: of its tokens in the loss, by name.
+        values: values of its loss tokens by name.
     """
     return text_row(rollout) | {
         "versions": rollout.versions.tolist(),
@@ -195,13 +180,13 @@ def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, 
 
 
 def text_rows(parts: Iterable[Experience], decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-    """All rollouts of a validation set without their tokens, on rank 0; none elsewhere; collective."""
+    """Return all rollouts of a validation set without tokens, on rank 0 only; collective."""
     found = (part.fetch_rollouts(range(len(part.rewards)), decode) for part in parts)
     return [text_row(rollout) for rollouts in found for rollout, _ in rollouts]
 
 
 def text_row(rollout: Rollout) -> dict[str, Any]:
-    """One rollout without its tokens, as validation writes it."""
+    """Build the row of one rollout without tokens, as in validation files."""
     return {
         "prompt_id": rollout.prompt.prompt_id,
         "sample_index": rollout.sample_index,

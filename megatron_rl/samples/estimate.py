@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From log-probs and rewards to advantages: KL, the gap to the engine, estimators."""
+"""Advantages from log-probs and rewards: KL, the log-prob mismatch between trainer and engine, estimators.
+
+In this module `group` is the DP group of the batch's role.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +34,10 @@ from megatron_rl.types import UserError
 
 
 def measure_kl(headers: Headers, batch: TrainBatch, kl_type: str, group: dist.ProcessGroup) -> np.ndarray:
-    """KL of each rollout, summed over its tokens in the loss, [num_rollouts]; the same on every rank; collective.
-
-    Args:
-        headers: of the step.
-        batch: old and reference log-probs.
-        kl_type: the estimator.
-        group: the DP group of the batch's role.
-    """
+    """Compute the KL of each rollout, summed over its loss tokens, [num_rollouts]; collective, equal on every rank."""
     kl = _compute_kl(batch, kl_type).double()
     per_rollout = torch.zeros(len(headers.rollouts) + 1, dtype=torch.float64, device=kl.device)
-    per_rollout.index_add_(0, find_rollouts(headers, batch), kl)  # padding (-1) falls into the last entry
+    per_rollout.index_add_(0, find_rollouts(headers, batch), kl)  # padding (-1) is added to the last entry
     dist.all_reduce(per_rollout, group=group)
     return per_rollout[:-1].cpu().numpy()
 
@@ -51,7 +47,7 @@ def _compute_kl(batch: TrainBatch, kl_type: str) -> torch.Tensor:
 
 
 def find_rollouts(headers: Headers, batch: TrainBatch) -> torch.Tensor:
-    """Index of the rollout that each token belongs to, [t] int64; one more than the last on padding."""
+    """Return the rollout index of each token, [t] int64; the number of rollouts on padding."""
     table = torch.from_numpy(np.append(headers["rollout"], len(headers.rollouts)).astype(np.int64))
     return table.to(batch.sequence_ids.device)[batch.sequence_ids]
 
@@ -63,14 +59,13 @@ def compute_advantages(
     group: dist.ProcessGroup,
     turn_rewards: torch.Tensor | None = None,
 ) -> estimation.Advantages:
-    """Advantages (and returns, with a critic) of this rank's tokens; collective over `group`.
+    """Compute the advantages (with a critic, also the returns) of this rank's tokens; collective.
 
     Args:
-        samples: rewards of all rollouts, and their KL where it is in the reward.
-        batch: old log-probs, reference log-probs and values where there are any.
+        samples: rewards of all rollouts, and their KL if it is part of the reward.
+        batch: old log-probs, plus reference log-probs and values if there are any.
         algorithm: the estimator, with the current KL coefficient.
-        group: the actor's DP group.
-        turn_rewards: of the batch's packing.
+        turn_rewards: `Packing.turn_rewards`.
     """
     headers = samples.headers
     rewards = samples.rewards
@@ -112,7 +107,6 @@ def compute_advantages(
 
 
 def _find_responses(headers: Headers, batch: TrainBatch, group: dist.ProcessGroup) -> Responses:
-    """The rollouts, whose branches may be on several ranks of the group; their sums are collective."""
     rollouts, device = find_rollouts(headers, batch), batch.sequence_ids.device
     begins_rollout = np.isin(np.arange(len(headers) + 1), headers.first_of_rollout)  # False for padding, the last one
     is_first = mark_first(batch.sequence_ids) & torch.from_numpy(begins_rollout).to(device)[batch.sequence_ids]
@@ -129,16 +123,10 @@ def _find_responses(headers: Headers, batch: TrainBatch, group: dist.ProcessGrou
 def correct_mismatch(
     headers: Headers, batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor | None, dict[str, float]]:
-    """Gap between `old_logprobs` and the engine's log-probs, and the weights that correct for it; collective.
-
-    Args:
-        headers: of the step.
-        batch: old log-probs.
-        algorithm: the correction.
-        group: the DP group of the batch's role.
+    """Measure the mismatch between `old_logprobs` and the engine's log-probs; collective.
 
     Returns:
-        Importance weights [t] or None, and the metrics `mismatch/...`.
+        Correcting importance weights [t] or `None`, and the metrics `mismatch/...`.
     """
     device, old_logprobs = batch.tokens.device, batch.column("old_logprobs")
     sums, maximum = sum_mismatch(old_logprobs, batch.rollout_logprobs, batch.loss_mask)
@@ -155,16 +143,14 @@ def correct_mismatch(
 
 
 def measure_lags(batch: TrainBatch, lags: torch.Tensor, most: int, group: dist.ProcessGroup) -> dict[str, float]:
-    """The gap of `correct_mismatch` by the age of the weights that sampled a token; collective.
+    """Measure the log-prob mismatch by the lag of the policy version that sampled a token; collective.
 
     Args:
-        batch: old log-probs.
-        lags: [t] steps of the main loop between those weights and the current ones.
-        most: that there are.
-        group: the DP group of the batch's role.
+        lags: [t] steps of the main loop between the sampling policy and the current one.
+        most: largest lag.
 
     Returns:
-        `mismatch/lag<N>`, the mean of |d| over the tokens of lag N, for each N that there is.
+        `mismatch/lag<N>`, the mean of |d| over the tokens of lag N, for each N that occurs.
     """
     gaps = (batch.column("old_logprobs") - batch.rollout_logprobs).abs().double()
     sums: dict[str, float] = {}
@@ -177,13 +163,9 @@ def measure_lags(batch: TrainBatch, lags: torch.Tensor, most: int, group: dist.P
 
 
 def measure_stale_routes(headers: Headers, batch: TrainBatch, version: int, group: dist.ProcessGroup) -> float:
-    """Share of the tokens in the loss with routes to replay whose routes other weights have chosen; collective.
+    """Compute the share of loss tokens with replayed routes whose routes are older than `version`; collective.
 
-    Args:
-        headers: of the step; a sequence has the routes of its last version.
-        batch: with the routes.
-        version: of the weights that learn.
-        group: the DP group of the batch's role.
+    The last version of a sequence is taken as the version of all its routes.
     """
     routes, is_stale = batch.column("replayed_routes"), np.append(headers["last_version"] < version, False)
     replayed = batch.loss_mask & (routes[:, 0, 0] != torch.iinfo(routes.dtype).max)
@@ -194,15 +176,13 @@ def measure_stale_routes(headers: Headers, batch: TrainBatch, version: int, grou
 
 
 def check_bits(batch: TrainBatch, is_current: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Compare `old_logprobs` with the engine's log-probs, bit for bit (rollout.bitwise); collective over DP.
+    """Check that `old_logprobs` equals the engine's log-probs bit for bit (rollout.bitwise); collective.
 
     Args:
-        batch: old log-probs.
-        is_current: [t] bool, the current weights sampled the token.
-        group: the DP group of the batch's role.
+        is_current: [t] bool, whether the current policy version sampled the token.
 
     Raises:
-        UserError: on all ranks of the group; names the first token that has others.
+        UserError: on all ranks of the group; names the first token that differs.
     """
     ours, engine = batch.column("old_logprobs"), batch.rollout_logprobs
     differs = (batch.loss_mask & is_current & (ours != engine)).nonzero()[:, 0].tolist()
@@ -222,14 +202,14 @@ def check_bits(batch: TrainBatch, is_current: torch.Tensor, group: dist.ProcessG
 
 
 def choose_tokens(batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.ProcessGroup) -> torch.Tensor | None:
-    """The tokens that the policy loss treats in another way, where it does that; collective."""
+    """Return the tokens that the policy loss treats specially, or `None` if the loss has none; collective."""
     if algorithm.policy_loss not in CHOOSES_TOKENS:
         return None
     return policy_losses.choose_tokens(loss_inputs(batch), algorithm, group)
 
 
 def loss_inputs(batch: TrainBatch) -> PolicyLossInputs:
-    """The tokens of a batch, with the log-probs from before the update."""
+    """Build the inputs of the policy loss before the update."""
     old_logprobs = batch.column("old_logprobs")
     return PolicyLossInputs(
         old_logprobs, old_logprobs, batch.column("advantages"), batch.loss_mask, batch.sequence_ids, batch.chosen

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experience: the scored sequences of a step.
 
-Every rank knows the headers of all sequences. Tokens are where they were generated, and with the roles that fetched
-their share of them. What a role computes of the tokens is a column; it stays in that role's packing until another role
-asks for it.
+Every rank has the headers of all sequences. Tokens stay on the ranks that generated them; roles fetch their share. A
+column is a per-token result of a role, in its packing until another role reads it.
 
     samples.values = critic.compute_values(samples)     # a column in the critic's packing
     samples.read(actor's packer, ["values"])            # the actor fetches it into its own
@@ -41,12 +40,11 @@ from megatron_rl.types import Branch, Prompt, Rollout, RouteShape, Turn
 
 @dataclass(frozen=True)
 class Column:
-    """Values of the tokens behind the prompts.
+    """Values of the tokens after the prompts.
 
     Attributes:
-        values: [t, ...] in the packing.
-        packing: where they live.
-        holders: the ranks that have them; None: all that have the packing's tokens.
+        values: [t, ...] in the rows of `packing`.
+        holders: the ranks that hold the values; all ranks of the packing if `None`.
     """
 
     values: torch.Tensor
@@ -55,7 +53,7 @@ class Column:
 
 
 class _Slot:
-    """Something of an Experience that is set once; None before, and where nothing computes it."""
+    """Descriptor of a result that is set once; `None` before."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -70,20 +68,17 @@ class _Slot:
 
 
 class Experience:
-    """Headers of all sequences of a step, the payload of those held here, and columns.
+    """Headers of all sequences of a step, the tokens held on this rank, and columns.
 
     Args:
-        headers: the same on every rank.
-        prompts: of each group.
-        payload: the tokens that are here.
+        prompts: one per group.
+        payload: tokens held on this rank.
         group: all ranks.
-        baselines: [num_groups] reward of the greedy response to each prompt (ReMax), NaN if it failed; or None.
-        metrics: about sampling.
+        baselines: [num_groups] reward of the greedy response to each prompt (ReMax), NaN if it failed.
+        metrics: metrics of the rollout phase.
 
     Attributes:
-        columns: by name; set once, through the attributes of that name.
-        kl_per_rollout: [num_rollouts] KL to the reference, set once where there is one.
-        mismatch: metrics of the gap between policy and engine, set once `old_logprobs` are known.
+        columns: results by name, each set once through the attribute of that name.
     """
 
     old_logprobs = _Slot()
@@ -124,13 +119,13 @@ class Experience:
         self._copies: dict[tuple[str, Hashable], torch.Tensor] = {}
 
     def pack(self, packer: Packer) -> Packing:
-        """The packing of a role, made when it is first asked for; collective then."""
+        """Return the packing of a role; built by the first call, which is collective."""
         if packer.key not in self._packings:
             self._packings[packer.key] = packer.pack(self.headers, self._fetch_branches)
         return self._packings[packer.key]
 
     def read(self, packer: Packer, names: Sequence[str] = ()) -> TrainBatch:
-        """A role's batch with some columns, as far as they exist; collective, where one must be fetched."""
+        """Return a role's batch with those of the named columns that exist; collective if one must be fetched."""
         packing = self.pack(packer)
         return replace(
             packing.batch, **{name: self._bring(name, packing, packer.key) for name in names if name in self.columns}
@@ -144,16 +139,15 @@ class Experience:
         *,
         on_all: bool = False,
     ) -> list[tuple[Rollout, dict[str, np.ndarray]]]:
-        """Rollouts whole, on rank 0 or on all ranks, none elsewhere; collective.
+        """Fetch whole rollouts to rank 0, or to all ranks; empty elsewhere; collective.
 
         Args:
-            chosen: numbers of them, ascending.
+            chosen: indices of the rollouts, ascending.
             decode: response tokens -> text.
-            columns: what else is wanted of their tokens, the same names on every rank.
-            on_all: every rank gets them.
+            columns: per-token values to fetch as well; the same names on every rank.
 
         Returns:
-            Each with its values: name -> [number of its tokens in the loss].
+            Each rollout with its values: name -> [number of its loss tokens].
         """
         bounds = [*self.headers.first_of_rollout.tolist(), len(self.headers)]
         parts = [range(bounds[number], bounds[number + 1]) for number in chosen]
@@ -176,26 +170,26 @@ class Experience:
 
     @property
     def rewards(self) -> np.ndarray:
-        """The reward of each rollout, [num_rollouts] float64; rollouts of one prompt are adjacent."""
+        """Reward of each rollout, [num_rollouts] float64; rollouts of one prompt are adjacent."""
         return self.headers.rollouts["reward"]
 
     def count_bytes(self) -> int:
-        """Bytes that this rank has received for this step so far: headers, tokens and columns."""
+        """Return the bytes that this rank has received for this step so far."""
         return self._num_bytes
 
     def measure_bytes(self) -> dict[str, float]:
-        """The metric `samples/bytes_per_rank`: bytes received by the rank that received most; collective."""
+        """Return the metric `samples/bytes_per_rank`: bytes received, maximum over ranks; collective."""
         found = {"samples/bytes_per_rank": float(self._num_bytes)}
         return reduce_scalars(found, dist.ReduceOp.MAX, self._group, torch.device("cpu"))
 
     @classmethod
     def join(cls, parts: Sequence[Experience], groups: Sequence[int], metrics: Mapping[str, float]) -> Experience:
-        """Some groups of several generations, in the order given, as of one generation.
+        """Join groups of several generations, in the given order, into one experience.
 
         Args:
-            parts: as they were generated, before anything is computed of them.
-            groups: which ones, counted over the parts.
-            metrics: about sampling.
+            parts: experiences without computed columns.
+            groups: indices of the chosen groups, counted over the concatenated parts.
+            metrics: metrics of the rollout phase.
         """
         headers, order = join_headers([part.headers for part in parts]).select_groups(groups)
         prompts = [prompt for part in parts for prompt in part.prompts]
@@ -218,20 +212,18 @@ class Experience:
         return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
 
     def select(self, groups: Sequence[int]) -> tuple[Experience, np.ndarray]:
-        """Some groups as samples of which nothing is computed; and where each of their sequences stands here, [k]."""
+        """Return the given groups as an experience without columns, and their sequences' indices in this one, [k]."""
         if len(groups) == len(self.prompts):
             return self, np.arange(len(self.headers))
         _, order = self.headers.select_groups(groups)
         return Experience.join([self], groups, {}), order
 
     def take(self, column: Column, order: np.ndarray, part: Experience, packer: Packer) -> torch.Tensor:
-        """A column of some of the samples in a role's packing of all: [t, ...], NaN elsewhere; collective.
+        """Copy a column of a selection into a role's packing of all samples: [t, ...], NaN elsewhere; collective.
 
         Args:
-            column: of `part`.
-            order: where each of its sequences stands here.
-            part: from `select`.
-            packer: of the role.
+            column: belongs to `part`.
+            order, part: from `select`.
         """
         packing = self.pack(packer)
         if column.packing is packing:
@@ -244,33 +236,30 @@ class Experience:
         return values
 
     def rescore(self, rewards: np.ndarray, name: str, scores: np.ndarray) -> Experience:
-        """The same samples, of which nothing was computed, with other rewards.
+        """Return the same samples, without columns, with new rewards and one more reward component `name`.
 
         Args:
-            rewards: [num_rollouts].
-            name: of a further reward component.
-            scores: its values, [num_rollouts].
+            rewards, scores: [num_rollouts].
         """
         payload = replace(self._payload, num_bytes=self._num_bytes)
         return Experience(self.headers.rescore(rewards, name, scores), self.prompts, payload, self._group)
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Note more about sampling."""
+        """Add metrics of the rollout phase."""
         self.metrics |= metrics
 
     def add_baselines(self, greedy: Experience) -> None:
-        """Note the rewards of the greedy responses to the prompts; NaN where there is none."""
+        """Set the baselines to the rewards of the greedy responses; NaN for prompts without one."""
         self.baselines = np.where(greedy.headers.rollouts.has_reward, greedy.rewards, np.nan)
         self._num_bytes += greedy.count_bytes()
 
     def _fetch_branches(self, destination: Holders) -> dict[int, Branch]:
-        """The tokens of the sequences that this rank needs; collective."""
         first = Holders(self._holders.replica_of, self._holders.ranks[:, :1])
         fetches = [partial(self._fetch, source, destination) for source in (self._holders, first)]
         return fetch_branches(self._payload, self.headers, *fetches)
 
     def _bring(self, name: str, packing: Packing, key: Hashable) -> torch.Tensor:
-        """A column in a packing: as it is, or fetched once."""
+        """Return a column in the rows of `packing`; fetched at most once."""
         column: Column = self.columns[name]
         if column.packing is packing:
             return column.values
@@ -304,13 +293,13 @@ class Experience:
         return found
 
     def _find_loss_tokens(self, index: int, branch: Branch) -> np.ndarray:
-        """Which tokens of a sequence behind its prompt are in the loss."""
+        """Return the mask of the loss tokens among the tokens after the prompt."""
         mask = branch.sampled & self.headers.rows["in_loss"][index]
         mask[:1] = False
         return mask[branch.num_prompt_tokens :]
 
     def _restore(self, index: int, branches: list[Branch], decode: Callable[[list[int]], str]) -> Rollout:
-        """The rollout that begins with a sequence."""
+        """Rebuild the rollout whose first sequence is `index`."""
         row, turns = self.headers.rows[index], find_runs(branches)
         if not self._payload.has_episodes:
             turns = [Turn(0, turns[0].start, turns[-1].stop)]
@@ -334,14 +323,12 @@ def replicate(
     mask_truncated: bool = False,
     baselines: np.ndarray | None = None,
 ) -> Experience:
-    """The experience of rollouts that every rank has: examples, or recorded ones.
+    """Build the experience of rollouts that exist on every rank: fine-tuning examples or recorded rollouts.
 
     Args:
-        rollouts: with the index of their prompt, in order.
-        prompts: of each group.
-        group: all ranks.
-        mask_truncated: keep responses that were cut at the limit out of the loss.
-        baselines: as in `Experience`.
+        rollouts: pairs (index of the prompt, rollout), sorted by that index.
+        prompts: one per group.
+        mask_truncated: exclude responses cut at the length limit from the loss.
     """
     headers = build_headers(rollouts, holder=0, mask_truncated=mask_truncated)
     has_kept = any(branch.kept is not None for _, rollout in rollouts for branch in rollout.branches)
@@ -353,14 +340,14 @@ def replicate(
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The part of an Experience that one optimizer step learns from."""
+    """The part of an Experience that one optimizer step trains on."""
 
     samples: Experience
     index: int
 
 
 def find_runs(branches: Sequence[Branch]) -> list[Turn]:
-    """The runs of sampled tokens: the turns of an episode."""
+    """Return the runs of consecutive sampled tokens, which are the turns of an episode."""
     turns = []
     for index, branch in enumerate(branches):
         edges = np.flatnonzero(np.diff(branch.sampled, prepend=False, append=False))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of sequences, tokens first, on their way from the ranks that hold them to those that need them.
+"""Transfer of per-sequence values from the ranks that hold them to the ranks that need them, as one all-to-all.
 
-The plan is a pure function of who holds and who needs, which every rank knows from the headers: each rank works out
-its own part, and both sides of a transfer list its sequences in the same order. What lies on the rank already is not
-sent. Executing a plan is one all-to-all.
+The plan is a pure function of the headers: each rank computes its own part, and both sides of a transfer list its
+sequences in the same order. Local values are not sent.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from megatron_rl.parallel.collectives import current_device, exchange_bytes
 from megatron_rl.samples.table import Headers
 from megatron_rl.types import Branch, KeptSets, Rollout, RouteShape
 
-Read = Callable[[str, np.ndarray], torch.Tensor]  # (column, sequences held here) -> their values, one after another
+Read = Callable[[str, np.ndarray], torch.Tensor]  # (column, local sequences) -> concatenated values
 
 
 @dataclass(frozen=True)
 class Holders:
-    """Which ranks have, or need, the values of each sequence: all ranks of a replica.
+    """The replica whose ranks hold, or need, the values of each sequence.
 
     Attributes:
-        replica_of: [n] index of the replica; -1: none.
+        replica_of: [n] index of the replica; -1 if none.
         ranks: [num_replicas, width] global ranks; a rank is in at most one replica.
     """
 
@@ -35,24 +34,24 @@ class Holders:
     ranks: np.ndarray
 
     def locate(self, rank: int) -> tuple[int, int]:
-        """Replica of a rank and its place there; (-2, 0) if it is in none."""
+        """Return the replica of a rank and its place there; (-2, 0) if it is in none."""
         found = np.argwhere(self.ranks == rank)
         assert len(found) <= 1, "a rank is in one replica"
         return (int(found[0, 0]), int(found[0, 1])) if len(found) else (-2, 0)
 
 
 def for_readers(is_wanted: np.ndarray, ranks: Sequence[int]) -> Holders:
-    """Each of some ranks needs the sequences [n] that are wanted."""
+    """Describe `ranks` as readers that all need the wanted sequences, [n] bool."""
     return Holders(np.where(is_wanted, 0, -1), np.array([ranks]))
 
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """What one rank does; sequences by their index in the step.
+    """Transfers of one rank; sequences are indices in the step.
 
     Attributes:
-        kept: needed, and here already.
-        sends, receives: by the other rank, ascending; sequences ascending.
+        kept: needed sequences that are already local.
+        sends, receives: sequences by peer rank, both ascending.
     """
 
     kept: np.ndarray
@@ -61,15 +60,15 @@ class FetchPlan:
 
     @property
     def sequences(self) -> np.ndarray:
-        """All that the rank has afterwards, in the order in which `fetch` returns their values."""
+        """All sequences after the transfer, in the order of the values from `fetch`."""
         return np.concatenate([self.kept, *self.receives.values()])
 
 
 def plan_fetch(rank: int, source: Holders, destination: Holders) -> FetchPlan:
-    """What `rank` sends and receives so that the destination has what it needs.
+    """Plan the sends and receives of `rank` that bring each sequence to the destination ranks.
 
-    A rank that needs a sequence takes it from one rank of the replica that holds it: which one follows from its place
-    in its own replica and from the sequence, so that the replica's ranks share the work.
+    The sender is chosen among the ranks of the holding replica by the receiver's place and the sequence index, so that
+    they share the work.
     """
     (source_replica, source_place), (replica, place) = source.locate(rank), destination.locate(rank)
     width = source.ranks.shape[1]
@@ -94,12 +93,12 @@ def _by_rank(ranks: np.ndarray, sequences: np.ndarray) -> dict[int, np.ndarray]:
 
 @dataclass(frozen=True)
 class Fetched:
-    """What came of a plan on one rank.
+    """Result of a plan on one rank.
 
     Attributes:
-        sequences: [k], whose values these are.
-        columns: name -> values of sequence after sequence, on the device of the job's ranks.
-        num_bytes: received from other ranks.
+        sequences: [k] indices of the sequences.
+        columns: name -> concatenated values of the sequences, on the current device.
+        num_bytes: bytes received from other ranks.
     """
 
     sequences: np.ndarray
@@ -110,13 +109,10 @@ class Fetched:
 def fetch(
     plan: FetchPlan, lengths: np.ndarray, columns: Mapping[str, torch.dtype], read: Read, group: dist.ProcessGroup
 ) -> Fetched:
-    """Execute a plan; collective over `group`, which has the plan's ranks.
+    """Execute this rank's plan; collective.
 
     Args:
-        plan: of this rank.
-        lengths: [n] values of each sequence, in every column.
-        columns: what is fetched.
-        read: looks up what this rank holds.
+        lengths: [n] number of values of each sequence, equal for every column.
         group: all ranks of the job.
     """
     device = current_device()
@@ -141,23 +137,23 @@ def _as_bytes(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.to(device).contiguous().view(torch.uint8)
 
 
-# (values of each sequence [n], columns, what looks them up here) -> those that this rank needs; collective
+# (lengths [n], columns, reader of local values) -> values that this rank needs; collective
 Fetch = Callable[[np.ndarray, Mapping[str, torch.dtype], Read], Fetched]
 _PAYLOAD = {"logprobs": torch.float32, "tokens": torch.int32, "sampled": torch.bool}
-_VERSIONS, _REWARDS = {"versions": torch.int32}, {"rewards": torch.float32}  # where they are needed
+_VERSIONS, _REWARDS = {"versions": torch.int32}, {"rewards": torch.float32}  # fetched only if needed
 
 
 @dataclass(frozen=True)
 class Payload:
-    """The tokens that are here.
+    """The tokens held on this rank.
 
     Attributes:
-        branches: by index of the sequence.
-        ranks: [num_replicas, width] the ranks on which the sequences of each holder are.
-        num_bytes: that this rank has received for it.
-        has_kept: some tokens of the step were drawn from kept sets; the same on every rank.
-        route_shape: of the routes of the tokens; None: there are none. The same on every rank.
-        has_episodes: rollouts may have several turns. Else tokens between two that were sampled were put in.
+        branches: branches by sequence index.
+        ranks: [num_replicas, width] ranks that hold the sequences of each replica.
+        num_bytes: bytes received for the payload.
+        has_kept: whether any token of the step was drawn from kept sets; equal on every rank.
+        route_shape: equal on every rank; `None` without routes.
+        has_episodes: rollouts may have several turns. Otherwise unsampled tokens between sampled ones were inserted.
     """
 
     branches: Mapping[int, Branch]
@@ -177,12 +173,10 @@ def hold(
     route_shape: RouteShape | None = None,
     has_episodes: bool = True,
 ) -> Payload:
-    """The payload of this rank.
+    """Build the payload of this rank; see `Payload`.
 
     Args:
-        held: the rollouts that are here, with the index of their prompt in the step.
-        headers: of the step.
-        ranks, num_bytes, has_kept, route_shape, has_episodes: as in `Payload`.
+        held: pairs (index of the prompt in the step, local rollout).
     """
     firsts = headers.rollouts.rows
     starts = dict(
@@ -207,13 +201,11 @@ def hold(
 
 
 def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_first: Fetch) -> dict[int, Branch]:
-    """The tokens of the sequences that this rank needs, by their index; collective.
+    """Fetch the tokens of the sequences that this rank needs, by sequence index; collective.
 
     Args:
-        payload: what is here.
-        headers: of the step.
-        fetch: brings values of the sequences from where they are held to this rank.
-        fetch_from_first: the same from the first rank of each holder, which alone knows the rewards of turns.
+        fetch: transfers values from all ranks of each holder.
+        fetch_from_first: likewise from the first rank of each holder, the only one with turn rewards.
     """
     rows = headers.rows
     has_versions = bool((rows["first_version"] != rows["last_version"]).any())
@@ -249,7 +241,7 @@ def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_
 
 
 def _fetch_kept(payload: Payload, lengths: np.ndarray, fetch: Fetch) -> dict[int, KeptSets]:
-    """Fetch the sets that the tokens were drawn from: first their sizes, which give the number of ids."""
+    """Fetch the kept sets of the tokens: first the sizes, which give the number of ids."""
 
     def read(name: str, sequences: np.ndarray) -> torch.Tensor:
         branches = [payload.branches[i] for i in sequences.tolist()]
@@ -259,7 +251,7 @@ def _fetch_kept(payload: Payload, lengths: np.ndarray, fetch: Fetch) -> dict[int
 
     found = fetch(lengths, {"counts": torch.int32}, read)
     counts = split_values(found.columns["counts"], found.sequences, lengths)
-    sizes = np.zeros(len(lengths), np.int64)  # known of what is held here, and of what comes
+    sizes = np.zeros(len(lengths), np.int64)  # filled for local and incoming sequences
     for index, branch in payload.branches.items():
         sizes[index] = 0 if branch.kept is None else len(branch.kept.ids)
     for index, array in counts.items():
@@ -270,7 +262,7 @@ def _fetch_kept(payload: Payload, lengths: np.ndarray, fetch: Fetch) -> dict[int
 
 
 def _fetch_routes(payload: Payload, shape: RouteShape, lengths: np.ndarray, fetch: Fetch) -> dict[int, np.ndarray]:
-    """The routes of the sequences, [s, layers, choices] each; unknown where a sequence came without."""
+    """Fetch the routes of the sequences, [s, layers, choices] each; "unknown" if a sequence has none."""
 
     def read(name: str, sequences: np.ndarray) -> torch.Tensor:
         branches = [payload.branches[i] for i in sequences.tolist()]
@@ -284,7 +276,7 @@ def _fetch_routes(payload: Payload, shape: RouteShape, lengths: np.ndarray, fetc
 
 
 def split_values(values: torch.Tensor, sequences: np.ndarray, lengths: np.ndarray) -> dict[int, np.ndarray]:
-    """Values of sequence after sequence, by the index of the sequence; `lengths` are of all sequences."""
+    """Split concatenated values by sequence index; `lengths` covers all sequences of the step."""
     array, stops = values.cpu().numpy(), np.cumsum(lengths[sequences]).tolist()
     bounds = zip([0, *stops], stops, strict=False)
     return {i: array[start:stop] for i, (start, stop) in zip(sequences.tolist(), bounds, strict=True)}

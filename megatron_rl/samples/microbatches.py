@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sequence goes into which microbatch of which DP rank (pure).
+"""Assignment of sequences to microbatches and DP ranks (pure).
 
 Invariants (asserted in tests/samples/test_microbatches.py):
 
 * every sequence is in exactly one microbatch;
 * no microbatch exceeds the token budget, a shared prefix counted once per microbatch;
-* every DP rank has the same number of microbatches (pipeline schedules need it), a multiple of
-  `count_multiple`; there are as few as the heuristic finds, so some may be empty when sequences are few;
-* inside a microbatch sequences keep their order, that of `SharedPrefixes` where prefixes are shared, so that what is
-  computed can be put back by `TrainBatch.sequence_ids`;
-* sequences that share a prefix are taken apart only if they exceed the budget, or if that lowers the cost of the
-  heaviest rank, and where they share least;
-* the heaviest rank costs at most `_CLOSE` times that of the plain plan, in which nothing is shared: where groups leave
-  ranks idle, the plain plan is kept;
-* the result depends on the lengths only (costs are whole numbers): every rank computes the same plan.
+* every DP rank has the same number of microbatches (pipeline schedules need it), a multiple of `count_multiple`; some
+  may be empty;
+* inside a microbatch sequences keep their order (that of `SharedPrefixes`, if given);
+* sequences that share a prefix are separated only if they exceed the budget or if that lowers the cost of the heaviest
+  rank, and then at their shortest common prefix;
+* the heaviest rank costs at most `_CLOSE` times that of the plain plan without sharing, which is used otherwise;
+* the result depends on the lengths only (costs are integers): every rank computes the same plan.
 
-The cost of a sequence of s tokens is s + attention_ratio * s^2: everything that is linear in the tokens, plus
-causal attention.
+The cost of a sequence of s tokens is s + attention_ratio * s^2: all work linear in the tokens, plus causal attention.
 """
 
 from __future__ import annotations
@@ -35,33 +32,32 @@ from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.samples.prefix import SharedPrefixes
 from megatron_rl.samples.shape_buckets import Buckets
 
-_TRIED_AT_ONCE = 256  # pairs of units; as few are cheaper in Python than in numpy
-_GOOD_ENOUGH = 1.001  # cost of the heaviest rank over the mean at which the search ends
+_TRIED_AT_ONCE = 256  # pairs of units, up to which Python is faster than numpy
+_GOOD_ENOUGH = 1.001  # the search ends at this ratio of the heaviest rank's cost to the mean
 
 
 def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.ndarray, max_tokens: int) -> None:
-    """Exchange units, in place, between the costliest rank and cheaper ones, as long as that makes it cheaper.
+    """Exchange units, in place, between the costliest rank and cheaper ranks until its cost no longer falls.
 
     Args:
         ranks: [dp_size][num_bins] -> units.
-        tokens: [num_units] int64; a bin holds at most `max_tokens` of them, before and after.
-        costs: [num_units] int64.
-        max_tokens: budget of a bin.
+        tokens, costs: [num_units] int64.
+        max_tokens: budget of a bin, kept by every exchange.
     """
-    token_list, cost_list = [*tokens.tolist(), 0], [*costs.tolist(), 0]  # the last: of unit -1, "nothing"
+    token_list, cost_list = [*tokens.tolist(), 0], [*costs.tolist(), 0]  # the last entry is for unit -1: "nothing"
     held = [sorted([0, *[cost_list[unit] for members in rank for unit in members]]) for rank in ranks]  # 0: "nothing"
     by_load = sorted((sum(light), -rank, light) for rank, light in enumerate(held))
     enough = _GOOD_ENOUGH * sum(cost_list)
     for _ in range(8 * len(ranks)):
         top, high, heavy = by_load[-1]
         if top * len(ranks) <= enough or len(heavy) < 3:
-            return  # a single unit is not less anywhere else
+            return  # moving its only unit would not lower the maximum
         pair, place, low, light = None, 0, 0, heavy
         gives, least, most = heavy[1:], heavy[1], heavy[-1]
         for place, (load, low, light) in enumerate(by_load):
             gap = top - load
             if (place and not load) or (gap <= least and light[1] >= most):
-                continue  # of ranks without units one is tried; where no unit can move, a lighter one must come back
+                continue  # one empty rank is enough to try; if no unit can move alone, a lighter one must come back
             for cost in gives:
                 if 0 < cost - light[bisect_left(light, cost) - 1] < gap:
                     pair = _exchange_best(ranks[-high], ranks[-low], gap, token_list, cost_list, max_tokens)
@@ -85,13 +81,13 @@ def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
 def _exchange_best(
     high: list[list[int]], low: list[list[int]], gap: int, tokens: list[int], costs: list[int], max_tokens: int
 ) -> tuple[int, int] | None:
-    """Exchange the pair that comes closest to moving half of the gap, or move one unit (-1 is taken for it).
+    """Exchange the pair of units that comes closest to moving half of the gap, or move one unit.
 
     Returns:
-        The unit that was given to the cheaper rank and the one taken from it; None if no exchange is possible.
+        The unit given to the cheaper rank, and the unit taken from it (-1 if none); `None` if impossible.
     """
     takes = [(unit, b) for b, members in enumerate(low) for unit in members]
-    takes += [(-1, b) for b in range(len(low))]  # "nothing" can be taken in exchange, in every bin
+    takes += [(-1, b) for b in range(len(low))]  # a unit can move to any bin without an exchange
     rooms = [max_tokens - sum([tokens[unit] for unit in members]) for members in low]
     if len(takes) * sum(map(len, high)) > _TRIED_AT_ONCE:
         pair = _choose_of_many(high, takes, rooms, gap, tokens, costs, max_tokens)
@@ -125,7 +121,7 @@ def _choose_of_many(
     costs: list[int],
     max_tokens: int,
 ) -> tuple[int, int, int, int] | None:
-    """Choose as `_exchange_best` does for few pairs, of all pairs at once; units and bins of the pair."""
+    """Vectorized search of `_exchange_best`; returns (unit, bin, unit, bin)."""
     gives = [(unit, a) for a, members in enumerate(high) for unit in members]
     room = [max_tokens - sum([tokens[unit] for unit in members]) for members in high]
     more, moved = (
@@ -140,29 +136,29 @@ def _choose_of_many(
 
 
 MicrobatchPlan = list[list[list[int]]]  # [dp_size][num_microbatches] -> indices of sequences
-_Joined = tuple[np.ndarray, np.ndarray]  # members of parts, one after another, and where each part begins, and the end
+_Joined = tuple[np.ndarray, np.ndarray]  # concatenated members of parts, and the bounds of the parts
 
-_COST_SCALE = 1024  # costs are whole numbers of this fraction of a token's linear cost
-_TRIED_ONE_BY_ONE = 64  # numbers of bins, before the smallest that fits is bisected
-_CLOSE = 1.05  # costs with a smaller ratio are as good as each other
-_MOST_ROUNDS = 16  # in which groups of overloaded ranks are taken apart
-_FEW_RANKS = 8  # overloaded: one group at a time is taken apart
+_COST_SCALE = 1024  # units of cost per token of linear work; costs are integers
+_TRIED_ONE_BY_ONE = 64  # numbers of bins, before bisection starts
+_CLOSE = 1.05  # costs within this ratio count as equal
+_MOST_ROUNDS = 16  # rounds of splitting groups of overloaded ranks
+_FEW_RANKS = 8  # up to this many overloaded ranks, groups are split one at a time
 
 
 def find_pad_multiple(cp_size: int, sp_size: int, batch_invariant: bool) -> int:
-    """What the rows of a microbatch are a multiple of: all shards are equal, and have the rows that a product needs."""
+    """Return the multiple of a microbatch's rows for equal shards, each large enough for batch-invariant matmuls."""
     return cp_size * math.lcm(sp_size, MIN_ROWS if batch_invariant else 1)
 
 
 def compute_attention_ratio(num_linear: float, num_heads: int, key_dim: int, value_dim: int) -> float:
-    """Cost of causal attention over s tokens in units of s^2 tokens' linear layers.
+    """Compute the cost of causal attention over s tokens, in units of the linear layers' cost of s^2 tokens.
 
-    Multiply-adds of one layer: s^2 n (d + d_v) / 2 for scores and values together (half of them are masked), against
-    s times the elements of its matrices. The output layer and norms are left out.
+    Multiply-adds of one layer: s^2 n (d + d_v) / 2 for scores and values (half of them are masked), against s times the
+    elements of its matrices. The output layer and norms are left out.
 
     Args:
-        num_linear: matrix elements that a token passes in a layer; in a mixture, only in its own experts.
-        num_heads: n, of queries.
+        num_linear: matrix elements applied to a token in a layer; with MoE, only active experts.
+        num_heads: n, query heads.
         key_dim, value_dim: d and d_v, channels of a head.
     """
     return num_heads * (key_dim + value_dim) / 2 / num_linear
@@ -170,7 +166,7 @@ def compute_attention_ratio(num_linear: float, num_heads: int, key_dim: int, val
 
 @dataclass(frozen=True)
 class _Workload:
-    """Tokens and cost of sequences that are packed together, [num_sequences] each, and what sharing saves."""
+    """Tokens and costs [num_sequences] of the sequences that are packed together, with their shared prefixes."""
 
     tokens: np.ndarray
     costs: np.ndarray
@@ -183,11 +179,11 @@ class _Workload:
         return cls(tokens, _compute_costs(tokens, attention_ratio), attention_ratio, shared)
 
     def sum_each(self, parts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and cost of each microbatch or part of one, members in their order."""
+        """Return tokens and cost of each part."""
         return self.sum_joined(*_join(parts))
 
     def sum_joined(self, members: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The same of parts that are joined, see `_join`."""
+        """Return tokens and cost of each part, given in the form of `_join`."""
         sums = np.zeros((2, len(members) + 1), np.int64)
         np.cumsum([self.tokens[members], self.costs[members]], axis=1, out=sums[:, 1:])
         if self.shared is not None:
@@ -197,35 +193,33 @@ class _Workload:
         return tokens, costs
 
     def list_groups(self) -> list[list[int]]:
-        """Sequences that share something with each other, in their order."""
+        """List the groups of sequences that share a prefix, in packing order."""
         assert self.shared is not None
         order = np.argsort(self.shared.places)
         starts = np.flatnonzero(self.shared.num_shared == 0)
         return [part.tolist() for part in np.split(order, starts[1:])] if len(order) else []
 
     def sum_fully_shared(self) -> int:
-        """Cost of all sequences in one microbatch without a budget: nothing costs less."""
+        """Return the cost of all sequences in one microbatch without a budget, a lower bound for any plan."""
         saved = np.zeros(0, np.int64) if self.shared is None else self.shared.num_shared
         return int(self.costs.sum() - _compute_costs(saved, self.attention_ratio).sum())
 
 
 def _join(parts: Sequence[Sequence[int]]) -> _Joined:
-    """The members of all parts, one after another, and where each part begins, and the end."""
     bounds = np.cumsum([0, *map(len, parts)])
     return np.fromiter(chain.from_iterable(parts), np.int64, int(bounds[-1])), bounds
 
 
 def _number(bounds: np.ndarray) -> np.ndarray:
-    """The part of each member, by the bounds of `_join`."""
+    """Return the index of the part that each member belongs to."""
     return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
 
 
 def _cut(members: list[int], saved: list[int]) -> list[list[int]]:
-    """Cut two sequences or more into parts that have more in common than all of them.
+    """Cut at least two sequences into parts, each with a longer common prefix than the whole.
 
     Args:
-        members: in their order.
-        saved: tokens that each has in common with the one before it; of the first, anything.
+        saved: tokens that each member shares with the previous one; the first entry is ignored.
     """
     least = min(saved[1:])
     starts = [0, *(i for i in range(1, len(members)) if saved[i] == least)]
@@ -247,17 +241,14 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
     """Split sequences into microbatches of at most `max_tokens` tokens, balanced over DP ranks by cost.
 
-    Longest-processing-time-first by tokens into `dp_size * k` bins, for the smallest k that fits; the bins are dealt
-    to the DP ranks by cost; then heavy ranks exchange sequences with light ones. With `shared`, groups take the place
-    of sequences.
+    Longest-processing-time-first by tokens into `dp_size * k` bins, for the smallest k that fits; bins are dealt to the
+    DP ranks by cost; then heavy ranks exchange sequences with light ones. With `shared`, groups replace sequences.
 
     Args:
-        lengths: tokens of each sequence, its prompt included.
-        dp_size: data parallel ranks.
-        max_tokens: budget of one microbatch; no sequence may be longer.
-        count_multiple: the number of microbatches per rank is a multiple of this.
+        lengths: tokens of each sequence, including its prompt.
+        count_multiple: divisor of the number of microbatches per rank.
         attention_ratio: see `compute_attention_ratio`; 0 balances tokens.
-        shared: what sequences have in common, and is packed once; None packs every sequence whole.
+        shared: prefixes to pack once; sequences are packed whole if `None`.
 
     Raises:
         ValueError: a sequence is longer than the budget.
@@ -273,7 +264,7 @@ def plan_microbatches(
     units = _split_groups(work, max_tokens)
     plan = arrange(units)
     longest = int(work.costs.max(initial=0))
-    least = max(longest, work.sum_fully_shared() / dp_size)  # no plan's heaviest rank costs less
+    least = max(longest, work.sum_fully_shared() / dp_size)  # lower bound of the heaviest rank's cost
     fewest = _round_up(-(-sum(lengths) // (dp_size * max_tokens)), count_multiple)  # the plain plan's microbatches
     loads = _rank_costs(plan, work, dp_size)
     if max(loads) <= _CLOSE * least and len(plan[1]) - 1 <= dp_size * fewest:
@@ -294,7 +285,7 @@ def _divide_groups(
     work: _Workload,
     arrange: Callable[[list[list[int]]], _Joined],
 ) -> tuple[_Joined, list[int]]:
-    """Take groups of overloaded ranks apart, as long as that makes the heaviest rank cheaper; the plan, its loads."""
+    """Split groups of overloaded ranks while that lowers the heaviest rank's cost; return the plan and its loads."""
     for _ in range(min(2 * len(loads), _MOST_ROUNDS)):
         if max(loads) <= max(_CLOSE * sum(loads) / len(loads), int(work.costs.max(initial=0))):
             break
@@ -310,7 +301,7 @@ def _divide_groups(
 
 
 def _split_groups(work: _Workload, max_tokens: int) -> list[list[int]]:
-    """Sequences that share a prefix, in as few parts as the budget allows."""
+    """Return the groups that share a prefix, split into as few parts as the budget allows."""
     groups = work.list_groups()
     sizes = work.sum_each(groups)[0].tolist()
     return [
@@ -321,7 +312,6 @@ def _split_groups(work: _Workload, max_tokens: int) -> list[list[int]]:
 
 
 def _split_group(members: list[int], work: _Workload, max_tokens: int) -> list[list[int]]:
-    """Sequences that share a prefix and exceed the budget together, in as few parts as it allows."""
     assert work.shared is not None
     saved = work.shared.measure(members).tolist()
     parts, common = _cut(members, saved), min(saved[1:])
@@ -336,12 +326,9 @@ def _split_group(members: list[int], work: _Workload, max_tokens: int) -> list[l
 def _divide_overloaded(
     units: list[list[int]], plan: _Joined, loads: list[int], work: _Workload, few_ranks: int = _FEW_RANKS
 ) -> list[list[int]] | None:
-    """The units, the costliest divisible one of each overloaded rank in as many parts as a rank's share needs.
+    """Split the costliest divisible unit of each overloaded rank by a rank's fair share; `None` if there is none.
 
-    Where no more than `few_ranks` are overloaded, that of the heaviest one in two.
-
-    Returns:
-        None if no unit can be divided.
+    With at most `few_ranks` overloaded ranks, only the heaviest one's unit is split, in two.
     """
     assert work.shared is not None
     members, bounds = _join(units)
@@ -357,7 +344,7 @@ def _divide_overloaded(
     some = some[np.lexsort((firsts[some], -costs[some], ranks[some]))]
     if not len(some):
         return None
-    chosen = np.sort(some[np.flatnonzero(np.diff(ranks[some], prepend=-1))]).tolist()  # the costliest of each rank
+    chosen = np.sort(some[np.flatnonzero(np.diff(ranks[some], prepend=-1))]).tolist()  # costliest unit per rank
     members, bounds = _join([units[u] for u in chosen])
     saved = work.shared.measure(members, bounds[:-1]).tolist()
     parts = [_cut(units[u], saved[i:j]) for u, (i, j) in zip(chosen, pairwise(bounds.tolist()), strict=True)]
@@ -373,7 +360,7 @@ def _divide_overloaded(
 
 
 def _plan_units(units: list[list[int]], work: _Workload, dp_size: int, max_tokens: int, count_multiple: int) -> _Joined:
-    """Bins of units, dealt to ranks and balanced: sequences in their order, as many bins of each rank."""
+    """Pack units into bins, deal the bins to ranks and balance them; sequences keep their order in a bin."""
     tokens, costs = work.sum_each(units)
     bins = _fill_fewest_bins(tokens.tolist(), max_tokens, dp_size, count_multiple)
     ranks = _deal(bins, costs.tolist(), dp_size)
@@ -394,12 +381,9 @@ def _spell_out(plan: _Joined, dp_size: int) -> MicrobatchPlan:
 def _fill_fewest_bins(
     lengths: list[int], max_tokens: int, multiple: int = 1, count_multiple: int = 1
 ) -> list[list[int]]:
-    """Fill the smallest number of bins, `multiple` times a multiple of `count_multiple`, that the heuristic fits.
-
-    Where that is far above what the tokens need, it is bisected.
-    """
+    """Fill the smallest number of bins, `multiple` times a multiple of `count_multiple`, that the heuristic fits."""
     enough = -(-sum(lengths) // max_tokens) if max_tokens else 1
-    alone = sum(2 * length > max_tokens for length in lengths)  # no two of them fit into one bin
+    alone = sum(2 * length > max_tokens for length in lengths)  # no two of these fit into one bin
     k = first = _round_up(-(-max(enough, alone) // multiple), count_multiple)
     for k in range(first, first + _TRIED_ONE_BY_ONE * count_multiple, count_multiple):
         if (bins := _fill_bins(lengths, multiple * k, max_tokens)) is not None:
@@ -419,7 +403,7 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def _fill_bins(lengths: list[int], num_bins: int, max_tokens: int | None = None) -> list[list[int]] | None:
-    """Longest first into the emptiest bin; None if a bin overflows."""
+    """Put the longest first into the emptiest bin; `None` if a bin overflows."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [*range(num_bins)]  # load * num_bins + bin
     limit = math.inf if max_tokens is None else (max_tokens + 1) * num_bins
@@ -433,12 +417,12 @@ def _fill_bins(lengths: list[int], num_bins: int, max_tokens: int | None = None)
 
 
 def _deal(bins: list[list[int]], unit_costs: list[int], dp_size: int) -> list[list[list[int]]]:
-    """Give each rank as many bins: the heaviest remaining bin to the lightest rank that still has room."""
+    """Deal an equal number of bins to each rank: the heaviest remaining bin to the lightest unfilled rank."""
     ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
     costs = [sum([unit_costs[unit] for unit in members]) for members in bins]
     by_cost = [(-cost, members) for cost, members in zip(costs, bins, strict=True)]
     order = sorted(range(len(bins)), key=by_cost.__getitem__)
-    if len(bins) == dp_size:  # no rank gets a second one
+    if len(bins) == dp_size:  # one bin per rank
         return [[bins[b]] for b in order]
     heap = [*range(dp_size)]  # load * dp_size + rank
     for b in order:
@@ -455,7 +439,7 @@ def _rank_costs(plan: _Joined, work: _Workload, dp_size: int) -> list[int]:
 
 
 def microbatch_sizes(plan: MicrobatchPlan, lengths: Sequence[int], shared: SharedPrefixes | None = None) -> list[int]:
-    """Tokens of all microbatches of a plan, without padding."""
+    """Return the tokens of all microbatches of a plan, without padding."""
     work = _Workload.measure(lengths, 0.0, shared)
     return work.sum_each([members for rank in plan for members in rank])[0].tolist()
 
@@ -470,15 +454,15 @@ def packing_metrics(
     shared: SharedPrefixes | None = None,
     buckets: Buckets | None = None,
 ) -> dict[str, float]:
-    """How good a plan is; arguments as for `plan_microbatches` and `build_train_batch`.
+    """Measure the quality of a plan; arguments as for `plan_microbatches` and `build_train_batch`.
 
     Returns:
         packing/efficiency: real tokens over computed ones (with padding).
-        packing/padded_efficiency: what it would be, had every sequence been padded to the longest.
+        packing/padded_efficiency: the same if every sequence were padded to the longest.
         packing/budget_use: real tokens over microbatches times budget.
         packing/imbalance: cost of the heaviest DP rank over the mean.
-        packing/prompt_repeats: with shared prompts, executed over unique prompt tokens (1: each prompt once).
-        packing/prefix_repeats: with shared prefixes of all tokens, computed over unique tokens, likewise.
+        packing/prompt_repeats: with shared prompts, computed over unique prompt tokens.
+        packing/prefix_repeats: with prefix trees, computed over unique tokens.
     """
     work = _Workload.measure(lengths, attention_ratio, shared)
     microbatches = [members for rank in plan for members in rank]

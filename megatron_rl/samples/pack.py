@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a role packs: privately, planned from the headers; it fetches the sequences that it trains on."""
+"""Packing of a step's sequences for one role: planned from the headers, before any token is fetched."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FetchBranches = Callable[[Holders], Mapping[int, Branch]]
 
 
 class PackableModel(Protocol):
-    """What packing asks of a model; see `LaidOutModel`."""
+    """The attributes of a model that packing reads; see `LaidOutModel`."""
 
     layout: ParallelLayout
     dp_rank: int | None
@@ -41,17 +41,15 @@ class PackableModel(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """A rank's share of a step in the layout of a role.
+    """One rank's packed share of a step, in the layout of a role.
 
     Attributes:
-        batch: what the rank trains on.
-        holders: the DP replica that has each sequence.
-        starts: [n] row of the first token behind the prompt; 0 for sequences that are elsewhere.
-        lengths: [n] tokens behind the prompt.
-        versions: [t] int32, optimizer steps behind the weights that sampled a token; without meaning elsewhere.
-        turn_rewards: [t] float32, of turns, at the last token of each; None: no turn here has a reward of its own.
-        routes: [t, layers, choices] the experts that the engine chose for each token; None: it did not tell.
-        metrics: how good the plan is, averaged over minibatches (padding by bucket: over the whole step).
+        starts: [n] row of the first token after the prompt; 0 for sequences of other replicas.
+        lengths: [n] tokens after the prompt.
+        versions: [t] int32, policy version that sampled each token; undefined elsewhere.
+        turn_rewards: [t] float32, at the last token of each turn; `None` if no local turn has its own reward.
+        routes: [t, layers, choices] experts chosen by the engine; `None` if unknown.
+        metrics: quality of the plan, averaged over minibatches (padding by bucket: over the whole step).
     """
 
     batch: TrainBatch
@@ -64,7 +62,7 @@ class Packing:
     metrics: dict[str, float]
 
     def rows(self, sequences: np.ndarray) -> torch.Tensor:
-        """Rows of the tokens behind the prompt of sequences that are here, one after another."""
+        """Return the rows of the tokens after the prompt of local `sequences`, concatenated."""
         lengths = self.lengths[sequences]
         firsts = self.starts[sequences] - np.cumsum(lengths) + lengths
         return torch.from_numpy(np.repeat(firsts, lengths) + np.arange(lengths.sum())).to(self.batch.tokens.device)
@@ -72,15 +70,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs for one role.
-
-    Attributes:
-        model: whose layout decides.
-        config: the role's token budget, and what is shared.
-        plan: batch arithmetic.
-        algorithm: aggregation of the loss.
-        device: where the tensors live.
-    """
+    """Packs the sequences of a step for one role."""
 
     model: PackableModel
     config: LayoutConfig
@@ -90,7 +80,7 @@ class Packer:
 
     @property
     def key(self) -> Hashable:
-        """Roles with equal keys have one packing, that of the first which needs it."""
+        """Cache key; roles with equal keys share one packing."""
         model = self.model
         return (
             model.layout,
@@ -101,10 +91,7 @@ class Packer:
         )
 
     def pack(self, headers: Headers, fetch_branches: FetchBranches) -> Packing:
-        """Plan the microbatches of all DP replicas, fetch the sequences of this one, and build its batch.
-
-        Collective, as `fetch_branches` is.
-        """
+        """Plan all DP replicas' microbatches, then fetch and pack the sequences of this replica; collective."""
         layout, minibatches = self.model.layout, []
         lengths, shared = headers["num_tokens"].tolist(), self._find_shared(headers)
         for start, stop in pairwise(split_minibatches(headers, self.plan.rollouts_per_minibatch)):
@@ -163,7 +150,7 @@ class Packer:
         return _Minibatch(start, stop, lengths, shared, plan)
 
     def _weigh(self, headers: Headers) -> tuple[np.ndarray, list[LossLedger]]:
-        """The loss weight of each token of each sequence, and the ledger of each minibatch; both count rollouts."""
+        """Return the loss weight per token of each sequence, and the ledger of each minibatch."""
         mode, constant = self.algorithm.loss_agg_mode, self.algorithm.loss_scale_factor or self.plan.max_response_length
         in_loss, size = headers.sum_per_rollout(headers.num_loss_tokens), self.plan.rollouts_per_minibatch
         options = find_options(self.algorithm, mode)
@@ -192,7 +179,7 @@ class Packer:
 
 @dataclass(frozen=True)
 class _Minibatch:
-    """The sequences [start, stop) of a step and their plan, in which they are counted from `start`."""
+    """The sequences [start, stop) of a step, numbered from `start` in their plan."""
 
     start: int
     stop: int
@@ -202,25 +189,24 @@ class _Minibatch:
 
 
 def split_minibatches(headers: Headers, rollouts_per_minibatch: int) -> list[int]:
-    """Where minibatches begin, in sequences, and where the last one ends."""
+    """Return the first sequence of each minibatch, followed by the number of sequences."""
     firsts = headers.first_of_rollout[::rollouts_per_minibatch]
     return [*firsts.tolist(), len(headers)]
 
 
 def number_prompts(headers: Headers) -> np.ndarray:
-    """[n] a number per run of sequences with the same prompt (a branch may have less of it than the others).
+    """Number the runs of adjacent sequences with equal prompt tokens and prompt routes, [n].
 
-    One whose engine sent the prompt's tokens to other experts has a prompt of its own, which replays them.
+    A later branch can keep less of the prompt. Prompts with different routes are not shared, because each is replayed.
     """
     names = ("prompt_id", "num_prompt_tokens", "prompt_routes")
     return np.cumsum(np.any([np.diff(headers.rows[name], prepend=headers.rows[name][:1]) for name in names], axis=0))
 
 
 def share_branches(headers: Headers) -> SharedPrefixes:
-    """Rollouts share their prompt, and the branches of a rollout what they have in common: a prefix tree per prompt.
+    """Share prompts between rollouts, and prefixes between the branches of a rollout: one prefix tree per prompt.
 
-    Those with most of the prompt come first, rollout after rollout: then neighbors of different rollouts share what
-    the later one has of the prompt, unless the engine sent it to other experts.
+    Branches that keep most of the prompt come first, so that neighboring rollouts share as much of it as possible.
     """
     rows = headers.rows
     runs = np.cumsum(np.diff(rows["prompt_id"], prepend=rows["prompt_id"][:1]) != 0)
@@ -234,13 +220,12 @@ def share_branches(headers: Headers) -> SharedPrefixes:
 
 
 def list_replicas(layout: ParallelLayout) -> np.ndarray:
-    """Ranks of each DP replica, [dp_size, pp * cp * tp]."""
+    """Return the ranks of each DP replica, [dp_size, pp * cp * tp]."""
     ranks = np.array(layout.ranks).reshape(layout.pp_size, layout.dp_size, -1)
     return ranks.transpose(1, 0, 2).reshape(layout.dp_size, -1)
 
 
 def _find_starts(headers: Headers, batch: TrainBatch) -> np.ndarray:
-    """The row at which each sequence of a batch leaves its prompt behind."""
     ids, positions = batch.sequence_ids.cpu().numpy(), batch.position_ids.cpu().numpy()
     rows = np.flatnonzero((ids >= 0) & (positions == headers["num_prompt_tokens"][ids]))
     starts = np.zeros(len(headers), np.int64)
@@ -249,7 +234,7 @@ def _find_starts(headers: Headers, batch: TrainBatch) -> np.ndarray:
 
 
 def _place(branches: Mapping[int, Branch], name: str, starts: np.ndarray, batch: TrainBatch) -> torch.Tensor | None:
-    """What the tokens behind the prompts have, where they are packed, 0 elsewhere; None where no branch has any."""
+    """Pack a per-token field of the branches into [t], 0 on all other rows; `None` if no branch has it."""
     values: np.ndarray | None = None
     for index, branch in branches.items():
         found = getattr(branch, name)
@@ -262,7 +247,6 @@ def _place(branches: Mapping[int, Branch], name: str, starts: np.ndarray, batch:
 
 
 def _place_routes(branches: Mapping[int, Branch], batch: TrainBatch) -> torch.Tensor | None:
-    """The routes of all tokens; a shared prompt has the same in all of its sequences."""
     known = {index: branch.routes for index, branch in branches.items() if branch.routes is not None}
     if not known:
         return None

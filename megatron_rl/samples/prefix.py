@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared prefixes: what the sequences of a microbatch begin with in common is computed once (pure).
+"""Shared prefixes: common beginnings of the sequences of a microbatch are computed once (pure).
 
     plain     [prompt a b c] [prompt a d] [prompt e]
     prompts   [prompt a b c] [a d] [e]
     trees     [prompt a b c] [d] [e]
 
-A bracket is a segment: attention is causal inside of it. A segment that does not begin its sequence also sees the keys
-of what comes before, its prefix, wherever that is packed, and its positions continue where the prefix ends. The
-mathematics is that of the plain packing; a shared token is computed once per microbatch instead of once per sequence.
+A bracket is a segment, with causal attention inside. A segment that continues a prefix also attends to the keys of that
+prefix, wherever it is packed, and continues its positions. The result equals that of plain packing.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from megatron_rl.types import Branch
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """What sequences have in common, in the order in which they are packed.
+    """Common prefixes of sequences, by packing order.
 
-    Any two of them share at least the least that neighbors between them share. In the order of a walk through the
-    prefix tree it is exactly that.
+    Any two sequences share at least the minimum of `num_shared` between them; exactly that if the order is a walk
+    through the prefix tree.
 
     Attributes:
-        places: [n] int64, place of each sequence in that order.
-        num_shared: [n] int64, by place: tokens that a sequence has in common with the one before it.
-        shareable: [n] int64, by sequence: its tokens that others may share, of the prompt or all.
-        name: of what is shared, in `packing/<name>_repeats`.
+        places: [n] int64, place of each sequence in the packing order.
+        num_shared: [n] int64, by place: tokens that a sequence shares with the previous one.
+        shareable: [n] int64, by sequence: its tokens that can be shared (the prompt, or all).
+        name: used in the metric `packing/<name>_repeats`.
     """
 
     places: np.ndarray
@@ -42,18 +41,18 @@ class SharedPrefixes:
     name: str = "prompt"
 
     def measure(self, members: Sequence[int] | np.ndarray, firsts: Sequence[int] | np.ndarray = (0,)) -> np.ndarray:
-        """Tokens that each of some sequences, in their order, has in common with the one before it; 0 for the first.
+        """Return the number of tokens that each member shares with the previous one; 0 for the first of each list, [k].
 
         Args:
-            members: [k] sequences; several lists of them, each in its order, one after another.
-            firsts: where each list begins in `members`.
+            members: [k] concatenated lists of sequences, each in packing order.
+            firsts: start of each list in `members`.
         """
         places = self.places[np.asarray(members, np.int64)]
         if not len(places):
             return places
         firsts = np.asarray(firsts)
-        firsts = firsts[firsts < len(places)]  # behind the end there are empty lists
-        spans = np.repeat(places + 1, 2)  # places from the one before until its own
+        firsts = firsts[firsts < len(places)]  # starts at the end are empty lists
+        spans = np.repeat(places + 1, 2)  # places from the previous member to this one
         spans[2::2] = spans[1:-1:2]
         spans[2 * firsts] = places[firsts]
         shared = np.minimum.reduceat(np.append(self.num_shared, 0), spans)[::2]
@@ -61,17 +60,17 @@ class SharedPrefixes:
         return shared
 
     def part(self, start: int, stop: int) -> SharedPrefixes:
-        """The same of the sequences [start, stop), counted from `start`."""
+        """Return the shared prefixes of the sequences [start, stop), renumbered from `start`."""
         order = np.argsort(self.places[start:stop])
         return SharedPrefixes(np.argsort(order), self.measure(start + order), self.shareable[start:stop], self.name)
 
 
 def share_prompts(group_of: Sequence[int] | np.ndarray, prompt_lengths: Sequence[int] | np.ndarray) -> SharedPrefixes:
-    """Sequences of one group share their prompt, and nothing else; they are packed group after group.
+    """Share only the prompt between the sequences of a group; groups are packed one after another.
 
     Args:
-        group_of: [n] a number per sequence; equal numbers share a prompt.
-        prompt_lengths: [n] tokens of each sequence's prompt, the same within a group.
+        group_of: [n] group number of each sequence.
+        prompt_lengths: [n] prompt tokens, equal within a group.
     """
     groups, prompts = np.asarray(group_of, np.int64), np.asarray(prompt_lengths, np.int64)
     order = np.argsort(groups, kind="stable")
@@ -80,15 +79,15 @@ def share_prompts(group_of: Sequence[int] | np.ndarray, prompt_lengths: Sequence
 
 
 def is_repeated(values: np.ndarray) -> np.ndarray:
-    """Whether each value is that of its predecessor, [n] bool."""
+    """Return whether each value equals its predecessor, [n] bool."""
     return np.concatenate([np.zeros(min(len(values), 1), bool), values[1:] == values[:-1]])
 
 
 def arrange_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int]]:
-    """A walk through the prefix tree of a rollout: those with most of the prompt first, then by their tokens.
+    """Order the branches of a rollout as a walk through their prefix tree: most prompt tokens first, then by tokens.
 
     Returns:
-        The place of each branch in it, and the tokens that it has in common with the branch at the place before.
+        The place of each branch in the walk, and the tokens that it shares with the branch at the previous place.
     """
     if len(branches) == 1:
         return [0], [0]
@@ -105,7 +104,7 @@ def arrange_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int]]:
 
 
 def _count_common(first: Branch, second: Branch) -> int:
-    """Tokens that two branches begin with in common, and which the engine sent to the same experts, where it tells."""
+    """Count the common leading tokens of two branches with equal expert routes, if known."""
     length = min(len(first.tokens), len(second.tokens))
     is_same = first.tokens[:length] == second.tokens[:length]
     if first.routes is not None and second.routes is not None:
@@ -117,12 +116,12 @@ def _count_common(first: Branch, second: Branch) -> int:
 
 @dataclass(frozen=True)
 class SegmentKeys:
-    """The keys that the queries of each segment see: first its prefix, then its own, causally.
+    """The keys that the queries of each segment attend to: the whole prefix, then the segment itself, causally.
 
     Attributes:
-        index: [k] int64, rows of the microbatch, segment after segment; -1: padding.
+        index: [k] int64, rows of the microbatch, segment by segment; -1 on padding.
         cu_seqlens: [num_segments + 1] int32, boundaries in `index`.
-        max_seqlen: most keys of a segment.
+        max_seqlen: largest number of keys of a segment.
     """
 
     index: torch.Tensor
@@ -131,12 +130,11 @@ class SegmentKeys:
 
 
 def build_segment_keys(paths: Sequence[np.ndarray], lengths: Sequence[int], device: torch.device) -> SegmentKeys | None:
-    """List the keys of every segment of a microbatch; None where no segment has a prefix.
+    """List the keys of every segment of a microbatch; `None` if no segment has a prefix.
 
     Args:
-        paths: int64, rows of each segment's prefix and then its own.
-        lengths: how many of them are its own.
-        device: where the tensors live.
+        paths: int64, per segment the rows of its prefix and then its own.
+        lengths: number of own rows of each segment.
     """
     num_keys = [len(path) for path in paths]
     if num_keys == [*lengths]:
@@ -149,18 +147,17 @@ def build_segment_keys(paths: Sequence[np.ndarray], lengths: Sequence[int], devi
 
 
 def move_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A tensor of the same values; the copy to a GPU is from pinned memory, and nobody waits for it."""
+    """Copy an array to a tensor on the device; copies to a GPU are asynchronous."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def pad_segment_keys(keys: SegmentKeys, num_segments: int, num_keys: int, max_prefixed: int) -> SegmentKeys:
-    """The same keys in tensors of given sizes: the last segment, which has no query, owns the padding.
+    """Pad the keys to fixed sizes; the last segment, which has no query, owns the padding.
 
     Args:
-        keys: of fewer than `num_segments` segments.
-        num_segments, num_keys: wanted.
-        max_prefixed: no segment with its prefix has more keys.
+        keys: keys of fewer than `num_segments` segments.
+        max_prefixed: upper bound of the keys of a segment.
     """
     count, room = len(keys.index), num_segments + 1 - len(keys.cu_seqlens)
     assert room > 0 and num_keys >= count and keys.max_seqlen <= max_prefixed

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short ladder of microbatch shapes, so that a training step of fixed shapes sees few of them (pure).
+"""Buckets of microbatch shapes, so that training steps of fixed shape see only a few shapes (pure).
 
-In `step_mode` static and graph every microbatch is padded to the smallest bucket that holds it. The default ladder has
-the sixteenths of the token budget: packing fills the microbatches of a minibatch alike, so most are more than half
-full, and then at most 1/9 of a bucket is padding.
+In `step_mode` static and graph every microbatch is padded to the smallest bucket that holds it. The default is the
+sixteenths of the token budget: microbatches are mostly more than half full, and then at most 1/9 of a bucket is
+padding.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ _STEPS = 16
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes that a microbatch may have.
+    """The allowed shapes of a microbatch.
 
     Attributes:
         sizes: numbers of tokens, ascending.
-        max_num_seqs: segments that a microbatch has room for; twice, four times ... that for one that has more.
+        max_num_seqs: padded number of segments; doubled for microbatches with more.
     """
 
     sizes: tuple[int, ...]
     max_num_seqs: int
 
     def find_size(self, num_tokens: int) -> int:
-        """The smallest size that holds so many tokens."""
+        """Return the smallest bucket size that holds `num_tokens`."""
         return next(size for size in self.sizes if size >= num_tokens)
 
     def find_slots(self, num_segments: int) -> int:
-        """Room for so many segments."""
+        """Return the padded number of segments."""
         return _double_until(self.max_num_seqs, num_segments)
 
     def find_num_keys(self, num_keys: int, size: int) -> int:
-        """Room for the keys of `size` tokens with shared prompts: once, twice, four times ... `size`."""
+        """Return the padded number of keys with shared prompts: `size`, doubled until it holds `num_keys`."""
         return _double_until(size, num_keys)
 
 
@@ -46,13 +46,11 @@ def _double_until(room: int, needed: int) -> int:
 
 
 def build_buckets(max_tokens: int, sizes: Sequence[int], multiple: int, max_num_seqs: int) -> Buckets:
-    """The ladder of one role.
+    """Build the buckets of one role.
 
     Args:
-        max_tokens: token budget of a microbatch.
-        sizes: wanted lengths, the largest at least the budget; empty: the sixteenths of it.
-        multiple: every length becomes a multiple of this (upwards).
-        max_num_seqs: see `Buckets`.
+        sizes: the largest is at least `max_tokens`; sixteenths of `max_tokens` if empty.
+        multiple: every size is rounded up to a multiple of this.
     """
     wanted = sizes or [-(-max_tokens * n // _STEPS) for n in range(1, _STEPS + 1)]
     rounded = {max(-(-size // multiple), 1) * multiple for size in wanted}
@@ -61,13 +59,10 @@ def build_buckets(max_tokens: int, sizes: Sequence[int], multiple: int, max_num_
 
 
 def padding_metrics(shapes: Iterable[tuple[int, int]]) -> dict[str, float]:
-    """Share of the computed tokens that are padding.
+    """Compute the share of padding among the computed tokens, in total and per used bucket.
 
     Args:
-        shapes: (real tokens, size of its bucket) of every microbatch.
-
-    Returns:
-        packing/padding_share, and packing/padding_share_<bucket> for each bucket that is in use.
+        shapes: (real tokens, bucket size) of every microbatch.
     """
     by_bucket: dict[int, list[int]] = {}
     for real, size in shapes:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headers: one row of numbers per sequence of a step, the same on every rank.
+"""Headers: one row of numbers per sequence of a step, equal on every rank.
 
 Every decision about a step is a pure function of its headers: minibatches, packing, baselines, denominators, metrics,
-and who sends which tokens to whom. Tokens and texts stay where they were generated.
+and the transfer of tokens. Tokens and texts stay on the ranks that generated them.
 
-A sequence is one branch of a rollout, and the branches of a rollout follow each other, as the rollouts of a group do.
-Baselines, denominators and metrics count rollouts; with one branch per rollout both numberings are the same.
+A sequence is one branch of a rollout. Baselines, denominators and metrics count rollouts.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _CUT = ("length", "turns")
 HEADER = np.dtype(
     [
         ("prompt_id", np.int32),
-        ("answer", np.uint64),  # see `hash_answer`; 0 where nobody asked
-        ("prompt_routes", np.uint64),  # hash of the prompt's routes; 0 where they are not known
+        ("answer", np.uint64),  # see `hash_answer`; 0 if not requested
+        ("prompt_routes", np.uint64),  # hash of the prompt's routes; 0 if there are none
         ("reward", np.float64),
-        ("earlier_reward", np.float64),  # of it, what turns before the last one of this sequence have got
+        ("earlier_reward", np.float64),  # part of the reward earned before the last token of this sequence
         ("sample_index", np.int16),
         ("place", np.int16),  # see `arrange_branches`
         ("num_shared", np.int32),  # likewise
@@ -40,8 +39,8 @@ HEADER = np.dtype(
         ("rollout", np.int32),  # index of the rollout in the step
         ("num_prompt_tokens", np.int32),
         ("num_tokens", np.int32),
-        ("num_sampled", np.int32),  # that can be learned: position 0 is predicted by nothing
-        ("holder", np.int32),  # index of the replica that holds the tokens, see `fetch.Holders`
+        ("num_sampled", np.int32),  # trainable: without position 0, which nothing predicts
+        ("holder", np.int32),  # replica that holds the tokens, see `fetch.Holders`
         ("first_version", np.int32),
         ("last_version", np.int32),
         ("finish_reason", np.int8),  # index in FINISH_REASONS
@@ -53,12 +52,12 @@ HEADER = np.dtype(
 
 @dataclass(frozen=True)
 class Headers:
-    """What every rank knows of each sequence.
+    """Headers of all sequences of a step.
 
     Attributes:
         rows: [n] of HEADER, sorted by group, sample and branch.
-        names: of the reward components, in the order in which rewards report them.
-        components: [n, len(names)] float64; NaN: this rollout's reward does not report it.
+        names: names of the reward components, in reported order.
+        components: [n, len(names)] float64; NaN if the rollout does not report the component.
     """
 
     rows: np.ndarray
@@ -69,7 +68,7 @@ class Headers:
         return len(self.rows)
 
     def __getitem__(self, field: str) -> np.ndarray:
-        """One field of all sequences, [n]."""
+        """Return one field of all sequences, [n]."""
         return np.ascontiguousarray(self.rows[field])
 
     @cached_property
@@ -84,12 +83,12 @@ class Headers:
 
     @cached_property
     def has_reward(self) -> np.ndarray:
-        """False where the episode of a sequence, or the reward service, has failed, [n]: such rewards mean nothing."""
+        """Whether the reward of each sequence is valid: neither its episode nor the reward service failed, [n]."""
         return ~self.has_failed & ~(self.component(SERVICE_FAILURES) > 0)
 
     @cached_property
     def num_response_tokens(self) -> np.ndarray:
-        """Tokens behind the prompt, [n]."""
+        """Tokens after the prompt, [n]."""
         return self["num_tokens"] - self["num_prompt_tokens"]
 
     @cached_property
@@ -99,32 +98,32 @@ class Headers:
 
     @cached_property
     def rollouts(self) -> Headers:
-        """One row per rollout: its first branch, of which all but the numbers of tokens holds for the whole rollout."""
+        """One row per rollout: its first branch. All fields except token counts hold for the whole rollout."""
         return Headers(self.rows[self.first_of_rollout], self.names, self.components[self.first_of_rollout])
 
     @cached_property
     def group_sizes(self) -> np.ndarray:
-        """Rollouts of each group, [num_groups]."""
+        """Number of rollouts of each group, [num_groups]."""
         return np.bincount(self.rollouts.rows["group"])
 
     def sum_per_rollout(self, values: np.ndarray) -> np.ndarray:
-        """Add up what belongs to the sequences of a rollout: [n] -> [num_rollouts]."""
+        """Sum a value over the sequences of each rollout: [n] -> [num_rollouts]."""
         return np.add.reduceat(values, self.first_of_rollout)
 
     def split_rewarded(self, values: np.ndarray) -> list[np.ndarray]:
-        """Numbers of the rollouts that have a reward, by group: [num_rollouts] -> [num_groups][k]."""
+        """Split values of the rewarded rollouts by group: [num_rollouts] -> [num_groups][k]."""
         has_reward = self.rollouts.has_reward
         sizes = np.bincount(self.rollouts["group"][has_reward], minlength=len(self.group_sizes))
         return np.split(values[has_reward], np.cumsum(sizes)[:-1])
 
     def component(self, name: str) -> np.ndarray:
-        """A reward component of all sequences, [n]; NaN where it is not reported."""
+        """Return a reward component of all sequences, [n]; NaN if it is not reported."""
         if name not in self.names:
             return np.full(len(self), np.nan)
         return np.ascontiguousarray(self.components[:, self.names.index(name)])
 
     def reported(self, index: int) -> dict[str, float]:
-        """The reward components of one sequence by name."""
+        """Return the reported reward components of one sequence by name."""
         return {
             name: float(value)
             for name, value in zip(self.names, self.components[index], strict=True)
@@ -132,18 +131,18 @@ class Headers:
         }
 
     def list_titles(self) -> list[str]:
-        """What a message calls each sequence."""
+        """Return the name of each sequence for messages."""
         pairs = zip(self.rows["prompt_id"].tolist(), self.rows["sample_index"].tolist(), strict=True)
         return [f"prompt_id {prompt}, sample {sample}" for prompt, sample in pairs]
 
     def rescore(self, rewards: np.ndarray, name: str, scores: np.ndarray) -> Headers:
-        """Other rewards, and a further component: both [num_rollouts]."""
+        """Replace the rewards and append a reward component, both [num_rollouts]."""
         rows, rollout = self.rows.copy(), self.rows["rollout"]
         rows["reward"] = rewards[rollout]
         return Headers(rows, (*self.names, name), np.column_stack([self.components, scores[rollout]]))
 
     def select_groups(self, groups: Sequence[int]) -> tuple[Headers, np.ndarray]:
-        """Some groups in the order given, renumbered; and where each of their sequences stood before, [k]."""
+        """Return the given groups, renumbered in that order, and the old index of each of their sequences, [k]."""
         bounds = np.searchsorted(self.rows["group"], [[group, group + 1] for group in groups]).reshape(-1, 2)
         order = np.concatenate([np.arange(*bound) for bound in bounds]) if len(bounds) else np.zeros(0, np.int64)
         rows = self.rows[order].copy()
@@ -154,13 +153,13 @@ class Headers:
 def build_headers(
     rollouts: Iterable[tuple[int, Rollout]], *, holder: int, mask_truncated: bool = False, with_answers: bool = False
 ) -> Headers:
-    """The headers of rollouts that are here.
+    """Build the headers of local rollouts.
 
     Args:
-        rollouts: with the index of their prompt in the step.
+        rollouts: pairs (index of the prompt in the step, rollout).
         holder: index of the replica that holds their tokens.
-        mask_truncated: keep responses that were cut at a limit out of the loss; those without a reward always are.
-        with_answers: note what they answer (see `hash_answer`).
+        mask_truncated: exclude responses cut at a limit from the loss; unrewarded ones always are.
+        with_answers: store a hash of each answer (see `hash_answer`).
     """
     found, rows = list(rollouts), []
     for group, rollout in found:
@@ -211,7 +210,7 @@ def _sum_rewards(branch: Branch, stop: int | None = None) -> float:
 
 
 def join_headers(parts: Sequence[Headers]) -> Headers:
-    """The headers of several generations as of one; groups are numbered on."""
+    """Join the headers of several generations; group numbers continue from part to part."""
     names = merge_names(part.names for part in parts)
     rows, first = [], 0
     for part in parts:
@@ -223,11 +222,10 @@ def join_headers(parts: Sequence[Headers]) -> Headers:
 
 
 def gather_headers(mine: Headers, group: dist.ProcessGroup) -> tuple[Headers, int]:
-    """Headers of all ranks, and the bytes that this rank received for them; collective, as arrays of numbers.
+    """Gather the headers of all ranks, and count the bytes that this rank received; collective.
 
     Args:
-        mine: those that this rank contributes; every rollout is contributed by one rank, whole.
-        group: all ranks.
+        mine: whole rollouts; no other rank contributes them.
     """
     texts, received = gather_flat(np.frombuffer("\n".join(mine.names).encode(), np.uint8), group)
     names = merge_names(bytes(text).decode().split("\n") if len(text) else [] for text in texts)
@@ -239,7 +237,7 @@ def gather_headers(mine: Headers, group: dist.ProcessGroup) -> tuple[Headers, in
 
 
 def merge_names(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """All names, each once; the order of every list is kept where the lists do not contradict each other."""
+    """Merge lists of names without duplicates, keeping the order of each list unless they contradict each other."""
     merged: list[str] = []
     for names in lists:
         place = 0
@@ -251,12 +249,11 @@ def merge_names(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
 
 
 def hash_answer(answer: str) -> int:
-    """8 bytes that stand for an answer where only its identity matters."""
+    """Hash an answer to 8 bytes, for comparisons by identity."""
     return int.from_bytes(blake2b(answer.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "little")
 
 
 def _hash_routes(branch: Branch) -> int:
-    """8 bytes that stand for the routes of a prompt; 0: they are not known."""
     if branch.routes is None:
         return 0
     prompt = branch.routes[: branch.num_prompt_tokens]
@@ -273,7 +270,7 @@ def _sort(headers: Headers) -> Headers:
 
 
 def _number_rollouts(rows: np.ndarray) -> np.ndarray:
-    """Write the number of its rollout into each of the sorted rows."""
+    """Write the rollout index into each of the sorted rows, in place."""
     is_first = np.ones(len(rows), bool)
     is_first[1:] = (np.diff(rows["group"]) != 0) | (np.diff(rows["sample_index"]) != 0)
     rows["rollout"] = np.cumsum(is_first) - 1

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which destination parameters are a source parameter of the same rank, byte for byte.
-
-Such a pair can share one storage: the switch moves nothing for it, and there is no second copy.
-"""
+"""Pairs of destination and source parameters on one rank that can share storage, so that nothing is moved or copied."""
 
 from __future__ import annotations
 
@@ -18,14 +15,10 @@ from megatron_rl.weights.shard_box import Box, ShardBox
 
 
 def find_aliases(source: Iterable[ShardBox], destination: Iterable[ShardBox]) -> dict[str, str]:
-    """Destination parameter -> source parameter that holds the same pieces at the same places (pure).
+    """Map each destination parameter to the source parameter with the same pieces at the same places (pure).
 
-    Only layouts are compared; that shapes (vocabulary padding) and dtypes agree as well is for the one who
-    binds the storages to check.
-
-    Args:
-        source: placements of one rank.
-        destination: placements of the same rank.
+    Both tables are of one rank. Only layouts are compared: before sharing storage, the caller must check shapes
+    (vocabulary padding) and dtypes.
     """
     by_content = {content: name for name, content in _contents(source).items()}
     matches = {name: by_content.get(content) for name, content in _contents(destination).items()}
@@ -33,7 +26,7 @@ def find_aliases(source: Iterable[ShardBox], destination: Iterable[ShardBox]) ->
 
 
 def gather_names(names: frozenset[str], group: dist.ProcessGroup) -> list[frozenset[str]]:
-    """The sets of all ranks, by rank; collective. A rank sends 8 bytes, and each distinct set travels once."""
+    """Gather the sets of all ranks, by rank; collective. Equal digests save sending a set twice."""
     digest = hashlib.sha256("\n".join(sorted(names)).encode()).digest()[:8]
     mine = torch.tensor([[int.from_bytes(digest, "little", signed=True)]])
     digests = gather_rows(mine, group)[:, 0].tolist()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers in buckets of bounded size: how a stream of pieces is cut (pure), and how it is exchanged.
+"""Point-to-point transfers in buckets of bounded size.
 
-The stream from one rank to another is cut at the same places by both of them, because both see the
-same operations in the same order. In turn t a rank sends to the rank t places ahead and receives from
-the one t places behind, bucket by bucket, the next one packed while one travels: two buckets are in
-flight and two in preparation, half the configured size each. A large piece is a bucket of its own; where
-it is contiguous it is sent from, or received into, the parameter itself and needs no buffer at all.
+Both ends cut the stream between them at the same places, because they process the same operations in the same order. In
+turn t a rank sends to the rank t places ahead and receives from the rank t places behind; two buckets are in flight and
+two in preparation, half the configured size each. A large piece has its own bucket; if it is contiguous, it is sent
+from, or received into, the parameter without a buffer.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ def _cut(box: Box, dim: int, first: int, last: int) -> Box:
 
 
 def cut_into_buckets(ops: Iterable[TransferOp], max_elements: int) -> list[Bucket]:
-    """Fill buckets in order; none holds more than `max_elements` (at least 1).
+    """Fill buckets in order, with at most `max_elements` (at least 1) each.
 
-    A piece of at least an eighth of that is a bucket of its own; smaller ones are put together.
+    A piece of at least an eighth of the limit has its own bucket.
     """
     buckets: list[Bucket] = []
     filled = max_elements
@@ -64,7 +63,7 @@ def cut_into_buckets(ops: Iterable[TransferOp], max_elements: int) -> list[Bucke
 
 
 def find_device(*sides: SourceParams) -> torch.device:
-    """Where the parameters of a rank live; it may hold some on one side only, or on none."""
+    """Return the device of a rank's parameters; either side may be empty."""
     return next((tensor.device for side in sides for tensor in side.values()), current_device())
 
 
@@ -96,24 +95,23 @@ def _view(param: torch.Tensor | ComputedParam, box: Box) -> _Outgoing:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """One receive and one send under way."""
+    """One receive and one send in flight."""
 
     to: int
     origin: int
     works: list[dist.Work]
-    scattered: list[tuple[torch.Tensor, torch.Tensor]]  # (arrived, where it belongs); empty if it arrives in place
+    scattered: list[tuple[torch.Tensor, torch.Tensor]]  # (received, target); empty if received in place
 
 
 class BucketTransport:
-    """Exchange the remote pieces of one rank's plan point to point.
+    """Exchange of the remote pieces of one rank's plan.
 
     Args:
         sends: destination rank -> pieces.
         receives: source rank -> pieces.
-        source, destination: this rank's parameters by name.
         group: group whose rank numbers the plan uses.
         bucket_bytes: the four staging buffers take at most twice this.
-        dtype: what travels: the type of the destination parameters.
+        dtype: of transferred elements and destination parameters.
     """
 
     def __init__(
@@ -156,7 +154,7 @@ class BucketTransport:
         self._turns = self._order_turns()
 
     def _order_turns(self) -> list[tuple[int, list[_Outgoing], int, list[torch.Tensor]]]:
-        """Bucket by bucket to every peer in turn, so that a piece which several peers want is still in the cache."""
+        """List the exchanges bucket by bucket over all peers, so that pieces for several peers stay in the cache."""
         rank, size = self._group.rank(), self._group.size()
         turns = []
         longest = max((len(buckets) for side in (self._sends, self._receives) for buckets in side.values()), default=0)
@@ -177,17 +175,17 @@ class BucketTransport:
         return 2 * (self._out_elements + self._in_elements) * self._dtype.itemsize
 
     def _direct(self, bucket: Sequence[_Outgoing]) -> torch.Tensor | None:
-        """The parameter's own memory, flat, where the bucket is one contiguous piece of it."""
+        """Return the parameter's own memory, flat, if the bucket is one contiguous piece of it."""
         piece = bucket[0] if len(bucket) == 1 else None
         if not isinstance(piece, torch.Tensor) or not piece.is_contiguous() or piece.dtype != self._dtype:
             return None
         return piece.view(-1)
 
     def run(self) -> None:
-        """Exchange everything; collective over the ranks that have something to exchange.
+        """Exchange everything; collective over the ranks with something to exchange.
 
         Raises:
-            RuntimeError: a peer failed or did not answer in time; says which transfer was waited for.
+            RuntimeError: a peer failed or timed out; names the pending transfer.
         """
         out_buffers, in_buffers = self._buffers(self._out_elements), self._buffers(self._in_elements)
         in_flight: list[_Exchange] = []
@@ -211,7 +209,7 @@ class BucketTransport:
         incoming: list[torch.Tensor],
         in_buffer: torch.Tensor,
     ) -> _Exchange:
-        """Post one receive and one send (either may be empty); it travels while the next one is packed."""
+        """Post one receive and one send (either may be empty)."""
         operations, scattered = [], []
         if incoming:
             flat, scattered = self._stage(incoming, in_buffer)
@@ -224,7 +222,7 @@ class BucketTransport:
         return _Exchange(to, origin, dist.batch_isend_irecv(operations), scattered)
 
     def _stage(self, pieces: Sequence[_P], buffer: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, _P]]]:
-        """What travels for a bucket, flat; and the places of its pieces in the buffer, where it needs that."""
+        """Return the flat tensor to transfer, and the buffer views of its pieces (none if transferred in place)."""
         direct = self._direct(pieces)
         if direct is not None:
             return direct, []

@@ -5,12 +5,12 @@ The digest of a logical tensor does not depend on any layout: over its elements 
 
     D = sum_i bits(x_i) * (2 i + 1)   modulo 2^64
 
-where bits(x_i) is the element's bit pattern. It is a sum over pieces, so each rank adds up its own and
-one all-reduce gives D. Every factor is odd: one wrong bit always changes D, two exchanged elements
-change it by 2 (i - j) (bits_j - bits_i), and a missing or stale piece by that piece's share.
+where bits(x_i) is the element's bit pattern. Each rank sums its own pieces; one all-reduce gives D. Every factor is
+odd: one wrong bit always changes D, two exchanged elements change it by 2 (i - j) (bits_j - bits_i), and a missing or
+stale piece by that piece's share.
 
-Each piece is counted once: on the source by its first owner, on the destination once in every engine.
-Padding that no logical tensor fills must be zero on both sides.
+Each piece is counted once: on the source by its first owner, on the destination once in every engine. Padding that no
+logical tensor fills must be zero on both sides.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume
 
 _BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 _CHUNK_ELEMENTS = 1 << 20
-SAMPLE_SHARE = 0.02  # share of the bytes that one turn of `Certificate.verify` looks at
+SAMPLE_SHARE = 0.02  # share of the bytes that one turn of `Certificate.verify` compares
 
 
 class CertificateError(RuntimeError):
-    """Weights differ between training and rollout; names tensor, rank, box and both digests."""
+    """Mismatch of weights between training and rollout; names tensor, rank, box and both digests."""
 
 
 def compute_digest(piece: torch.Tensor, hf_box: Box, hf_shape: tuple[int, ...]) -> torch.Tensor:
-    """Share of one piece in its tensor's digest; int64 scalar (arithmetic wraps modulo 2^64).
+    """Compute the share of one piece in its tensor's digest; int64 scalar (arithmetic wraps modulo 2^64).
 
     Args:
-        piece: the elements, any strides; no dimension between the first and the last is cut.
-        hf_box: where they lie in the logical tensor.
-        hf_shape: its shape.
+        piece: the elements, any strides; only the first and the last dimension may be cut.
+        hf_box: box of the piece in the logical tensor.
+        hf_shape: shape of the logical tensor.
     """
     width = hf_shape[-1]
     matrix = _bits(piece).reshape(-1, piece.shape[-1])
@@ -63,12 +63,11 @@ def compute_digest(piece: torch.Tensor, hf_box: Box, hf_shape: tuple[int, ...]) 
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a switch on this rank.
+    """One side of a reshard on this rank.
 
     Attributes:
-        params: parameters by name; merged ones are compared as they are read.
-        counted: placements of this rank that it counts (replicas are counted by their first owner).
-        params_with_padding: parameters that may hold elements which no logical tensor fills.
+        counted: placements that this rank counts (replicas are counted by their first owner).
+        params_with_padding: parameters with elements that no logical tensor fills.
     """
 
     params: SourceParams
@@ -77,11 +76,10 @@ class Side:
 
 
 def count_once(shards: Sequence[Shard], rank: int) -> list[ShardBox]:
-    """The placements of `rank` whose box no earlier rank (or earlier placement) holds.
+    """Return the placements of `rank` whose box no earlier rank (or earlier placement) holds.
 
     Args:
-        shards: in the order of their first ranks, as `group_shards` returns them.
-        rank: whose placements.
+        shards: sorted by first rank, as `group_shards` returns them.
     """
     own = next((shard for shard in shards if shard.ranks[0] == rank), None)
     if own is None:  # an earlier rank holds the same
@@ -100,13 +98,13 @@ def count_once(shards: Sequence[Shard], rank: int) -> list[ShardBox]:
 
 
 class Certificate:
-    """Compare both sides after a switch; collective.
+    """Comparison of both sides after a reshard; collective.
 
     Args:
         shapes: logical tensors by name.
-        source, destination: this rank's sides; a source of another type is compared after conversion.
+        source, destination: sides of this rank; a source of another dtype is compared after conversion.
         dtype: of the destination, in every engine.
-        num_engines, engine: engines in the job, and the one of this rank; -1: none, and its side has nothing.
+        num_engines, engine: engines in the job, and this rank's engine; -1 if it has none.
         group: all ranks.
     """
 
@@ -127,7 +125,7 @@ class Certificate:
         self._rotation = _split_by_share(self._shapes, SAMPLE_SHARE)
 
     def verify(self, turn: int | None = None) -> int:
-        """Compare all tensors, or one turn of a rotating selection; returns how many.
+        """Compare all tensors, or one turn of a rotating selection, and return the number compared.
 
         Raises:
             CertificateError: on every rank.
@@ -181,7 +179,7 @@ class Certificate:
             raise CertificateError("weights differ between training and rollout:\n  " + "\n  ".join(lines))
 
     def _locate(self, name: str) -> list[str]:
-        """Pieces of a tensor whose destination differs from the source, cut along both sides' boxes."""
+        """Describe the pieces of a tensor that differ between source and destination."""
         mine = {
             key: [
                 (p.hf_box, self._group.rank(), p.param, self._piece(side, p).cpu())
@@ -190,7 +188,7 @@ class Certificate:
             ]
             for key, side in (("source", self._source), ("destination", self._destination))
         }
-        everyone = gather_objects(mine, self._group)  # one tensor, on the way to an error
+        everyone = gather_objects(mine, self._group)  # only on the error path, for one tensor
         truth = torch.empty(self._shapes[name], dtype=self._dtype)
         for rank_pieces in everyone:
             for box, _, _, piece in rank_pieces["source"]:
@@ -218,7 +216,7 @@ def _hex(digest: torch.Tensor) -> str:
 
 
 def _split_by_share(shapes: Mapping[str, tuple[int, ...]], share: float) -> list[list[str]]:
-    """Tensors in turns of about `share` of the elements each (at least one tensor)."""
+    """Split tensors into turns of about `share` of the elements each (at least one tensor)."""
     sizes = {name: box_volume(tuple((0, n) for n in shape)) for name, shape in shapes.items()}
     limit, turns, filled = share * sum(sizes.values()), [[]], 0
     for name, size in sizes.items():

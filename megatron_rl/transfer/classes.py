@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that a job cuts alike, found without a walk over the placements of all ranks.
+"""Classes of tensors that a job shards alike, found without a walk over the placements of all ranks.
 
-An expert is cut like every other expert of its ranks, a norm like every other norm of its stage. Tensors that the same
-shards hold as the same kinds, on both sides of a move, form a *class*: what is planned for one holds for all of them.
-
-A *piece* is a distinct box of a logical tensor on the source side; all shards that hold this box own it.
+Tensors that the same shards hold as the same kinds, on both sides of a move, form a *class* (the experts of a rank, the
+norms of a stage); a plan for one holds for all. A *piece* is a distinct box of a logical tensor on the source side; all
+shards that hold this box own it.
 """
 
 from __future__ import annotations
@@ -22,12 +21,7 @@ Targets = tuple[tuple[Box, tuple[int, ...]], ...]  # boxes of a tensor and the d
 
 @dataclass(frozen=True)
 class Shard:
-    """Ranks that hold the same placements.
-
-    Attributes:
-        ranks: ascending.
-        placements: what each of them holds.
-    """
+    """Ranks, ascending, that hold the same placements."""
 
     ranks: tuple[int, ...]
     placements: Sequence[ShardBox]
@@ -38,8 +32,7 @@ class BoxPiece:
     """A distinct box of every tensor of a class.
 
     Attributes:
-        box: in the logical tensor.
-        holders: source shard -> which of the tensor's places there it is, and its box in the parameter.
+        holders: source shard -> (place of the tensor in that shard, box in the parameter).
     """
 
     box: Box
@@ -48,12 +41,12 @@ class BoxPiece:
 
 @dataclass(slots=True, eq=False)
 class TensorClass:
-    """Tensors that both sides cut alike.
+    """Tensors that both sides shard alike.
 
     Attributes:
         names: in the order of the source.
         pieces: in the order of the source's shards.
-        targets: boxes that the destination wants.
+        targets: boxes that the destination needs.
     """
 
     pieces: list[BoxPiece]
@@ -62,19 +55,18 @@ class TensorClass:
 
 
 class TensorIndex:
-    """Where one side keeps each tensor: the *places* of a tensor are the rows that name it, in the order of the shards.
+    """Index of one side's tensors. The *places* of a tensor are the rows that contain its name, in shard order.
 
     Attributes:
-        tables: by shard.
         cuts: tensor -> one `Cut` per place; shards that share rows share places.
-        places: tensor -> number of the row of each place.
+        places: tensor -> row index of each place.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.tables: list[PlacementTable] = [as_table(shard.placements) for shard in shards]
         self.cuts: dict[str, list[Cut]] = defaultdict(list)
         self.places: dict[str, list[int]] = defaultdict(list)
-        self._sharing: dict[TableRows, list[int]] = defaultdict(list)  # the shards with these rows
+        self._sharing: dict[TableRows, list[int]] = defaultdict(list)  # shards with these rows
         for shard, table in enumerate(self.tables):
             self._sharing[table.rows].append(shard)
         for rows in self._sharing:
@@ -84,12 +76,12 @@ class TensorIndex:
                 self.places[name].append(place)
 
     def param(self, name: str, place: int) -> str:
-        """Parameter of a place of a tensor."""
+        """Return the parameter at a place of a tensor."""
         rows, _ = self.cuts[name][place]
         return rows[self.places[name][place]][0]
 
     def list_rows(self, shard: int, names: Iterable[str]) -> list[Row]:
-        """A shard's rows of these tensors, in the order of its table."""
+        """Return a shard's rows of the named tensors, in table order."""
         rows = self.tables[shard].rows
         found = sorted(
             row for name in names for (of, _), row in zip(self.cuts[name], self.places[name], strict=True) if of is rows
@@ -97,14 +89,14 @@ class TensorIndex:
         return [rows[row] for row in found]
 
     def list_boxes(self, cuts: Sequence[Cut]) -> Iterator[tuple[int, int, BoxPair]]:
-        """Shard, place and boxes of a tensor that is cut like this, shard by shard."""
+        """Yield shard, place and boxes of a tensor with these cuts, shard by shard."""
         found = sorted((shard, place) for place, (rows, _) in enumerate(cuts) for shard in self._sharing[rows])
         for shard, place in found:
             yield shard, place, self.tables[shard].boxes[cuts[place][1]]
 
 
 def find_classes(source: TensorIndex, destination: TensorIndex) -> dict[str, TensorClass]:
-    """The class of every tensor that the source holds, in the source's order."""
+    """Return the class of every source tensor, in source order."""
     classes: dict[tuple[tuple[Cut, ...], tuple[Cut, ...]], TensorClass] = {}
     found: dict[str, TensorClass] = {}
     for name, cuts in source.cuts.items():
@@ -126,7 +118,7 @@ def _find_pieces(source: TensorIndex, cuts: Sequence[Cut]) -> list[BoxPiece]:
 
 
 def _find_targets(destination: TensorIndex, cuts: Sequence[Cut]) -> Targets:
-    """Distinct boxes, each with the shards that place it (twice for one that places it twice)."""
+    """Return the distinct boxes, each with the shards that place it (repeated if a shard places it twice)."""
     boxes: dict[Box, list[int]] = defaultdict(list)
     for shard, _, (_, hf_box) in destination.list_boxes(cuts):
         boxes[hf_box].append(shard)

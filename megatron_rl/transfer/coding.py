@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor's matrices on their way to engines that keep them in eight bits: codes and scales instead of elements.
+"""Transfer of the actor's matrices to engines that store them in eight bits, as codes and row scales.
 
-A code is computed where the actor has the element, and so half of the bytes of bfloat16 are moved. The scale of a row
-is that of the whole row, wherever its pieces lie: what an engine gets does not depend on the layout of the actor.
+Codes are computed on the rank that holds the element, which halves the bytes moved against bfloat16. The scale of a row
+covers the whole row across ranks, so the engine's weights do not depend on the layout of the actor.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from megatron_rl.weights.shard_box import ShardBox, box_slices
 
 
 class RowScales:
-    """The scales of the rows of some matrices; the same calls on every rank of the job.
+    """Row scales of some matrices; every rank of the job makes the same calls.
 
     Args:
         cargo: the matrices.
-        way: between whom they are moved.
-        code_format: of the codes.
 
     Attributes:
-        params: of this rank's parameters, by their names: [n, 1] float32.
+        params: scales of this rank's parameters by name, [n, 1] float32.
     """
 
     def __init__(self, cargo: Cargo, way: Way, code_format: CodeFormat) -> None:
@@ -40,7 +38,7 @@ class RowScales:
         total = 0
         for name, size in cargo.shapes.items():
             self._firsts[name], total = total, total + size[0]
-        self._rows = torch.zeros(total, 1, device=device)  # of all matrices, one after another
+        self._rows = torch.zeros(total, 1, device=device)  # rows of all matrices, concatenated
         heights = {p.param: 0 for p in self._pieces}
         for p in self._pieces:
             heights[p.param] = max(heights[p.param], p.local_box[0][1])
@@ -48,7 +46,7 @@ class RowScales:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Find them again; collective."""
+        """Recompute the scales from the current weights; collective."""
         self._rows.zero_()
         for p in self._pieces:
             rows = self._find_rows(p)
@@ -60,18 +58,16 @@ class RowScales:
             self.params[p.param][slice(*p.local_box[0])] = self._find_rows(p)
 
     def _find_rows(self, piece: ShardBox) -> torch.Tensor:
-        """Of the rows of a piece, a view."""
+        """Return the scales of a piece's rows, as a view."""
         first = self._firsts[piece.hf_name]
         return self._rows[first + piece.hf_box[0][0] : first + piece.hf_box[0][1]]
 
 
 def split_cargo(cargo: Cargo, way: Way, code_format: CodeFormat, matrices: frozenset[str]) -> list[Cargo]:
-    """What stays as it is, the codes of the rest, and their scales.
+    """Split a cargo into unquantized tensors, codes of the matrices, and their scales.
 
     Args:
-        cargo, way: what is moved, and between whom.
-        code_format: of the codes.
-        matrices: logical tensors that have codes in the engines.
+        matrices: logical tensors that the engines store as codes.
     """
     coded = cargo.only(matrices.intersection(cargo.shapes))
     scales = RowScales(coded, way, code_format)

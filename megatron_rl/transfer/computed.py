@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that are computed where a piece of them is asked for: W in NF4, W + s B A with its adapters, s B, codes.
+"""Parameters that are computed when a piece of them is read: NF4 weights, W + s B A, s B, codes.
 
-The sum is computed in float32, in blocks of rows that do not depend on what is asked for, and rounded once: an
-element has the same bits in every piece, and no more than the blocks of a piece exist at once. W is never changed.
+The sum is computed in float32, in row blocks independent of the requested piece, and rounded once, so an element has
+the same bits in every piece. W is never changed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ class _Computed:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weight, and of what is read."""
+        """Dtype of the weight and of read pieces."""
         return self.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the weight."""
         return self.weight.device
 
 
@@ -41,7 +40,7 @@ class MergedParam(_Computed):
     Attributes:
         weight: W [n, m].
         scale: s.
-        parts: of the adapters: the rows [start, stop) of W that they change, A [r, m] and B [stop - start, r].
+        parts: per adapter, the rows [start, stop) of W that it changes, A [r, m] and B [stop - start, r].
     """
 
     parts: Sequence[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]
@@ -78,7 +77,6 @@ class CodedParam:
     Attributes:
         weight: W [n, m].
         scales: [n, 1] float32.
-        code_format: of the codes.
     """
 
     weight: torch.Tensor | ComputedParam
@@ -87,12 +85,12 @@ class CodedParam:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is read."""
+        """Dtype of read pieces."""
         return torch.int8
 
     @property
     def device(self) -> torch.device:
-        """Of the weight."""
+        """Device of the weight."""
         return self.weight.device
 
     @torch.no_grad()
@@ -101,12 +99,12 @@ class CodedParam:
 
 
 ComputedParam = QuantizedMatrix | MergedParam | ScaledParam | CodedParam
-# Parameters of a rank by name, some of them computed when they are read.
+# Parameters of a rank by name; some are computed when they are read.
 SourceParams = Mapping[str, torch.Tensor | ComputedParam]
 
 
 def _list_blocks(first: int, last: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The blocks of rows [first, last) that have some of [start, stop)."""
+    """Yield the blocks of rows [first, last) that intersect [start, stop)."""
     for low in range(first, last, _BLOCK_ROWS):
         high = min(low + _BLOCK_ROWS, last)
         if low < stop and start < high:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Execute one rank's plan: pieces go straight into the destination parameters.
+"""Execution of one rank's plan: pieces are written straight into the destination parameters.
 
-Three ways, chosen piece by piece when the plan is made ready: copies inside the rank; copies out of the
-mapped memory of a peer on the same host (pull: no staging, no message); buckets point to point for
-the rest. No rank ever holds a tensor that it does not need. Views of every piece are made once, and copies
-of pieces that lie one behind the other on both sides, as the matrices of experts do, become one copy of a block.
+Pieces take one of three paths: local copies; copies from the mapped memory of a peer on the same host (pull: no
+staging, no message); point-to-point buckets. No rank ever holds a tensor that it does not need. Views are built once,
+and copies of regularly spaced pieces, such as expert matrices, are joined into one block copy.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ Copy = tuple[torch.Tensor, torch.Tensor]  # target, origin
 
 
 def join_copies(copies: Iterable[Copy]) -> list[Copy]:
-    """The same copies, those together that are alike and equally far apart on both sides.
+    """Join copies of equal shape and equal spacing on both sides into block copies.
 
     Args:
-        copies: pieces of equal shape each; no two targets overlap.
+        copies: pairs of equal shape; no two targets overlap.
     """
     ordered = sorted(copies, key=lambda copy: (_storage(copy[0]), _storage(copy[1]), copy[0].data_ptr()))
     runs: list[list[Copy]] = []
@@ -44,7 +43,7 @@ def join_copies(copies: Iterable[Copy]) -> list[Copy]:
 
 
 def _continues(run: list[Copy], copy: Copy) -> bool:
-    """Whether a copy is as far behind the last one of a run as that one is behind the one before it."""
+    """Return whether a copy continues a run with the same spacing."""
     for side in (0, 1):
         last, piece = run[-1][side], copy[side]
         if _storage(last) != _storage(piece) or _layout(last) != _layout(piece):
@@ -75,11 +74,11 @@ TRANSPORTS = ("auto", "pull", "buckets")
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """What one reshard does on one rank, or (summed) on all of them; bytes.
+    """Bytes of one reshard on one rank, or summed over ranks.
 
     Attributes:
         bytes_pulled: copied out of a peer's memory.
-        bytes_received: arrived in buckets.
+        bytes_received: received in buckets.
         bytes_copied: copied inside the rank.
         bytes_aliased: shared storage, nothing moved.
     """
@@ -97,12 +96,12 @@ class ReshardStats:
 
 @dataclass(frozen=True)
 class Transport:
-    """How pieces cross between ranks.
+    """Settings of the transfer between ranks.
 
     Attributes:
-        bucket_bytes: bound on the staging memory of buckets: twice this.
-        name: "pull", "buckets", or "auto": pull from peers on the same host, buckets from others.
-        ranks_per_node: of this job, to judge whether shared memory suffices.
+        bucket_bytes: staging memory of buckets is at most twice this.
+        name: "pull", "buckets", or "auto": pull from peers on the same host, buckets from other hosts.
+        ranks_per_node: of this job, to check whether shared memory suffices.
     """
 
     bucket_bytes: int
@@ -111,24 +110,22 @@ class Transport:
 
 
 class Resharder:
-    """One rank's side of a reshard, made ready once and run after every optimizer step.
+    """One rank's part of a reshard, prepared once and run after every optimizer step; building it is collective.
 
     Args:
-        plan: this rank's.
-        source: this rank's source parameters by name; on CPU, pulling moves their storage into shared
-            memory (in place: every view follows).
-        destination: this rank's destination parameters by name; written in place.
-        group: group whose rank numbers the plan uses; building is collective.
-        transport: how pieces are to cross between ranks.
-        dtype: of every destination parameter; sources of another type are converted.
-        computed: names of source parameters of any rank that are computed when they are read: peers cannot map
-            them, and get them in buckets.
+        source: this rank's source parameters by name; on CPU, pulling moves their storage into shared memory (in place:
+            every view follows).
+        destination: this rank's destination parameters by name, written in place.
+        group: group whose rank numbers the plan uses.
+        dtype: of every destination parameter; other source dtypes are converted.
+        computed: source parameters, on any rank, that are computed when read: peers cannot map them and receive them in
+            buckets.
 
     Attributes:
-        transport: what is really used: "pull", "buckets", or "pull+buckets".
+        transport: transport in use: "pull", "buckets", or "pull+buckets".
 
     Raises:
-        UserError: pull is asked for and impossible; raised on every rank.
+        UserError: pull is requested and impossible; raised on every rank.
     """
 
     def __init__(
@@ -185,30 +182,30 @@ class Resharder:
 
     @property
     def transient_bytes(self) -> int:
-        """Staging memory of one run on this rank; 0 when everything is pulled."""
+        """Staging memory of one run on this rank; 0 if everything is pulled."""
         return self._buckets.transient_bytes
 
     @torch.no_grad()
     def run(self) -> ReshardStats:
-        """Move the weights; collective over the group. Returns this rank's bytes.
+        """Move the weights and return this rank's bytes; collective.
 
         Raises:
-            RuntimeError: a peer failed or did not answer in time; says what was waited for.
+            RuntimeError: a peer failed or timed out; names the pending operation.
         """
         if self._is_pulling:
-            self._meet("before")  # nobody reads a source that its owner is still writing
+            self._meet("before")  # no rank may read a source that its owner is still writing
         if self._targets:
-            # Not promised by torch, and one kernel for all pieces.
+            # Private API of torch, but one kernel for all pieces.
             torch._foreach_copy_(self._targets, self._origins)  # pyright: ignore[reportPrivateImportUsage]
         for target, origin, place in self._computed:
             target.copy_(origin[place])
         self._buckets.run()
         if self._is_pulling:
-            self._meet("after")  # nobody overwrites a source that a peer is still reading
+            self._meet("after")  # no rank may overwrite a source that a peer is still reading
         return self.stats
 
     def _meet(self, when: str) -> None:
-        if self._device.type == "cuda":  # the barrier is the hosts': it orders nothing that a device has queued
+        if self._device.type == "cuda":  # the barrier only orders the hosts, not queued kernels
             torch.cuda.synchronize(self._device)
         try:
             dist.barrier(group=self._group)
@@ -225,10 +222,7 @@ def _num_bytes(ops: Sequence[TransferOp], dtype: torch.dtype) -> int:
 def _map_peers(
     plan: RankPlan, source: Mapping[str, torch.Tensor], group: dist.ProcessGroup, transport: Transport
 ) -> tuple[str, dict[int, dict[str, torch.Tensor]], set[int]]:
-    """The transport that is really used, the parameters of the peers that this rank pulls from, and all near ranks.
-
-    A rank and those near to it pull from each other, and need no bucket.
-    """
+    """Return the transport in use, the mapped parameters of peers to pull from, and the ranks on this host."""
     if transport.name == "buckets" or group.size() == 1:
         return "buckets", {}, set()
     missing = gather_objects(missing_shared_memory(source, transport.ranks_per_node), group)

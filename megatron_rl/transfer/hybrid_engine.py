@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One set of weights, two modes: the actor's Megatron shards and the engine's rollout shards.
+"""Hybrid engine: one set of weights as the actor's Megatron shards and the engine's rollout shards.
 
     with hybrid.rollout_mode():            # weights: Megatron TP/PP/DP -> engine TP, shard to shard
         collector.collect(step)
 
-Where the two layouts agree on a parameter, the engine uses the actor's own storage and nothing moves.
-The rest is planned once from the two placement tables; entering the mode executes the plan, certifies
-that both sides hold the same bits, and drops what the engine computed with older weights.
+A parameter with equal layouts shares the actor's storage. All other parameters are moved by a plan, computed once;
+entering the mode executes it, certifies that both sides hold the same bits, and invalidates the engine's caches of
+older weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_rl.weights.row_quantization import CodeFormat, list_matrices
 
 
 class SourceModel(Protocol):
-    """The weights that the engine gets."""
+    """The model whose weights the engine receives."""
 
     shape: ModelShape
     layout: ParallelLayout
@@ -43,59 +43,59 @@ class SourceModel(Protocol):
 
     @property
     def params(self) -> SourceParams:
-        """Of this rank, by name; none where the actor is not."""
+        """This rank's parameters by name; empty on ranks without the actor."""
         ...
 
     @property
     def merged_params(self) -> frozenset[str]:
-        """Parameters of any rank that adapters are added to."""
+        """Parameters, on any rank, that adapters are added to."""
         ...
 
     @property
     def quantized_params(self) -> frozenset[str]:
-        """Parameters of any rank that are in NF4: they are dequantized when they are read."""
+        """Parameters, on any rank, that are stored in NF4 and dequantized when read."""
         ...
 
     def merge(self) -> SourceParams:
-        """The parameters of this rank with their adapters."""
+        """Return this rank's parameters with merged adapters."""
         ...
 
     def scale_adapters(self) -> SourceParams:
-        """The adapters of this rank, B with their scale."""
+        """Return this rank's adapters, with B scaled."""
         ...
 
     def shard_key(self, rank: int) -> Hashable:
-        """Ranks with equal keys have equal placement tables."""
+        """Return a key that is equal for ranks with equal placement tables."""
         ...
 
     def placements(self, rank: int) -> PlacementTable:
-        """ShardBox table of any rank of the layout, without adapters."""
+        """Return the placement table of any rank of the layout, without adapters."""
         ...
 
 
 class Releasable(Protocol):
-    """What training holds besides the weights."""
+    """Training memory besides the weights."""
 
     def release(self) -> None:
-        """Give back what generation does not need; training takes it back by itself."""
+        """Release the memory that generation does not need; training reallocates it by itself."""
 
 
 class WeightSource(Protocol):
-    """What the engine needs of an actor."""
+    """The actor, as the hybrid engine uses it."""
 
     @property
     def model(self) -> SourceModel:
-        """Its weights."""
+        """The trained model."""
         ...
 
     @property
     def optimizer(self) -> Releasable:
-        """What trains them."""
+        """The optimizer of the model."""
         ...
 
     @property
     def policy_version(self) -> int:
-        """Optimizer steps behind the weights."""
+        """Policy version of the weights."""
         ...
 
 
@@ -103,19 +103,14 @@ class HybridEngine:
     """The actor's weights in an in-process rollout engine; building it is collective.
 
     Args:
-        actor: whose weights are used.
-        engine: the weights of this rank's share of the engine.
-        engines: the ranks of each.
-        process: this rank.
+        engine: this rank's share of the engine.
         group: all ranks of the job.
-        config: transport, bucket size, verification.
         timers: count the phases "reshard" and "verify".
 
     Attributes:
-        shape: of the model.
-        policy_version: of the weights that the engine has; -1 before the first reshard.
-        reshard_stats: bytes of one reshard, all ranks together.
-        verified_tensors: number of tensors that the last certificate has compared.
+        policy_version: of the engine's weights; -1 before the first reshard.
+        reshard_stats: bytes of one reshard, summed over ranks.
+        verified_tensors: number of tensors compared by the last certificate.
         is_apart: no rank has both the actor and an engine.
     """
 
@@ -144,8 +139,7 @@ class HybridEngine:
         self._moves = [Move(cargo, way) for part in cargoes for cargo in part]
         self._moved_once = len(cargoes[0]) if len(cargoes) > 1 else 0
         self.is_apart = not {rank for ranks in engines.of for rank in ranks} & {*model.layout.ranks}
-        # On a GPU an engine that sleeps loses what it has of its own.
-        # And on a CPU vLLM brings experts into the order of its kernel, in place.
+        # A sleeping engine on a GPU loses its own weights, and vLLM on a CPU reorders experts in place for its kernel.
         packs_experts = process.device.type == "cpu" and self.shape.num_experts > 0
         self._loses_model = packs_experts or process.device.type == "cuda" and not self.is_apart
         self._has_model = False
@@ -156,13 +150,13 @@ class HybridEngine:
         self._releasable = [actor.optimizer]
 
     def also_release(self, training: Releasable) -> None:
-        """Name what another role holds for its training, which it gives back as the actor does before a rollout."""
+        """Register another role's training memory for release before a rollout."""
         self._releasable.append(training)
 
     def _list_cargoes(self, config: HybridConfig, shared: Sequence[frozenset[str]]) -> list[Cargo]:
-        """What the engines get: first what stays as it is, then the matrices with their adapters in them, or those."""
+        """List the moves: unmodified parameters, then merged matrices or, if they stay separate, the adapters."""
         model, engine, shape = self._actor.model, self._engine, self._actor.model.adapters
-        # An engine that shares a matrix with adapters runs the actor's own modules, which add them by themselves.
+        # An engine that shares a matrix with adapters runs the actor's own modules, which apply the adapters.
         merged = model.merged_params.difference(*shared)
         quantized = model.quantized_params
         whole = Cargo(model.shape.logical_tensors(), model.params, model.placements, engine.placements, quantized)
@@ -182,15 +176,15 @@ class HybridEngine:
         return [whole, replace(adapters, computed=frozenset(p.param for p in table if p.param.endswith("lora_B")))]
 
     def _list_tensors(self, params: frozenset[str]) -> frozenset[str]:
-        """The logical tensors of all layers that lie in such parameters."""
+        """Return the logical tensors, over all layers, that are stored in the given parameters."""
         model = self._actor.model
         kinds = {kind for param, _, kind in model.placements(model.layout.first_rank).rows if param in params}
         return frozenset(name for name, kind in model.shape.tensor_kinds().items() if kind in kinds)
 
     def _ask_engine(self, engines: EngineRanks) -> tuple[torch.dtype, frozenset[str], CodeFormat | None]:
-        """The type of an engine's parameters, logical tensors that are float32 in it all the same, and its codes.
+        """Return the dtype of an engine's parameters, its float32 exceptions, and its code format.
 
-        Ranks without an engine ask for it; collective then.
+        Collective if some ranks have no engine.
         """
         code_format = self._engine.code_format if isinstance(self._engine, CodedEngine) else None
         params, mine, rank = self._engine.params, None, self._group.rank()
@@ -204,11 +198,11 @@ class HybridEngine:
 
     @property
     def transport(self) -> str:
-        """How pieces cross between ranks: pull, buckets, or pull+buckets."""
+        """Transport between ranks: pull, buckets, or pull+buckets."""
         return self._moves[-1].resharder.transport
 
     def _total_stats(self) -> ReshardStats:
-        """Bytes of one reshard, all ranks together; without what moves once."""
+        """Sum the bytes of one reshard over all ranks, without tensors that move only once."""
         parts = [asdict(move.resharder.stats) for move in self._moves[self._moved_once :]]
         mine = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
         mine["bytes_aliased"] = sum(self._engine.params[name].nbytes for name in self._engine.shared_params)
@@ -235,14 +229,14 @@ class HybridEngine:
         self.policy_version = self._find_version()
 
     def _list_moves(self) -> list[Move]:
-        """What has to be moved now: what adapters do not change is moved once."""
+        """Return the due moves: parameters that adapters do not change are moved once."""
         if self._moved_once and self._has_model:
             return self._moves[self._moved_once :]
         self._has_model = not self._loses_model
         return self._moves
 
     def _find_version(self) -> int:
-        """The version of the actor's weights, which ranks without an actor ask for; collective then."""
+        """Return the policy version of the actor; collective if some ranks have no actor."""
         version = self._actor.policy_version
         if self._actor.model.layout.world_size == self._group.size():
             return version
@@ -251,10 +245,10 @@ class HybridEngine:
 
     @contextmanager
     def rollout_mode(self) -> Iterator[HybridEngine]:
-        """Reshard, and put an engine that shares its rank to sleep after the block; collective.
+        """Reshard, and put an engine on the actor's ranks to sleep after the block; collective.
 
-        Training memory is given back before the engine takes its own, and the engine sleeps before
-        training takes it back, so that the peak is that of one mode, not of both.
+        Training memory is released before the engine allocates its own, and the engine sleeps before training
+        reallocates, so that the peak is that of one mode, not of both.
         """
         for training in self._releasable:
             training.release()
@@ -266,9 +260,9 @@ class HybridEngine:
                 self._engine.sleep()
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed run needs: which tensors the next sample of the certificate looks at."""
+        """Return the position of the rotating certificate sample, for resuming."""
         return {"certificate_turn": self._certificate_turn}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a saved state."""
+        """Restore a saved state."""
         self._certificate_turn = state["certificate_turn"]

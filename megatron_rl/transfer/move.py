@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some tensors of the actor on their way to the engines: what moves them, and what compares both sides."""
+"""Moves of tensor sets from actor to engines; each has a resharder and a certificate."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from megatron_rl.weights.shard_box import ShardBox
 
 @dataclass(frozen=True)
 class Cargo:
-    """What is moved.
+    """A set of tensors to move.
 
     Attributes:
         shapes: logical tensors by name.
-        params: of the actor on this rank.
-        source: their table on any rank of the actor.
-        destination: the table of the engine's parameters on any rank of an engine.
-        computed: names of `params`, on any rank, that are computed when they are read.
-        dtype: of the engine's parameters that are written; None: that of the model.
+        params: the actor's parameters on this rank.
+        source: placement table of any actor rank.
+        destination: placement table of the engine's parameters on any engine rank.
+        computed: names in `params`, on any rank, that are computed when they are read.
+        dtype: of the engine parameters to write; the model's dtype if `None`.
         prepare: called before each move, on every rank of the job.
     """
 
@@ -46,7 +46,7 @@ class Cargo:
     prepare: Callable[[], None] = lambda: None
 
     def only(self, names: frozenset[str]) -> Cargo:
-        """The part of it that is these logical tensors."""
+        """Return the part of the cargo with the named logical tensors."""
         return replace(
             self,
             shapes={name: size for name, size in self.shapes.items() if name in names},
@@ -57,17 +57,14 @@ class Cargo:
 
 @dataclass(frozen=True)
 class Way:
-    """Between whom it is moved, and how.
+    """The ranks, group and settings of a move.
 
     Attributes:
-        actor_ranks, actor_key: the ranks of the actor; equal keys mean equal tables.
-        engine: the weights of this rank's share of an engine.
-        shared: names of the engine's parameters that are the actor's own, by rank of the job.
-        engines: the ranks of each.
-        process: this rank.
+        actor_ranks, actor_key: ranks of the actor; equal keys mean equal tables.
+        engine: this rank's share of an engine.
+        shared: per rank of the job, names of the engine parameters that share the actor's storage.
         group: all ranks of the job.
-        config: transport and bucket size.
-        dtype: of the engines' parameters.
+        dtype: of most engine parameters.
     """
 
     actor_ranks: range
@@ -82,7 +79,7 @@ class Way:
 
 
 def split_types(cargo: Cargo, way: Way, wide: frozenset[str]) -> list[Cargo]:
-    """What has the type of most of an engine's parameters, and what is float32 in it: `wide`, of routers."""
+    """Split a cargo by dtype: the engine's usual dtype, and float32 for `wide` (routers)."""
     wide = wide.intersection(cargo.shapes)
     if not wide:
         return [cargo]
@@ -93,12 +90,7 @@ def split_types(cargo: Cargo, way: Way, wide: frozenset[str]) -> list[Cargo]:
 
 
 class Move:
-    """Made ready once; building it is collective.
-
-    Attributes:
-        resharder: moves what is not shared.
-        certificate: compares both sides.
-    """
+    """A prepared move of one cargo; building it is collective."""
 
     def __init__(self, cargo: Cargo, way: Way) -> None:
         source = group_shards(cargo.source, way.actor_key, way.actor_ranks)
@@ -107,7 +99,7 @@ class Move:
         self.certificate = _build_certificate(cargo, way, source)
 
     def run(self) -> None:
-        """Move it; collective."""
+        """Move the cargo; collective."""
         self._prepare()
         self.resharder.run()
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan costs: bytes per link class, balance, staging memory, and seconds on links of given speed.
+"""Cost of a plan: bytes per link class, balance, staging memory, and seconds at given bandwidths.
 
-Everything is counted from *flows*, arrays of (source rank, destination rank, elements): `Planner.flows` makes them
-per class of pieces without making operations, so that thousands of ranks are counted exactly, not sampled.
+All counts come from *flows*, arrays of (source rank, destination rank, elements) that `Planner.flows` computes per
+class of pieces, so that thousands of ranks are counted exactly, not sampled.
 
-Predictions are lower bounds from bandwidth alone: no latency, no packing, no contention between ranks
-that share a link, every rank with a link of its own per class.
+Predictions are lower bounds from bandwidth alone: no latency, no packing, no contention between ranks that share a
+link, every rank with a link of its own per class.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from megatron_rl.types import UserError
 
 @dataclass(frozen=True)
 class ReshardSummary:
-    """Bytes of one reshard.
+    """Bytes of one reshard, summed over all ranks unless noted.
 
     Attributes:
-        num_ranks: ranks of the job.
-        bytes_kept: need not leave their rank (copied inside it, or aliased), all ranks together.
-        bytes_within_node: cross between ranks of a node, all ranks together.
-        bytes_across_nodes: cross between nodes, all ranks together.
-        max_egress_within: most bytes that one rank sends inside its node; likewise the other three.
-        egress_balance: most bytes that one rank sends to others over the mean of all ranks (1 if nothing moves).
+        bytes_kept: do not leave their rank (copied inside it, or aliased).
+        bytes_within_node: cross between ranks of a node.
+        max_egress_within: maximum over ranks of the bytes sent inside a node; likewise the next three.
+        egress_balance: maximum over mean of the bytes sent per rank (1 if nothing moves).
         transient_bytes: staging memory of one rank: two buckets if anything crosses nodes, else 0 (pulled).
     """
 
@@ -46,7 +44,7 @@ class ReshardSummary:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that cross between ranks, all ranks together."""
+        """Bytes that cross between ranks."""
         return self.bytes_within_node + self.bytes_across_nodes
 
 
@@ -69,11 +67,11 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a switch and what they are spent on.
+    """Predicted seconds of a reshard.
 
     Attributes:
         seconds: of the critical path.
-        critical: its link class and direction, "egress across nodes" say; "nothing moves" if it is empty.
+        critical: its link class and direction ("egress across nodes"), or "nothing moves".
     """
 
     seconds: float
@@ -83,12 +81,11 @@ class Prediction:
 def summarize(
     flows: Iterable[Flow], *, num_ranks: int, itemsize: int, ranks_per_node: int, bucket_bytes: int
 ) -> ReshardSummary:
-    """Count the flows of all ranks.
+    """Sum up the flows of all ranks.
 
     Args:
-        flows: of `Planner.flows`; a pair may come several times.
-        num_ranks: ranks of the job.
-        itemsize: bytes per element on the wire.
+        flows: from `Planner.flows`; pairs may repeat.
+        itemsize: bytes per transferred element.
         ranks_per_node: consecutive ranks that share a node.
         bucket_bytes: size of a staging bucket.
     """
@@ -120,7 +117,7 @@ def summarize(
 
 
 def predict_seconds(summary: ReshardSummary, bandwidths: Bandwidths) -> Prediction:
-    """The busiest rank's busiest link; links of different class and direction work at the same time."""
+    """Predict the time of the busiest link of the busiest rank; links of different class and direction overlap."""
     paths = {
         "egress within node": summary.max_egress_within / bandwidths.within_node,
         "ingress within node": summary.max_ingress_within / bandwidths.within_node,

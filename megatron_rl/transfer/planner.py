@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan the move of weights between two layouts: the intersection of two lists of boxes.
+"""Plan of a weight transfer between two layouts: the intersection of two lists of boxes.
 
-Pure and deterministic: each rank computes its own part of the plan from the same placements, and nothing
-is negotiated. Both sides are lists of `Shard`s, ranks that hold the same placements; what Megatron or vLLM
-are is not known here. Work is done once per class of tensors that are cut alike (`classes.py`).
+Pure, deterministic and independent of Megatron and vLLM: each rank computes its own part from the same lists of
+`Shard`s, once per class of tensors that are sharded alike (`classes.py`).
 
-Invariants (asserted in tests/transfer/test_planner.py): every placed destination element is written
-exactly once; every element is read from a rank that holds it, near before far, every replica the same
-share; both ends of a pair list the same operations in the same order, that of the destination's placements.
+Invariants (asserted in tests/transfer/test_planner.py): every placed destination element is written exactly once; every
+element is read from a rank that holds it, near before far, with equal load on replicas; both ends of a pair list the
+same operations in the order of the destination's placements.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class SourceChoice:
     Attributes:
         owners: ranks that hold the pieces, ascending.
         fixed: demanding rank -> its source for every piece.
-        leftover: ranks without a fixed source and the owners that may serve them; fewer ranks than owners.
-        load: pieces that each owner sends to ranks with a fixed source.
+        leftover: (ranks without a fixed source, candidate owners); always fewer ranks than owners.
+        load: owner -> number of ranks with this fixed source.
     """
 
     owners: tuple[int, ...]
@@ -48,14 +47,11 @@ class SourceChoice:
     load: dict[int, int] = field(default_factory=dict)
 
     def spread_leftover(self, volumes: Mapping[_Piece, int], turn: int) -> dict[_Piece, dict[int, int]]:
-        """Sources of the leftover ranks for each piece.
+        """Choose the sources of the leftover ranks for each piece: piece -> (demanding rank -> source).
 
         Args:
             volumes: piece -> elements.
-            turn: where to begin among owners that have sent the same; lets different choices begin differently.
-
-        Returns:
-            piece -> (demanding rank -> source).
+            turn: offset for ties between owners, so that different choices start at different owners.
         """
         sent = dict.fromkeys(self.owners, 0)
         place = {owner: (index - turn) % len(self.owners) for index, owner in enumerate(self.owners)}
@@ -73,11 +69,11 @@ class SourceChoice:
 
 
 def choose_sources(owners: Sequence[int], demanding: Sequence[int], ranks_per_node: int) -> SourceChoice:
-    """Choose for all demanding ranks; both sequences ascend.
+    """Choose the source of every demanding rank.
 
     Args:
-        owners: ranks that hold the pieces; at least one.
-        demanding: ranks that need a part of every one of them.
+        owners: ascending ranks that hold the pieces; at least one.
+        demanding: ascending ranks that need a part of every piece.
         ranks_per_node: consecutive ranks that share a node.
     """
     if len(owners) == 1:
@@ -85,13 +81,13 @@ def choose_sources(owners: Sequence[int], demanding: Sequence[int], ranks_per_no
     choice = SourceChoice(tuple(owners), load=dict.fromkeys(owners, 0))
     far = _serve_near(choice, demanding, ranks_per_node)
     _serve_far(choice, far)
-    if len(set(choice.load.values())) == 1:  # equal loads do not change who has sent the least
+    if len(set(choice.load.values())) == 1:  # equal loads do not change the ranking
         return replace(choice, load={})
     return choice
 
 
 def _serve_near(choice: SourceChoice, demanding: Sequence[int], ranks_per_node: int) -> list[int]:
-    """Serve the ranks whose node has an owner; returns the others."""
+    """Serve the ranks whose node has an owner; return the remaining ranks."""
     by_node: dict[int, list[int]] = {}
     for owner in choice.owners:
         by_node.setdefault(owner // ranks_per_node, []).append(owner)
@@ -139,7 +135,7 @@ def _assign(choice: SourceChoice, ranks: Sequence[int], owners: chain[int] | cyc
 
 @dataclass(frozen=True, slots=True)
 class TransferOp:
-    """`dst_param[dst_box]` on `dst_rank` becomes `src_param[src_box]` of `src_rank`."""
+    """One copy: `dst_param[dst_box]` on `dst_rank` becomes `src_param[src_box]` of `src_rank`."""
 
     hf_name: str
     src_rank: int
@@ -151,12 +147,12 @@ class TransferOp:
 
     @property
     def is_local(self) -> bool:
-        """True if both ends are on one rank."""
+        """Whether both ends are on one rank."""
         return self.src_rank == self.dst_rank
 
     @property
     def num_elements(self) -> int:
-        """Size of the piece."""
+        """Elements of the piece."""
         return box_volume(self.dst_box)
 
 
@@ -165,7 +161,6 @@ class RankPlan:
     """One rank's part of a plan.
 
     Attributes:
-        rank: whose part.
         local: copies inside the rank.
         receives: source rank -> pieces, in plan order.
         sends: destination rank -> pieces, in the receiver's order.
@@ -193,7 +188,7 @@ class _Route:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a piece fills of a target: the same for all tensors of a class."""
+    """The overlap of a piece and a target, equal for all tensors of a class."""
 
     piece: BoxPiece
     box: Box
@@ -203,15 +198,12 @@ class _Part:
 def group_shards(
     placements_of: Callable[[int], Iterable[ShardBox]], key_of: Callable[[int], Hashable], ranks: Iterable[int]
 ) -> list[Shard]:
-    """Group ranks that hold the same.
+    """Group ranks with equal keys into shards, sorted by first rank.
 
     Args:
-        placements_of: the table of a rank; called once per shard.
-        key_of: equal for ranks that hold the same placements (the tp and pp coordinates, say).
+        placements_of: returns the table of a rank; called once per shard.
+        key_of: equal for ranks that hold the same placements (e.g. tp and pp coordinates).
         ranks: ascending.
-
-    Returns:
-        Shards in the order of their first ranks.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
     for rank in ranks:
@@ -220,23 +212,22 @@ def group_shards(
 
 
 def plan_rank(rank: int, source: Sequence[Shard], destination: Sequence[Shard], *, ranks_per_node: int) -> RankPlan:
-    """Plan what one rank copies, receives and sends.
+    """Plan the copies, receives and sends of one rank.
 
     Args:
-        rank: whose part.
         source: shards before the move; ranks in no shard hold nothing.
         destination: shards after it.
         ranks_per_node: consecutive ranks that share a node.
 
     Raises:
-        ValueError: a piece of the rank's destination that no source holds, or that two different source
-            boxes hold in part (it would be written twice); the message names the tensor and the box.
+        ValueError: no source holds a piece of the rank's destination, or two different source boxes overlap in it; the
+            message names the tensor and the box.
     """
     return Planner(source, destination, ranks_per_node=ranks_per_node).plan(rank)
 
 
 class Planner:
-    """The index of one pair of layouts, from which any rank's plan can be read; see `plan_rank`."""
+    """Index of a pair of layouts that yields any rank's plan; see `plan_rank`."""
 
     def __init__(self, source: Sequence[Shard], destination: Sequence[Shard], *, ranks_per_node: int) -> None:
         self._source, self._destination = source, destination
@@ -246,12 +237,12 @@ class Planner:
         self._held, self._wanted = TensorIndex(source), TensorIndex(destination)
         self._classes = find_classes(self._held, self._wanted)
         self._ordinals = {name: number for number, name in enumerate(self._classes)}
-        self._routes: dict[BoxPiece, _Route] = {}  # pieces that nobody needs have none
-        self._choose = cache(self._make_choice)  # of routes that `plan` asks for
+        self._routes: dict[BoxPiece, _Route] = {}  # pieces without a destination have none
+        self._choose = cache(self._make_choice)  # only for routes that `plan` needs
         self._index_routes()
 
     def plan(self, rank: int) -> RankPlan:
-        """One rank's part of the plan; raises as `plan_rank` does."""
+        """Return one rank's part of the plan; raises like `plan_rank`."""
         local: list[TransferOp] = []
         receives: dict[int, list[TransferOp]] = defaultdict(list)
         for op in self._incoming(rank):
@@ -262,9 +253,9 @@ class Planner:
         return RankPlan(rank, tuple(local), _freeze(receives), _freeze(sends))
 
     def flows(self) -> Iterator[Flow]:
-        """Source ranks, destination ranks and elements, for all ranks, without making operations.
+        """Yield source ranks, destination ranks and elements for all ranks, without building operations.
 
-        A pair may come several times; equal ranks are copies inside the rank. Coverage is not checked.
+        Pairs may repeat; equal ranks are copies inside the rank. Coverage is not checked.
         """
         for route in dict.fromkeys(self._routes.values()):
             choice, leftover = self._make_choice(route)
@@ -286,7 +277,7 @@ class Planner:
                 )
 
     def _incoming(self, rank: int) -> Iterator[TransferOp]:
-        """Operations that fill this rank, in plan order."""
+        """Yield the operations that fill this rank, in plan order."""
         if rank not in self._destination_of:
             return
         table = self._wanted.tables[self._destination_of[rank]]
@@ -301,12 +292,12 @@ class Planner:
                 yield self._make_op(name, part, self._find_source(name, part.piece, rank), rank, param)
 
     def _find_parts(self, tensors: TensorClass | None, boxes: BoxPair) -> list[_Part]:
-        """Pieces that fill a target, in the order of the source."""
+        """Return the pieces that fill a target, in source order."""
         parts = ((piece, self._intersect(piece.box, boxes[1])) for piece in (tensors.pieces if tensors else ()))
         return [_Part(piece, box, localize(box, boxes)) for piece, box in parts if box is not None]
 
     def _outgoing(self, rank: int) -> Iterator[TransferOp]:
-        """Operations that this rank serves to others, in plan order for each of them."""
+        """Yield the operations that this rank serves to other ranks, in plan order per receiver."""
         if rank not in self._source_of:
             return
         mine = self._serve(rank)
@@ -324,7 +315,7 @@ class Planner:
                             yield replace(first, dst_rank=other)
 
     def _serve(self, rank: int) -> dict[str, list[tuple[BoxPiece, dict[int, list[int]]]]]:
-        """Tensor name -> pieces that this rank sends, each with destination shard -> ranks."""
+        """Return tensor name -> pieces that this rank sends, each with destination shard -> ranks."""
         shard = self._source_of[rank]
         fixed_of: dict[_Route, dict[int, list[int]]] = {}
         mine: dict[str, list[tuple[BoxPiece, dict[int, list[int]]]]] = {}
@@ -343,7 +334,7 @@ class Planner:
         return mine
 
     def _by_shard(self, sources: dict[int, int], rank: int) -> dict[int, list[int]]:
-        """Destination shard -> other ranks whose source is `rank`."""
+        """Return destination shard -> other ranks whose source is `rank`."""
         found: dict[int, list[int]] = {}
         for other, source in sources.items():
             if source == rank != other:
@@ -367,7 +358,6 @@ class Planner:
         return choice.fixed[rank] if rank in choice.fixed else leftover[name, piece][rank]
 
     def _make_choice(self, route: _Route) -> tuple[SourceChoice, _Spread]:
-        """Sources of a route."""
         owners = _merge_ranks(self._source, route.holders)
         choice = choose_sources(owners, _merge_ranks(self._destination, route.destinations), self._ranks_per_node)
         if not choice.leftover:
@@ -381,7 +371,7 @@ class Planner:
         return choice, choice.spread_leftover(volumes, route.turn)
 
     def _index_routes(self) -> None:
-        """Find who needs each piece, and join pieces with the same answer to routes."""
+        """Group pieces with the same holders and the same destination shards into routes."""
         routes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Route] = {}
         for tensors in dict.fromkeys(self._classes.values()):
             for piece in tensors.pieces:
@@ -402,7 +392,7 @@ class Planner:
                     self._routes[piece] = route
 
     def _demand(self, tensors: TensorClass, piece: BoxPiece) -> dict[int, int]:
-        """Destination shard -> elements of the piece that each of its ranks needs."""
+        """Return destination shard -> elements of the piece that each of its ranks needs."""
         demand: dict[int, int] = defaultdict(int)
         for box, indices in tensors.targets:
             part = self._intersect(piece.box, box)
@@ -424,7 +414,6 @@ def _check_cover(parts: Sequence[Box], target: Box, name: str, where: str) -> No
 
 
 def _shard_of_rank(shards: Sequence[Shard]) -> dict[int, int]:
-    """Rank -> index of its shard."""
     shard_of: dict[int, int] = {}
     for index, shard in enumerate(shards):
         for rank in shard.ranks:

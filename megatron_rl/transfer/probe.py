@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a server have the weights that it was given? After every update it continues a fixed prompt, and training scores
-what it says.
+"""Check that a rollout server uses the weights it received: the trainer scores its continuation of a fixed prompt.
 
-The certificate ends at the files that a server reads: what it does with them shows in its log-probs only. Two things
-must hold. They equal the trainer's, up to the arithmetic (`_BOUNDS`). And they have moved since the last update as
-the trainer's have: with a small learning rate the log-probs of older weights are within any such bound, but they stay
-where they were, to the last bits.
+The certificate only covers the files that a server loads; the server's use of them shows only in its log-probs. After
+every update these must equal the trainer's up to arithmetic (`_BOUNDS`), and must have moved like the trainer's since
+the last update: with a small learning rate, log-probs of stale weights stay within any such bound, but do not move.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from megatron_rl.parallel.collectives import gather_objects, raise_together
 from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import ShardBox
 
-# (sequences, tokens of each that are not scored, temperature) -> log-probs of the others, on every rank; collective
+# (sequences, unscored leading tokens of each, temperature) -> log-probs of the scored tokens, on every rank; collective
 Score = Callable[[Sequence[np.ndarray], Sequence[int], float], list[np.ndarray]]
-# Mean distance of the log-probs of equal weights; and how far the trainer's must move for a comparison of movements.
+# Largest mean log-prob distance of equal weights, and least movement of the trainer's log-probs to compare movements.
 _BOUNDS = {"float32": (1e-3, 2e-5), "bfloat16": (0.3, 0.05)}
 _HINT = (
     "a server that keeps its prefix cache, loads from another directory or leaves its packed weights as they are looks "
@@ -31,12 +29,12 @@ _HINT = (
 
 
 class ProbedWeights:
-    """The weights of a server, which are not believed in; the same calls on every rank of the job.
+    """Engine weights that are verified by probing the server; every rank of the job makes the same calls.
 
     Args:
-        engine: of this rank, or what stands for it.
-        probe: asks it; None on ranks that do not speak with a server.
-        score: the trainer's log-probs.
+        engine: this rank's engine weights or stand-in.
+        probe: requests a continuation from the server; returns `None` on ranks without a server.
+        score: computes the trainer's log-probs.
         dtype: of the weights.
         group: all ranks.
     """
@@ -56,26 +54,26 @@ class ProbedWeights:
         self.padded_params = engine.padded_params
 
     def shard_key(self, rank: int) -> Hashable:
-        """The engine's."""
+        """Return the engine's shard key."""
         return self._engine.shard_key(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """The engine's."""
+        """Return the engine's placements."""
         return self._engine.placements(rank)
 
     def begin_weight_update(self) -> None:
-        """The engine's."""
+        """Forward to the engine."""
         self._engine.begin_weight_update()
 
     def sleep(self) -> None:
-        """The engine's."""
+        """Forward to the engine."""
         self._engine.sleep()
 
     def end_weight_update(self) -> None:
-        """Let the servers load the weights, and compare what they say with the trainer; collective over the job.
+        """Let the servers load the weights, and compare their log-probs with the trainer's; collective over the job.
 
         Raises:
-            UserError: a server has failed too often, or has other weights; on every rank.
+            UserError: on every rank; a server failed too often, or has other weights.
         """
         error, probed = None, None
         try:
@@ -110,7 +108,7 @@ class ProbedWeights:
         self._compare_movements(rank, sampled[0], scores[0])
 
     def _compare_movements(self, rank: int, greedy: Sampled, score: np.ndarray) -> None:
-        """The most likely tokens stay the same where weights change little; where they do not, the server has moved."""
+        """Check that the server's log-probs moved with the trainer's; skipped if its greedy tokens changed."""
         tokens, theirs, ours = self._last.get(rank, (greedy.tokens[:0], greedy.logprobs[:0], score[:0]))
         self._last[rank] = greedy.tokens, greedy.logprobs, score
         size = min(len(tokens), len(greedy.tokens))

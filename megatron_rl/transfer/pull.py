@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that peers on the same host can map: shared memory on CPU, CUDA IPC on a GPU.
 
-The owner moves its storages into shared memory in place (every view of them follows) and publishes how
-to find them; a peer maps them and reads pieces straight out of them. Nothing has a name on disk: the
-memory is reached through the owner's open file descriptor and is gone with the last process.
+The owner moves its storages into shared memory in place and publishes their location; peers map them and read pieces
+directly. The memory has no name on disk: it is reached through the owner's open file descriptor and freed with the last
+process.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ _SHARED_MEMORY = Path("/dev/shm")
 _HEADROOM = 64 << 20
 
 
-# Where one parameter lies: number of its storage; offset, shape and stride of the view on it; its type.
+# Location of a parameter: index of its storage; offset, shape, stride and dtype of the view.
 ExportedParam = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
 class Export:
-    """What a peer needs to map a rank's parameters.
+    """Location of a rank's parameters, for peers.
 
     Attributes:
-        host: name of the machine; a peer elsewhere cannot map.
+        host: name of the machine; only peers on it can map.
         storages: CPU: path of the open file and its size; CUDA: torch's own IPC recipe.
-        params: parameters by name.
     """
 
     host: str
@@ -43,10 +42,9 @@ class Export:
 
 
 def missing_shared_memory(params: Mapping[str, torch.Tensor], ranks_per_node: int) -> int:
-    """Bytes that /dev/shm lacks to hold the parameters of all ranks of the node; 0 if they fit.
+    """Return the bytes that /dev/shm lacks for the parameters of all ranks of the node; 0 if they fit.
 
-    Touching shared memory beyond its limit kills a process, so it is checked first. Storages that
-    are shared already need no more.
+    Writing beyond the limit of shared memory kills a process, so this is checked first.
     """
     if any(tensor.is_cuda for tensor in params.values()):
         return 0
@@ -74,12 +72,12 @@ def export_params(params: Mapping[str, torch.Tensor]) -> Export:
 
 
 def map_params(export: Export, device: torch.device) -> dict[str, torch.Tensor]:
-    """Map a peer's parameters; they change when the peer writes, and must not be written here.
+    """Map a peer's parameters, read-only by convention; they change when the peer writes.
 
     Args:
         export: of a peer on this host.
-        device: this rank's own. GPU memory is mapped into its address space and read over the link between both: on
-            the peer's device this process would need a CUDA context, some 500 MiB, and the right to see it.
+        device: this rank's own. Mapping GPU memory on the peer's device would need a CUDA context there (some 500 MiB)
+            and permission to use it.
 
     Raises:
         RuntimeError: (CUDA's own) there is no link between the two GPUs.
@@ -115,7 +113,7 @@ def _map(recipe: Any, device: torch.device) -> torch.UntypedStorage:
 
 
 def move_recipe(rebuild: Callable[..., torch.Tensor], arguments: tuple[Any, ...], device: torch.device) -> list[Any]:
-    """The arguments with which torch's recipe for CUDA memory maps it on `device`, not where it was made."""
+    """Return the arguments with which torch's recipe maps CUDA memory on `device` instead of its original device."""
     moved = list(arguments)
     moved[list(inspect.signature(rebuild).parameters).index("storage_device")] = device.index
     return moved
