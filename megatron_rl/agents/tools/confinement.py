@@ -32,11 +32,7 @@ _MS_READ_ONLY, _MS_NO_SUID, _MS_NO_DEV, _MS_RECURSIVE, _MS_PRIVATE = 1, 2, 4, 0x
 _PR_PARENT_DEATH_SIGNAL, _PR_SECCOMP, _PR_NO_NEW_PRIVILEGES = 1, 22, 38
 _SYS_MOUNT_SETATTR, _SYS_LANDLOCK = 442, 444
 _LANDLOCK_RIGHTS = (13, 14, 15, 15, 16)  # number of rights in ABI versions 1 to 5
-_READ, _OF_A_FILE, _NOT_HERE = (
-    0b1100,
-    0xC007,
-    0b101001000001,
-)  # rights of files and directories; of files; without execute, devices, sockets
+_READ, _OF_A_FILE, _NOT_HERE = 0b1100, 0xC007, 0b101001000001  # read; of files; execute, devices, sockets
 
 # System call numbers on x86-64 and on 64-bit ARM; `None` if the architecture lacks the call.
 _REFUSED = {
@@ -126,10 +122,7 @@ def _enter_seccomp(directory: str) -> None:
     program += [(_LOAD, 0, 0, _NUMBER), (_IF_AT_LEAST, 0, 1, 0x40000000), refuse]  # the x32 ABI of x86-64
     for number in (numbers[which] for numbers in _REFUSED.values()):
         program += [(_IF_EQUAL, 0, 1, number), refuse] if number is not None else []
-    program += [
-        (_IF_EQUAL, 0, 1, _CLONE3[which]),
-        (_RETURN, 0, 0, _ERROR | _ENOSYS),
-    ]  # libc falls back to clone for threads
+    program += [(_IF_EQUAL, 0, 1, _CLONE3[which]), (_RETURN, 0, 0, _ERROR | _ENOSYS)]  # libc falls back to clone
     load, allow = (_LOAD, 0, 0, _FIRST_ARGUMENT), (_RETURN, 0, 0, _ALLOW)
     program += [(_IF_EQUAL, 0, 4, _CLONE[which]), load, (_IF_ANY_BIT, 1, 0, _CLONE_THREAD), refuse, allow]
     for name, numbers in _OF_ITSELF.items():
