@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment `calculator`: replies that ask for a number get it, any other reply is the answer.
+"""The environment `calculator`: evaluates expressions that the policy sends; any other reply is its final answer.
 
-In a chat, a reply asks by a tool call with the function `calculate(expression)` (see `TOOL`). Where the prompt is plain
-text it asks by an expression in brackets: the reply "[12*34]" is followed by "[408]". The run's reward sources score
-the answer.
+In a chat, a reply calls the function `calculate(expression)` (see `TOOL`). If the prompt is plain text, the reply ends
+with an expression in brackets: "[12*34]" is answered by "[408]". The run's reward sources score the final answer.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 from megatron_rl.agents.environment import Done, Observation, Reply, Task
 
-# For the column `tools` of a data file.
+# Goes into the column `tools` of a data file.
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -40,18 +39,18 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-_LONGEST = 200  # characters of an expression; products of so many digits are small numbers to Python
+_LONGEST = 200  # characters; bounds the size of products
 
 
 class Calculator:
-    """See the module."""
+    """An environment with one tool, an arithmetic calculator."""
 
     def reset(self, task: Task) -> Observation:
-        """The task's own messages say it all."""
+        """Return no messages; the task's own suffice."""
         return Observation([])
 
     def step(self, reply: Reply) -> Observation | Done:
-        """The results of what the reply asks for, one message each."""
+        """Return one message per evaluated expression, or `Done` if the reply contains none."""
         results = [
             calculate(str((call.arguments or {}).get("expression", ""))) if call.name == "calculate" else "error"
             for call in reply.tool_calls
@@ -63,7 +62,7 @@ class Calculator:
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers, + - * / // % and parentheses; "error" where it has none."""
+    """Evaluate an expression of numbers, + - * / // % and parentheses; return "error" if that fails."""
     try:
         if len(expression) > _LONGEST:
             return "error"

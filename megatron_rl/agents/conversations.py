@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of a program to exact tokens: what it repeats of earlier replies is found, and never encoded again.
+"""Maps a program's requests to exact tokens; earlier replies keep their sampled tokens.
 
-A program sends the whole conversation with each request. The longest part of it that ends with a reply of the policy is
-looked up; what follows is rendered alone (see `transcript`). A request whose history differs from all that was said is
-rendered from its beginning: the episode forks there.
+A program sends the whole conversation with each request. The longest prefix that was seen before and ends with a reply
+is reused; only the rest is rendered (see `transcript`). Without such a prefix, the episode forks.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from megatron_rl.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Context:
-    """What a request shows the policy.
+    """The prompt of a request.
 
     Attributes:
-        tokens: of it.
-        name: of the conversation so far; a digest for a chat, the text itself for plain text.
-        transcript: of the chat; None: plain text or tokens.
+        name: key of the conversation: a digest for a chat, the text itself for plain text.
+        transcript: `None` for plain text or tokens.
     """
 
     tokens: list[int]
@@ -48,13 +46,7 @@ class _Said:
 
 
 class Conversations:
-    """All that was said in one episode.
-
-    Args:
-        tokenizer: of the policy.
-        setup: of the run.
-        opening: of the episode; a request that shows the task as the data file does has its tokens.
-    """
+    """The conversations of one episode, keyed by content."""
 
     def __init__(self, tokenizer: Tokenizer, setup: Setup, opening: Opening) -> None:
         self._tokenizer, self._setup, self._opening = tokenizer, setup, opening
@@ -62,14 +54,11 @@ class Conversations:
         self._texts: dict[str, _Said] = {}
 
     def show_chat(self, messages: Sequence[Message], tools: list[Any]) -> Context:
-        """The tokens of a chat up to where the policy speaks.
+        """Return a chat's context, up to the start of the next reply (UserError if the template rejects it).
 
         Args:
-            messages: with contents that are texts, and the arguments of tool calls as objects.
-            tools: in the form of OpenAI's API.
-
-        Raises:
-            UserError: the chat template refuses them.
+            messages: tool-call arguments are objects.
+            tools: in OpenAI format.
         """
         names = _name_prefixes(messages, tools)
         for stop in range(len(messages), 0, -1):
@@ -93,9 +82,9 @@ class Conversations:
         return Context(self._tokenizer.encode_rendered(text), names[-1], transcript)
 
     def show_text(self, text: str) -> Context:
-        """The tokens of plain text, which a program has rendered by itself: it may have the text of special tokens.
+        """Return the context of plain text, reusing the tokens of an earlier prompt and reply that it begins with.
 
-        An earlier prompt with its reply, if the text begins with one, stays as it was.
+        The program rendered the text, so its special tokens are encoded as such.
         """
         known = max((key for key in self._texts if text.startswith(key)), key=len, default=None)
         if known is not None:
@@ -104,12 +93,10 @@ class Conversations:
         return Context(self._opening.tokens if is_task else self._tokenizer.encode(text), text)
 
     def note(self, context: Context, reply: list[int], message: Message) -> None:
-        """The policy has replied.
+        """Record a reply, so that requests that repeat it reuse its tokens.
 
         Args:
-            context: of the request.
-            reply: the sampled tokens.
-            message: as the program is told it, and will repeat it.
+            message: the reply as sent to the program.
         """
         if context.transcript is None:
             self._texts[context.name + message["content"]] = _Said(context, reply)
@@ -118,7 +105,7 @@ class Conversations:
 
 
 def _name_prefixes(messages: Sequence[Message], tools: list[Any]) -> list[str]:
-    """A digest of the tools and the first i messages at place i."""
+    """Return digests of the tools and the first i messages, at index i."""
     names = [json.dumps(tools, sort_keys=True)]
     for message in messages:
         names.append(_digest(names[-1], message))
@@ -126,9 +113,9 @@ def _name_prefixes(messages: Sequence[Message], tools: list[Any]) -> list[str]:
 
 
 def _digest(name: str, message: Message) -> str:
-    """Of a conversation and one more message.
+    """Hash a digest and one more message.
 
-    What programs change in a reply when they repeat it does not count: white space, and how arguments are written.
+    White space of replies and the formatting of arguments are ignored, because programs change them.
     """
     text, calls = message.get("content") or "", message.get("tool_calls") or []
     said = [

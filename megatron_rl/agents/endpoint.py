@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the OpenAI-compatible server of an episode answers: each request is a turn of the episode.
+"""Request handling of an episode's OpenAI-compatible endpoint: each request is a turn of the episode.
 
     GET  /v1/models
     POST /v1/chat/completions     messages and tools; streaming
-    POST /v1/completions          a text or tokens; streaming
-    POST /inference/v1/generate   tokens in, tokens and log-probs out, as vLLM's
+    POST /v1/completions          text or tokens; streaming
+    POST /inference/v1/generate   tokens in, tokens and log-probs out, as in vLLM
 
-Requests are answered one after another. One that comes again, as after a lost connection, is told what was answered
-before. `server` speaks HTTP.
+One request at a time. A repeated request (a retry) gets the first answer again. `endpoint_server` does the HTTP.
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ _MODEL = "policy"
 
 @dataclass(frozen=True)
 class Sample:
-    """What the engine has sampled.
+    """A sampled reply.
 
     Attributes:
-        tokens: the stop token included.
-        logprobs: of each.
-        finish_reason: "stop", or "length" where it was cut.
+        tokens: including the stop token.
+        finish_reason: "stop", or "length" if truncated.
     """
 
     tokens: list[int]
@@ -48,13 +46,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Answered:
-    """A request and the reply to it.
-
-    Attributes:
-        number: of the request, from 0.
-        prompt: tokens.
-        message: the reply as text, with its tool calls.
-    """
+    """A request and its reply; `number` is the request's index in the episode."""
 
     number: int
     prompt: list[int]
@@ -63,17 +55,14 @@ class _Answered:
 
 
 class Endpoint:
-    """Answers the requests of one episode.
+    """Request handler of one episode's endpoint.
 
     Args:
-        setup: of the run.
-        tokenizer: of the policy.
-        conversations: of the episode.
-        sample: tokens of a request and the most tokens that the reply may have -> the reply.
+        sample: (prompt tokens, maximum number of reply tokens) -> reply.
         lock: held while a request is answered.
 
     Attributes:
-        refusal: the error of a request whose tools the run cannot show or call, or None.
+        refusal: error of a request whose tools the run cannot show or parse, or `None`.
     """
 
     def __init__(
@@ -90,15 +79,15 @@ class Endpoint:
         self.refusal: UserError | None = None
 
     def list_models(self) -> dict[str, Any]:
-        """The answer to /v1/models."""
+        """Return the response body of /v1/models."""
         model = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "megatron_rl"}
         return {"object": "list", "data": [model | {"max_model_len": self._setup.context_length}]}
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request, as it is without streaming.
+        """Return the response body of a request, in its non-streaming form.
 
         Raises:
-            BadRequest: the request asks for what is not done here.
+            BadRequest: the request has unsupported fields or values.
         """
         key = path + json.dumps({k: v for k, v in body.items() if not k.startswith("stream")}, sort_keys=True)
         with self._lock:
@@ -139,7 +128,7 @@ class Endpoint:
         return _Answered(len(self._answered), context.tokens, sample, message)
 
     def _require_tools(self) -> None:
-        """Refuse tools of a request that would not be shown or called, as the run refuses its own (BadRequest)."""
+        """Refuse a request's tools if the template does not show them or calls cannot be parsed (BadRequest)."""
         source, options = "the tools of a request to the endpoint (agents.program)", self._setup.options
         try:
             require_shown(shows_tools(self._tokenizer, options), source)
@@ -149,7 +138,6 @@ class Endpoint:
             raise BadRequest(f"{error.found}; expected: {error.expected}; {error.hint}", "tools") from error
 
     def _read(self, sample: Sample, number: int, tools: list[Any]) -> Message:
-        """The reply as a message, with the arguments of its tool calls as objects."""
         text, found = self._reader.read(sample.tokens, tools)
         calls = [call for call in found if call.arguments is not None] if tools else []
         if not calls:
@@ -165,7 +153,6 @@ class Endpoint:
         }
 
     def _write(self, path: str, body: Mapping[str, Any], found: _Answered) -> dict[str, Any]:
-        """The part of the answer that says what was sampled."""
         sample = found.sample
         choice: dict[str, Any] = {"index": 0, "finish_reason": sample.finish_reason, "logprobs": None}
         if path == _GENERATE or body.get("return_token_ids"):
@@ -187,7 +174,6 @@ class Endpoint:
 
 
 def _write_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool call as the API has it: arguments are JSON text."""
     function = call["function"]
     return {**call, "function": {"name": function["name"], "arguments": json.dumps(function["arguments"])}}
 
@@ -202,7 +188,7 @@ def _write_logprobs(names: Iterable[str], sample: Sample) -> dict[str, Any]:
 
 
 def split_into_chunks(answer: Mapping[str, Any], with_usage: bool) -> list[dict[str, Any]]:
-    """A streamed answer: the whole reply in one chunk, how it ended in the next, and the usage if it is asked for."""
+    """Split a response into streaming chunks: the reply, the finish reason, and optionally the usage."""
     (choice,) = answer["choices"]
     head = {name: answer[name] for name in ("id", "created", "model", "object")}
     whole = {**choice, "finish_reason": None}

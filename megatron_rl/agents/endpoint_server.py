@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server of an endpoint: HTTP on the loopback interface, for who knows the token of the episode."""
+"""HTTP server of an episode's endpoint on the loopback interface; requests need the episode's token."""
 
 from __future__ import annotations
 
@@ -19,15 +19,11 @@ _LONGEST_MESSAGE = 1000  # characters
 
 
 class EndpointServer(ThreadingHTTPServer):
-    """Serves an endpoint, each connection in a thread.
-
-    Args:
-        endpoint: what answers.
+    """A server for one endpoint, with a thread per connection.
 
     Attributes:
-        endpoint: see above.
-        token: without which it answers nothing.
-        url: of it, without /v1.
+        token: bearer token that requests must carry.
+        url: base URL, without /v1.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -43,7 +39,7 @@ class _Handler(BaseHTTPRequestHandler):
     wbufsize = -1  # headers and body in one packet
 
     def do_GET(self) -> None:
-        """The model, or the list of models."""
+        """Return one model, or the list of models."""
         path = self.path.partition("?")[0]
         if self._read_body() is None:
             return
@@ -56,7 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, f"there is no {path} here")
 
     def do_POST(self) -> None:
-        """A request for a reply."""
+        """Answer a completion request."""
         body, path = self._read_body(), self.path.partition("?")[0]
         if body is None:
             return
@@ -75,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
         except RecursionError:
             self._refuse(400, "the body is nested too deeply")
             return
-        except Exception as error:  # whatever it is, the program sees it
+        except Exception as error:  # the program receives the message of any error
             self._refuse(500, f"{type(error).__name__}: {error}")
             return
         if is_streamed:
@@ -89,15 +85,15 @@ class _Handler(BaseHTTPRequestHandler):
         return cast(EndpointServer, self.server)
 
     def handle_expect_100(self) -> bool:
-        """A client that asks first sends a body only if it is welcome."""
+        """Check the headers before the client sends the body."""
         return self._is_welcome() and super().handle_expect_100()
 
     def _read_body(self) -> bytes | None:
-        """Return the body of the request, or None if the request has been refused."""
+        """Return the body, or `None` if the request was refused."""
         return self.rfile.read(int(self.headers.get("Content-Length") or 0)) if self._is_welcome() else None
 
     def _is_welcome(self) -> bool:
-        """Refuse a request by its headers; a body that it has is not read, and the connection ends."""
+        """Check the headers; close the connection if a body is left unread."""
         length, is_chunked = self.headers.get("Content-Length") or "0", "Transfer-Encoding" in self.headers
         given, expected = self.headers.get("Authorization") or "", f"Bearer {self._served.token}"
         refusal = None
@@ -134,4 +130,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""

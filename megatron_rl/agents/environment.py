@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an environment is, and the registry in which `agents.environment` is looked up.
+"""The environment interface, and the registry for `agents.environment`.
 
-An environment answers the replies of the policy until it says that the episode is done. Each episode has an instance
-of its own, in a process of its own.
+Each episode has its own environment in its own process.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ SETTING = "agents.environment"
 
 @dataclass(frozen=True)
 class Task:
-    """What an episode is about.
+    """The input of an episode.
 
     Attributes:
-        prompt: as the policy is shown it.
         ground_truth, data_source, extra_info, row: see `types.Prompt`.
-        seed: the same for all episodes on a prompt; Python's `random` has it already.
-        messages: the prompt as chat messages; None: it is plain text.
-        tools: of a chat, in the form of OpenAI's API.
+        seed: equal for all episodes on a prompt; `random` is already seeded with it.
+        messages: the prompt as chat messages, or `None` for plain text.
+        tools: in OpenAI format.
     """
 
     prompt: str
@@ -44,7 +42,7 @@ class Task:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What a reply asks for; `arguments` is None where it has no name and arguments. The id is for chat templates."""
+    """A tool call of a reply; `arguments` is `None` if it is malformed. Chat templates need the id."""
 
     name: str
     arguments: dict[str, Any] | None
@@ -53,12 +51,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the policy said.
+    """One reply of the policy.
 
     Attributes:
         text: without special tokens.
-        tool_calls: what it wrote in the format `agents.tool_format`.
-        finish_reason: "stop", or "length" where it was cut.
+        tool_calls: parsed by `agents.tool_format`.
+        finish_reason: "stop", or "length" if truncated.
     """
 
     text: str
@@ -68,11 +66,11 @@ class Reply:
 
 @dataclass(frozen=True)
 class Observation:
-    """The episode continues.
+    """An answer that continues the episode.
 
     Attributes:
-        messages: that the policy sees next, each with "role" and "content".
-        reward: of this turn, if it has one.
+        messages: shown to the policy next, with "role" and "content".
+        reward: of this turn, if any.
     """
 
     messages: list[Message]
@@ -81,11 +79,11 @@ class Observation:
 
 @dataclass(frozen=True)
 class Done:
-    """The episode is over.
+    """The end of an episode.
 
     Attributes:
-        reward: of the last turn, if it has one; the episode's is the sum over its turns. An episode without any is
-            scored by the run's reward sources, which are told the last reply.
+        reward: of the last turn. The episode's reward is the sum over turns; if no turn has one, the run's reward
+            sources score the last reply.
         components: name -> value, logged as reward/<name>.
     """
 
@@ -94,10 +92,10 @@ class Done:
 
 
 class Environment(Protocol):
-    """One episode. A class with these methods and without arguments is all that is asked for."""
+    """Interface of environments: any class with these methods and a constructor without arguments."""
 
     def reset(self, task: Task) -> Observation:
-        """The episode begins: messages behind the task's own, mostly none."""
+        """Start the episode; return messages to append to the task's, usually none."""
         ...
 
     def step(self, reply: Reply) -> Observation | Done:
@@ -105,9 +103,9 @@ class Environment(Protocol):
         ...
 
 
-# Name -> module and class; "path.py:Name" is the user's.
+# Name -> module and class; users give "path.py:Name".
 ENVIRONMENTS = {"calculator": ("megatron_rl.agents.calculator", "Calculator")}
-# Prefix of a name -> module and function(prefix, rest) that finds it.
+# Prefix of a name -> module and function(prefix, rest) that returns the factory.
 ADAPTERS = {
     "textarena": ("megatron_rl.agents.adapters.games", "find_game"),
     "gem": ("megatron_rl.agents.adapters.games", "find_game"),
@@ -116,11 +114,7 @@ ADAPTERS = {
 
 
 def find_environment(name: str) -> Callable[[], Environment]:
-    """What makes the environment of a name.
-
-    Raises:
-        UserError: there is none, or it lacks a method.
-    """
+    """Return the factory for a value of `agents.environment` (UserError if there is none or it lacks a method)."""
     if name in ENVIRONMENTS:
         module, attribute = ENVIRONMENTS[name]
         return getattr(import_module(module), attribute)
@@ -150,12 +144,11 @@ def find_environment(name: str) -> Callable[[], Environment]:
 
 
 def check_answer(answer: Any) -> Observation | Done:
-    """What an environment returned, if it is what it may return.
+    """Validate an environment's answer and return it.
 
     Raises:
-        TypeError: it is not; the message says how.
-        ValueError: a reward or a component is no finite number, or too large to be added up; a component has no name
-            that a metric can have.
+        TypeError: the answer or a message has a wrong type.
+        ValueError: a number is not finite or exceeds `LARGEST`, or a component's name is no metric name.
     """
     if not isinstance(answer, Observation | Done):
         raise TypeError(f"a {type(answer).__name__} instead of Observation or Done")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One episode as its process runs it, and what that process and the rank tell each other."""
+"""One episode as its process runs it, and its messages to the rank."""
 
 from __future__ import annotations
 
@@ -21,20 +21,15 @@ _LONGEST_TRACE = 2000
 
 @dataclass(frozen=True)
 class Setup:
-    """What all episodes of a run have in common.
+    """Settings that all episodes of a run share.
 
     Attributes:
-        environment, program: `agents.environment` and `agents.program`.
-        tools: `agents.tools`; one of the three makes the episodes.
-        tokenizer: its directory or file.
-        options: of the chat template.
-        stop_token_ids: that end a reply.
-        follows_template: `agents.history` is "template".
-        max_turns: replies of an episode.
-        run_seed: of the run.
-        temperature: `rollout.temperature`.
-        context_length: tokens of the longest prompt and of what may follow it.
-        tool_format: `agents.tool_format`; "auto" is found by the process from which the episodes are forked.
+        environment, program, tools: settings in `agents`; exactly one is set.
+        tokenizer: path of its directory or file.
+        options: arguments of the chat template.
+        follows_template: whether `agents.history` is "template".
+        context_length: maximum tokens of a prompt and its response.
+        tool_format: `agents.tool_format`; workers resolve "auto".
         reads_marks: `data.special_tokens_in_contents`.
     """
 
@@ -54,21 +49,21 @@ class Setup:
 
     @property
     def source(self) -> str:
-        """The setting that says what plays."""
+        """Return the setting that selects the environment, program or tools."""
         settings = {"environment": self.environment, "program": self.program, "tools": ", ".join(self.tools)}
         return next(f"agents.{name} = {value}" for name, value in settings.items() if value)
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What one episode begins with; `tokens` encode the task's prompt."""
+    """The start of an episode; `tokens` encode the task's prompt."""
 
     task: Task
     tokens: list[int]
 
     @classmethod
     def of(cls, prompt: Prompt, run_seed: int) -> Opening:
-        """An episode on a prompt."""
+        """Build the opening for a prompt."""
         seed = int.from_bytes(blake2b(f"{run_seed}/{prompt.prompt_id}".encode(), digest_size=4).digest(), "big")
         task = Task(
             prompt.text,
@@ -85,17 +80,15 @@ class Opening:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the process of an episode says to a reply, and first of all.
+    """An episode's answer to a reply; the first answer precedes any reply.
 
     Attributes:
-        tail: what the next request has behind the reply; None: the episode is over.
-        reward: of the reply; None: the environment has given none.
-        components: of the reward.
-        seconds: that the environment took.
-        finish_reason: where the episode is over for another reason than that the environment says so: "turns", or
-            "timeout" or "error", with which nothing else holds.
-        failure: what went wrong.
-        max_tokens: the next reply may have no more; None: as many as there is room for.
+        tail: tokens of the next request after the reply, or `None` if the episode is over.
+        reward: of the reply, or `None` if the environment gave none.
+        seconds: time spent in the environment.
+        finish_reason: "turns", "timeout" or "error" if the environment did not end the episode itself; after "timeout"
+            and "error" only `failure` is valid.
+        max_tokens: limit of the next reply, or `None` if only the context limits it.
     """
 
     tail: Tail | None = None
@@ -108,19 +101,12 @@ class Answer:
 
     @classmethod
     def of_error(cls) -> Answer:
-        """Says what has just been raised."""
+        """Build an answer from the exception being handled."""
         return cls(finish_reason="error", failure=traceback.format_exc()[-_LONGEST_TRACE:])
 
 
 class Episode:
-    """An environment and its conversation.
-
-    Args:
-        setup: of the run.
-        environment: of this episode alone.
-        transcript: of its conversation.
-        tokenizer: of the policy.
-    """
+    """An environment and the transcript of its conversation."""
 
     def __init__(self, setup: Setup, environment: Environment, transcript: Transcript, tokenizer: Tokenizer) -> None:
         self._setup, self._environment, self._transcript, self._tokenizer = setup, environment, transcript, tokenizer
@@ -129,7 +115,7 @@ class Episode:
         self._num_turns = 0
 
     def begin(self, task: Task) -> Answer:
-        """The first observation."""
+        """Return the answer with the first observation."""
         self._tools = task.tools
         started = time.monotonic()
         found = check_answer(self._environment.reset(task))
@@ -138,7 +124,7 @@ class Episode:
         return Answer(self._transcript.begin(found.messages), seconds=time.monotonic() - started)
 
     def step(self, tokens: list[int], finish_reason: str) -> Answer:
-        """The answer to a reply."""
+        """Pass a reply to the environment and return its answer."""
         _, calls = self._reader.read(tokens, self._tools)
         reply, started = Reply(self._tokenizer.decode(tokens), calls, finish_reason), time.monotonic()
         found = check_answer(self._environment.step(reply))
@@ -156,10 +142,7 @@ class Episode:
 def play_environment(
     make_environment: Callable[[], Environment], setup: Setup, tokenizer: Tokenizer, opening: Opening
 ) -> Generator[Answer, tuple[list[int], str]]:
-    """The answers of an environment of its own: the first one to nothing, each other one to a reply.
-
-    It is sent the tokens of a reply, and how that ended.
-    """
+    """Yield the first answer, then one answer per (reply tokens, finish reason) received through `send`."""
     episode = Episode(setup, make_environment(), build_transcript(tokenizer, setup, opening), tokenizer)
     reply = yield episode.begin(opening.task)
     while True:
@@ -167,7 +150,7 @@ def play_environment(
 
 
 def name_calls(messages: Sequence[Message], calls: Sequence[ToolCall]) -> list[Message]:
-    """Messages of which the i-th of the role "tool" has the id of the i-th call, as some chat templates want it."""
+    """Give the i-th message of role "tool" the id of the i-th call, which some chat templates require."""
     ids = iter([call.id for call in calls])
     return [
         {"tool_call_id": next(ids, ""), **message} if message["role"] == "tool" else message for message in messages
@@ -175,7 +158,7 @@ def name_calls(messages: Sequence[Message], calls: Sequence[ToolCall]) -> list[M
 
 
 def build_transcript(tokenizer: Tokenizer, setup: Setup, opening: Opening) -> Transcript:
-    """The conversation of an episode, as its prompt was made: plain text, or chat messages."""
+    """Return the transcript for the prompt's kind: plain text or chat."""
     task = opening.task
     if task.messages is None:
         return TextTranscript(tokenizer)

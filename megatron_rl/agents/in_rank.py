@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environments of the rank that is debugged, in its own process, so that its debugger stops in them.
+"""Runs environments in the rank's own process, so that its debugger stops in them.
 
-They answer as environments in `processes` do, with the same random numbers of Python and numpy. They have no deadline,
-share the variables of their modules, and end the run where they end their process.
+Random numbers are the same as in `processes`, but there are no deadlines, module variables are shared, and an
+environment that ends its process ends the run.
 """
 
 from __future__ import annotations
@@ -26,36 +26,27 @@ _Answers = Generator[Answer, tuple[list[int], str]]
 
 
 class _Episode:
-    """An environment and the random numbers that it continues with.
-
-    Args:
-        answers: of it.
-        seed: of its task.
-    """
+    """An environment with its own random state."""
 
     def __init__(self, answers: _Answers, seed: int) -> None:
         self._answers = answers
         self._python, self._numpy = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
 
     def ask(self, question: Callable[[_Answers], Answer]) -> Answer:
-        """The answer to a question, or the one that says how it failed."""
+        """Advance the episode under its random state; return its answer or its error."""
         with keep_random_streams():
             random.setstate(self._python)
             np.random.set_state(self._numpy)
             try:
                 return question(self._answers)
-            except (Exception, SystemExit):  # whatever an environment can raise
+            except (Exception, SystemExit):  # environments can raise anything
                 return Answer.of_error()
             finally:
                 self._python, self._numpy = random.getstate(), np.random.get_state()
 
 
 class EpisodesInRank:
-    """Stands for `EpisodeProcesses`: an environment answers at once, in the call that opens it or tells it a reply.
-
-    Args:
-        setup: of all episodes, which no program plays.
-    """
+    """A synchronous drop-in for `EpisodeProcesses` without support for programs."""
 
     def __init__(self, setup: Setup) -> None:
         self._given = setup
@@ -64,11 +55,7 @@ class EpisodesInRank:
         self._answers: dict[Hashable, Answer] = {}
 
     def open(self, key: Hashable, prompt: Prompt) -> None:
-        """Begin an episode; its first answer is to nothing.
-
-        Raises:
-            UserError: the environment cannot be imported.
-        """
+        """Start an episode and compute its first answer (UserError if the environment cannot be imported)."""
         if self._found is None:
             self._found = find_environments(self._given), *read_tokenizer(self._given)
         opening = Opening.of(prompt, self._given.run_seed)
@@ -76,21 +63,21 @@ class EpisodesInRank:
         self._answers[key] = self._episodes[key].ask(next)
 
     def tell(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
-        """Tell an episode a reply: its tokens and the log-prob of each."""
+        """Send a reply and compute the answer."""
         self._answers[key] = self._episodes[key].ask(lambda answers: answers.send((tokens, finish_reason)))
 
     def wait(self) -> dict[Any, Answer]:
-        """The answers of all episodes that were opened or told something since the last call, by key."""
+        """Return the answers since the last call, by key."""
         found, self._answers = self._answers, {}
         return found
 
     def close(self, key: Hashable) -> None:
-        """The episode is over."""
+        """Drop an episode."""
         self._episodes.pop(key, None)
         self._answers.pop(key, None)
 
     def close_all(self) -> None:
-        """All are."""
+        """Drop all episodes."""
         self._episodes.clear()
         self._answers.clear()
 
@@ -101,13 +88,10 @@ AnyEpisodes = EpisodeProcesses | EpisodesInRank
 def choose_episodes(
     config: RunConfig, tokenizer: str, stop_token_ids: tuple[int, ...], is_debugged: bool
 ) -> AnyEpisodes:
-    """Return the player of a rank's episodes; programs get processes of their own, even on a debugged rank.
+    """Return the rank's episode runner; programs run in separate processes even on a debugged rank.
 
     Args:
-        config: of the run.
         tokenizer: path of its file or directory.
-        stop_token_ids: end a reply.
-        is_debugged: this rank is.
     """
     agents, data = config.agents, config.data
     setup = Setup(

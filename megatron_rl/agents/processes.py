@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environments of one rank, each in a process of its own, with a deadline for every answer and for their sum.
+"""Runs each environment of a rank in its own process, with deadlines per answer and per episode.
 
-Invariant: every episode that was opened, or told a reply, gets an `Answer`: its own, or one that says how it failed. A
-failed one is killed at once. No process outlives its rank.
+Invariant: each `open` or `tell` yields one `Answer`, possibly a failure. Failed episodes are killed at once. No process
+outlives its rank.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megatron_rl.agents.episode import Answer, Opening, Setup
 from megatron_rl.rewards.child import ChildProcess
 from megatron_rl.types import Prompt, UserError
 
-_START_SECONDS = 120.0  # for the imports of the user's file
-_GRACE_SECONDS = 5.0  # on a busy machine, for a worker to end what its episodes have started
+_START_SECONDS = 120.0  # includes imports of the user's file
+_GRACE_SECONDS = 5.0  # for a worker to end its episodes' processes on a busy machine
 _LARGEST_ANSWER = 64 << 20  # bytes
 
 
 class _Running:
-    """One episode's process, seen from the rank."""
+    """The rank's side of one episode's process."""
 
     def __init__(self, worker: ChildProcess, seconds: float) -> None:
         self.origin, self.seconds = worker, seconds
@@ -37,12 +37,12 @@ class _Running:
             worker.tell("begin", theirs.fileno())
 
     def ask(self, message: object) -> None:
-        """The clock of an answer starts."""
+        """Send a message and start the clock of its answer."""
         self._asked = time.monotonic()
         self.connection.send(message)
 
     def receive(self) -> Answer | None:
-        """An answer; the process tells its number before the first one."""
+        """Return an answer, or `None` for the process id that precedes the first one."""
         message = pickle.loads(self.connection.recv_bytes(_LARGEST_ANSWER))
         if isinstance(message, int):
             self.pid = message
@@ -51,18 +51,17 @@ class _Running:
         return message
 
     def deadline(self, turn_seconds: float) -> float:
-        """When an answer is late."""
+        """Return the monotonic time at which the answer is late."""
         return self._asked + min(self.seconds, turn_seconds)
 
 
 class EpisodeProcesses:
-    """Opens episodes, tells them replies and waits for their answers; one thread uses it.
+    """A rank's episodes in separate processes; not thread-safe.
 
     Args:
-        setup: of all episodes.
-        num_workers: processes from which the episodes' processes are forked.
-        episode_seconds: that an environment may take for all its answers together, the first one included.
-        turn_seconds: for one of them.
+        num_workers: number of processes from which episodes are forked.
+        episode_seconds: limit on the sum of an episode's answer times, including the first.
+        turn_seconds: limit for one answer.
     """
 
     def __init__(self, setup: Setup, num_workers: int, episode_seconds: float, turn_seconds: float) -> None:
@@ -74,26 +73,22 @@ class EpisodeProcesses:
         self._num_opened = 0
 
     def open(self, key: Hashable, prompt: Prompt) -> None:
-        """Begin an episode; its first answer is to nothing.
-
-        Raises:
-            UserError: the environment cannot be imported in a worker.
-        """
+        """Start an episode (UserError if a worker cannot import the environment)."""
         number = self._num_opened % len(self._workers)
         self._num_opened += 1
         try:
             self._running[key] = _Running(self._find_worker(number), self._episode_seconds)
-        except OSError:  # it was killed, and the episodes of before with it
+        except OSError:  # the worker was killed, and its running episodes with it
             self._end_worker(number)
             self._running[key] = _Running(self._find_worker(number), self._episode_seconds)
         self._ask(key, Opening.of(prompt, self._setup.run_seed))
 
     def tell(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
-        """Tell an episode a reply: its tokens and the log-prob of each."""
+        """Send a reply: its tokens and their log-probs."""
         self._ask(key, (tokens, logprobs, finish_reason))
 
     def wait(self) -> dict[Any, Answer]:
-        """The answers of all episodes that were opened or told something since the last call, by key."""
+        """Wait for the answers due since the last call; return them by key."""
         found, self._failed = self._failed, {}
         while self._waited_for:
             of = {self._running[key].connection: key for key in self._waited_for}
@@ -111,13 +106,13 @@ class EpisodeProcesses:
         return found
 
     def close(self, key: Hashable) -> None:
-        """The episode is over: end its process."""
+        """End an episode's process."""
         self._waited_for.discard(key)
         running = self._running.pop(key, None)
         if running is not None:
             running.connection.close()
             if running.pid is not None:
-                with contextlib.suppress(OSError):  # then its process has ended, too
+                with contextlib.suppress(OSError):  # if the worker is gone, so is the episode's process
                     running.origin.tell(running.pid)
 
     def close_all(self) -> None:
@@ -159,7 +154,6 @@ class EpisodeProcesses:
             self._failed[key] = self._fail(key, "error", "its process has ended")
 
     def _receive(self, key: Hashable) -> Answer | None:
-        """What an episode says, if it is an answer."""
         try:
             answer = self._running[key].receive()
         except (EOFError, OSError):

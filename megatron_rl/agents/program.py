@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program as the agent: `agent(task, base_url) -> reward`, run in the process of its episode.
+"""Runs a user's program as the agent: `agent(task, base_url) -> reward`, in its episode's process.
 
-It talks to the episode's own endpoint with any OpenAI client; see `endpoint`. The variables OPENAI_BASE_URL and
-OPENAI_API_KEY are set, so that `openai.OpenAI()` needs no arguments.
+The program uses any OpenAI client with the episode's endpoint. OPENAI_BASE_URL and OPENAI_API_KEY are set, so
+`openai.OpenAI()` needs no arguments.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ _EXPECTED = "path.py:function, or module:function"
 
 
 def find_program(name: str) -> Program:
-    """The function of a name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Import the function that `agents.program` names (UserError if there is none)."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UserError(f'"{name}" names no function', source=SETTING, expected=_EXPECTED, hint="see docs/agents.md")
@@ -67,19 +63,14 @@ def find_program(name: str) -> Program:
 
 
 class _Rank:
-    """The rank, seen from the process of the episode: it samples one request at a time.
-
-    Args:
-        connection: to it.
-        max_turns: `agents.max_turns`.
-    """
+    """An episode's connection to the rank, which samples one request at a time."""
 
     def __init__(self, connection: Connection, max_turns: int) -> None:
         self._connection, self._max_turns = connection, max_turns
         self.num_turns, self._since = 0, time.monotonic()
 
     def sample(self, tokens: list[int], max_tokens: int | None) -> Sample:
-        """The reply to a request. An episode with too many of them has the reward 0, and its process is killed."""
+        """Return the reply to a request; after `max_turns` replies the episode ends with reward 0 and is killed."""
         is_over = self.num_turns == self._max_turns
         self._connection.send(
             Answer(
@@ -95,7 +86,7 @@ class _Rank:
         return found
 
     def end(self, done: Done) -> None:
-        """The program has returned."""
+        """Send the program's result to the rank."""
         components = {name: float(value) for name, value in done.components.items()}
         reward = None if done.reward is None else float(done.reward)
         self._connection.send(Answer(None, reward, components, time.monotonic() - self._since))
@@ -104,17 +95,10 @@ class _Rank:
 def run_program(connection: Connection, program: Program, setup: Setup, tokenizer: Tokenizer, opening: Opening) -> None:
     """Run an episode.
 
-    Args:
-        connection: to the rank.
-        program: of the user.
-        setup: of the run.
-        tokenizer: of the policy.
-        opening: of the episode.
-
     Raises:
-        TypeError, ValueError: what the program returned is no reward.
-        UserError: it has failed after its tools were refused.
-        Exception: whatever it raises.
+        TypeError, ValueError: the program returned no valid reward.
+        UserError: it failed after the endpoint refused its tools.
+        Exception: any error of the program.
     """
     rank, lock = _Rank(connection, setup.max_turns), threading.Lock()
     conversations = Conversations(tokenizer, setup, opening)
@@ -130,11 +114,11 @@ def run_program(connection: Connection, program: Program, setup: Setup, tokenize
             raise RuntimeError("the program has ended without a request to its endpoint")
         done = _read(result)
     except Exception as error:
-        if endpoint.refusal is not None:  # which has four parts; the program has seen status 400
+        if endpoint.refusal is not None:  # a four-part error is clearer than the program's own error about status 400
             raise endpoint.refusal from error
         raise
     finally:
-        lock.acquire()  # a request that is sampled is answered first; none is taken after that
+        lock.acquire()  # finish the request in progress and block later ones, so that no message follows the result
     rank.end(done)
 
 

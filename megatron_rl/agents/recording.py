@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an episode was made of: the tokens of its requests as the engine saw them, and what it sampled."""
+"""Records the exact tokens of an episode's requests and replies."""
 
 from __future__ import annotations
 
@@ -11,22 +11,15 @@ from megatron_rl.types import Branch, KeptSets, Prompt, Rollout, Turn, complete_
 
 
 class Recording:
-    """The requests and replies of one episode.
+    """The token-level record of one episode.
 
-    A request that begins with all of a branch continues it (the longest one); what it has beyond is an observation.
-    Any other one begins a branch, or takes the place of a prompt that nothing was sampled of. So a token is learned if
-    and only if the engine returned it, and only once.
-
-    Args:
-        prompt: the task.
-        sample_index: of the rollout in its group.
+    A request that starts with all tokens of a branch continues the longest such branch; the rest is an observation. Any
+    other request starts a branch, or replaces a prompt without replies. So a token is trained on exactly once if the
+    engine returned it, and never otherwise.
 
     Attributes:
-        prompt: see above.
-        num_turns: replies so far, one that was interrupted included.
-        num_forks: branches beyond the first.
-        reward: sum over turns; None: no turn has one.
-        interrupted: tokens of a reply that is to be continued.
+        reward: sum over turns, or `None` if no turn has a reward.
+        interrupted: number of tokens of a reply that will be continued, or 0.
     """
 
     def __init__(self, prompt: Prompt, sample_index: int) -> None:
@@ -38,7 +31,7 @@ class Recording:
 
     @classmethod
     def of(cls, rollout: Rollout) -> Recording:
-        """Record the rest of what `finish` has made; rewards of its turns are not kept."""
+        """Resume recording a rollout from `finish`; rewards of its turns are lost."""
         found, last = cls(rollout.prompt, rollout.sample_index), rollout.turns[-1:]
         found._contexts = [_Context.of(branch) for branch in rollout.branches]
         found._turns = list(rollout.turns)
@@ -48,26 +41,26 @@ class Recording:
 
     @property
     def num_turns(self) -> int:
-        """Replies so far, one that was interrupted included."""
+        """Return the number of replies, including an interrupted one."""
         return len(self._turns)
 
     @property
     def num_forks(self) -> int:
-        """Branches beyond the first."""
+        """Return the number of branches beyond the first."""
         return len(self._contexts) - 1
 
     @property
     def tokens(self) -> np.ndarray:
-        """[s] int32, the context of the last request, and the reply to it."""
+        """Return the tokens of the last request and its reply, [s] int32."""
         return self._contexts[self._current].joined
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the engine returned."""
+        """Return the number of tokens that the engine returned."""
         return sum(turn.stop - turn.start for turn in self._turns)
 
     def ask(self, tokens: np.ndarray) -> None:
-        """A request was made."""
+        """Record a request."""
         known = [i for i, context in enumerate(self._contexts) if context.begins(tokens)]
         if not known:
             begun = _Context(_Part(tokens))
@@ -88,13 +81,12 @@ class Recording:
         *,
         is_whole: bool = True,
     ) -> None:
-        """The engine answered it, or continued the answer.
+        """Record the engine's reply to the last request, or its continuation.
 
         Args:
-            tokens, logprobs, kept, inserted: [s] of the answer, or of what is new of it, as in `Sampled`.
-            version: of the weights.
-            routes: of the whole context with the answer, as in `Sampled`.
-            is_whole: nothing continues it.
+            tokens, logprobs, kept, inserted: [s], new tokens only, as in `Sampled`.
+            version: policy version.
+            routes: of the whole context with the reply, as in `Sampled`.
         """
         context = self._contexts[self._current]
         start = context.length - self.interrupted
@@ -108,25 +100,25 @@ class Recording:
             context.add_routes(routes, version)
 
     def last_reply(self) -> tuple[list[int], list[float]]:
-        """The tokens of the last reply, and their log-probs."""
+        """Return the last reply's tokens and their log-probs."""
         start = self._turns[-1].start
         context = self._contexts[self._current]
         return context.joined[start:].tolist(), context.logprobs[start:].tolist()
 
     def judge(self, reward: float) -> None:
-        """The last reply is worth so much; in a branch that others follow, the episode is."""
+        """Add the last reply's reward. It becomes a turn reward only on the latest branch."""
         self.reward = (self.reward or 0.0) + reward
         if self._turns[-1].branch == self.num_forks:
             self._contexts[-1].rewards[self._turns[-1].stop - 1] = reward
 
     def finish(self, finish_reason: str) -> Rollout:
-        """The rollout, not scored; an observation behind the last reply is left out."""
+        """Build the rollout, not scored; drop an observation after the last reply."""
         branches = [context.as_branch(self.prompt.tokens) for context in self._contexts]
         return Rollout(self.prompt, self._sample_index, branches, list(self._turns), finish_reason)
 
 
 class _Part(NamedTuple):
-    """A run of tokens in a context; the other fields as in `Branch`, None for tokens that no engine sampled."""
+    """A run of tokens; further fields as in `Branch`, `logprobs` is `None` if no engine sampled it."""
 
     tokens: np.ndarray
     logprobs: np.ndarray | None = None
@@ -136,14 +128,14 @@ class _Part(NamedTuple):
 
 
 class _Context:
-    """One branch in parts."""
+    """A branch as a list of parts."""
 
     def __init__(self, *parts: _Part) -> None:
         self._parts: list[_Part] = []
-        self.rewards: dict[int, float] = {}  # by the place of a token
+        self.rewards: dict[int, float] = {}  # by token index
         self._routes: np.ndarray | None = None
-        self._routed_by: int | None = None  # version of the weights that read it last
-        self.length = self._replied = 0  # number of tokens; end of the last reply
+        self._routed_by: int | None = None  # policy version of the latest routes
+        self.length = self._replied = 0  # in tokens; end of the last reply
         for part in parts:
             self.append(part)
 
@@ -157,34 +149,32 @@ class _Context:
 
     @property
     def joined(self) -> np.ndarray:
-        """[s] int32, all tokens."""
+        """Return all tokens, [s] int32."""
         return np.concatenate([part.tokens for part in self._parts])
 
     @property
     def logprobs(self) -> np.ndarray:
-        """[s] float32 of all tokens, 0 for those that the engine did not return."""
+        """Return all log-probs, [s] float32, 0 for tokens that the engine did not return."""
         parts = (np.zeros(len(p.tokens), np.float32) if p.logprobs is None else p.logprobs for p in self._parts)
         return np.concatenate([*parts], dtype=np.float32)
 
     def begins(self, tokens: np.ndarray) -> bool:
-        """Whether other tokens begin with all of this."""
         return len(tokens) >= self.length and np.array_equal(tokens[: self.length], self.joined)
 
     def append(self, part: _Part) -> None:
-        """Add tokens."""
         self._parts.append(part)
         self.length += len(part.tokens)
         if part.logprobs is not None:
             self._replied = self.length
 
     def add_routes(self, routes: np.ndarray | None, version: int) -> None:
-        """Take the routes of the tokens so far, which the engine returned with the weights of a version."""
+        """Merge routes of all tokens so far."""
         if routes is not None:
             self._routes = complete_routes(self._routes, routes, has_moved=version != self._routed_by)
             self._routed_by = version
 
     def as_branch(self, prompt: np.ndarray) -> Branch:
-        """The branch, up to the end of its last reply; of one without, the prompt's last token is taken for one."""
+        """Build the branch up to its last reply; without replies, the prompt's last token becomes the response."""
         tokens, stop, place = self.joined, self._replied or self.length, 0
         sampled, versions = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int32)
         for part in self._parts:

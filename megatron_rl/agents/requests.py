@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request to the endpoint of an episode may say; pure.
+"""Parsing and validation of requests to an episode's endpoint; pure functions.
 
-The run says how replies are sampled, because training scores them by the same rule. A request may repeat that or leave
-it out; anything else is refused by the name of the setting that has it.
+The run's settings fix how replies are sampled, because training uses the same ones. A request may repeat or omit them;
+the error for any other value names the setting.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from megatron_rl.agents.transcript import Message
 
-# What changes nothing here.
+# Accepted and ignored.
 _WITHOUT_EFFECT = {"model", "stream", "stream_options", "user", "metadata", "store", "parallel_tool_calls"}
 _WITHOUT_EFFECT |= {"service_tier", "prompt_cache_key", "safety_identifier", "cache_salt", "priority", "request_id"}
 _WITHOUT_EFFECT |= {"return_token_ids", "skip_special_tokens", "spaces_between_special_tokens"}
-# Field -> the value that it may have, and the setting that says so.
+# Field -> its only accepted value, and the setting that fixes it.
 _FIXED: dict[str, tuple[Any, str]] = {
     "top_p": (1.0, "rollout.top_p"),
     "top_k": (-1, "rollout.top_k"),
@@ -41,12 +41,7 @@ _KINDS |= {"parameters": dict, "arguments": dict, "function": dict, "name": str}
 
 
 class BadRequest(ValueError):
-    """What the endpoint does not do; the program sees it as status 400.
-
-    Args:
-        message: what was found, and what is accepted.
-        field: of the request.
-    """
+    """An unsupported request; the program receives status 400."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -54,14 +49,10 @@ class BadRequest(ValueError):
 
 
 def read_json(text: str | bytes) -> Any:
-    """A value from JSON.
-
-    Raises:
-        BadRequest: it is none, or is nested too deeply, or has numbers or characters that are none.
-    """
+    """Parse JSON; BadRequest also for deep nesting, NaN, infinities and lone surrogates."""
     try:
         found = json.loads(text, parse_constant=_refuse_constant)
-        json.dumps(found, ensure_ascii=False).encode()  # refuses lone surrogates, which no tokenizer takes
+        json.dumps(found, ensure_ascii=False).encode()  # refuses lone surrogates, which tokenizers cannot encode
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"this is no JSON: {error}") from error
     return found
@@ -72,13 +63,13 @@ def _refuse_constant(name: str) -> None:
 
 
 def read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether the answer is to be streamed, and whether its usage is; raises BadRequest."""
+    """Return whether to stream the answer, and its usage; raises BadRequest."""
     options = _get(body, "stream_options") or {}
     return bool(_get(body, "stream")), bool(_get(options, "include_usage"))
 
 
 def _get(body: Mapping[str, Any], field: str) -> Any:
-    """A field of the kind that it must have, or None; raises BadRequest."""
+    """Return a field's value or `None`; raises BadRequest for a wrong type."""
     value, kind = body.get(field), _KINDS[field]
     if value is not None and not isinstance(value, kind):
         raise BadRequest(f"{field} = {value!r} is no {kind.__name__}", field)
@@ -86,13 +77,7 @@ def _get(body: Mapping[str, Any], field: str) -> Any:
 
 
 def check_fields(body: Mapping[str, Any], known: Collection[str], temperature: float) -> None:
-    """Refuse what the endpoint does not do (BadRequest).
-
-    Args:
-        body: of the request; a field that is null counts as left out.
-        known: fields that the endpoint reads.
-        temperature: `rollout.temperature`.
-    """
+    """Refuse fields and values that the endpoint does not support (BadRequest); null fields count as omitted."""
     fixed = {**_FIXED, "temperature": (temperature, "rollout.temperature")}
     for field, value in body.items():
         if field in _KINDS:
@@ -108,11 +93,7 @@ def check_fields(body: Mapping[str, Any], known: Collection[str], temperature: f
 
 
 def read_chat(body: Mapping[str, Any], temperature: float) -> tuple[list[Message], list[Any]]:
-    """Messages and tools of a request to /v1/chat/completions, in the form that chat templates take.
-
-    Raises:
-        BadRequest: something is missing or refused.
-    """
+    """Return messages and tools of a /v1/chat/completions request, in chat-template form; raises BadRequest."""
     check_fields(body, _CHAT, temperature)
     given = body.get("messages")
     if not isinstance(given, list) or not given:
@@ -130,7 +111,7 @@ def read_chat(body: Mapping[str, Any], temperature: float) -> tuple[list[Message
 
 
 def read_text(body: Mapping[str, Any], temperature: float) -> str | list[int]:
-    """The prompt of a request to /v1/completions, a text or tokens; raises BadRequest as `read_chat`."""
+    """Return the text or tokens of a /v1/completions request; raises BadRequest."""
     check_fields(body, _TEXT, temperature)
     prompt = body.get("prompt")
     if body.get("echo") or body.get("suffix"):
@@ -145,7 +126,7 @@ def read_text(body: Mapping[str, Any], temperature: float) -> str | list[int]:
 
 
 def read_generate(body: Mapping[str, Any], temperature: float, stop_token_ids: tuple[int, ...]) -> list[int]:
-    """The tokens of a request to /inference/v1/generate; raises BadRequest as `read_chat`."""
+    """Return the tokens of an /inference/v1/generate request; raises BadRequest."""
     check_fields(body, _GENERATE, temperature)
     params = body.get("sampling_params") or {}
     check_fields(params, _SAMPLING_PARAMS, temperature)
@@ -157,11 +138,7 @@ def read_generate(body: Mapping[str, Any], temperature: float, stop_token_ids: t
 
 
 def read_limit(body: Mapping[str, Any]) -> int | None:
-    """The most tokens that the reply may have, where the request bounds them.
-
-    Raises:
-        BadRequest: it is no number above 0.
-    """
+    """Return the request's limit on reply tokens, if any; raises BadRequest."""
     params = body.get("sampling_params") or {}
     for place in (body.get("max_completion_tokens"), body.get("max_tokens"), params.get("max_tokens")):
         if place is not None:
@@ -200,7 +177,7 @@ def _read_content(message: dict[str, Any]) -> str:
 
 
 def _read_call(call: Any) -> dict[str, Any]:
-    """With the arguments as an object, as chat templates take them; the API has them as JSON text."""
+    """Convert a call's arguments from JSON text (the API) to an object (chat templates)."""
     function = _read_function(call)
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
@@ -210,7 +187,6 @@ def _read_call(call: Any) -> dict[str, Any]:
 
 
 def _read_function(owner: Any) -> dict[str, Any]:
-    """Of a tool, or of a call of it."""
     function = _get(owner, "function") if isinstance(owner, dict) else None
     if function is None or _get(function, "name") is None:
         raise BadRequest("a tool, or a call of it, is an object with a function that has a name", "function")

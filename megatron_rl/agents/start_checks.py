@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a run with episodes before it starts: its environment or program, its tools and its chat template."""
+"""Checks of an agent run before it starts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from megatron_rl.types import UserError
 
 
 def check_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) -> list[str]:
-    """Notes: how replies call tools, what the tool `python` lacks, and if the chat template rewrites replies later.
+    """Return notes on the tool-call format, missing sandbox layers, and templates that rewrite earlier replies.
 
     Raises:
-        UserError: what makes the episodes is not there, or the template does not show tools, or contents as they are.
+        UserError: the environment, program or a tool is missing, or the template does not render tools or contents
+            verbatim.
     """
     agents, chats = config.agents, [prompt.messages for prompt in prompts.prompts if prompt.messages]
     if agents.program is not None:
@@ -45,7 +46,7 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) 
 
 
 def list_tools(agents: AgentsConfig) -> list[dict[str, Any]]:
-    """Return the tools that the chat template shows: from `agents.tools`, or from an environment that has some."""
+    """Return the tools for the chat template, from `agents.tools` or from the environment."""
     if agents.environment is None:
         return describe_tools(agents.tools)
     return getattr(find_environment(agents.environment), "tools", [])
@@ -54,11 +55,7 @@ def list_tools(agents: AgentsConfig) -> list[dict[str, Any]]:
 def _describe_calls(
     agents: AgentsConfig, tokenizer: Tokenizer, options: Mapping[str, Any], has_tools: bool
 ) -> list[str]:
-    """The format of tool calls.
-
-    Raises:
-        UserError: there are tools, and the chat template writes calls in a format that is not known.
-    """
+    """Return notes on the tool-call format (UserError if tools need an unsupported one)."""
     found = find_tool_format(tokenizer, options) if agents.tool_format == AUTO else agents.tool_format
     if has_tools:
         found = require_format(found, "agents.tool_format = auto")

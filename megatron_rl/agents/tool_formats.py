@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How models write tool calls: a table of formats, each with its reader.
+"""Parsers for tool calls in model output, one per format.
 
     hermes       <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>            Qwen2.5, Qwen3, Hermes
     qwen3_coder  <tool_call><function=add><parameter=a>1</parameter></function></tool_call>   Qwen3-Coder, Qwen3.5
@@ -9,8 +9,8 @@
     mistral      [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], or add[ARGS]{"a": 1}
     llama3       {"name": "add", "parameters": {"a": 1}}                                  Llama 3.1 and later
 
-DeepSeek's marks have other bars and spaces than shown. The format of a run is the one that reads back what the chat
-template writes for a tool call.
+DeepSeek's marks use other bar and space characters than shown. A run uses the format that parses a tool call rendered
+by its chat template.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import UserError
 
 SETTING, AUTO = "agents.tool_format", "auto"
-# Name of a tool -> name of a parameter -> its JSON schema.
+# Tool name -> parameter name -> JSON schema.
 Schemas = Mapping[str, Mapping[str, Any]]
-# Where it begins and ends in the text, and what it says.
+# Span in the text, and the call.
 _Found = tuple[int, int, ToolCall]
 
 _WRONG = ToolCall("", None)
 _MARKS = ("calls begin", "calls end", "call begin", "call end", "sep")
 _DEEPSEEK = {name: f"<|tool {name}|>".replace("|", "\uff5c").replace(" ", "\u2581") for name in _MARKS}
 _MISTRAL = "[TOOL_CALLS]"
-# No pattern gives back what it has taken: a reply of any kind is read in linear time.
+# Possessive quantifiers only: parsing takes linear time on any reply.
 _MISTRAL_NAME = re.compile(r"\s*+([\w.-]++)\s*+(?:\[CALL_ID\]\s*+(\w++)\s*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
 _PYTHON_TAG = "<|python_tag|>"
 _LLAMA_BEGUN = re.compile(r'\s*+(?:<\|python_tag\|>)?+\s*+\{\s*+"name"')
 _OBJECT = re.compile(r'\{\s*+"')
 _DECODER = json.JSONDecoder()
 _SPACES = re.compile(r"\s*+")
-_MOST_FAILURES, _MOST_WORK = 200, 4  # of reading JSON in a reply; the latter in lengths of it
+_MOST_FAILURES, _MOST_WORK = 200, 4  # limits of JSON parsing per reply; the work is in multiples of its length
 _PROBE: dict[str, Any] = {
     "name": "probe",
     "description": "Probe.",
@@ -61,11 +61,11 @@ _TYPES: dict[str, set[type]] = {
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes tool calls.
+    """A tool-call format of a model family.
 
     Attributes:
-        find: text and parameters of the tools -> the calls in it.
-        marks: that belong to no call, or that a tokenizer may count as special tokens: read, and not shown as text.
+        find: (text, parameters of the tools) -> calls.
+        marks: removed from the text around calls; decoded even if they are special tokens.
     """
 
     find: Callable[[str, Schemas], list[_Found]]
@@ -73,7 +73,7 @@ class ToolFormat:
 
 
 def _find_blocks(read: Callable[[str, Schemas], ToolCall]) -> Callable[[str, Schemas], list[_Found]]:
-    """For formats that put each call between <tool_call> and </tool_call>."""
+    """Return a `find` for formats with each call between <tool_call> and </tool_call>."""
     return lambda text, schemas: [
         (begin, end, read(inside.strip(), schemas))
         for begin, end, inside in _find_between(text, "<tool_call>", "</tool_call>")
@@ -81,7 +81,7 @@ def _find_blocks(read: Callable[[str, Schemas], ToolCall]) -> Callable[[str, Sch
 
 
 def _find_between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, str]]:
-    """Yield the span of each pair of marks and the text between them."""
+    """Yield the spans of pairs of marks and the text between them."""
     begin = text.find(opening)
     while begin >= 0 and (end := text.find(closing, begin + len(opening))) >= 0:
         yield begin, end + len(closing), text[begin + len(opening) : end]
@@ -131,10 +131,10 @@ def _read_deepseek(text: str) -> ToolCall:
 
 
 def _find_mistral(text: str, _: Schemas) -> list[_Found]:
-    """One mark before a list of calls, or one before each name."""
+    """Find calls after one mark before a list, or one mark before each name."""
     found: list[_Found] = []
     for mark in re.finditer(re.escape(_MISTRAL), text):
-        if found and mark.start() < found[-1][1]:  # in an argument
+        if found and mark.start() < found[-1][1]:  # inside an argument
             continue
         named = _MISTRAL_NAME.match(text, mark.end())
         value, stop = _load_at(text, named.end() if named else mark.end())
@@ -147,10 +147,7 @@ def _find_mistral(text: str, _: Schemas) -> list[_Found]:
 
 
 def _find_llama(text: str, _: Schemas) -> list[_Found]:
-    """Objects with a name and parameters, wherever they are; `arguments` will do.
-
-    A reply in which reading JSON fails too often, or too late, has no further ones.
-    """
+    """Find objects with a name and `parameters` (or `arguments`) anywhere; stop after too many parse failures."""
     found: list[_Found] = []
     failures, work, stop = 0, 0, 0
     while failures < _MOST_FAILURES and work <= _MOST_WORK * len(text) and (begun := _OBJECT.search(text, stop)):
@@ -164,7 +161,7 @@ def _find_llama(text: str, _: Schemas) -> list[_Found]:
     return found or [(0, len(text), _WRONG)] * bool(_LLAMA_BEGUN.match(text))
 
 
-# In the order in which they are tried: the last one would read others' JSON, too.
+# Order of detection; llama3 is last because it also parses JSON of other formats.
 FORMATS = {
     "hermes": ToolFormat(_find_blocks(_read_hermes), ("<tool_call>", "</tool_call>")),
     "qwen3_coder": ToolFormat(_find_blocks(_read_qwen), ("<tool_call>", "</tool_call>")),
@@ -179,22 +176,16 @@ FORMATS = {
 
 
 class ToolReader:
-    """Reads the tool calls of replies.
-
-    Args:
-        tokenizer: of the policy.
-        name: of the format; None: no calls are read.
-    """
+    """Parser of replies' tool calls; with the format `None` it finds none."""
 
     def __init__(self, tokenizer: Tokenizer, name: str | None) -> None:
         self._tokenizer, self._format = tokenizer, FORMATS[name] if name else None
 
     def read(self, tokens: Sequence[int], tools: Sequence[Any]) -> tuple[str, list[ToolCall]]:
-        """What a reply says beside its tool calls, and these.
+        """Return a reply's text outside of tool calls, and the calls.
 
         Args:
-            tokens: of the reply.
-            tools: that it was shown, in the form of OpenAI's API: where the format has no types, theirs are taken.
+            tools: in OpenAI format; their schemas type the arguments in formats without types.
         """
         if self._format is None:
             return self._tokenizer.decode(tokens), []
@@ -202,29 +193,25 @@ class ToolReader:
 
 
 def read_tool_calls(text: str, tool_format: ToolFormat, tools: Sequence[Any] = ()) -> tuple[str, list[ToolCall]]:
-    """What a text says beside its tool calls, and these, each with an id; see `ToolReader.read`."""
+    """Return the text outside of tool calls, and the calls with ids; see `ToolReader.read`."""
     found = tool_format.find(text, {spec["name"]: _list_properties(spec) for spec in map(_open_spec, tools)})
     edges = [0, *(edge for begin, end, _ in found for edge in (begin, end)), len(text)]
     rest = "".join(text[stop:begin] for stop, begin in zip(edges[::2], edges[1::2], strict=True))
     for mark in tool_format.marks:
         rest = rest.replace(mark, "")
-    # Mistral's templates want ids of nine letters and digits.
+    # Mistral's templates require ids of nine letters and digits.
     return rest.strip(), [replace(call, id=call.id or f"call{i:05d}") for i, (_, _, call) in enumerate(found)]
 
 
 def find_tool_format(tokenizer: Tokenizer, options: Mapping[str, Any]) -> str | None:
-    """The format in which the chat template writes the calls of earlier replies.
-
-    Args:
-        tokenizer: with the template.
-        options: of the template.
+    """Return the format in which the chat template writes earlier calls.
 
     Returns:
-        "hermes" also where it writes none; None where it writes them in a format that is not known.
+        "hermes" also if the template writes no calls; `None` if it writes them in an unsupported format.
     """
     question, arguments, written = "questionoftheprobe", {"place": "word"}, ""
     tools = [{"type": "function", "function": _PROBE}]
-    for given in (arguments, json.dumps(arguments)):  # templates take one or the other
+    for given in (arguments, json.dumps(arguments)):  # templates accept one or the other
         call = {"type": "function", "id": "call00000", "function": {"name": _PROBE["name"], "arguments": given}}
         reply = {"role": "assistant", "content": "", "tool_calls": [call]}
         messages = [{"role": "user", "content": question}, reply]
@@ -240,11 +227,7 @@ def find_tool_format(tokenizer: Tokenizer, options: Mapping[str, Any]) -> str | 
 
 
 def require_format(name: str | None, source: str) -> str:
-    """The format of a run with tools, if there is one.
-
-    Raises:
-        UserError: the chat template writes calls in a format that is not known.
-    """
+    """Return the tool-call format (UserError if it is `None`, that is, unsupported)."""
     if name is None:
         raise UserError(
             "the chat template writes tool calls in a format that is not known",
@@ -267,7 +250,7 @@ def require_shown(is_shown: bool, source: str) -> None:
 
 
 def shows_tools(tokenizer: Tokenizer, options: Mapping[str, Any]) -> bool:
-    """True if a chat with tools is rendered differently than without."""
+    """Return whether a chat is rendered differently with tools than without."""
     question, tools = [{"role": "user", "content": "question"}], [{"type": "function", "function": _PROBE}]
     with_tools = tokenizer.apply_chat_template(question, **{**options, "tools": tools})
     return with_tools != tokenizer.apply_chat_template(question, **options)
@@ -282,7 +265,6 @@ def _list_properties(spec: dict[str, Any]) -> Mapping[str, Any]:
 
 
 def _load(text: str) -> Any:
-    """The value of JSON text; None where it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -290,19 +272,18 @@ def _load(text: str) -> Any:
 
 
 def _load_at(text: str, place: int) -> tuple[Any, int]:
-    """The JSON value at a place, and where it ends; None, and where reading it failed, if there is none."""
+    """Parse JSON at an index; return the value and its end, or `None` and the index of the failure."""
     begun = _SPACES.match(text, place)
-    assert begun is not None  # of no space at least
+    assert begun is not None  # the pattern matches the empty string
     try:
         return _DECODER.raw_decode(text, begun.end())
     except json.JSONDecodeError as error:
         return None, error.pos
-    except (ValueError, RecursionError):  # a number with too many digits, or too deep
+    except (ValueError, RecursionError):  # too many digits, or nested too deeply
         return None, len(text)
 
 
 def _read_object(call: Any, key: str) -> ToolCall:
-    """A call as JSON has it, its arguments under a key."""
     name, arguments = (call.get("name"), call.get(key)) if isinstance(call, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return _WRONG
@@ -310,14 +291,13 @@ def _read_object(call: Any, key: str) -> ToolCall:
 
 
 def _type_arguments(name: str, pairs: Sequence[tuple[str, str]], schemas: Schemas) -> ToolCall:
-    """A call whose arguments are texts: each becomes what its schema says, if it can."""
     name = name.strip()
     properties = schemas.get(name, {})
     return ToolCall(name, {key: _read_value(text, properties.get(key)) for key, text in pairs})
 
 
 def _read_value(text: str, schema: Any) -> Any:
-    """A text as the first type of its schema that it is; without a schema it stays a text."""
+    """Convert a text to the first matching type of its schema, if any."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages to exact tokens: what was sampled stays as it is and is never encoded again.
+"""Turns messages into exact tokens; sampled tokens are never encoded again.
 
-Only what is new is rendered: the template is applied to the task's messages, a placeholder for the reply, and the new
-messages, and what it writes behind the placeholder is encoded alone.
+The template renders the task's messages, a placeholder for the reply, and the new messages; only the text after the
+placeholder is encoded.
 
     prompt      <|im_start|>user\nWhat is 12 * 34?<|im_end|>\n<|im_start|>assistant\n
     sampled     <tool_call> ... </tool_call><|im_end|>
@@ -27,36 +27,31 @@ _PLACEHOLDER = "placeholderofthereply"
 
 @dataclass(frozen=True)
 class Tail:
-    """What the next request has behind the tokens so far.
-
-    Attributes:
-        tokens: that nobody sampled.
-        is_fork: they are a context of their own, from its beginning, and follow nothing.
-    """
+    """Unsampled tokens that the next request adds; if `is_fork`, they are a complete new context."""
 
     tokens: list[int]
     is_fork: bool = False
 
 
 class Transcript(Protocol):
-    """One conversation, told of each reply and of what follows it."""
+    """Interface of a conversation's transcript."""
 
     def begin(self, messages: Sequence[Message]) -> Tail:
-        """What stands between the task's prompt and the first reply; `messages` follow the task's own."""
+        """Return the tokens between the task's prompt and the first reply."""
         ...
 
     def extend(self, reply: Sequence[int], messages: Sequence[Message]) -> Tail:
-        """What stands between a reply and the next one.
+        """Return the tokens between a reply and the next one.
 
         Args:
-            reply: the sampled tokens, the stop token included.
-            messages: that answer it.
+            reply: sampled tokens, including the stop token.
+            messages: the answer to the reply.
         """
         ...
 
 
 class TextTranscript:
-    """For a task whose prompt is plain text: contents of messages follow the replies; none becomes a special token."""
+    """A transcript of plain text; message contents are never encoded as special tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -71,16 +66,15 @@ class TextTranscript:
 
 
 class ChatTranscript:
-    """For a task of chat messages.
+    """A transcript of chat messages.
 
     Args:
-        tokenizer: with the template.
-        messages: of the task.
-        options: of the template; the tools are one.
-        stop_token_ids: a reply that ends with one of them is closed, and the template's own closer is left out; a
-            reply that was cut gets it.
-        follows_template: where the template renders the conversation so far in another way than it was sampled (as
-            those do that strip thoughts), the next request is that rendering: a fork. Else nothing is ever rewritten.
+        messages: the task's messages.
+        options: template arguments, including the tools.
+        stop_token_ids: after a reply that ends with one, the template's own end-of-turn token is left out; a truncated
+            reply gets it.
+        follows_template: fork to the template's rendering if it differs from the sampled text (for example, without
+            thoughts). If false, the context is never rewritten.
     """
 
     def __init__(
@@ -94,8 +88,8 @@ class ChatTranscript:
     ) -> None:
         self._tokenizer, self._options, self._stop_token_ids = tokenizer, options, stop_token_ids
         self._task, self._follows_template = list(messages), follows_template
-        self._messages = list(messages)  # of the whole conversation
-        # The messages that the policy was shown last.
+        self._messages = list(messages)
+        # The text that the policy saw last.
         self._text = remove_guards(self._render(self._task)) if follows_template else ""
 
     def begin(self, messages: Sequence[Message]) -> Tail:
@@ -109,11 +103,7 @@ class ChatTranscript:
         return Tail(self._tokenizer.encode_rendered(whole), is_fork=True)
 
     def extend(self, reply: Sequence[int], messages: Sequence[Message]) -> Tail:
-        """See `Transcript.extend`.
-
-        Raises:
-            UserError: the template refuses the messages, or does not write contents as they are.
-        """
+        """See `Transcript.extend`; UserError as in `render_tail`."""
         text = render_tail(self._tokenizer, self._task, messages, self._options)
         if self._follows_template:
             said = self._tokenizer.decode(reply)
@@ -133,10 +123,10 @@ class ChatTranscript:
 def render_tail(
     tokenizer: Tokenizer, task: Sequence[Message], messages: Sequence[Message], options: Mapping[str, Any]
 ) -> str:
-    """Return the text of the template behind a reply and its answers, up to the next reply, with guards.
+    """Render the template's text between a reply and the next one, with guards (see `data.marks`).
 
     Raises:
-        UserError: the template refuses the messages, or does not write contents as they are.
+        UserError: the template rejects the messages, or does not render contents verbatim.
     """
     history = [*task, {"role": "assistant", "content": _PLACEHOLDER}, *messages]
     text = tokenizer.render(history, **options)
@@ -152,7 +142,7 @@ def render_tail(
 
 
 def rewrites_history(tokenizer: Tokenizer, options: Mapping[str, Any]) -> bool:
-    """Whether the template renders a reply with thoughts, once it is answered, in another way than it was sampled."""
+    """Return whether the template renders an earlier reply with thoughts differently than it was sampled."""
     question = [{"role": "user", "content": "question"}]
     shown = tokenizer.apply_chat_template(question, **options)
     said = "thoughts\n</think>\n\nanswer"

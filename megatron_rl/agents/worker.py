@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process from which the episodes' processes are forked: `python -m megatron_rl.agents.worker FILE_DESCRIPTOR`.
+"""Process from which episodes are forked: `python -m megatron_rl.agents.worker FILE_DESCRIPTOR`.
 
-It has imported the environment and read the tokenizer, has one thread and runs nothing of the user's beyond imports.
-Each episode is a fork: a hanging or crashing one concerns no other, and it is killed with all that it has started. The
-process that was started waits beside the worker, which is a fork of it, for the case that the worker itself is killed.
+It imports the environment and loads the tokenizer, has one thread, and runs no other user code. A hang or crash of an
+episode affects no other one; an episode is killed with its descendants. The started process forks the worker and stays
+to clean up if the worker is killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import NoReturn
 
-from numpy import random as numpy_random  # numpy imports it at its first use, which would be in an episode
+from numpy import random as numpy_random  # numpy imports it lazily, which would happen in each episode
 
 from megatron_rl.agents.environment import Environment, find_environment
 from megatron_rl.agents.episode import Answer, Opening, Setup, play_environment
@@ -36,12 +36,12 @@ from megatron_rl.types import UserError
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)
 
-# Plays an episode: connection to the rank, setup, tokenizer, opening.
+# Plays an episode with (connection to the rank, setup, tokenizer, opening).
 Player = Callable[[Connection, Setup, Tokenizer, Opening], None]
 
 
 def serve(connection: Connection) -> None:
-    """Fork a process per episode until the rank is gone or says None, and end them when it says so."""
+    """Fork a process per episode, and kill it on request, until the rank is gone or sends `None`."""
     os.set_inheritable(connection.fileno(), False)
     _control_process(_PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -52,7 +52,7 @@ def serve(connection: Connection) -> None:
         return
     connection.send(None)
     gc.collect()
-    gc.freeze()  # the episodes' collections copy nothing of this
+    gc.freeze()  # avoids copy-on-write of these objects by garbage collection in the episodes
     running: set[int] = set()
     with contextlib.suppress(EOFError, OSError):
         while (message := connection.recv()) is not None:
@@ -71,10 +71,10 @@ def serve(connection: Connection) -> None:
 
 
 def fork_worker(descriptor: int) -> None:
-    """Continue in a fork; this process waits for its end, and kills what it leaves.
+    """Continue in a fork; the parent waits for it and kills its remaining descendants.
 
     Args:
-        descriptor: of the connection to the rank, which is the fork's alone.
+        descriptor: of the connection to the rank; only the fork keeps it open.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _control_process(_PR_SET_CHILD_SUBREAPER, 1)
@@ -103,7 +103,7 @@ def _find_player(setup: Setup) -> Player:
 
 
 def read_tokenizer(setup: Setup) -> tuple[Setup, Tokenizer]:
-    """The tokenizer, and the setup with the tool format that it has; raises UserError."""
+    """Load the tokenizer; return it with the setup, with "auto" resolved to a tool format (UserError)."""
     tokenizer = load_tokenizer(Path(setup.tokenizer), reads_marks=setup.reads_marks)
     if setup.tool_format == AUTO:
         setup = replace(setup, tool_format=find_tool_format(tokenizer, setup.options))
@@ -111,7 +111,7 @@ def read_tokenizer(setup: Setup) -> tuple[Setup, Tokenizer]:
 
 
 def find_environments(setup: Setup) -> Callable[[], Environment]:
-    """What makes the environment of each episode; raises UserError."""
+    """Return the episodes' environment factory; raises UserError."""
     if setup.environment is not None:
         return find_environment(setup.environment)
     calls = {tool.name: tool.load() for tool in find_tools(setup.tools)}
@@ -119,7 +119,7 @@ def find_environments(setup: Setup) -> Callable[[], Environment]:
 
 
 def _run(connection: Connection, setup: Setup, player: Player, tokenizer: Tokenizer) -> NoReturn:
-    """Be the process of an episode."""
+    """Run an episode in the forked process, and exit."""
     try:
         os.setsid()
         _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -132,7 +132,7 @@ def _run(connection: Connection, setup: Setup, player: Player, tokenizer: Tokeni
         random.seed(opening.task.seed)
         numpy_random.seed(opening.task.seed)
         player(connection, setup, tokenizer, opening)
-    except BaseException:  # whatever an environment can raise
+    except BaseException:  # environments can raise anything
         with contextlib.suppress(BaseException):
             connection.send(Answer.of_error())
     finally:
@@ -140,11 +140,11 @@ def _run(connection: Connection, setup: Setup, player: Player, tokenizer: Tokeni
 
 
 def _end(pid: int, running: set[int]) -> None:
-    """Kill the process of an episode and all that came of it, and reap them."""
+    """Kill an episode's process and its descendants, and reap them."""
     if pid in running:
         running.discard(pid)
         _kill(pid)
-    # What has lost its parent becomes a child of this process.
+    # As a subreaper, this process becomes the parent of orphaned descendants.
     while orphans := set(_list_children()) - running:
         for orphan in orphans:
             _kill(orphan)
@@ -173,4 +173,4 @@ if __name__ == "__main__":
     serve(Connection(int(sys.argv[1])))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # libraries that the tokenizer has imported complain about what is left when an interpreter ends
+    os._exit(0)  # skips exit handlers: libraries imported by the tokenizer print warnings in them

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat messages of a row: checked, and shortened so that the chat template around them stays whole."""
+"""Reads the chat messages of a row, and shortens them without cutting the chat template around them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ _EXPECTED = (
 
 
 def read_messages(value: Sequence[Any], row: Row, column: str) -> list[dict[str, Any]]:
-    """The messages with their contents as texts; text parts are joined.
-
-    Raises:
-        UserError: no messages, or one that is none or has a part that is no text.
-    """
+    """Return the messages with text contents; text parts are joined (UserError for malformed or no messages)."""
     if not value:
         raise wrong_type(column, value, row.location, "at least one chat message")
     messages = []
@@ -36,11 +32,7 @@ def read_messages(value: Sequence[Any], row: Row, column: str) -> list[dict[str,
 
 
 def read_tools(row: Row) -> list[Any]:
-    """The column `tools`, where a row has it: a list of tools in the form of OpenAI's API, or that as JSON text.
-
-    Raises:
-        UserError: it is something else.
-    """
+    """Return the column `tools`, if present: a list in OpenAI format, or its JSON text (UserError otherwise)."""
     value = row.columns.get("tools")
     tools = value
     if isinstance(value, str):
@@ -69,18 +61,17 @@ def shorten_messages(
     options: Mapping[str, Any],
     place: str,
 ) -> tuple[str, list[int]]:
-    """Cut the longest contents to one length, so that the conversation with its template has at most `limit` tokens.
+    """Cut the longest contents to a common length, so that the rendered conversation has at most `limit` tokens.
 
     Args:
-        messages: contents are texts.
+        messages: with text contents.
         limit: tokens.
         policy: see `keep_tokens`.
-        tokenizer: of the policy model.
-        options: of the chat template.
+        options: template arguments.
         place: file and line, for the error.
 
     Returns:
-        The text and its tokens.
+        The rendered text and its tokens.
 
     Raises:
         UserError: the template alone is longer.
@@ -99,7 +90,7 @@ def shorten_messages(
                 expected=f"fewer than data.max_prompt_length = {limit}",
                 hint="raise data.max_prompt_length",
             )
-        # A cut may split or join tokens at its edge: what is still too long is cut off in the next round.
+        # Cutting may split or merge tokens at the edge; the next iteration cuts the excess.
         wanted = sum(min(len(content), longest) for content in contents) - (len(tokens) - limit)
         while longest and sum(min(len(content), longest) for content in contents) > wanted:
             longest -= 1
@@ -112,6 +103,6 @@ def shorten_messages(
 
 
 def keep_tokens(tokens: list[T], limit: int, policy: str) -> list[T]:
-    """The last `limit` tokens ("truncate"), the first ("truncate_right"), or half from each end ("truncate_middle")."""
+    """Keep the last `limit` tokens ("truncate"), the first ("truncate_right"), or half per end ("truncate_middle")."""
     first = {"truncate": 0, "truncate_right": limit, "truncate_middle": limit // 2}[policy]
     return tokens[:first] + tokens[len(tokens) - (limit - first) :]

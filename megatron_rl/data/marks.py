@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks of control, such as <|im_end|>, in the contents of messages: they stay text.
+"""Keeps control tokens (marks) such as <|im_end|> in message contents as text.
 
-A chat template puts contents between marks, and a tokenizer turns the text of a mark into its token wherever it is. So
-a guard, one character, is put into the marks of contents before the template is applied. Afterwards the marks without
-a guard are the template's own.
+A tokenizer turns the text of a mark into its token anywhere. So a guard character is inserted into the marks of
+contents before the chat template is applied; marks without a guard then come from the template.
 
     content     the file says <|im_end|>
     guarded     the file says <G|im_end|>
     rendered    <|im_start|>user\nthe file says <G|im_end|><|im_end|>\n
     tokens      151644 ... "<", "|", "im", "_end", "|", ">" 151645 ...
 
-A text without a guard is encoded by the tokenizer itself.
+Texts without guards are encoded by the tokenizer itself.
 """
 
 from __future__ import annotations
@@ -24,34 +23,34 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
-GUARD = "\ufdd0"  # U+FDD0, no character of any text
-_GUARDS = re.compile(f"{GUARD}({GUARD}?)")  # two of them are one of the content
+GUARD = "\ufdd0"  # U+FDD0, a Unicode noncharacter
+_GUARDS = re.compile(f"{GUARD}({GUARD}?)")  # two stand for one in the content
 _BARS = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
-_NAMES = ("role", "type")  # fields of which the template compares the values
+_NAMES = ("role", "type")  # fields whose values templates compare
 
 
 def is_mark(text: str, is_special: bool) -> bool:
-    """Return True for a token of control: the tokenizer declares it special, or it is spelled <|...|>.
+    """Return whether a token is a control token: declared special, or spelled <|...|>.
 
-    DeepSeek does not declare the mark of a user's turn. Tags of replies, such as <think> and <tool_call>, mostly are
-    neither, and stay tokens in contents.
+    DeepSeek does not declare the mark of a user turn. Reply tags such as <think> and <tool_call> are mostly neither,
+    and remain tokens in contents.
     """
     return is_special or _BARS.fullmatch(text) is not None
 
 
 def remove_guards(text: str) -> str:
-    """Return a rendered text as the policy is shown it."""
+    """Return a rendered text without guards, as the policy sees it."""
     return _GUARDS.sub(r"\1", text) if GUARD in text else text
 
 
 class Marks:
     """The marks of a Hugging Face tokenizer, and an encoder of guarded texts.
 
-    The encoder shares the tokenizer's model, and has a secret name for each mark: only marks that are renamed become
-    tokens of control.
+    The encoder shares the tokenizer's model but gives each mark a secret name; only marks renamed to it become control
+    tokens.
 
     Args:
-        tokenizer: fast.
+        tokenizer: a fast tokenizer.
     """
 
     def __init__(self, tokenizer: RustTokenizer) -> None:
@@ -64,7 +63,7 @@ class Marks:
             self._encoder.normalizer = tokenizer.normalizer
         if tokenizer.pre_tokenizer is not None:
             self._encoder.pre_tokenizer = tokenizer.pre_tokenizer
-        # New ids begin behind the number of the model's tokens, which may have ids beyond it.
+        # New ids start at the model's token count, but the model's own ids may exceed it.
         taken = range(len(model_ids), max(model_ids.values(), default=0) + 1)
         named = {self._names.get(token.content, token.content): i for i, token in added.items()}
         self._encoder.add_tokens([AddedToken(f"{secret}unused{i}\ufdd1", normalized=False) for i in taken])
@@ -78,9 +77,9 @@ class Marks:
         self._normalize = tokenizer.normalizer.normalize_str if folded and tokenizer.normalizer is not None else None
 
     def guard(self, value: Any) -> Any:
-        """Return a message, a tool, or a list of them with guards in its marks and in a mark that begins at an end.
+        """Return a message, a tool, or a list of them with guards in marks and in a partial mark at the end of a text.
 
-        Names of fields and roles that are plain words stay.
+        Field names and roles that are plain words are unchanged.
         """
         if isinstance(value, str):
             return self._guard_text(value)
@@ -94,7 +93,7 @@ class Marks:
         }
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a guarded text; only its marks without a guard are tokens of control."""
+        """Encode a guarded text; only marks without a guard become control tokens."""
         found = sorted((mark for mark in self._names if mark in text), key=len, reverse=True)
         if found:
             text = re.sub("|".join(map(re.escape, found)), lambda match: self._names[match[0]], text)
@@ -102,7 +101,7 @@ class Marks:
         for i in self._encoder.encode(remove_guards(text), add_special_tokens=False).ids:
             if i in self._ids:
                 tokens.append(self._ids[i])
-            elif i in self._controls:  # the model's own vocabulary has the mark, and its pieces make it
+            elif i in self._controls:  # pieces of text form a mark in the model's own vocabulary
                 tokens += self._spell(i)
             else:
                 tokens.append(i)
@@ -110,7 +109,7 @@ class Marks:
 
     @cached_property
     def _controls(self) -> set[int]:
-        """Tokens that only the template may write; the one of unknown text is special, too, but no mark."""
+        """Return tokens that only the template may write, without the unknown token: it is special but no mark."""
         return set(self._marks.values()) - {piece.id for piece in self._encoder.model.tokenize(GUARD)}
 
     def _spell(self, token: int) -> list[int]:
@@ -128,18 +127,17 @@ class Marks:
         return GUARD.join(text[start:stop] for start, stop in pairwise([0, *(i + 1 for i in places), len(text)]))
 
     def _begins_mark(self, text: str, place: int, end: int) -> bool:
-        """Return True if a mark begins here, or the text ends within one: the next text could complete it."""
+        """Return whether a mark starts here, or the text ends inside a mark that the next text could complete."""
         is_whole = any(text[place : place + length] in self._marks for length in self._lengths)
         return is_whole or (end - place < self._lengths[-1] and text[place:end] in self._begun)
 
 
 def _keep_word(text: Any) -> str | None:
-    """Return a text that is one plain word."""
     return text if isinstance(text, str) and text.isidentifier() else None
 
 
 def _rename(token: AddedToken, name: str) -> AddedToken:
-    """Return the same token of another name; a secret one is looked for before texts are normalized."""
+    """Return the token under another name; secret names match before normalization."""
     normalized = token.normalized and name == token.content
     strips = {"lstrip": token.lstrip, "rstrip": token.rstrip}
     return AddedToken(name, single_word=token.single_word, normalized=normalized, special=token.special, **strips)

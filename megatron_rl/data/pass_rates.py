@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training prompts by how often a policy answers them correctly, as `tools/evaluate.py --rollouts` measured it.
+"""Filters training prompts by pass rate, as measured with `tools/evaluate.py --rollouts`.
 
-A prompt whose responses are all right or all wrong teaches estimators with a group baseline nothing.
+If all responses to a prompt are correct or all wrong, estimators with a group baseline learn nothing from it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,17 @@ from megatron_rl.data.prompts import PromptSet, name_files
 from megatron_rl.data.rows import Row, read_rows
 from megatron_rl.types import Prompt, UserError, has_reward
 
-_CORRECT_FROM = 0.5  # least reward of a correct response, as in pass@k
+_CORRECT_FROM = 0.5  # minimum reward of a correct response, as in pass@k
 _HINT = (
     "evaluate the train files with these settings: tools/evaluate.py RECIPE data.validation_files=[TRAIN_FILE] "
     "--samples 8 rollout.validation_temperature=1.0 --rollouts DIR"
 )
 
-Measured = dict[int, tuple[str, list[bool]]]  # by row of the file: text of the prompt, which responses are correct
+Measured = dict[int, tuple[str, list[bool]]]  # row in the file -> text of the prompt, correctness of each response
 
 
 def list_pass_rate_files(cfg: DataConfig) -> dict[str, Path]:
-    """The rollouts of each train file, by the file; of several steps the latest.
-
-    Raises:
-        UserError: a train file has none.
-    """
+    """Return the latest rollouts of each train file, by file (UserError if a file has none)."""
     found = {}
     for name, file in name_files(cfg.train_files).items():
         folder = Path(cfg.pass_rates or "") / name / "rollouts"
@@ -41,15 +37,16 @@ def list_pass_rate_files(cfg: DataConfig) -> dict[str, Path]:
 
 
 def select_by_pass_rate(train: PromptSet, cfg: DataConfig, shaping: str) -> tuple[PromptSet, list[str]]:
-    """The prompts whose pass rate lies in `pass_rate_range`, ends included, and a note on the others.
+    """Keep the prompts whose pass rate lies in `pass_rate_range` (inclusive); return them and a note.
+
+    Without `cfg.pass_rates` all prompts are kept and there is no note.
 
     Args:
-        train: of `cfg.train_files`.
-        cfg: without `pass_rates` all prompts are kept, and there is no note.
-        shaping: a component of the reward that does not say whether a response is correct.
+        train: from `cfg.train_files`.
+        shaping: reward component to subtract, because it does not measure correctness.
 
     Raises:
-        UserError: a prompt has not been measured, or was another one then.
+        UserError: a prompt was not measured, or has changed since.
     """
     if cfg.pass_rates is None:
         return train, []
@@ -80,7 +77,7 @@ def _read(path: Path, shaping: str) -> Measured:
 
 
 def _parse(row: Row, shaping: str) -> tuple[int, str, bool | None]:
-    """Return the row of the prompt, its text, and whether the response is correct (None without a reward)."""
+    """Return the prompt's row, its text, and whether the response is correct (`None` without a reward)."""
     columns = row.columns
     try:
         components = columns["reward_components"]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endless order in which training sees its prompts: what comes at position i follows from (seed, i) alone.
+"""The endless order of training prompts: the prompt at position i depends only on (seed, i), so access is random.
 
-Any position may be asked for at any time. Each prompt comes exactly once per epoch: of all files together, or with
-`data.weights` of its file. Then the files take turns in a fixed pattern: after n prompts a file with share w has given
-n w of them, to less than one (the chairman assignment of R. Tijdeman, Discrete Mathematics 32, 1980).
+Each prompt occurs once per epoch, of all files together or, with `data.weights`, of its file. With weights, files
+alternate in a fixed pattern: after n prompts a file with share w has provided n w of them, within less than one (the
+chairman assignment of R. Tijdeman, Discrete Mathematics 32, 1980).
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ T = TypeVar("T")
 
 
 class EpochOrder:
-    """The numbers 0 to size - 1, epoch after epoch, a permutation of its own for each.
+    """The numbers 0 to size - 1, epoch after epoch, with a new permutation each.
 
     Args:
-        size: numbers of an epoch.
-        seed: of the permutations, together with the epoch.
-        shuffle: False: the numbers in order.
+        seed: combined with the epoch.
+        shuffle: if false, the numbers are in order.
     """
 
     def __init__(self, size: int, seed: Sequence[int], shuffle: bool) -> None:
         self._size, self._seed, self._shuffle = size, tuple(seed), shuffle
-        self._permutation = lru_cache(maxsize=2)(self._permute)  # a batch may run across the end of an epoch
+        self._permutation = lru_cache(maxsize=2)(self._permute)  # a batch may span the end of an epoch
 
     def at(self, position: int) -> int:
-        """The number at a position, counted from the start of the first epoch."""
+        """Return the number at a position, counted from the start of the first epoch."""
         epoch, offset = divmod(position, self._size)
         return int(self._permutation(epoch)[offset]) if self._shuffle else offset
 
@@ -44,10 +43,10 @@ class EpochOrder:
 
 
 class Turns:
-    """Whose turn it is among parties with shares.
+    """A periodic schedule of parties with given shares.
 
     Args:
-        shares: whole numbers; a period of as many positions as they add up to has that many turns of each.
+        shares: integer turns of each party per period; the period is their sum.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:
@@ -57,17 +56,17 @@ class Turns:
         self._before = (np.cumsum(turns, axis=1) - turns)[self._party, np.arange(self._period)]
 
     def at(self, position: int) -> tuple[int, int]:
-        """The party at a position, and how many turns it has had before."""
+        """Return the party at a position and the number of its earlier turns."""
         period, place = divmod(position, self._period)
         party = int(self._party[place])
         return party, period * self._shares[party] + int(self._before[place])
 
 
 def _take_turns(shares: Sequence[int]) -> list[int]:
-    """A period: of those that may have a turn, the one whose turn must come first.
+    """Compute a period: of the eligible parties, the one with the earliest deadline takes the turn.
 
-    With D = sum(shares) and d = 1 / (2 parties - 2), a party with c turns may have the next at the first n with
-    n share / D - c >= d, and must have it by the last n with n share / D - c <= 1 - d.
+    With D = sum(shares) and d = 1 / (2 parties - 2), a party with c turns becomes eligible at the first n with n share
+    / D - c >= d, and its deadline is the last n with n share / D - c <= 1 - d.
     """
     if len(shares) == 1:
         return [0] * shares[0]
@@ -84,17 +83,13 @@ def _take_turns(shares: Sequence[int]) -> list[int]:
 
 
 class PromptStream(Generic[T]):
-    """Prompts without an end, in an order that the seed alone decides.
+    """An endless stream of prompts in an order determined by the seed.
 
     Args:
-        prompts: of the data set, file after file.
-        shuffle: a new permutation for each epoch; False: the order of the files.
-        seed: of the permutations.
-        weights: share of each file on any scale, `data.weights`; None: the prompts of all files are one set.
-        file_sizes: with weights, prompts of each file.
-
-    Attributes:
-        num_prompts: of the data set.
+        prompts: file after file.
+        shuffle: permute each epoch; if false, keep the order of the files.
+        weights: relative share of each file, `data.weights`; `None` treats all files as one set.
+        file_sizes: number of prompts per file, needed with weights.
     """
 
     def __init__(
@@ -115,27 +110,22 @@ class PromptStream(Generic[T]):
             self._first = [0, *accumulate(file_sizes)]
 
     def prompt(self, position: int) -> T:
-        """The prompt at a position of the stream, from 0."""
+        """Return the prompt at a position, from 0."""
         file, draw = self._turns.at(position)
         return self._prompts[self._first[file] + self._orders[file].at(draw)]
 
 
 class PromptBatches(Generic[T]):
-    """The prompts of a stream in batches.
+    """Batches of a prompt stream.
 
-    A batch may run across the end of an epoch, so no prompt is dropped or repeated inside an epoch; such
-    a batch can hold a prompt twice (last of one epoch, first of the next).
-
-    Args:
-        stream: what to cut into batches.
-        batch_size: prompts per batch.
+    A batch may span the end of an epoch, so no prompt is dropped or repeated within an epoch, but such a batch can
+    contain a prompt twice.
 
     Attributes:
-        stream: see there.
-        position: in the stream, of the first prompt that has not been given out.
+        position: of the first prompt in the stream that was not returned yet.
 
     Raises:
-        UserError: there are fewer prompts than one batch takes.
+        UserError: the data set has fewer prompts than a batch.
     """
 
     def __init__(self, stream: PromptStream[T], batch_size: int) -> None:
@@ -156,19 +146,19 @@ class PromptBatches(Generic[T]):
         return [self.stream.prompt(i) for i in range(first, self.position)]
 
     def advance(self, count: int) -> None:
-        """Give out so many prompts, which the stream has."""
+        """Skip `count` prompts."""
         self.position += count
 
     def state_dict(self) -> dict[str, int]:
-        """Where the iteration stands, and the size of the data set: an epoch is as many prompts as there are."""
+        """Return the position as epoch and offset, and the data set size that defines an epoch."""
         epoch, offset = divmod(self.position, self.stream.num_prompts)
         return {"epoch": epoch, "offset": offset, "num_prompts": self.stream.num_prompts}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from where `state_dict` was taken (same prompts, shuffle and seed; batch_size may differ).
+        """Restore `state_dict` (same prompts, shuffle and seed; batch_size may differ).
 
         Raises:
-            UserError: the data set has another size than the one the state belongs to.
+            UserError: the size of the data set has changed.
         """
         if state["num_prompts"] != self.stream.num_prompts:
             found = f"the checkpoint was made with {state['num_prompts']} prompts, there are {self.stream.num_prompts}"

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and SFT examples out of data files.
+"""Loads prompts and SFT examples from data files.
 
-Two schemas are read, row by row: the plain one (`prompt`, `answer`; names from the config) and verl's
-(`prompt` as chat messages, `data_source`, `reward_model.ground_truth`, `extra_info`). A text prompt is
-used verbatim, special tokens included; chat messages go through the tokenizer's chat template, which stays whole when
-they are cut, and in their contents (an SFT response, too) the text of special tokens stays text.
+Each row has the plain schema (`prompt`, `answer`; names from the config) or verl's (`prompt` as chat messages,
+`data_source`, `reward_model.ground_truth`, `extra_info`). Text prompts are used verbatim, including special tokens.
+Chat messages are rendered by the chat template, which truncation leaves whole; in their contents, and in SFT responses
+to them, the text of special tokens stays text.
 
-Invariants: `prompt_id` is the index of the row over all files, before anything is dropped; a prompt
-that is too long is refused, cut or dropped as the config says, and counted, never silently.
+Invariants: `prompt_id` is the row index over all files, before any row is dropped. Prompts that are too long are
+refused, cut or dropped by the config, and counted.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.extension.reasoning_gym import PREFIX
 from megatron_rl.types import Prompt, Rollout, UserError
 
-_OPTIONS = "chat_template_kwargs"  # column with options of the chat template for its row
+_OPTIONS = "chat_template_kwargs"  # column with template arguments for its row
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of one list of files, and what became of those that were too long.
+    """The prompts of a list of files, with counts of truncated and dropped ones.
 
     Attributes:
-        prompts: file after file, row after row.
-        file_starts: `prompt_id` of the first row of each file.
+        prompts: in file and row order.
+        file_starts: `prompt_id` of each file's first row.
     """
 
     prompts: list[Prompt]
@@ -46,17 +46,17 @@ class PromptSet:
 
     @property
     def file_sizes(self) -> list[int]:
-        """Prompts of each file."""
+        """Return the number of prompts per file."""
         return _count_by_file(self.prompts, self.file_starts)
 
 
 @dataclass(frozen=True)
 class SftSet:
-    """The examples of one list of files, and what became of the prompts that were too long.
+    """The SFT examples of a list of files, with counts of truncated and dropped prompts.
 
     Attributes:
-        examples: prompts with the response to learn, which ends with EOS, in place of a sampled one.
-        file_starts: `prompt_id` of the first row of each file.
+        examples: rollouts whose response is the target, ending with EOS.
+        file_starts: `prompt_id` of each file's first row.
     """
 
     examples: list[Rollout]
@@ -66,7 +66,7 @@ class SftSet:
 
     @property
     def file_sizes(self) -> list[int]:
-        """Examples of each file."""
+        """Return the number of examples per file."""
         return _count_by_file([example.prompt for example in self.examples], self.file_starts)
 
 
@@ -76,9 +76,7 @@ def _count_by_file(prompts: Sequence[Prompt], file_starts: Sequence[int]) -> lis
 
 
 def name_files(files: Sequence[str]) -> dict[str, str]:
-    """A name for each file, by which metrics tell sets apart: its own without the ending, and as many of the
-    directories above it as it takes ("gsm8k-test" and "math-test").
-    """
+    """Name each file for metrics: its stem, with as many parent directories as needed ("gsm8k-test", "math-test")."""
     stems = [
         (file.removeprefix(PREFIX).partition("?")[0],) if file.startswith(PREFIX) else Path(file).with_suffix("").parts
         for file in files
@@ -101,13 +99,11 @@ def load_prompts(
 
     Args:
         files: .jsonl and .parquet files.
-        tokenizer: makes the tokens and applies the chat template.
-        cfg: names of the columns, longest prompt and what to do with longer ones.
-        limit: keep only the first N prompts (after dropping); default: all.
-        tools: of the rows without a column `tools`.
+        limit: keep only the first N prompts that are not dropped; `None` keeps all.
+        tools: default for rows without a column `tools`.
 
     Raises:
-        UserError: a file or row is wrong, a prompt is too long under the policy "error", or none is left.
+        UserError: a file or row is invalid, a prompt is too long under the policy "error", or no prompt is left.
     """
     prompts: list[Prompt] = []
     starts: list[int] = []
@@ -144,13 +140,8 @@ def load_prompts(
 def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -> SftSet:
     """Read, check and tokenize prompts with their responses (column response_key, else answer_key).
 
-    Args:
-        files: .jsonl and .parquet files.
-        tokenizer: makes the tokens and applies the chat template.
-        cfg: names of the columns, longest prompt and response.
-
     Raises:
-        UserError: as `load_prompts`; also a response that is longer than `max_response_length` with its EOS.
+        UserError: as `load_prompts`; also a response longer than `max_response_length` with its EOS.
     """
     column = cfg.response_key or cfg.answer_key
     examples: list[Rollout] = []
@@ -190,10 +181,10 @@ class _Fitted:
 
 
 def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: list[Any]) -> _Fitted | None:
-    """The prompt as the policy for long ones leaves it; None where it drops the row."""
+    """Tokenize a prompt and apply the policy for long ones; return `None` if the row is dropped."""
     value, limit = row.require(cfg.prompt_key), cfg.max_prompt_length
     messages = read_messages(value, row, cfg.prompt_key) if isinstance(value, list) else None
-    own_options = row.optional(_OPTIONS, dict, {})  # a column of parquet has the names of all rows
+    own_options = row.optional(_OPTIONS, dict, {})  # parquet fills in keys from other rows with null
     options = cfg.apply_chat_template_kwargs | {name: x for name, x in own_options.items() if x is not None}
     if tools:
         options["tools"] = tools
@@ -230,9 +221,9 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: lis
 
 
 def _ground_truth(row: Row, cfg: DataConfig) -> Any:
-    """verl's `reward_model.ground_truth` where the row has it, the plain answer column otherwise.
+    """Return verl's `reward_model.ground_truth` if present, else the answer column.
 
-    Lists and dicts stay as they are, for reward functions that take them.
+    Lists and dicts are kept for reward functions that take them.
     """
     value, column = row.optional("reward_model", dict, {}).get("ground_truth"), "reward_model.ground_truth"
     if value is None:
@@ -241,7 +232,7 @@ def _ground_truth(row: Row, cfg: DataConfig) -> Any:
 
 
 def _extra_info(row: Row, cfg: DataConfig) -> dict[str, Any]:
-    """verl's `extra_info` and every column that has no meaning of its own; `extra_info` wins over a column."""
+    """Merge all columns without a meaning of their own with verl's `extra_info`, which takes precedence."""
     known = {cfg.prompt_key, cfg.answer_key, cfg.response_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
     further = {name: value for name, value in row.columns.items() if name not in known}
     return further | row.optional("extra_info", dict, {})
@@ -258,10 +249,10 @@ def _refuse_empty(kept: int, dropped: int, files: list[str], cfg: DataConfig) ->
 
 
 def choose_teachers(config: RunConfig, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    """The prompts about which each teacher is asked, by the index of the prompt; every teacher is in it.
+    """Return the indices of the prompts that each teacher scores; every teacher is a key.
 
     Raises:
-        UserError: a prompt that `algorithm.distillation.choose_by` gives no teacher.
+        UserError: `algorithm.distillation.choose_by` maps a prompt to no teacher.
     """
     column, everything = config.algorithm.distillation.choose_by, list(range(len(prompts)))
     if column is None:

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of JSONL and parquet files, each with the place it came from, checked before anybody uses them.
+"""Reads and checks rows of JSONL and parquet files, each with its location for errors.
 
-Parquet goes through the `datasets` library, streamed: nothing is prepared on disk, so several ranks can
-read at once and the user's home stays untouched. JSONL is decoded line by line, because a bad line has
-to be named by its number and shown, and because a columnar reader would change what the user wrote:
-columns that the first line lacks would vanish, numbers and texts in one column would be cast.
+Parquet is streamed by `datasets` without preparation on disk, so ranks can read concurrently and the home directory
+stays untouched. JSONL is decoded line by line: errors can quote a line by number, and a columnar reader would drop
+columns missing in the first line and cast mixed types.
 
-Invariants: rows keep the order of the files; `index` counts over all the files; blank lines of a JSONL
-file are no rows. `Row.text`, `Row.messages` and so on return checked values or raise a UserError that
-names file and line.
+Invariants: rows keep the order of the files; `index` counts over all files; blank lines are skipped. Accessors of `Row`
+return checked values or raise a UserError with file and line.
 """
 
 from __future__ import annotations
@@ -32,10 +30,9 @@ class Row:
     """One row of a data file.
 
     Attributes:
-        index: position over all the files that were read together, from 0.
-        file: position of its file among them, from 0.
-        location: "file:line" (JSONL) or "file:row N" (parquet), counted from 1.
-        columns: name -> value.
+        index: over all files read together, from 0.
+        file: index of its file, from 0.
+        location: "file:line" (JSONL) or "file:row N" (parquet), from 1.
     """
 
     index: int
@@ -44,15 +41,11 @@ class Row:
     columns: dict[str, Any]
 
     def scalar_text(self, column: str) -> str:
-        """The value of a column that holds a text or a number, as text."""
+        """Return a text or number column as text."""
         return as_text(self.require(column), column, self.location)
 
     def require(self, column: str) -> Any:
-        """The value of a column that must be there and not null.
-
-        Raises:
-            UserError: it is missing or null; the message names file, line and the columns that are there.
-        """
+        """Return the value of a column (UserError if it is missing or null)."""
         if self.columns.get(column) is None:
             state = "is null" if column in self.columns else "is missing"
             raise UserError(
@@ -64,7 +57,7 @@ class Row:
         return self.columns[column]
 
     def optional(self, column: str, kind: type, default: Any) -> Any:
-        """The value of a column of type `kind`, or `default` where it is missing or null."""
+        """Return a column of type `kind`, or `default` if it is missing or null."""
         value = self.columns.get(column)
         if value is None:
             return default
@@ -74,7 +67,7 @@ class Row:
 
 
 def as_text(value: Any, column: str, location: str) -> str:
-    """A text as it is, a finite number as Python prints it; anything else is a UserError."""
+    """Return a text unchanged and a finite number as Python prints it (UserError otherwise)."""
     if isinstance(value, str):
         return value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -84,7 +77,7 @@ def as_text(value: Any, column: str, location: str) -> str:
 
 
 def wrong_type(column: str, value: Any, location: str, expected: str) -> UserError:
-    """The error for a value of the wrong type or shape."""
+    """Build the error for a value of the wrong type or shape."""
     return UserError(
         f'column "{column}" holds {excerpt(repr(value))} ({type(value).__name__})',
         source=location,
@@ -94,18 +87,18 @@ def wrong_type(column: str, value: Any, location: str, expected: str) -> UserErr
 
 
 def excerpt(text: str) -> str:
-    """`text`, cut to a length that fits an error message."""
+    """Cut a text to fit an error message."""
     return text if len(text) <= _LONGEST_EXCERPT else text[:_LONGEST_EXCERPT] + f"... ({len(text)} characters)"
 
 
 def read_rows(files: list[str]) -> Iterator[Row]:
-    """All rows of all files, in order.
+    """Yield all rows of all files, in order.
 
     Args:
-        files: paths of .jsonl and .parquet files, or data sets of reasoning-gym.
+        files: .jsonl and .parquet paths, or reasoning-gym data sets.
 
     Raises:
-        UserError: no files, a file that is missing, empty or of another kind, or a malformed row.
+        UserError: no files, a missing, empty or unsupported file, or a malformed row.
     """
     if not files:
         raise UserError(
@@ -152,7 +145,7 @@ def _open(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as file:  # bytes: text mode would also break lines at characters inside a string
+    with path.open("rb") as file:  # bytes: text mode would also split lines at characters inside a string
         for number, line in enumerate(file, start=1):
             if line.strip():
                 location = f"{path}:{number}"
@@ -178,13 +171,13 @@ def _parse_line(line: bytes, location: str) -> dict[str, Any]:
             expected="one JSON object per line",
             hint=hint,
         )
-    if b"\\ud" in line.lower():  # only an escape can stand for one
+    if b"\\ud" in line.lower():  # a surrogate can only come from an escape
         _refuse_surrogates(value, shown, location)
     return value
 
 
 def _refuse_surrogates(columns: dict[str, Any], shown: str, location: str) -> None:
-    """Half of a character is no text: no tokenizer takes it, and no file that is written later."""
+    """Refuse lone surrogates, which tokenizers and later writes cannot encode."""
     for name, value in columns.items():
         try:
             json.dumps([name, value], ensure_ascii=False).encode()
@@ -201,14 +194,14 @@ def _refuse_surrogates(columns: dict[str, Any], shown: str, location: str) -> No
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     import datasets  # a slow import, not needed with JSONL
 
-    # The library puts a lock file into its cache even when it streams; a directory of our own keeps ranks apart.
+    # The library locks a file in its cache even when streaming; separate directories keep ranks apart.
     with tempfile.TemporaryDirectory(prefix="megatron_rl_datasets_") as cache_dir:
         try:
-            # The default batch, the first group of rows, may have none.
+            # The default batch size is the first row group, which may be empty.
             stream = datasets.Dataset.from_parquet(str(path), cache_dir=cache_dir, streaming=True, batch_size=1024)
             for number, columns in enumerate(stream, start=1):
                 yield f"{path}:row {number}", cast(dict[str, Any], columns)
-        except Exception as error:  # pyarrow and datasets raise many kinds for a broken file
+        except Exception as error:  # pyarrow and datasets raise many types for a broken file
             first_line = (str(error).splitlines() or [""])[0]
             raise UserError(
                 f"the file cannot be read as parquet: {type(error).__name__}: {excerpt(first_line)}",

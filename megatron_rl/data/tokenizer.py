@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to token ids and back: one small interface over sentencepiece and Hugging Face tokenizers.
+"""A common interface over sentencepiece and Hugging Face tokenizers, both read from local files only.
 
-Both implementations read local files only. Invariants: `encode` adds neither BOS nor EOS; `decode` skips
-special tokens and ids beyond the vocabulary (a model's vocabulary may be padded, and padding has no
-text); the text of a special token becomes that token in `encode`, and in the content of a message stays
-text; there is always an EOS, because a rollout has to be able to end; a tokenizer without a padding
-token pads with EOS, which is safe because padding never enters a loss.
+Invariants: `encode` adds neither BOS nor EOS. `decode` skips special tokens and ids beyond the vocabulary, which a
+model may pad. The text of a special token becomes that token in `encode`, but stays text in message contents. There is
+always an EOS, because rollouts must be able to end; without a padding token EOS pads, which is safe because padding
+never enters a loss.
 """
 
 from __future__ import annotations
@@ -26,38 +25,38 @@ _ACCEPTED = "a directory with tokenizer.json or tokenizer.model, or a sentencepi
 
 
 class Tokenizer(Protocol):
-    """What the package needs of a tokenizer."""
+    """Interface of tokenizers."""
 
     eos_token_id: int
     pad_token_id: int
     vocab_size: int
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without special tokens around it; it may have the text of some."""
+        """Encode a text without adding special tokens; text of special tokens becomes these tokens."""
         ...
 
     def encode_content(self, text: str) -> list[int]:
-        """Token ids of a text in which the text of special tokens is text."""
+        """Encode a text in which special tokens are plain text."""
         ...
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of what `render` returned, or of a part of it."""
+        """Encode a result of `render`, or a part of it."""
         ...
 
     def read_vocabulary(self) -> dict[str, int]:
-        """Every token with its id."""
+        """Return token -> id for all tokens."""
         ...
 
     def decode(self, ids: Sequence[int], keep: Collection[str] = ()) -> str:
-        """Text of `ids` without the special tokens, except for some of them."""
+        """Return the text of `ids` without special tokens, except those in `keep`."""
         ...
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """Text of a conversation, up to where the assistant begins to speak; `options` are of its template."""
+        """Render a conversation up to the start of the assistant's reply; `options` are template arguments."""
         ...
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """The same for `encode_rendered`: special tokens of contents have guards, see `marks`."""
+        """Render as `apply_chat_template` for `encode_rendered`: special tokens in contents get guards (see `marks`)."""
         ...
 
 
@@ -65,8 +64,7 @@ class SentencePieceTokenizer:
     """A sentencepiece model.
 
     Args:
-        model_file: the .model file.
-        reads_marks: special tokens in contents are tokens.
+        reads_marks: encode special tokens in contents as tokens.
 
     Raises:
         UserError: the file is missing or broken, or the model defines no EOS.
@@ -75,7 +73,7 @@ class SentencePieceTokenizer:
     def __init__(self, model_file: Path | str, *, reads_marks: bool = False) -> None:
         self.source = str(model_file)
         try:
-            # Bytes, not a path: the library's own error for a missing file does not name it.
+            # Bytes, not a path: the library's error for a missing file does not name it.
             self._model = sentencepiece.SentencePieceProcessor(model_proto=Path(model_file).read_bytes())
         except (OSError, RuntimeError) as error:
             raise UserError(
@@ -107,11 +105,11 @@ class SentencePieceTokenizer:
         return {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
 
     def decode(self, ids: Sequence[int], keep: Collection[str] = ()) -> str:
-        """See `Tokenizer.decode`; sentencepiece has no text for special tokens."""
+        """See `Tokenizer.decode`; sentencepiece has no text for special tokens, so `keep` is ignored."""
         return self._model.decode([int(i) for i in ids if i not in self._special and 0 <= i < self.vocab_size])
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """One "role: content" line per message, then "assistant: "; sentencepiece carries no template with options."""
+        """Write one "role: content" line per message, then "assistant: "; sentencepiece files have no template."""
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -120,11 +118,11 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer in Hugging Face format, read by transformers without any network access.
+    """A tokenizer in Hugging Face format, read by transformers without network access.
 
     Args:
-        directory: holds tokenizer.json and usually tokenizer_config.json.
-        reads_marks: special tokens in contents are tokens.
+        directory: with tokenizer.json and usually tokenizer_config.json.
+        reads_marks: encode special tokens in contents as tokens.
 
     Raises:
         UserError: the files are missing or broken, or define no EOS token.
@@ -165,14 +163,14 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _special(self) -> dict[int, str]:
-        """The special tokens, as `skip_special_tokens` has them."""
+        """Return the special tokens as defined by `skip_special_tokens`."""
         return {i: token.content for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """The tokenizer's own template with the generation prompt.
+        """Apply the tokenizer's template with the generation prompt.
 
         Raises:
-            UserError: there is no template, or it refuses these messages.
+            UserError: there is no template, or it rejects these messages.
         """
         return self._apply(messages, options)
 
@@ -206,15 +204,15 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(path: Path, *, reads_marks: bool = False) -> Tokenizer:
-    """The tokenizer that lies at `path`.
+    """Load the tokenizer at `path`.
 
     Args:
-        path: a directory with tokenizer.json or tokenizer_config.json (Hugging Face), or with
-            tokenizer.model only (sentencepiece), or a .model file (sentencepiece).
+        path: a directory with tokenizer.json or tokenizer_config.json (Hugging Face) or only tokenizer.model
+            (sentencepiece), or a .model file.
         reads_marks: `data.special_tokens_in_contents`.
 
     Raises:
-        UserError: nothing of the kind is there, or it cannot be read.
+        UserError: there is no tokenizer, or it cannot be read.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".model":
@@ -235,16 +233,14 @@ def load_tokenizer(path: Path, *, reads_marks: bool = False) -> Tokenizer:
 def find_stop_tokens(
     tokenizer: Tokenizer, model: Path, vocab_size: int, further: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's EOS, the others that generation_config.json lists, and further ones.
+    """Return the token ids that end a response: the tokenizer's EOS, those in generation_config.json, and `further`.
 
     Args:
-        tokenizer: of the policy.
-        model: its directory.
-        vocab_size: of the model.
+        model: directory of the model.
         further: `rollout.stop_token_ids`.
 
     Raises:
-        UserError: the file cannot be read, or it or the setting lists what is no token of the model.
+        UserError: the file cannot be read, or a listed id is not in the model's vocabulary.
     """
     file = model / "generation_config.json"
     try:
@@ -273,11 +269,7 @@ def find_stop_tokens(
 
 
 def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Refuse texts that no response can have.
-
-    Raises:
-        UserError: one is empty, or the text of special tokens, which no response shows.
-    """
+    """Refuse stop strings that cannot occur in a response: empty, or text of special tokens (UserError)."""
     for string in strings:
         if not string or string not in tokenizer.decode(tokenizer.encode(string)):
             raise UserError(
@@ -289,7 +281,7 @@ def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer) -> None:
 
 
 def _without_marks(model: sentencepiece.SentencePieceProcessor) -> sentencepiece.SentencePieceProcessor:
-    """The same model without its user-defined symbols that are marks; control symbols never come of text."""
+    """Return the model without user-defined symbols that are marks; control symbols never result from text."""
     if not any(is_mark(model.id_to_piece(i), is_special=False) for i in range(model.vocab_size())):
         return model
     messages: Any = import_module("sentencepiece.sentencepiece_model_pb2")
@@ -319,7 +311,7 @@ def _read_hugging_face(directory: Path) -> Any:
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
-    """Without a tokenizer_config.json the special tokens may be named in special_tokens_map.json."""
+    """Read special_tokens_map.json, used without a tokenizer_config.json."""
     file = directory / "special_tokens_map.json"
     entries = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     texts = {name: value["content"] if isinstance(value, dict) else value for name, value in entries.items()}
@@ -327,7 +319,7 @@ def _special_tokens(directory: Path) -> dict[str, str]:
 
 
 def _require_eos(eos: int | None, pad: int | None, source: str) -> tuple[int, int]:
-    """EOS, and padding or else EOS; sentencepiece says -1 for a token that the model does not define."""
+    """Return EOS and the padding token, or EOS twice; sentencepiece uses -1 for an undefined token."""
     if eos is None or eos < 0:
         raise UserError(
             "the tokenizer defines no end-of-sequence token",

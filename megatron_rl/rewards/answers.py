@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The answer that a response marks.
+r"""Extraction of the answer that a response marks: \boxed{}, \fbox{} or "####".
 
-Every text may mark one by \boxed{}, \fbox{} or "####"; responses to DAPO's and AIME's prompts, which ask for it, also
-by a line "Answer: ...".
+For DAPO and AIME, whose prompts request it, also a line "Answer: ...".
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ _ASKS_FOR_ANSWER_LINE = ("math_dapo", "math_dapo_reasoning", "aime")
 
 
 def extract_answer(text: str, data_source: str = "") -> str | None:
-    r"""The answer that a text marks: the content of its last box, else what follows its last "####".
+    r"""Return the answer that a text marks, stripped, or `None`.
+
+    It is the content of the last box, else the line after the last "####".
 
     Args:
         text: a response, or a solution of a data set.
-        data_source: its name; responses to some data sets may mark the answer in a way of their own as well.
-
-    Returns:
-        The answer without whitespace around it; None if the text marks none.
+        data_source: enables "Answer:" lines for DAPO and AIME.
     """
     for match in reversed(list(_BOX.finditer(text))):
         content = match["bare"] or read_to_closing_brace(text[match.end() :])
@@ -43,7 +41,7 @@ def extract_answer(text: str, data_source: str = "") -> str | None:
 
 
 def read_to_closing_brace(text: str) -> str | None:
-    """What stands before the brace that closes an open one; None where none does."""
+    """Return the text before the brace that closes an already open one, or `None`."""
     depth = 1
     for position, character in enumerate(text):
         depth += (character == "{") - (character == "}")
@@ -53,15 +51,14 @@ def read_to_closing_brace(text: str) -> str | None:
 
 
 def restates_prompt(response: str, prompt: str, truths: Sequence[str], data_source: str = "") -> bool:
-    """Whether a response's answer is a part of its prompt, which holds none of the ground truths.
+    """Return whether a response's answer is copied from a prompt that contains none of the ground truths.
 
-    An answer is what the response marks, of at least two words or numbers. Without a mark it is the last operation of
-    the response ("9 + 10 + 22"), if the ground truths are numbers.
+    A marked answer needs at least two words or numbers. Without a mark, the answer is the last operation of the
+    response ("9 + 10 + 22"), if the ground truths are numbers.
 
     Args:
-        response, prompt: texts; case and whitespace do not count.
-        truths: see `extract_answer`; without one, nothing is known about the prompt.
-        data_source: see `extract_answer`.
+        response, prompt: compared without case and whitespace.
+        truths: the result is False if empty.
     """
     marked = extract_answer(response, data_source)
     answer = _TOKEN.findall((response if marked is None else marked).casefold())
@@ -78,7 +75,7 @@ def restates_prompt(response: str, prompt: str, truths: Sequence[str], data_sour
 
 
 def _last_operation(tokens: Sequence[str]) -> list[str]:
-    """The tokens around the last number up to the next words; none if there is no operator among them."""
+    """Return the tokens around the last number, up to the nearest word; empty without an operator."""
     numbers = [place for place, token in enumerate(tokens) if token[0].isdigit()]
     if not numbers:
         return []
@@ -87,5 +84,5 @@ def _last_operation(tokens: Sequence[str]) -> list[str]:
 
 
 def _as_line(tokens: Sequence[str]) -> str:
-    """Tokens such that one line contains another only at their boundaries."""
+    """Join tokens so that substring search matches only at token boundaries."""
     return f" {' '.join(tokens)} " if tokens else " "

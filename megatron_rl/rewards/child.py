@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Python interpreter of its own that serves messages: `python -m MODULE FILE_DESCRIPTOR`.
+"""A child process that runs a Python module and serves messages: `python -m MODULE FILE_DESCRIPTOR`.
 
-It is no fork, because forking a process in which gloo, vLLM or CUDA have threads is not safe. It does not inherit the
-variables of the environment that look like secrets.
+It is a new interpreter, because forking a process with gloo, vLLM or CUDA threads is unsafe, and does not inherit
+environment variables that look like secrets.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
 
-# Words of a name, between underscores: WANDB_API_KEY and HF_TOKEN, but not TOKENIZERS_PARALLELISM.
+# Matches WANDB_API_KEY and HF_TOKEN, but not TOKENIZERS_PARALLELISM.
 _SECRET = re.compile(r"(?:^|_)(?:KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)", re.IGNORECASE)
 
 
 class ChildProcess:
-    """The parent's end of one child.
+    """The parent's end of one child process.
 
     Args:
-        module: what the child runs; it finds its end of the connection as `sys.argv[1]`.
-        secrets: variables of the environment that it gets although they look like secrets.
+        module: run by the child with the connection's file descriptor as `sys.argv[1]`.
+        secrets: environment variables to pass on anyway.
     """
 
     def __init__(self, module: str, secrets: Collection[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # In a session of its own, so that what the child starts can be killed with it.
+            # A new session, so that the child's own children can be killed with it.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -45,25 +45,25 @@ class ChildProcess:
         self._connection = Connection(ours.detach())
 
     def ask(self, message: Any, seconds: float) -> Any:
-        """Send and wait; raises TimeoutError, or EOFError or OSError when the process is gone."""
+        """Send a message and wait for the reply (TimeoutError; EOFError or OSError if the process is gone)."""
         self._connection.send(message)
         if not self._connection.poll(seconds):
             raise TimeoutError
         return self._connection.recv()
 
     def tell(self, message: Any, descriptor: int | None = None) -> None:
-        """Send, with a file descriptor for the process if one is given; raises OSError when the process is gone."""
+        """Send a message and optionally a file descriptor (OSError if the process is gone)."""
         self._connection.send(message)
         if descriptor is not None:
             send_handle(self._connection, descriptor, self._process.pid)
 
     def dismiss(self) -> None:
-        """Ask the process to leave; an idle one does so at once."""
+        """Request the process to exit."""
         with contextlib.suppress(OSError):
             self._connection.send(None)
 
     def end(self, grace: float) -> int:
-        """Wait `grace` seconds for the end of the process, then kill it and what it started; its exit code."""
+        """Wait up to `grace` seconds, kill the process and its children, and return the exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(grace, 0.0))
         with contextlib.suppress(ProcessLookupError):
@@ -72,5 +72,5 @@ class ChildProcess:
 
 
 def environment_without_secrets(kept: Collection[str] = ()) -> dict[str, str]:
-    """The environment but for the variables whose names say key, token, secret or password; `kept` ones stay."""
+    """Return the environment without variables named like a key, token, secret or password, except `kept`."""
     return {name: value for name, value in os.environ.items() if name in kept or not _SECRET.search(name)}

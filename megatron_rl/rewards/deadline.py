@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTTP request with a deadline for all of it and a bound on its answer.
+"""HTTP POST with a deadline for the whole request and a limit on the response size.
 
-The time limit of `requests` bounds each wait for data: a service that sends a byte now and then would never reach it,
-not even with its headers. Here a timer shuts the connection down at the deadline, whatever is being waited for.
+The timeout of `requests` bounds each wait for data, so a service that sends a byte now and then never reaches it. Here
+a timer shuts the connection down.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 _CHUNK_BYTES = 1 << 16
-_REQUEST = threading.local()  # the request that this thread is in: its connections add their sockets to it
+_REQUEST = threading.local()  # the thread's current request, with which its connections register
 
 
 class DeadlineExceeded(Exception):
-    """The request was not done in time."""
+    """The request did not finish in time."""
 
 
 class TooLarge(Exception):
-    """The answer is larger than its bound."""
+    """The response exceeds its size limit."""
 
 
 class _Deadline:
-    """Shuts the sockets of one request down when its time is over."""
+    """Shuts down a request's sockets when its time is over."""
 
     def __init__(self, seconds: float) -> None:
         self._sockets: list[socket.socket] = []
@@ -52,7 +52,7 @@ class _Deadline:
                 self._sockets.pop().close()
 
     def watch(self, connection: socket.socket) -> None:
-        """Take part in a new connection; a duplicate stays valid when TLS takes the socket over."""
+        """Register a duplicate of a socket, which stays valid when TLS takes the original over."""
         with self._lock:
             self._sockets.append(connection.dup())
             if self.is_over:
@@ -65,7 +65,7 @@ class _Deadline:
 
     def _shut_down(self) -> None:
         for each in self._sockets:
-            with contextlib.suppress(OSError):  # the peer was faster
+            with contextlib.suppress(OSError):  # the peer closed it first
                 each.shutdown(socket.SHUT_RDWR)
 
 
@@ -98,21 +98,16 @@ class _WatchedAdapter(HTTPAdapter):
 
 
 def post_within(url: str, body: bytes, seconds: float, max_answer_bytes: int) -> tuple[int, bytes]:
-    """Post JSON; redirects are not followed.
+    """Post JSON and return the status and the body; redirects are not followed.
 
     Args:
-        url: http or https; `user:password@` is sent as basic authentication.
-        body: the JSON.
-        seconds: time for all of it but looking up the host's name.
-        max_answer_bytes: bound on the answer, decompressed.
-
-    Returns:
-        The status and the answer.
+        url: http or https; `user:password@` becomes basic authentication.
+        seconds: for the whole request except the DNS lookup.
+        max_answer_bytes: limit on the decompressed body.
 
     Raises:
-        DeadlineExceeded: it took longer.
-        TooLarge: the answer is longer.
-        requests.RequestException, urllib3.exceptions.HTTPError, OSError: the request failed.
+        DeadlineExceeded, TooLarge: the request exceeded a limit.
+        requests.RequestException, urllib3.exceptions.HTTPError, OSError: it failed.
     """
     start = time.monotonic()
     with requests.Session() as session, _Deadline(seconds) as deadline:
@@ -139,7 +134,7 @@ def post_within(url: str, body: bytes, seconds: float, max_answer_bytes: int) ->
             if deadline.is_over or isinstance(error, requests.Timeout):
                 raise _late(start, seconds) from error
             raise
-        if deadline.is_over:  # a connection that is shut down looks like the end of the answer
+        if deadline.is_over:  # a shut-down connection looks like the end of the response
             raise _late(start, seconds)
         return status, bytes(answer)
 

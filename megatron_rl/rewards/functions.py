@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions by name: a rule of this room, or the user's own code, checked when it is loaded.
+"""Loading and checking of reward functions: built-in rules, or the user's code.
 
-A reward function has verl's signature: (data_source, solution_str, ground_truth, extra_info), called by
-keyword, and returns a number, or a dict with "score" whose other numbers are logged one by one. It also gets the
-`FURTHER_ARGUMENTS` that its signature names, or all of them as **kwargs.
+A reward function has verl's signature (data_source, solution_str, ground_truth, extra_info), is called by keyword, and
+returns a number, or a dict with "score" and further numbers to log. It also receives the `FURTHER_ARGUMENTS` in its
+signature, or all of them as **kwargs.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ FURTHER_ARGUMENTS = ("prompt", "response_tokens", "finish_reason", "step", "row"
 
 
 class RewardFunction(Protocol):
-    """Scores one response."""
+    """A function that scores one response."""
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], **further: Any
     ) -> float | dict[str, Any]:
-        """The score, or {"score": number, component: number, ...}."""
+        """Return the score, or {"score": number, component: number, ...}."""
         ...
 
 
 def load_reward_function(
     name: str, setting: str = "reward.function", answer: AnswerPolicy = "marked"
 ) -> RewardFunction:
-    """The rule or the user's function of that name.
+    """Load a rule or a user's function.
 
     Args:
-        name: a rule, or "path.py:name" with the path relative to the working directory.
-        setting: where the name was given, for errors.
-        answer: which answers the rule "math" takes.
+        name: a rule, or "path.py:name" relative to the working directory.
+        setting: source of the name, for errors.
+        answer: answers that the rule "math" accepts.
 
     Raises:
-        UserError: the file or the name is missing, the file cannot be imported, or the object cannot be
-            called with verl's four arguments.
+        UserError: the file or name is missing, the import fails, or the signature is wrong.
     """
     if name in RULES:
         return cast(
@@ -64,11 +63,7 @@ def load_reward_function(
 
 
 def check_reward_function(function: Any, name: str, source: str) -> RewardFunction:
-    """The function, if it can be called as a reward function.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Return the object if it is a valid reward function (UserError otherwise)."""
     if function is None:
         raise UserError(f'the file defines no "{name}"', source=source, expected=_SIGNATURE, hint="check the name")
     if not callable(function):
@@ -106,7 +101,7 @@ def check_reward_function(function: Any, name: str, source: str) -> RewardFuncti
 
 
 def find_further_arguments(function: RewardFunction) -> list[str]:
-    """The `FURTHER_ARGUMENTS` that a function asks for by name or as **kwargs."""
+    """Return the `FURTHER_ARGUMENTS` that a function takes."""
     return (_remember_further_arguments if inspect.isfunction(function) else _read_further_arguments)(function)
 
 
@@ -116,11 +111,11 @@ def _read_further_arguments(function: RewardFunction) -> list[str]:
     return [name for name in FURTHER_ARGUMENTS if takes_all or name in parameters]
 
 
-_remember_further_arguments = cache(_read_further_arguments)  # a signature takes as long as a rule
+_remember_further_arguments = cache(_read_further_arguments)  # reading a signature is as slow as a rule
 
 
 def file_of(function: Any) -> str:
-    """The file that defines a function, or the class of a callable object."""
+    """Return the file that defines a function, or a callable object's class."""
     function = inspect.unwrap(function)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return code.co_filename if code is not None else repr(function)

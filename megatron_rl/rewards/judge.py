@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""math-verify in a process of its own, so that an answer that takes too long can be stopped.
+"""math-verify in a child process that can be stopped.
 
-math-verify bounds itself with a Python signal handler: it works in the main thread only, and not while one operation on
-large integers runs. The kernel ends this process instead.
+math-verify's own limit is a Python signal handler: it needs the main thread, and cannot interrupt an operation on large
+integers. Here the kernel ends the child.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from megatron_rl.rewards.child import ChildProcess
 Verdict = Literal["equal", "different", "timeout", "unparsable truth"]
 
 _LIMIT_SECONDS = 5.0
-_START_SECONDS = 120.0  # for importing sympy
+_START_SECONDS = 120.0  # to import sympy
 _LIMIT_BYTES = 4 << 30
-_REMEMBERED = 4096  # responses of a group often give the same answer
+_REMEMBERED = 4096  # cache size; responses of a group often give equal answers
 
 
 class Judge:
-    """Compares two texts with math-verify in a child, which is started when it is needed first; for any thread."""
+    """Compares texts with math-verify in a child process, started at first use; thread-safe."""
 
     def __init__(self, limit_seconds: float = _LIMIT_SECONDS) -> None:
         self._limit_seconds, self._lock = limit_seconds, threading.Lock()
         self._child: ChildProcess | None = None
 
     def compare(self, answer: str, truth: str) -> Verdict:
-        """Whether `answer` equals `truth`; "timeout" where that took too much time or memory."""
+        """Compare two texts; return "timeout" beyond the limit of time or memory."""
         with self._lock:
             if self._child is None:
                 self._child = ChildProcess("megatron_rl.rewards.judge")
@@ -49,12 +49,12 @@ class Judge:
                 return "timeout"
 
     def close(self) -> None:
-        """End the child; the next comparison starts another one."""
+        """End the child; the next comparison starts a new one."""
         with self._lock:
             self._end()
 
     def forget(self) -> None:
-        """Leave the child to the process that this one was forked from: two must not talk to one child."""
+        """Drop the child after a fork: two processes must not share its connection."""
         self._lock, self._child = threading.Lock(), None
 
     def _end(self) -> None:
@@ -70,15 +70,15 @@ os.register_at_fork(after_in_child=_JUDGE.forget)
 
 @lru_cache(_REMEMBERED)
 def judge(answer: str, truth: str) -> Verdict:
-    """`Judge.compare` with the child of this process."""
+    """Call `Judge.compare` with this process's child; cached."""
     return _JUDGE.compare(answer, truth)
 
 
 def serve(connection: Connection) -> None:
-    """Be the child: the first message is the limit, each further one an (answer, truth)."""
+    """Run the child: receive the time limit in seconds, then (answer, truth) pairs."""
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that time limits are left to the caller
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that callers must set time limits
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
     limit_seconds = connection.recv()
@@ -86,7 +86,7 @@ def serve(connection: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while True:
             answer, truth = connection.recv()
-            signal.setitimer(signal.ITIMER_REAL, limit_seconds)  # SIGALRM has no handler here: it ends the process
+            signal.setitimer(signal.ITIMER_REAL, limit_seconds)  # SIGALRM without a handler ends the process
             verdict = _compare(math_verify, answer, truth)
             signal.setitimer(signal.ITIMER_REAL, 0)
             connection.send(verdict)
@@ -101,7 +101,7 @@ def _compare(math_verify: Any, answer: str, truth: str) -> Verdict:
         return "equal" if math_verify.verify(gold, found, timeout_seconds=None) else "different"
     except MemoryError:
         return "timeout"
-    except Exception:  # of sympy, which meets every text that a policy can write
+    except Exception:  # sympy raises arbitrary errors on arbitrary texts
         return "different"
 
 

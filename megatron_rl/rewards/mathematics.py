@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an answer means the same as the ground truth.
+"""Comparison of an answer with the ground truth by meaning.
 
-Cheap and certain comparisons come first: equal texts, then two numbers with their units and separators
-(`quantities.py`). If the ground truth is a number, the answer must be one, without an operation that is left to be
-carried out. Formulas, sets, intervals and the like go to math-verify (`judge.py`).
+Exact comparisons come first: equal texts, then numbers with units and separators (`quantities.py`). If the ground truth
+is a number, the answer must be a number without an operation left to compute. Everything else goes to math-verify
+(`judge.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import re
 from megatron_rl.rewards.judge import Verdict, judge
 from megatron_rl.rewards.quantities import clean, read_last_quantity, read_quantity
 
-_LONGEST = 2000  # characters of an answer; math-verify looks for the last expression
+_LONGEST = 2000  # characters of an answer for math-verify, which looks for the last expression
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
 _MATH_WORDS = frozenset({"sqrt", "frac", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "infty", "cbrt"})
 _UNIT_BEHIND = re.compile(r"(?<=[\d})\]])\s+[A-Za-z]{2,}(?:\s+[A-Za-z]{2,})*\.?$")
-# Numbers that would take for ever to write out: towers of powers, large exponents, large factorials.
+# Numbers too large to compute: towers of powers, large exponents, large factorials.
 _HUGE = re.compile(r"\d\s*(?:\^|\*\*)\s*[{(]*\s*(?:\d+\s*[})]*\s*(?:\^|\*\*)|\d{5,})|\d{5,}\s*\)?\s*!|!\s*\)?\s*!")
 
 
@@ -25,9 +25,8 @@ def compare_answers(answer: str, truth: str, *, is_named: bool = True) -> Verdic
     """Compare an answer with the ground truth.
 
     Args:
-        answer: what a response names as its answer, or the response itself.
+        answer: the marked answer if `is_named`, else the whole response.
         truth: the ground truth, without a box.
-        is_named: `answer` is an answer and nothing else.
     """
     if not answer:
         return "different"
@@ -35,7 +34,7 @@ def compare_answers(answer: str, truth: str, *, is_named: bool = True) -> Verdic
     if ours == theirs or (_is_words(theirs) and ours.casefold() == theirs.casefold()):
         return "equal"
     gold, found = read_quantity(truth), read_quantity(answer, is_answer=True)
-    if gold and gold.is_finished:  # math-verify would carry out the operations that an answer leaves
+    if gold and gold.is_finished:  # math-verify would compute operations left in the answer
         found = found or (None if is_named else read_last_quantity(answer))
         return "equal" if found and found.is_finished and gold.equals(found) else "different"
     if gold and found:
@@ -43,17 +42,14 @@ def compare_answers(answer: str, truth: str, *, is_named: bool = True) -> Verdic
     if not gold and not is_readable(truth):
         return "unparsable truth"
     if is_named and (_is_words(ours) or _is_words(theirs)):
-        return "different"  # as formulas, "east" and "seat" would be the same product
+        return "different"  # as products of letters, "east" equals "seat"
     if _HUGE.search(answer):
         return "timeout"
     return judge(_as_latex(answer) if is_named else answer[-_LONGEST:], _as_latex(truth))
 
 
 def is_readable(truth: str) -> bool:
-    """Whether a ground truth can be compared by its meaning, as far as that shows without a parser.
-
-    A ground truth without content or with braces that do not match is compared as text only.
-    """
+    """Return whether a ground truth has content and balanced braces; otherwise it is compared as text only."""
     depth = 0
     for character in re.sub(r"\\[{}]", "", truth):
         depth += (character == "{") - (character == "}")
@@ -70,9 +66,9 @@ def _is_words(text: str) -> bool:
 
 
 def _as_latex(answer: str) -> str:
-    r"""math-verify reads bare LaTeX such as x^2+1 only where an environment marks it as mathematics.
+    r"""Box an answer, because math-verify parses bare LaTeX such as x^2+1 only inside an environment.
 
-    In a sentence it looks for the expression itself; in a box, it would read the words as products.
+    Sentences are left alone: in a box, their words would be read as products.
     """
     answer = _UNIT_BEHIND.sub("", answer)
     words = [word for word in _WORD.findall(re.sub(r"\\[a-z]+\s*\{[^{}]*\}", "", answer)) if word not in _MATH_WORDS]

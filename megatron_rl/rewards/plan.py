@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sources score a response, with which weights, and how their scores become one reward.
+"""The weighted sum of reward sources.
 
     reward = sum_i weight_i * score_i  (+ weight_model * score_model)  + soft overlong punishment
 
-A reward model scores collectively and elsewhere, so the sum is made in two steps: `compute_reward` from
-the local sources, then `add_model_scores`. Everything in here is pure but for loading the user's code.
+The reward model scores elsewhere and collectively, so `compute_reward` sums the local sources, and `add_model_scores`
+follows. Pure except for loading user code.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from megatron_rl.types import SERVICE_FAILURES, Rollout, UserError
 
 MODEL = "model"
 OVERLONG = "overlong"
-# Components that count failures; their names are the same in every sum.
+# Counts of failures; their names have no source prefix in a sum.
 _COUNTED = (SERVICE_FAILURES, *COUNTS)
-# Names that metrics of other meaning have, as reward/<name>.
+# Names of other metrics reward/<name>.
 _RESERVED = (MODEL, OVERLONG, RESTATES, *_COUNTED, "mean", "uninformative_groups")
 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """One local source.
+    """One local reward source.
 
     Attributes:
         name: of its component in the logs.
-        weight: of its score in the sum.
-        target: a rule, "path.py:name", or the URL of a service.
-        setting: where it was given, for errors.
-        function: the loaded rule or function; None for a service.
+        target: a rule, "path.py:name", or a service URL.
+        setting: source of the target, for errors.
+        function: `None` for a service.
     """
 
     name: str
@@ -54,14 +53,14 @@ class SourceSpec:
 
 @dataclass(frozen=True)
 class RewardPlan:
-    """The weighted sum.
+    """The weighted sum of reward sources.
 
     Attributes:
-        sources: local ones: rules, functions, services.
-        model_weight: weight of the reward model, the source "model"; None where it is no part of the sum.
-        is_sum: made from `reward.components`: the raw score of each source is logged by its name.
+        sources: rules, functions and services.
+        model_weight: `None` without a reward model.
+        is_sum: whether `reward.components` is set; raw scores are then logged by source name.
         max_response_length: tokens.
-        overlong_buffer_length, overlong_penalty: see `compute_overlong_penalty`; a length of 0 is off.
+        overlong_buffer_length, overlong_penalty: see `compute_overlong_penalty`; off if the length is 0.
     """
 
     sources: tuple[SourceSpec, ...]
@@ -75,15 +74,14 @@ class RewardPlan:
 def build_reward_plan(
     config: RewardConfig, max_response_length: int, function: RewardFunction | None = None
 ) -> RewardPlan:
-    """Read the reward section and load the functions that it names.
+    """Read the reward section and load its functions.
 
     Args:
-        config: `components`, or else the first of `service_url`, `function` and `rule` that is given.
-        max_response_length: tokens.
-        function: the object that `config.function` names; None: it is loaded.
+        config: `components`, or else the first given of `service_url`, `function` and `rule`.
+        function: used instead of loading `config.function`.
 
     Raises:
-        UserError: a component that is not "WEIGHT SOURCE", an unusable function or URL, or two models.
+        UserError: a component is not "WEIGHT SOURCE", a function or URL is unusable, or there are two models.
     """
     if config.components:
         setting = "reward.components"
@@ -118,18 +116,16 @@ def build_reward_plan(
 
 
 def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) -> tuple[float, dict[str, float]]:
-    """The reward of one response without the model's part, and what is logged of it.
+    """Return a response's reward without the reward model, and the components to log.
 
-    In a sum each source's raw score is logged by the source's name and its components as
-    "source/component"; a single source's components keep their names where no metric of ours has them.
+    In a sum, a source's score is logged as "source" and its components as "source/component"; a single source's
+    components keep their names unless another metric has them.
 
     Args:
-        plan: the sum.
         scores: one per local source, in the plan's order.
-        rollout: the response.
 
     Raises:
-        UserError: the sum is not finite.
+        UserError: the sum is not finite or too large.
     """
     reward, components = 0.0, {}
     for source, score in zip(plan.sources, scores, strict=True):
@@ -151,7 +147,7 @@ def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) 
 
 
 def keep_reward(plan: RewardPlan, rollout: Rollout) -> tuple[float, dict[str, float]]:
-    """Return reward and components of a rollout whose environment gave the reward; errors as in `compute_reward`."""
+    """Return reward and components of a rollout rewarded by its environment; errors as in `compute_reward`."""
     punishment, components = compute_reward(replace(plan, sources=()), [], rollout)
     reward = rollout.reward + punishment
     if not abs(reward) <= LARGEST:
@@ -160,13 +156,12 @@ def keep_reward(plan: RewardPlan, rollout: Rollout) -> tuple[float, dict[str, fl
 
 
 def add_components(given: Mapping[str, float], components: Mapping[str, float]) -> dict[str, float]:
-    """What an environment reports, beside a reward's components; a name that is taken becomes "environment/name"."""
+    """Merge an environment's components; a name that is taken becomes "environment/name"."""
     taken = (*_RESERVED, *components)
     return {f"environment/{name}" if name in taken else name: value for name, value in given.items()} | dict(components)
 
 
 def _refuse(reward: float, what: str, source: str = "reward") -> UserError:
-    """Scores are finite; what is made of them, here and in a group's baseline, must be so, too."""
     return UserError(
         f"the reward is {reward:g}\n{what}",
         source=source,
@@ -178,10 +173,9 @@ def _refuse(reward: float, what: str, source: str = "reward") -> UserError:
 def compute_overlong_penalty(
     num_response_tokens: int, max_response_length: int, buffer_length: int, penalty: float
 ) -> float:
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), times `penalty`.
+    """Compute the soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), times `penalty`.
 
-    0 up to max_response_length - buffer_length tokens, then linear in the length, -penalty at
-    max_response_length and beyond.
+    0 up to max_response_length - buffer_length tokens, then linear, -penalty from max_response_length.
     """
     excess = num_response_tokens - (max_response_length - buffer_length)
     return -penalty * min(max(excess / buffer_length, 0.0), 1.0) or 0.0  # not -0.0
@@ -190,15 +184,14 @@ def compute_overlong_penalty(
 def add_model_scores(
     plan: RewardPlan, rewards: np.ndarray, scores: np.ndarray, name: Callable[[int], str]
 ) -> np.ndarray:
-    """Add the reward model's scores to what `compute_reward` gave the same rollouts.
+    """Add the reward model's weighted scores to the rewards from `compute_reward`.
 
     Args:
-        plan: the sum.
         rewards, scores: [num_rollouts] float64.
-        name: what a message calls a rollout.
+        name: index -> description of a rollout for errors.
 
     Raises:
-        UserError: a score is missing or not finite, or the sum too large.
+        UserError: a score is missing or not finite, or a sum is too large.
     """
     assert plan.model_weight is not None, "the model is no part of this sum"
     if scores.shape != rewards.shape:
@@ -224,7 +217,7 @@ def add_model_scores(
 
 
 def is_service(target: str) -> bool:
-    """Whether a source is an HTTP service."""
+    """Return whether a source is an HTTP service."""
     return target.startswith(("http://", "https://"))
 
 

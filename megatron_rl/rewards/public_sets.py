@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The rewards that verl gives on public data sets, by the column `data_source`.
+r"""Scorers for public data sets, selected by the column `data_source`.
 
-What they return equals verl's `default_compute_score`, quirks included: GSM8K wants the truth's characters behind
-"####", MATH compares texts after Hendrycks' normalization, DAPO's and AIME's sets take the last "Answer:" after
-Minerva's and give -1 to a wrong one. The rule `math` compares by meaning instead.
+They equal verl's `default_compute_score`, including its quirks: GSM8K compares the characters after "####", MATH uses
+Hendrycks' normalization, and DAPO and AIME take the last "Answer:" after Minerva's and give -1 if wrong. The rule
+`math` compares by meaning instead.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron_rl.extension.reasoning_gym import PREFIX, score_reasoning_gym
 from megatron_rl.rewards.answers import read_to_closing_brace
 from megatron_rl.types import UserError
 
-_END = 300  # characters at the end of a response in which an answer is looked for
-_MATH_TEXTS = (  # removed or replaced, in this order
+_END = 300  # last characters of a response, searched for the answer
+_MATH_TEXTS = (  # replaced in this order
     ("\n", ""),
     ("\\!", ""),
     ("\\\\", "\\"),
@@ -99,17 +99,17 @@ _MOST_ANSWER_TAGS = 10
 
 
 class _NoForm(ValueError):
-    """A formula that the normalization cannot read; texts are compared as they are."""
+    """A formula that cannot be normalized; the texts are compared unchanged."""
 
 
 def score_gsm8k(response: str, truth: str) -> float:
-    """1.0 if the last "#### NUMBER" has the characters of the truth, commas aside."""
+    """Return 1.0 if the last "#### NUMBER" equals the truth as text, ignoring commas."""
     found = re.findall(r"#### (-?[0-9.,]+)", response[-_END:])
     return float(bool(found) and found[-1].replace(",", "") == truth)
 
 
 def score_math_set(response: str, truth: str) -> float:
-    r"""1.0 if the last \boxed{} equals the truth after Hendrycks' normalization."""
+    r"""Return 1.0 if the last \boxed{} equals the truth after Hendrycks' normalization."""
     answer = _last_box(response)
     if answer is None:
         return 0.0
@@ -127,7 +127,7 @@ def score_math_dapo(response: str, truth: str) -> dict[str, float]:
 
 
 def score_search(response: str, truth: dict[str, Any]) -> float:
-    """1.0 if the last <answer> is one of truth["target"], articles and punctuation aside; with many tags 0.25."""
+    """Return 1.0 if the last <answer> is in truth["target"], ignoring articles and punctuation; 0.25 with many tags."""
     answers = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
     targets = [truth["target"]] if isinstance(truth["target"], str) else truth["target"]
     if not answers or _normalize_words(answers[-1]) not in map(_normalize_words, targets):
@@ -153,11 +153,7 @@ _NOT_SERVED = {
 
 
 def find_scorer(data_source: str) -> Callable[[str, Any], float | dict[str, float]]:
-    """The scorer(response, ground truth) of a data set.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the scorer(response, ground truth) of a data set (UserError if there is none)."""
     if data_source.startswith("aime"):
         return score_math_dapo
     if data_source.startswith(PREFIX):
@@ -174,7 +170,7 @@ def find_scorer(data_source: str) -> Callable[[str, Any], float | dict[str, floa
 
 
 def _last_box(text: str) -> str | None:
-    """The content of the last box as Hendrycks' code finds it; None also where that code fails."""
+    """Return the last box's content by Hendrycks' rules; `None` also if his code fails."""
     bare = "\\boxed "
     if bare in text:
         return text.rpartition(bare)[2].partition("$")[0]
@@ -183,7 +179,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _normalize_math(text: str) -> str:
-    """Hendrycks et al., Measuring mathematical problem solving with the MATH dataset."""
+    """Normalize as Hendrycks et al., Measuring mathematical problem solving with the MATH dataset."""
     for old, new in _MATH_TEXTS:
         text = text.replace(old, new)
     value, *units = text.split("\\text{ ")
@@ -208,7 +204,7 @@ def _brace_roots(text: str) -> str:
 
 
 def _brace_fractions(text: str) -> str:
-    r"""\frac12 as \frac{1}{2} and \frac1{72} as \frac{1}{72}."""
+    r"""Write \frac12 as \frac{1}{2} and \frac1{72} as \frac{1}{72}."""
     braced, *tails = text.split("\\frac")
     for tail in tails:
         if not tail:
@@ -224,7 +220,7 @@ def _brace_fractions(text: str) -> str:
 
 
 def _normalize_minerva(text: str) -> str:
-    """Lewkowycz et al., Solving quantitative reasoning problems with language models, appendix D."""
+    """Normalize as Lewkowycz et al., Solving quantitative reasoning problems with language models, appendix D."""
     text = text.rpartition("=")[2]
     for old, new in (*_MINERVA_TEXTS, *((removed, "") for removed in _MINERVA_REMOVED)):
         text = text.replace(old, new)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Reads one number as people write it: "$1,072.50", "18 dollars", "1 000", "2\frac{1}{2}", "1e3", "50\%".
+r"""Parser for a single number in any notation: "$1,072.50", "18 dollars", "1 000", "2\frac{1}{2}", "1e3", "50\%".
 
-Units and currencies are skipped, not compared. A dot or comma that could mean both is read as in English ("1.000" is
-1); a comma before other than three digits is a decimal comma only where the caller says so, because "1,5" may be two
-answers. What holds several numbers, a variable or an operator is no quantity; a fraction that is a whole number
-("84/7") is one whose division is left to the reader.
+Units and currencies are ignored. An ambiguous dot or comma is read as in English ("1.000" is 1); a comma before other
+than three digits is a decimal comma only if the caller permits it, because "1,5" may be two answers. Several numbers, a
+variable or an operator make no quantity; "84/7" is one with an unfinished division.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_ROUNDED_FROM = 6  # a decimal of so many places may stand for a number such as 1/3
+_ROUNDED_FROM = 6  # decimal places from which a number may be a rounded one, such as 1/3
 _LONGEST = 500  # characters
-_LONGEST_TEXT = 2000  # of the end of a text in which the last number is looked for
+_LONGEST_TEXT = 2000  # last characters of a text, searched for the last number
 
-# How answers are dressed.
+# Markup of answers.
 _SPACES = re.compile(r"\\[,;:> ]|\\q?quad(?![a-z])|[~\s\u200b]")
 _WRAPPED_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|emph|operatorname)\s*\{([^{}]*)\}")
 _NOISE = re.compile(r"\\left|\\right|\\displaystyle|\\[()\[\]]|\\?\$|(?<!\d)\*\*|\*\*(?!\d)|[`\"]|\\(?=[%$])")
@@ -42,7 +41,7 @@ _CHARACTERS = str.maketrans(
         "\u201d": "",
     }
     | {code: chr(code - 0xFEE0) for code in range(0xFF02, 0xFF5F)}
-)  # full-width ASCII, but for the exclamation mark
+)  # full-width ASCII without the exclamation mark
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree")
 _CURRENCY_CODE = re.compile(r"(?:USD|EUR|GBP|INR|CNY|RMB|JPY|CHF|US|R|CA|AU|HK|NT|Rs\.?)\s*(?=[\d.+-])")
 
@@ -62,17 +61,17 @@ _FRACTION = re.compile(
 )
 _NUMBER = re.compile(rf"{_FRACTION.pattern}|{_DIGITS}(?:{_TIMES_TEN.pattern})?")
 
-# What may stand around a number.
+# Context of a number.
 _EQUALS = re.compile(r"=|\u2248|\\approx(?![a-z])")
-_LEFT_SIDE = re.compile(  # of "=": a name (perhaps with arguments), arithmetic, or words
+_LEFT_SIDE = re.compile(  # of "=": a name (with optional arguments), arithmetic, or words
     r"\s*(?:(?P<name>\\?[^\W\d_]+(?:_\{?\w+\}?)?(?:\s*\([^()]*\))?)|[\d\s.,+\-*/()^{}]*|[^\W\d_]+(?:\s+[^\W\d_]+)*)\s*"
 )
-_FORMULA = re.compile(r"(?=.*(?:[\w)}\]]\s*[+*/^-]|[\\|(]))[^,;<>]*")  # on the left side in an answer
+_FORMULA = re.compile(r"(?=.*(?:[\w)}\]]\s*[+*/^-]|[\\|(]))[^,;<>]*")  # left side of an answer's "="
 _SEVERAL = re.compile(
     r"\\(?:vee|lor|wedge|land|cup|pm|mp|ne|neq|le|leq|lt|ge|geq|gt)(?![a-z])|[\u00b1\u2228\u2264\u2265]"
 )
 _WRAPPED = re.compile(r"\((.*)\)|\{(.*)\}|\\\{(.*)\\\}|\[(.*)\]")
-# Text around the last number that makes it part of an operation, or negative.
+# Text next to the last number that makes it an operand, or negative.
 _OPERATION_BEFORE = re.compile(
     r"(?:[+*/^_\u00f7\u221a-]|\d[.,]|[\w)\]}](?=[(\[{])|\}|\\(?!approx|therefore|implies|to\b|[LRlr]\w*arrow)[a-z]+)[\s(\[{]*$"
 )
@@ -116,15 +115,14 @@ _MAGNITUDES = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """One number as it was written.
+    """A number as it was written.
 
     Attributes:
         value: without the scale.
         scale: 1/100 for percent, 1000 for "thousand", else 1.
         num_places: decimal places.
-        name: what stands on the left of "=", "" without one.
-        is_finished: no operation is left: the number is none as "84/7", "1.5/2" or "48 * 10^2", but may be "1/3" or
-            "4.8 * 10^3".
+        name: left side of "=", or "".
+        is_finished: false if an operation is left ("84/7", "1.5/2", "48 * 10^2"), but true for "1/3" and "4.8 * 10^3".
     """
 
     value: Fraction
@@ -134,9 +132,10 @@ class Quantity:
     is_finished: bool = True
 
     def equals(self, other: Quantity) -> bool:
-        """Whether both mean the same; where only one has a scale, it may have been left out of the other.
+        """Return whether both mean the same number.
 
-        A decimal of six or more places equals what it is rounded from.
+        A scale of only one may have been omitted in the other. A decimal of six or more places equals a number that it
+        rounds.
         """
         if self.name and other.name and self.name != other.name:
             return False
@@ -149,7 +148,7 @@ class Quantity:
 
 
 def clean(text: str) -> str:
-    """The text without fonts, spacing commands and signs of currencies; digits of other scripts in ASCII."""
+    """Return the text without fonts, spacing commands and currency signs, and with ASCII digits."""
     if not text.isascii():
         text = _SUPERSCRIPTS.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
         text = _VULGAR_FRACTION.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0])}", text)
@@ -160,17 +159,16 @@ def clean(text: str) -> str:
 
 
 def _to_ascii(character: str) -> str:
-    """A digit of any script as 0 to 9, the sign of a currency as nothing."""
     category = unicodedata.category(character)
     return str(unicodedata.digit(character)) if category == "Nd" else "" if category == "Sc" else character
 
 
 def read_quantity(text: str, *, is_answer: bool = False) -> Quantity | None:
-    """The one number that a text means, or None.
+    """Parse the single number that a text means; return `None` if there is none.
 
     Args:
-        text: an answer, with its unit, currency, name ("x = 5") or words around it.
-        is_answer: it is a response's, not a ground truth: "1,5" is one number, and of "2x + 1 = 5" only the 5 counts.
+        text: an answer, with its unit, currency, name ("x = 5") or surrounding words.
+        is_answer: the text comes from a response: "1,5" is one number, and of "2x + 1 = 5" only the 5 counts.
     """
     if len(text) > _LONGEST:
         return None
@@ -197,7 +195,7 @@ def read_quantity(text: str, *, is_answer: bool = False) -> Quantity | None:
 
 
 def read_last_quantity(text: str) -> Quantity | None:
-    """The last number of a response in words; None if it is part of an operation, or there is none."""
+    """Parse the last number of a response in words; return `None` if it is part of an operation."""
     text = " ".join(clean(text[-_LONGEST_TEXT:]).split())
     last = [*_NUMBER.finditer(text)][-1:]
     if not last:
@@ -215,7 +213,7 @@ def read_last_quantity(text: str) -> Quantity | None:
 
 
 def _unwrap(text: str) -> str:
-    """The text without brackets around all of it; several numbers keep theirs."""
+    """Remove brackets around the whole text, except around several numbers."""
     while wrapped := _WRAPPED.fullmatch(text):
         inside = next(part for part in wrapped.groups() if part is not None).strip()
         if "," in inside and not _PLAIN.fullmatch(inside):
@@ -225,7 +223,7 @@ def _unwrap(text: str) -> str:
 
 
 def _read_number(text: str, decimal_comma: bool) -> tuple[Quantity | None, int]:
-    """The number that a text begins with, without sign and scale, and where it ends."""
+    """Parse the number at the start, without sign and scale; return it and its end."""
     match = _FRACTION.match(text)
     if match:
         whole, *parts = match.groups()
@@ -247,7 +245,7 @@ def _read_number(text: str, decimal_comma: bool) -> tuple[Quantity | None, int]:
 
 
 def _to_fraction(text: str) -> Fraction:
-    """A number of the form `_DIGITS`, or with a decimal comma."""
+    """Convert a number of the form `_DIGITS`, or with a decimal comma."""
     sign, text = (-1, text[1:]) if text.startswith("-") else (1, text)
     grouped = re.sub(r"[ ']", "", text)
     if grouped != text and "," in grouped:
@@ -260,7 +258,7 @@ def _to_fraction(text: str) -> Fraction:
 
 
 def _read_rest(rest: str) -> Fraction | None:
-    """The scale that the words behind a number give it; None if they are more than a unit."""
+    """Return the scale given by the words after a number; `None` if they are more than a unit."""
     percent = _PERCENT.match(rest)
     if percent:
         return Fraction(1, 100) if _is_unit(rest[percent.end() :]) else None
@@ -272,7 +270,7 @@ def _read_rest(rest: str) -> Fraction | None:
 
 
 def _is_unit(rest: str) -> bool:
-    """Whether what follows a number is nothing, or a unit with any words behind it, but no second answer."""
+    """Return whether the text after a number is empty or a unit with words, but no second answer."""
     rest = rest.strip(" .,;:)") if not rest.strip(" .,;:)") else rest
     unit = _UNIT.fullmatch(rest)
     if not rest or unit is None:
@@ -288,5 +286,5 @@ def _is_unit(rest: str) -> bool:
 
 
 def _is_hedged(text: str) -> bool:
-    """Whether words or signs make a text with numbers mean several of them or none: "5 or 6", "at least 5"."""
+    """Return whether a text means several numbers or a bound: "5 or 6", "at least 5"."""
     return bool(_UNEQUAL & set(text.lower().split()) or _SEVERAL.search(text))

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that compare a response with the ground truth; no response makes them raise.
+"""Built-in reward rules; they never raise on a response, and unreadable answers are wrong.
 
-`exact_match` compares texts, `score_math` what the answers mean, `marks_answer` looks at the form only. A response
-is whatever a policy happened to write, so a text that cannot be read is a wrong answer. `RULES` are their names in a
-config.
+`exact_match` compares texts, `score_math` meanings, `marks_answer` only the form.
 """
 
 from __future__ import annotations
@@ -17,30 +15,27 @@ from megatron_rl.rewards.mathematics import compare_answers
 AnswerPolicy = Literal["marked", "any"]
 
 UNMARKED, TIMEOUTS, UNPARSABLE_TRUTH = "unmarked_answers", "math_timeouts", "math_unparsable_truth"
-# Components of `score_math` that count what went otherwise than asked; their names are the same in every sum.
+# Counts of failures in `score_math`; their names have no source prefix in a sum.
 COUNTS = (UNMARKED, TIMEOUTS, UNPARSABLE_TRUTH)
 
 
 def exact_match(response: str, ground_truth: Any) -> float:
-    """1.0 if the texts are equal but for whitespace around them, else 0.0; of several ground truths, to any."""
+    """Return 1.0 if the response equals any ground truth, ignoring surrounding whitespace, else 0.0."""
     return float(any(response.strip() == truth.strip() for truth in list_truths(ground_truth)))
 
 
 def score_math(
     response: str, ground_truth: Any, data_source: str = "", answer: AnswerPolicy = "marked"
 ) -> dict[str, float]:
-    """Score 1.0 if the response's answer equals the ground truth mathematically, else 0.0.
+    """Score 1.0 if the response's answer equals a ground truth mathematically, else 0.0.
 
     Args:
-        response: of the policy.
-        ground_truth: an answer, or a solution that marks it; a list: any of them is right.
+        ground_truth: an answer, a solution that marks it, or a list of alternatives.
         data_source: see `extract_answer`.
-        answer: "marked": only an answer that the response marks counts; "any": without a mark, the last expression
-            of the response.
+        answer: "marked" accepts only a marked answer; "any" falls back to the last expression.
 
     Returns:
-        "score", and 1.0 or 0.0 for each of `COUNTS`: the response marks no answer; reading the answer took too long;
-        the ground truth could only be compared as text.
+        "score", and 1.0 or 0.0 per name in `COUNTS`: no answer marked; timeout; compared as text only.
     """
     found = extract_answer(response, data_source)
     counts = dict.fromkeys(COUNTS, 0.0) | {UNMARKED: float(found is None)}
@@ -60,7 +55,7 @@ def score_math(
 
 
 def marks_answer(response: str, ground_truth: Any = "", data_source: str = "") -> float:
-    r"""1.0 if the response marks an answer, right or wrong, by a closed \boxed{} or a "####", else 0.0."""
+    r"""Return 1.0 if the response marks an answer, right or wrong, by a closed \boxed{} or a "####", else 0.0."""
     return float(bool(extract_answer(response, data_source)))
 
 
@@ -80,5 +75,5 @@ RULES: dict[str, Callable[[str, Any, str, AnswerPolicy], float | dict[str, float
 
 
 def list_truths(ground_truth: Any) -> list[Any]:
-    """The ground truths of which any is right."""
+    """Return the alternative ground truths as a list."""
     return ground_truth if isinstance(ground_truth, list) else [ground_truth]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores one rank's rollouts, while they are still being generated where a source can do that.
+"""Scores one rank's rollouts, concurrently with generation if a source supports it.
 
     generator.generate(..., on_finished=scorer.begin)         # workers and services start at once
     scored = scorer.finish(rollouts of this rank)             # waits
 
-Invariant: what a rollout gets does not depend on whether or when `begin` was called for it.
+Invariant: scores do not depend on whether or when `begin` was called.
 """
 
 from __future__ import annotations
@@ -35,51 +35,49 @@ _END_SECONDS = 5.0
 
 
 class RewardSource(Protocol):
-    """Something that scores responses."""
+    """Interface of a source of scores."""
 
     def begin(self, rollout: Rollout, step: int = 0) -> Callable[[], Score]:
-        """Start scoring one decoded response; the result waits for its score, and raises UserError if there is none.
+        """Start scoring a decoded response; return a function that waits for the score (UserError if it failed).
 
-        Must not raise itself: it is called from inside of the rollout engine.
+        Must not raise itself: the rollout engine calls it.
         """
         ...
 
 
 class FunctionInRank:
-    """A rule or function called in this process, when its score is waited for; it cannot be interrupted."""
+    """A rule or function that runs in this process when its score is awaited; it cannot be interrupted."""
 
     def __init__(self, function: RewardFunction) -> None:
         self._function = function
 
     def begin(self, rollout: Rollout, step: int = 0) -> Callable[[], Score]:
-        """Nothing yet: see the class."""
+        """Defer the call until the score is awaited."""
         return partial(compute_score, self._function, rollout, step)
 
 
 class FunctionInWorker:
-    """A rule or function in the worker processes."""
+    """A rule or function run in the worker processes."""
 
     def __init__(self, pool: WorkerPool, index: int) -> None:
         self._pool, self._index = pool, index
 
     def begin(self, rollout: Rollout, step: int = 0) -> Callable[[], Score]:
-        """Hand the rollout to the next worker that is free."""
+        """Submit the rollout to the next free worker."""
         return self._pool.submit(self._index, rollout, step).result
 
 
 class Scorer:
-    """The local sources of a plan, on one rank; communicates with no other rank.
+    """The local reward sources of one rank; no communication with other ranks.
 
-    With reward.workers=0, rules and functions run in the rank when `finish` is called: a function that
-    hangs there hangs the run until the collective timeout.
+    With reward.workers=0, rules and functions run in the rank during `finish`, and a function that hangs blocks the run
+    until the collective timeout.
 
     Args:
-        plan: what to add up.
-        config: workers, timeouts and service settings.
         decode: response tokens -> text.
 
     Attributes:
-        is_concurrent: whether anything is scored between `begin` and `finish`.
+        is_concurrent: whether scoring starts before `finish`.
     """
 
     def __init__(self, plan: RewardPlan, config: RewardConfig, decode: Callable[[Sequence[int]], str]) -> None:
@@ -110,26 +108,25 @@ class Scorer:
         self._left_behind: set[psutil.Process] = set()
 
     def begin(self, rollout: Rollout, step: int = 0) -> None:
-        """Decode the last turn and start scoring it, in a step (0: validation); `finish` must get the same object.
+        """Decode the last turn and start scoring it (step 0: validation); `finish` must get the same object.
 
-        A rollout that has a reward, from its environment, keeps it.
+        A reward given by the rollout's environment is kept.
         """
         decoded = replace(rollout, response=self._decode(rollout.answer_tokens.tolist()))
         sources = self._sources if math.isnan(rollout.reward) else []
         waits = [source.begin(decoded, step) for source in sources]
-        self._begun[id(rollout)] = rollout, decoded, waits  # an id is of one object only while that exists
+        self._begun[id(rollout)] = rollout, decoded, waits  # an id is unique only while its object exists
 
     def finish(self, rollouts: Sequence[Rollout], step: int | Sequence[int] = 0) -> list[Rollout]:
-        """The rollouts with `response`, `reward` and `reward_components`, without the reward model's part.
+        """Return the rollouts with `response`, `reward` and `reward_components`, without the reward model's part.
 
-        The component `RESTATES` is 1.0 for a reward above 0 of an answer that restates the prompt, else absent.
+        The component `RESTATES` is 1.0 if an answer that restates the prompt got a positive reward, else absent.
 
         Args:
-            rollouts: this rank's share; those that were not begun are begun now.
-            step: as in `begin`, for these; of each rollout, or of all.
+            rollouts: of this rank; not begun ones are begun with `step`, one for all or one per rollout.
 
         Raises:
-            UserError: a source has no score for a rollout, or the sum is not finite; the first such one in order.
+            UserError: a source failed on a rollout or a sum is not finite; the first in order.
         """
         for rollout, its_step in zip(rollouts, np.broadcast_to(step, len(rollouts)).tolist(), strict=True):
             if id(rollout) not in self._begun:
@@ -151,7 +148,7 @@ class Scorer:
 
     @contextmanager
     def _notice_children(self) -> Iterator[None]:
-        """Remember the processes that a function of the user's starts in this process and leaves behind."""
+        """Track processes that user functions start in this process and leave running."""
         if not self._runs_users_code:
             yield
             return
@@ -162,7 +159,7 @@ class Scorer:
             self._left_behind |= {*psutil.Process().children()} - before
 
     def close(self) -> None:
-        """End worker processes and requests, and what reward functions left behind."""
+        """End workers, requests, and processes left behind by reward functions."""
         for left in self._left_behind:
             with suppress(psutil.NoSuchProcess):
                 for process in [*left.children(recursive=True), left]:

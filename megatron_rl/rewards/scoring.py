@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One response and one reward function: what the function is told, and what counts as a score.
+"""Calls a reward function on one response and validates its score.
 
-The user's code fails in every way that code can fail; each is reported with the rollout that caused it
-and the line that raised it. Invariant: every `Score` is finite.
+Errors name the rollout and the line that raised. Invariant: every `Score` is finite.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from megatron_rl.extension.user_code import ProcessExit, locate, refuse_exit
 from megatron_rl.rewards.functions import RewardFunction, file_of, find_further_arguments
 from megatron_rl.types import Rollout, UserError, text_of
 
-LARGEST = 1e18  # of a reward: its square, in the variance of a group, is finite in float32
+LARGEST = 1e18  # limit of a reward: its square, in a group's variance, is finite in float32
 _LONGEST_RESPONSE, _LONGEST_NAME = 200, 100
-_NO_NAMES = ("reward", "std")  # they would read as quantities of the run
+_NO_NAMES = ("reward", "std")  # would read as metrics of the run
 
 
 def describe_rollout(rollout: Rollout) -> str:
-    """Three lines for an error message; long texts are cut in the middle."""
+    """Describe a rollout in three lines for an error message."""
     prompt = rollout.prompt
     return (
         f"  rollout:  prompt_id {prompt.prompt_id}, sample_index {rollout.sample_index}, "
@@ -37,7 +36,7 @@ def describe_rollout(rollout: Rollout) -> str:
 
 @dataclass(frozen=True)
 class Score:
-    """The score of one response by one source, its components by name, and the failure that it stands for."""
+    """One source's score of a response, with named components and the failure that it replaces."""
 
     value: float
     components: dict[str, float] = field(default_factory=dict)
@@ -45,15 +44,10 @@ class Score:
 
 
 def compute_score(function: RewardFunction, rollout: Rollout, step: int = 0) -> Score:
-    """Call a reward function on one rollout whose response is decoded.
-
-    Args:
-        function: the user's, or a rule.
-        rollout: to score.
-        step: of the main loop; 0 in validation.
+    """Call a reward function on a decoded rollout (step 0: validation).
 
     Raises:
-        UserError: the function raised, or returned something that is not a finite score.
+        UserError: the function raised, or returned no finite score.
     """
     prompt = rollout.prompt
     tellable: dict[str, Callable[[], Any]] = {
@@ -83,10 +77,10 @@ def compute_score(function: RewardFunction, rollout: Rollout, step: int = 0) -> 
 
 
 def parse_score(result: Any) -> Score:
-    """Read a number, or {"score": number, component: number, ...}; components that are no numbers are left out.
+    """Parse a number, or {"score": number, component: number, ...}; non-numeric components are dropped.
 
     Raises:
-        ValueError: it is neither, or some number in it is not finite; the message says what it is.
+        ValueError: there is no score, or a number is not finite.
     """
     if not isinstance(result, dict):
         return Score(_number(result, "the score"))
@@ -104,11 +98,7 @@ def parse_score(result: Any) -> Score:
 
 
 def check_name(name: Any) -> str:
-    """The name of a component, which becomes that of a metric.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Return a component's name if it is a valid metric name (ValueError otherwise)."""
     is_right = isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME and name.isprintable() and "/" not in name
     if not is_right or name in _NO_NAMES:
         raise ValueError(
@@ -119,7 +109,7 @@ def check_name(name: Any) -> str:
 
 
 def shorten(text: str) -> str:
-    """Beginning and end: a response names its answer at the end."""
+    """Cut the middle: a response gives its answer at the end."""
     if len(text) <= _LONGEST_RESPONSE:
         return text
     half = _LONGEST_RESPONSE // 2
@@ -134,7 +124,7 @@ def _number(value: Any, name: str) -> float:
 
 
 def _scalar(value: Any) -> float | None:
-    """A Python, numpy or torch number (a bool counts) as float; None for anything else."""
+    """Convert a Python, numpy or torch number or bool to float; `None` for anything else."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, bool | int | float | np.bool_):

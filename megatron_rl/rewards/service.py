@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of an HTTP reward service: batches of responses as JSON, retries, and a policy for when they fail.
+"""Client of an HTTP reward service, with batching, retries, and a failure policy.
 
     POST {"samples": [{"data_source", "prompt", "response", "ground_truth", "extra_info",
                        "prompt_id", "sample_index"}, ...]}
     200  {"scores": [number | {"score": number, component: number, ...}, ...]}    one per sample, in order
 
-Batches are cut in the order in which responses finish, so a service must score each sample on its own.
-A request is tried again after a connection error, a timeout, 429, 5xx and an answer that is not the JSON
-above; not after another status, which says that the request itself is wrong. The pauses are waited for here, not by
-urllib3's `Retry`: that one cannot be interrupted, and does not know a bad answer.
+Batches follow the order in which responses finish, so each sample must be scored independently. Connection errors,
+timeouts, 429, 5xx and malformed answers are retried; any other status means a wrong request. urllib3's `Retry` is not
+used: its pauses cannot be interrupted, and it does not check answers.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from megatron_rl.rewards.scoring import Score, parse_score, shorten
 from megatron_rl.types import SERVICE_FAILURES, Rollout, UserError
 
 _MOST_NAMED_PROMPTS = 8
-_LONGEST_TEXT = 10_000  # bytes of an answer that an error looks at
+_LONGEST_TEXT = 10_000  # bytes of a response quoted in errors
 MAX_ANSWER_BYTES = 64 << 20
 _OK, _TOO_MANY_REQUESTS = 200, 429
 
 
 class _RequestFailed(Exception):
-    """One attempt failed; `retry` says whether another one could help."""
+    """A failed attempt; `retry` is true if another one could succeed."""
 
     def __init__(self, what: str, *, retry: bool) -> None:
         super().__init__(what)
@@ -42,12 +41,10 @@ class _RequestFailed(Exception):
 
 
 class RewardService:
-    """A reward source that asks an HTTP service; requests run in threads.
+    """A reward source that posts batches to an HTTP service from threads.
 
     Args:
-        url: where batches are posted.
-        config: the service_* settings.
-        setting: where the URL was given, for errors.
+        setting: source of the URL, for errors.
     """
 
     def __init__(self, url: str, config: RewardConfig, setting: str) -> None:
@@ -57,7 +54,7 @@ class RewardService:
         self._is_closed = threading.Event()
 
     def begin(self, rollout: Rollout, step: int = 0) -> Callable[[], Score]:
-        """Put a rollout into the open batch, which leaves when it is full, or when one of its scores is waited for."""
+        """Add a rollout to the open batch, which is sent when it is full or a score is awaited."""
         future: Future[Score] = Future()
         self._open.append((rollout, future))
         if len(self._open) == self._config.service_batch_size:
@@ -70,7 +67,7 @@ class RewardService:
         return wait
 
     def close(self) -> None:
-        """Drop what is waiting; requests on their way are awaited."""
+        """Drop queued batches; wait for requests in flight."""
         self._is_closed.set()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
@@ -82,7 +79,7 @@ class RewardService:
     def _score_batch(self, batch: list[tuple[Rollout, Future[Score]]]) -> None:
         try:
             scores = self._request_scores([rollout for rollout, _ in batch])
-        except Exception as error:  # belongs to those who wait for the scores, not to this thread
+        except Exception as error:  # raised by the waiting callers
             for _, future in batch:
                 future.set_exception(error)
         else:
@@ -90,7 +87,7 @@ class RewardService:
                 future.set_result(score)
 
     def _request_scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """Post until it works or must not be tried again; then what `service_on_failure` says."""
+        """Post with retries; apply `service_on_failure` if all fail."""
         config, attempt = self._config, 1
         while True:
             try:
@@ -112,7 +109,7 @@ class RewardService:
             status, answer = post_within(self._url, body, config.service_timeout_seconds, MAX_ANSWER_BYTES)
         except (DeadlineExceeded, TooLarge) as error:
             raise _RequestFailed(str(error), retry=True) from error
-        except Exception as error:  # of requests, urllib3 and what they are built on
+        except Exception as error:  # requests, urllib3 and their dependencies raise many types
             raise _RequestFailed(f"{type(error).__name__}: {shorten(redact(str(error)))}", retry=True) from error
         if status != _OK:
             text = shorten(repr(answer[:_LONGEST_TEXT].decode(errors="replace")))
@@ -141,14 +138,14 @@ class RewardService:
         return [self._count(Score(self._config.service_fallback_reward, failure=found), 1.0) for _ in rollouts]
 
     def _count(self, score: Score, failures: float) -> Score:
-        """With a fallback, how often it was taken is a component of every response."""
+        """Add the failure count, a component of every response if a fallback is configured."""
         if self._config.service_on_failure == "stop":
             return score
         return replace(score, components={**score.components, SERVICE_FAILURES: failures})
 
 
 def _parse_answer(answer: Any, num_samples: int) -> list[Score]:
-    """Raises ValueError, saying what is wrong with the answer."""
+    """Parse the response body; ValueError if it is malformed."""
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list):
         raise ValueError(f'no list "scores" in {shorten(repr(answer))}')
@@ -158,7 +155,6 @@ def _parse_answer(answer: Any, num_samples: int) -> list[Score]:
 
 
 def _describe(rollout: Rollout) -> dict[str, Any]:
-    """What the service is told."""
     prompt = rollout.prompt
     return {
         "data_source": prompt.data_source,
@@ -172,5 +168,5 @@ def _describe(rollout: Rollout) -> dict[str, Any]:
 
 
 def _to_json(value: Any) -> Any:
-    """numpy values of a data file as lists and numbers; others, such as dates, as text."""
+    """Convert numpy values to lists and numbers, and others, such as dates, to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rules of a plan can do with the ground truths of a data set, looked at once, before the run starts."""
+"""Checks of the ground truths against the reward rules, before the run starts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ _COMPARES_TEXTS = ("math", "exact")
 
 
 def check_truths(plan: RewardPlan, prompts: Sequence[Prompt]) -> list[str]:
-    """Notes for the user about ground truths that can be compared as text only.
-
-    Args:
-        plan: the reward sources.
-        prompts: of all sets.
+    """Return notes on ground truths that can be compared as text only.
 
     Raises:
-        UserError: the rule by_data_source knows no scorer for a data set, or a ground truth is no text where a rule
-            needs one.
+        UserError: a data set has no scorer in the rule by_data_source, or a ground truth is not text for a rule that
+            needs it.
     """
     targets = {source.target: source.setting for source in plan.sources}
     if "by_data_source" in targets:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of validation with one or several responses per prompt; pure."""
+"""Validation metrics for one or several responses per prompt; pure."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from megatron_rl.rewards.answers import extract_answer
 
 
 def name_answer(response: str) -> str:
-    r"""The answer that a response votes for: what it marks by \boxed{} or ####, else all of it, stripped."""
+    r"""Return the response's vote for maj@k: its marked answer, else the whole text, stripped."""
     return extract_answer(response) or response.strip()
 
 
 def compute_validation_metrics(
     rewards: Sequence[Sequence[float]], answers: Sequence[Sequence[str]], correct_from: float = 0.5
 ) -> dict[str, float]:
-    """Means over prompts.
+    """Compute means over prompts.
 
     Args:
         rewards: [num_prompts][k].
         answers: [num_prompts][k], from `name_answer`; read only for k > 1.
-        correct_from: least reward of a response that counts as correct for pass@k.
+        correct_from: minimum reward of a correct response.
 
     Returns:
-        k = 1: "accuracy", the mean reward. k > 1, with k written as its number: "mean@k", the mean reward, also
-        as "accuracy"; "pass@k", see `estimate_pass_at_k`; "best@k", the mean of the best reward; "maj@k", the mean
-        reward of the answer that most responses name (the one that comes first, where several do).
+        "accuracy", the mean reward. For k > 1 also "mean@k", the same; "pass@k", see `estimate_pass_at_k`; "best@k",
+        the mean of the best reward; "maj@k", the mean reward of the most frequent answer (the first on a tie).
     """
     table = np.asarray(rewards, np.float64)
     k = table.shape[1]
@@ -44,17 +43,15 @@ def compute_validation_metrics(
         f"mean@{k}": accuracy,
         f"pass@{k}": estimate_pass_at_k(table, k, correct_from),
         f"best@{k}": float(best.mean()),
-        f"maj@{k}": float(np.mean(majority)),  # of equally frequent answers the first one counts
+        f"maj@{k}": float(np.mean(majority)),
     }
 
 
 def estimate_pass_at_k(rewards: np.ndarray, k: int, correct_from: float = 0.5) -> float:
-    """Probability that one of k responses is correct: the unbiased estimator of arXiv 2107.03374, equation 1.
+    """Estimate the probability that one of k responses is correct (arXiv 2107.03374, equation 1; unbiased).
 
     Args:
-        rewards: [num_prompts, n], n >= k.
-        k: responses.
-        correct_from: least reward of a response that counts as correct.
+        rewards: [num_prompts, n], n >= k; at least `correct_from` is correct.
     """
     n = rewards.shape[1]
     wrong = n - (rewards >= correct_from).sum(1)

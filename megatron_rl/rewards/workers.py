@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes of a rank that compute rules and the user's functions while the rank does other things.
+"""Worker processes that run rules and user functions in parallel to the rank.
 
-A worker is a new Python interpreter (`child.py`). It imports this file, the rules and the user's file, nothing
-else of the package, and keeps what the user's module keeps between calls. In the rank, one thread per worker
-hands it one rollout at a time and waits for the answer.
+A worker is a new interpreter (`child.py`) that imports only this file, the rules and the user's file; module state
+persists between calls. One thread per worker sends it one rollout at a time.
 
-Invariants: a rollout gets a score or a UserError that names it, also when the function hangs (its worker
-is killed, with the processes that it started) or the worker dies; a worker never outlives its rank.
+Invariants: each rollout gets a score or a UserError that names it, even if the function hangs (its worker is killed
+with all its processes) or the worker dies. A worker never outlives its rank.
 """
 
 from __future__ import annotations
@@ -29,19 +28,18 @@ from megatron_rl.rewards.functions import load_reward_function
 from megatron_rl.rewards.scoring import Score, compute_score, describe_rollout
 from megatron_rl.types import Rollout, UserError
 
-_START_SECONDS = 120.0  # for the imports of the user's file
+_START_SECONDS = 120.0  # includes imports of the user's file
 _GRACE_SECONDS = 1.0
 
 
 class WorkerPool:
-    """Worker processes of one rank; they are started when there is work for them.
+    """The worker processes of one rank, started on demand.
 
     Args:
-        functions: (name, setting) pairs as `load_reward_function` takes them.
-        num_workers: processes.
-        timeout_seconds: longest time for one rollout.
-        answer: as `load_reward_function` takes it.
-        secrets: as `ChildProcess` takes them.
+        functions: (name, setting) pairs for `load_reward_function`.
+        timeout_seconds: limit for one rollout.
+        answer: see `load_reward_function`.
+        secrets: see `ChildProcess`.
     """
 
     def __init__(
@@ -61,11 +59,11 @@ class WorkerPool:
         self._lock, self._is_closed = threading.Lock(), False
 
     def submit(self, function: int, rollout: Rollout, step: int = 0) -> Future[Score]:
-        """Score a rollout with the function of that index; the future raises UserError where that fails."""
+        """Score a rollout with the function at this index; the future raises UserError on failure."""
         return self._threads.submit(self._score, function, rollout, step)
 
     def close(self) -> None:
-        """Drop what is waiting, end the workers."""
+        """Drop queued rollouts and end the workers."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = True
@@ -119,7 +117,7 @@ class WorkerPool:
         return code
 
     def _give_up(self, worker: ChildProcess, function: int, rollout: Rollout, what: str, grace: float) -> UserError:
-        self._of_this_thread.worker = None  # the thread's next rollout gets a new one
+        self._of_this_thread.worker = None  # the thread's next rollout starts a new worker
         code = self._end(worker, grace)
         name, setting = self._functions[function]
         how = f" ({_describe_end(code)})" if grace else ""
@@ -136,9 +134,9 @@ def _describe_end(code: int) -> str:
 
 
 def serve(connection: Connection) -> None:
-    """Be a worker: load the functions that the first message names, then answer rollout after rollout."""
+    """Run a worker: load the functions in the first message, then score rollouts."""
     faulthandler.enable()
-    os.set_inheritable(connection.fileno(), False)  # what the user's function starts must not hold it open
+    os.set_inheritable(connection.fileno(), False)  # processes started by the user's function must not hold it open
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, messages), daemon=True).start()
     try:
@@ -157,7 +155,7 @@ def serve(connection: Connection) -> None:
 
 
 def _receive(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
-    """Pass messages on; end the process, whatever it is doing, when the rank is gone."""
+    """Queue messages; kill the process when the rank is gone."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             messages.put(connection.recv())

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Games of the packages textarena and gem-llm as environments: `textarena:FrozenLake-v0`, `gem:game:Sudoku-v0-easy`.
+"""Single-player games of textarena and gem-llm: `textarena:FrozenLake-v0`, `gem:game:Sudoku-v0-easy`.
 
-The first observation follows the row's messages, and each further one answers a reply. All episodes on a row begin
-alike: the game's seed is the task's.
+The first observation follows the row's messages. The game's seed is the task's, so all episodes on a row start alike.
 """
 
 from __future__ import annotations
@@ -16,22 +15,18 @@ from megatron_rl.types import UserError
 
 
 class TextArenaGame:
-    """A game for one player; its reward is that of the end.
-
-    Args:
-        name: of the game.
-    """
+    """A textarena game; its only reward comes at the end."""
 
     def __init__(self, name: str) -> None:
         self._game, self._shown = import_module("textarena").make(name), ""
 
     def reset(self, task: Task) -> Observation:
-        """The rules and the first state."""
+        """Return the rules and the first state."""
         self._game.reset(num_players=1, seed=task.seed)
         return self._observe()
 
     def step(self, reply: Reply) -> Observation | Done:
-        """What a move leads to."""
+        """Play a move; `Done` carries the game's reward."""
         is_over, _ = self._game.step(reply.text)
         if not is_over:
             return self._observe()
@@ -39,29 +34,25 @@ class TextArenaGame:
         return Done(float(rewards[0]))
 
     def _observe(self) -> Observation:
-        """What is new: most games show all that was said so far."""
+        """Return the new part of the observation; most games repeat the whole history."""
         _, shown = self._game.get_observation()
         new, self._shown = shown.removeprefix(self._shown), shown
         return Observation([{"role": "user", "content": new}], 0.0)
 
 
 class GemGame:
-    """A game with a reward in each turn.
-
-    Args:
-        name: of the game.
-    """
+    """A gem game, with a reward in each turn."""
 
     def __init__(self, name: str) -> None:
         self._game = import_module("gem").make(name)
 
     def reset(self, task: Task) -> Observation:
-        """The rules and the first state."""
+        """Return the rules and the first state."""
         shown, info = self._game.reset(seed=task.seed)
         return _say(shown, info)
 
     def step(self, reply: Reply) -> Observation | Done:
-        """What a move leads to."""
+        """Play a move."""
         shown, reward, is_over, is_cut, info = self._game.step(reply.text)
         if is_over or is_cut:
             return Done(float(reward))
@@ -73,7 +64,7 @@ def _say(shown: str, info: Mapping[str, Any], reward: float | None = None) -> Ob
     return Observation([{"role": "user", "content": "\n".join(filter(None, parts))}], reward)
 
 
-# Prefix of `agents.environment` -> package on PyPI, module, and what plays one of its games.
+# Prefix of `agents.environment` -> PyPI package, module, and environment class.
 GAMES: dict[str, tuple[str, str, Callable[[str], Environment]]] = {
     "textarena": ("textarena", "textarena", TextArenaGame),
     "gem": ("gem-llm", "gem", GemGame),
@@ -81,18 +72,14 @@ GAMES: dict[str, tuple[str, str, Callable[[str], Environment]]] = {
 
 
 def find_game(kind: str, name: str) -> Callable[[], Environment]:
-    """What makes the environment of a game.
-
-    Raises:
-        UserError: the package or the game is not there.
-    """
+    """Return a game's environment factory (UserError if the package or the game is missing)."""
     package, module, play = GAMES[kind]
     hint: Any = f"pip install {package}"
     try:
         import_module(module)
         hint = f"look the name up in the package {package}"
         play(name)
-    except Exception as error:  # packages raise what they like for a name that they do not know
+    except Exception as error:  # packages raise arbitrary exceptions for an unknown name
         raise UserError(
             f"{type(error).__name__}: {error}",
             source=f"agents.environment = {kind}:{name}",

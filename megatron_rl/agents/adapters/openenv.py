@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments behind an OpenEnv server: `openenv:http://HOST:PORT`; what they run stays on that machine.
+"""Environments served by OpenEnv: `openenv:http://HOST:PORT`. Their code runs on the server's machine.
 
-An episode is a session of the server: one WebSocket on /ws, with the messages "reset" and "step" (openenv 0.10,
-https://github.com/meta-pytorch/OpenEnv). The server's schema of actions says how a reply becomes one:
+An episode is one WebSocket session on /ws with "reset" and "step" messages (openenv 0.10,
+https://github.com/meta-pytorch/OpenEnv). The server's action schema determines how a reply becomes an action:
 
-    tools (MCP)            each tool call of the reply is a step; a reply without any ends the episode
-    one field of text      the reply's text
-    any other              the reply's text is the action, as JSON
+    tools (MCP)            each tool call of the reply is a step; a reply without calls ends the episode
+    one text field         the reply's text
+    otherwise              the reply's text, parsed as JSON
 
-Needs the package `websockets`, which comes with vLLM.
+Requires the package `websockets`, a dependency of vLLM.
 """
 
 from __future__ import annotations
@@ -28,27 +28,23 @@ _LIST_TOOLS = {"action": {"type": "list_tools"}}
 
 
 class InvalidAction(ValueError):
-    """The server does not take an action; the message is for the policy."""
+    """An action that the server rejects; the policy receives the message."""
 
 
 class OpenEnvironment:
-    """A session of a server. A subclass without arguments may read replies and write observations in its own way.
-
-    Args:
-        url: of the server, http or https.
-    """
+    """A session of an OpenEnv server. Subclasses without arguments may override `read_action`, `write_observation`."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._open = contextlib.ExitStack()  # the end of the episode's process closes it
+        self._open = contextlib.ExitStack()  # closed at exit of the episode's process
         self._socket: Any = None
         self._schema: dict[str, Any] = {}
 
     def reset(self, task: Task) -> Observation:
-        """The first observation. The server gets the task's seed and what a row has as `extra_info.reset`.
+        """Start the episode with the task's seed and the row's `extra_info.reset`.
 
         Raises:
-            RuntimeError: the server refuses, or says that the episode is over.
+            RuntimeError: the server reports an error, or an episode that is already over.
         """
         from websockets.sync.client import connect  # optional
 
@@ -61,7 +57,7 @@ class OpenEnvironment:
         return Observation(self._show("user", found), found["reward"])
 
     def step(self, reply: Reply) -> Observation | Done:
-        """What the reply leads to. An action that the server does not take is told to the policy."""
+        """Send the reply's action; the policy receives the error if the server rejects it."""
         if takes_tools(self._schema):
             return self._call(reply.tool_calls)
         try:
@@ -73,11 +69,7 @@ class OpenEnvironment:
         return Observation(self._show("user", found), found["reward"])
 
     def read_action(self, reply: Reply) -> dict[str, Any]:
-        """The action of a reply.
-
-        Raises:
-            InvalidAction: it has none.
-        """
+        """Parse the action from a reply (InvalidAction if it is not a JSON object)."""
         properties = {name: spec for name, spec in self._schema["properties"].items() if name != "metadata"}
         needed = self._schema.get("required", [])
         if len(needed) == 1 and properties[needed[0]].get("type") == "string":
@@ -91,7 +83,7 @@ class OpenEnvironment:
         return action
 
     def write_observation(self, observation: dict[str, Any]) -> str:
-        """An observation as text: its only text, or all of it that is not empty as JSON."""
+        """Format an observation: its only field if that is text, else its non-empty fields as JSON."""
         shown = {name: x for name, x in observation.items() if name != "metadata" and x not in (None, "", [], {})}
         texts = [*shown.values()]
         return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else json.dumps(shown, ensure_ascii=False)
@@ -101,7 +93,6 @@ class OpenEnvironment:
         return [{"role": role, "content": text}] if text != "{}" else []
 
     def _call(self, calls: list[ToolCall]) -> Observation | Done:
-        """The results of what the reply calls, up to where the episode is over."""
         messages: list[Message] = []
         reward = None
         for call in calls:
@@ -119,10 +110,10 @@ class OpenEnvironment:
         return Observation(messages, reward) if messages else Done()
 
     def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a message: observation, reward and done."""
+        """Send a message; return the server's observation, reward and done."""
         from websockets.exceptions import ConnectionClosed
 
-        with contextlib.suppress(ConnectionClosed):  # a server that is full says so and hangs up
+        with contextlib.suppress(ConnectionClosed):  # a full server sends an error and closes the connection
             self._socket.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(self._socket.recv())
         found = answer["data"]
@@ -135,7 +126,6 @@ class OpenEnvironment:
 
 
 def _write_result(observation: dict[str, Any]) -> str:
-    """What a tool returned, as text."""
     if error := observation.get("error"):
         return f"error: {error['message']}"
     result = observation.get("result")
@@ -146,12 +136,7 @@ def _write_result(observation: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Server:
-    """What makes the environments of a server.
-
-    Attributes:
-        url: of it.
-        tools: that it has, for the chat template.
-    """
+    """A factory for a server's environments; `tools` goes to the chat template."""
 
     url: str
     tools: list[dict[str, Any]]
@@ -161,11 +146,7 @@ class _Server:
 
 
 def find_server(kind: str, url: str) -> Callable[[], Environment]:
-    """What makes the environment of a server.
-
-    Raises:
-        UserError: it does not answer.
-    """
+    """Return a server's environment factory (UserError if the server does not answer)."""
     try:
         tools = _list_tools(url) if takes_tools(read_schema(url)) else []
     except (OSError, ValueError, KeyError) as error:
@@ -179,17 +160,17 @@ def find_server(kind: str, url: str) -> Callable[[], Environment]:
 
 
 def read_schema(url: str) -> dict[str, Any]:
-    """The JSON schema of the actions of a server (OSError, ValueError, KeyError: there is none)."""
+    """Return the server's JSON schema of actions (OSError, ValueError, KeyError if unavailable)."""
     return _fetch(f"{url.rstrip('/')}/schema")["action"]
 
 
 def takes_tools(schema: dict[str, Any]) -> bool:
-    """Whether the actions are calls of MCP tools."""
+    """Return whether actions are MCP tool calls."""
     return "tool_name" in schema["properties"]
 
 
 def _list_tools(url: str) -> list[dict[str, Any]]:
-    """In the form of OpenAI's API."""
+    """Return the server's tools in OpenAI format."""
     found = _fetch(f"{url.rstrip('/')}/step", _LIST_TOOLS)["observation"]["tools"]
     functions = [
         {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]} for tool in found

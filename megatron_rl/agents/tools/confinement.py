@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Confines a program of the policy to a directory: a script of the standard library alone, which `python` starts.
+"""Sandbox for the policy's programs; a standard-library script, started by the tool `python`.
 
-    python -I -B confinement.py DIRECTORY SECONDS    runs the program of its input
-    python -I -B confinement.py DIRECTORY            writes a line "layer: reason" for each layer that the kernel lacks
+    python -I -B confinement.py DIRECTORY SECONDS    runs the program on stdin
+    python -I -B confinement.py DIRECTORY            prints "layer: reason" for each layer that the kernel lacks
 
-Each layer holds without the others. Namespaces: no network, no processes to name, and they end with the program.
-Mounts: all is read-only but the directory, which has a limit of bytes and files. Landlock: only the interpreter
-and the system's libraries are read. seccomp: no processes, sockets, signals to others, nor memory beyond the limit.
+The layers are independent. Namespaces: no network, no visible processes, no survivors. Mounts: everything is read-only
+except the directory, which is limited in bytes and files. Landlock: only the interpreter and system libraries are
+readable. seccomp: no new processes, sockets, signals to other processes, or memory beyond the limit.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _NEW_MOUNTS, _NEW_IPC, _NEW_USERS, _NEW_PIDS, _NEW_NETWORK = 0x20000, 0x8000000,
 _MS_READ_ONLY, _MS_NO_SUID, _MS_NO_DEV, _MS_RECURSIVE, _MS_PRIVATE = 1, 2, 4, 0x4000, 0x40000
 _PR_PARENT_DEATH_SIGNAL, _PR_SECCOMP, _PR_NO_NEW_PRIVILEGES = 1, 22, 38
 _SYS_MOUNT_SETATTR, _SYS_LANDLOCK = 442, 444
-_LANDLOCK_RIGHTS = (13, 14, 15, 15, 16)  # bits that versions 1 to 5 know
-_READ, _OF_A_FILE, _NOT_HERE = 0b1100, 0xC007, 0b101001000001  # files and directories; execute, devices, sockets
+_LANDLOCK_RIGHTS = (13, 14, 15, 15, 16)  # number of rights in ABI versions 1 to 5
+_READ, _OF_A_FILE, _NOT_HERE = 0b1100, 0xC007, 0b101001000001  # read; of files; execute, devices, sockets
 
-# Numbers of system calls on x86-64 and on 64-bit ARM, or None if the machine has no such call.
+# System call numbers on x86-64 and on 64-bit ARM; `None` if the architecture lacks the call.
 _REFUSED = {
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "socket": (41, 198),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "tkill": (200, 130),
@@ -51,14 +51,13 @@ _OF_ITSELF = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261), 
 _CLONE, _CLONE3, _CLONE_THREAD = (56, 220), (435, 435), 0x10000
 _AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # places in `struct seccomp_data`
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in `struct seccomp_data`
 _ALLOW, _ERROR, _EPERM, _ENOSYS = 0x7FFF0000, 0x50000, 1, 38
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(function: Callable[..., int], *arguments: Any) -> int:
-    """Call the C library; raises OSError."""
     result = function(*(ctypes.c_long(one) if isinstance(one, int) else one for one in arguments))
     if result == -1:
         number = ctypes.get_errno()
@@ -67,7 +66,7 @@ def _call(function: Callable[..., int], *arguments: Any) -> int:
 
 
 def _limit(name: str, value: int) -> None:
-    """Lower a limit; one that is lower stays."""
+    """Lower a resource limit; keep a lower one."""
     which = getattr(resource, f"RLIMIT_{name}")
     known = resource.getrlimit(which)[1]
     value = value if known == resource.RLIM_INFINITY else min(value, known)
@@ -75,20 +74,20 @@ def _limit(name: str, value: int) -> None:
 
 
 def _enter_namespaces(directory: str) -> None:
-    """Users of its own, so that the rest is allowed; the process that is forked next is the first one in its pids."""
+    """Enter namespaces. A user namespace permits the rest; the next fork is pid 1 of the pid namespace."""
     identities = {"uid_map": f"{os.getuid()} {os.getuid()} 1", "gid_map": f"{os.getgid()} {os.getgid()} 1"}
     _call(_LIBC.unshare, _NEW_USERS | _NEW_PIDS | _NEW_NETWORK | _NEW_IPC)
     for name, text in {"setgroups": "deny", **identities}.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-    _limit("NPROC", _MOST_THREADS)  # counted in here alone
+    _limit("NPROC", _MOST_THREADS)  # counted per user namespace
 
 
 def _enter_mounts(directory: str) -> None:
     _call(_LIBC.unshare, _NEW_MOUNTS)
     _call(_LIBC.mount, None, b"/", None, _MS_RECURSIVE | _MS_PRIVATE, None)
     read_only = struct.pack("QQQQ", _MS_READ_ONLY, 0, 0, 0)
-    _call(_LIBC.syscall, _SYS_MOUNT_SETATTR, -100, b"/", 0x8000, read_only, len(read_only))  # all that are below
+    _call(_LIBC.syscall, _SYS_MOUNT_SETATTR, -100, b"/", 0x8000, read_only, len(read_only))  # recursive
     flags = _MS_NO_SUID | _MS_NO_DEV
     _call(_LIBC.mount, b"none", b"/proc", b"tmpfs", flags | _MS_READ_ONLY, None)
     _call(_LIBC.mount, b"none", directory.encode(), b"tmpfs", flags, _ROOM)
@@ -120,14 +119,14 @@ def _enter_seccomp(directory: str) -> None:
     which = [*_AUDIT_ARCHITECTURES].index(os.uname().machine)
     refuse = (_RETURN, 0, 0, _ERROR | _EPERM)
     program = [(_LOAD, 0, 0, _ARCHITECTURE), (_IF_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[os.uname().machine]), refuse]
-    program += [(_LOAD, 0, 0, _NUMBER), (_IF_AT_LEAST, 0, 1, 0x40000000), refuse]  # x86-64 has another set there
+    program += [(_LOAD, 0, 0, _NUMBER), (_IF_AT_LEAST, 0, 1, 0x40000000), refuse]  # the x32 ABI of x86-64
     for number in (numbers[which] for numbers in _REFUSED.values()):
         program += [(_IF_EQUAL, 0, 1, number), refuse] if number is not None else []
-    program += [(_IF_EQUAL, 0, 1, _CLONE3[which]), (_RETURN, 0, 0, _ERROR | _ENOSYS)]  # threads begin with clone then
+    program += [(_IF_EQUAL, 0, 1, _CLONE3[which]), (_RETURN, 0, 0, _ERROR | _ENOSYS)]  # libc falls back to clone
     load, allow = (_LOAD, 0, 0, _FIRST_ARGUMENT), (_RETURN, 0, 0, _ALLOW)
     program += [(_IF_EQUAL, 0, 4, _CLONE[which]), load, (_IF_ANY_BIT, 1, 0, _CLONE_THREAD), refuse, allow]
     for name, numbers in _OF_ITSELF.items():
-        other = os.getpid() if "kill" in name else 0  # 0 is the process itself, or its whole group
+        other = os.getpid() if "kill" in name else 0  # 0 means the process itself, or its group
         program += [(_IF_EQUAL, 0, 5, numbers[which]), load, (_IF_EQUAL, 2, 0, os.getpid())]
         program += [(_IF_EQUAL, 1, 0, other), refuse, allow]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in [*program, allow]))
@@ -136,17 +135,17 @@ def _enter_seccomp(directory: str) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Root keeps its files and nothing else."""
+    """Drop all capabilities; root keeps only its file ownership."""
     _call(_LIBC.capset, struct.pack("Ii", 0x20080522, 0), bytes(24))
 
 
-# Before the program's process is forked, and in it.
+# Entered before the fork of the program's process, and inside it.
 LAYERS = {"namespaces": _enter_namespaces, "mounts": _enter_mounts}
 LAYERS_INSIDE = {"landlock": _enter_landlock, "seccomp": _enter_seccomp}
 
 
 def _enter(layers: Mapping[str, Callable[[str], None]], directory: str) -> dict[str, str]:
-    """Enter all layers that there are; the reasons why others are not there."""
+    """Enter all available layers; return the reasons for missing ones."""
     missing = {}
     for name, enter in layers.items():
         try:
@@ -157,7 +156,7 @@ def _enter(layers: Mapping[str, Callable[[str], None]], directory: str) -> dict[
 
 
 def _make_guard(directory: str) -> Callable[[str, tuple[Any, ...]], None]:
-    """The least that holds without any layer: Python's own functions write in the directory alone."""
+    """Return an audit hook that confines Python's own writes to the directory, even without any kernel layer."""
     changes = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
 
     realpath, fsdecode = os.path.realpath, os.fsdecode
@@ -175,7 +174,7 @@ def _make_guard(directory: str) -> Callable[[str, tuple[Any, ...]], None]:
 
 
 def _supervise(child: int, seconds: float) -> NoReturn:
-    """Wait for the program, so long as it may run; its exit code is that of this process."""
+    """Wait for the program up to its time limit; exit with its code."""
     deadline, is_late = time.monotonic() + seconds, False
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         is_late = signal.sigtimedwait({signal.SIGCHLD}, max(deadline - time.monotonic(), 0)) is None
@@ -189,7 +188,7 @@ def _supervise(child: int, seconds: float) -> NoReturn:
 
 
 def main() -> None:
-    """As the module says."""
+    """Run the program, or list missing layers."""
     directory = os.path.realpath(sys.argv[1])
     missing = _enter(LAYERS, directory)
     if len(sys.argv) == 2:
@@ -215,7 +214,7 @@ def main() -> None:
 
 
 def _show_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Without the lines of this module."""
+    """Print a traceback without this module's frames."""
     trace = trace.tb_next.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 

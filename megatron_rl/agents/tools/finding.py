@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools that `agents.tools` names."""
+"""Resolves the names in `agents.tools` to tools."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ _EXPECTED = "calculator, python, search:CORPUS.jsonl, mcp:COMMAND, or path.py:fu
 
 
 def find_tools(names: Sequence[str]) -> list[Tool]:
-    """The tools of these names, not loaded.
-
-    Raises:
-        UserError: one is not there, or two have one name.
-    """
+    """Return the named tools, not loaded (UserError if one is missing, or two share a name)."""
     tools = [tool for name in names for tool in _find(name)]
     twice = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
     if twice:
@@ -35,12 +31,12 @@ def find_tools(names: Sequence[str]) -> list[Tool]:
 
 
 def describe_tools(names: Sequence[str]) -> list[dict[str, Any]]:
-    """For the chat template; raises as `find_tools`."""
+    """Return the tools' specs for the chat template; raises as `find_tools`."""
     return [tool.spec for tool in find_tools(names)]
 
 
 def describe_gaps(names: Sequence[str]) -> list[str]:
-    """Layers around the tool `python` that the kernel does not allow, one line each."""
+    """Return one line per sandbox layer of the tool `python` that the kernel does not allow."""
     missing = find_missing_layers() if "python" in names else {}
     return [f"the tool python runs without its layer {layer}: {reason}" for layer, reason in missing.items()]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools of an MCP server: a program that talks the Model Context Protocol over stdin and stdout.
+"""Tools of an MCP server over stdin and stdout: `mcp:COMMAND`. Requires the package `mcp`.
 
-Each episode starts a server of its own at its first call; it ends with the episode's process. Needs the package `mcp`.
+Each episode starts its own server at its first call; it ends with the episode's process.
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ _START_SECONDS = 60.0
 
 
 def list_mcp_tools(command: str) -> list[Tool]:
-    """The tools that a server offers; it is started and ended to ask for them.
-
-    Args:
-        command: that starts it, as in a shell.
+    """Start a server, list its tools, and stop it.
 
     Raises:
-        UserError: the package `mcp` is missing, or the server does not start or offers nothing.
+        UserError: the package `mcp` is missing, or the server does not start.
     """
     try:
         found = asyncio.run(asyncio.wait_for(_list(command), _START_SECONDS))
-    except Exception as error:  # the package raises groups of exceptions of many kinds
+    except Exception as error:  # the package raises exception groups of many types
         raise UserError(
             f"the MCP server cannot be asked for its tools: {_describe(error)}",
             source=f"agents.tools = mcp:{command}",
@@ -41,11 +38,7 @@ def list_mcp_tools(command: str) -> list[Tool]:
 
 
 class _Server:
-    """The server of this process, started at the first call.
-
-    Args:
-        command: that starts it.
-    """
+    """This process's server, started at the first call."""
 
     def __init__(self, command: str) -> None:
         self._command = command
@@ -53,7 +46,6 @@ class _Server:
         self._client: Any = None
 
     def bind(self, name: str) -> Call:
-        """What calls one of its tools."""
         return lambda **arguments: self._call(name, arguments)
 
     def _call(self, name: str, arguments: dict[str, Any]) -> str:

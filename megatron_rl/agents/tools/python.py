@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tool `run_python`: a program of the policy in an interpreter of its own, which `confinement` confines."""
+"""The tool `run_python`: runs a program in a separate interpreter, sandboxed by `confinement`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import tempfile
 from megatron_rl.agents.tools import confinement
 
 _SECONDS = 10
-_LONGEST_OUTPUT = 4000  # bytes: the first and the last
+_LONGEST_OUTPUT = 4000  # bytes; longer output keeps its first and last half
 
 
 def find_missing_layers() -> dict[str, str]:
-    """Layer of `confinement` -> the reason why the kernel, or the container, does not allow it."""
+    """Return layer of `confinement` -> reason why the kernel or the container does not allow it."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-I", "-B", confinement.__file__, directory]
         said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
@@ -38,7 +38,7 @@ def run_python(code: str) -> str:
                 check=False,
             )
         finally:
-            subprocess.run(["rm", "-rf", directory], check=False)  # however deep it is
+            subprocess.run(["rm", "-rf", directory], check=False)  # shutil fails on very deep directories
         length = output.seek(0, os.SEEK_END)
         output.seek(0)
         text = output.read(_LONGEST_OUTPUT // 2)

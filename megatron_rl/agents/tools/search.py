@@ -5,7 +5,7 @@ The score of a passage d for a query is the sum over its words w of
 
     log(1 + (N - n_w + 0.5) / (n_w + 0.5)) * f * (k1 + 1) / (f + k1 * (1 - b + b * |d| / mean |d|))
 
-with N passages, n_w of them with w, and f times w in d.
+with N passages, of which n_w contain w, and f occurrences of w in d.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ _LONGEST_PASSAGE = 2000  # characters
 
 
 class Bm25:
-    """An index of texts.
-
-    Args:
-        texts: to be found.
-    """
+    """A BM25 index of texts."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         counts = [Counter(_WORD.findall(text.lower())) for text in texts]
@@ -44,10 +40,10 @@ class Bm25:
         for index, count in enumerate(counts):
             for word, times in count.items():
                 found[word].append((index, times))
-        self._found = {word: np.array(pairs, np.int32).T for word, pairs in found.items()}  # [2, n] place, times
+        self._found = {word: np.array(pairs, np.int32).T for word, pairs in found.items()}  # [2, n] text index, count
 
     def find(self, query: str, most: int) -> list[int]:
-        """The places of the best texts, best first; only those with a word of the query."""
+        """Return indices of the best texts, best first; texts without a word of the query are excluded."""
         total = len(self._penalties)
         scores = np.zeros(total, np.float64)
         for word in _WORD.findall(query.lower()):
@@ -61,15 +57,11 @@ class Bm25:
 
 def search(query: str, num_results: int = 3) -> str:
     """Find passages about a question in the corpus."""
-    raise NotImplementedError  # the spec of the tool; `find_search` makes what is called
+    raise NotImplementedError  # only the tool's spec is taken from here; `find_search` builds the function
 
 
 def find_search(corpus: str) -> Tool:
-    """The tool for a corpus, a file with the columns `text` and perhaps `title`.
-
-    Raises:
-        UserError: there is no such file.
-    """
+    """Return the tool for a corpus file with the columns `text` and optionally `title` (UserError if it is missing)."""
     if not Path(corpus).is_file():
         raise UserError(
             f"{corpus or 'no file'}: there is no such corpus",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tool is, and the environment that runs the tools that replies call."""
+"""The tool interface, and the environment that runs the tools called by replies."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Tool:
-    """Something that a reply can call by its name.
+    """A function that replies can call by name.
 
     Attributes:
-        spec: for the chat template, in the form of OpenAI's API.
-        load: makes what is called with the arguments; once, before there are episodes.
+        spec: for the chat template, in OpenAI format.
+        load: returns the function; called once, before episodes start.
     """
 
     spec: dict[str, Any]
@@ -33,28 +33,22 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """By which replies call it."""
+        """Return the name that replies use."""
         return self.spec["function"]["name"]
 
 
 class ToolEnvironment:
-    """Answers each tool call by a message with its result; a reply without any is the answer and ends the episode.
-
-    What is wrong with a call is said to the policy ("error: ..."), as is what the tool raises.
-
-    Args:
-        calls: name -> tool.
-    """
+    """Answers each tool call with its result, or "error: ..."; a reply without calls ends the episode."""
 
     def __init__(self, calls: Mapping[str, Call]) -> None:
         self._calls = calls
 
     def reset(self, task: Task) -> Observation:
-        """The task's own messages say it all."""
+        """Return no messages; the task's own suffice."""
         return Observation([])
 
     def step(self, reply: Reply) -> Observation | Done:
-        """The results of what the reply calls, one message each."""
+        """Return one message per tool call."""
         if not reply.tool_calls:
             return Done()
         return Observation([{"role": "tool", "content": self._run(call)} for call in reply.tool_calls])
@@ -66,14 +60,14 @@ class ToolEnvironment:
             return f"error: there is no tool {call.name[:100]}; there are {', '.join(self._calls)}"
         try:
             result = self._calls[call.name](**call.arguments)
-        except Exception as error:  # whatever a tool can raise
+        except Exception as error:  # tools can raise anything
             result = f"error: {type(error).__name__}: {error}"
         text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         return text if len(text) <= _LONGEST_RESULT else f"{text[:_LONGEST_RESULT]} ({len(text)} characters, cut)"
 
 
 def describe_function(function: Call) -> dict[str, Any]:
-    """The spec of a function: its name, the first paragraph of its docstring, and its parameters with their types."""
+    """Build a tool spec from a function's name, the first paragraph of its docstring, and its type hints."""
     hints = typing.get_type_hints(function)
     parameters = inspect.signature(function).parameters.values()
     properties = {parameter.name: _describe_type(hints.get(parameter.name)) for parameter in parameters}
@@ -89,7 +83,7 @@ def describe_function(function: Call) -> dict[str, Any]:
 
 
 def _describe_type(hint: Any) -> dict[str, Any]:
-    """In JSON schema; one that has no name there may be anything."""
+    """Convert a type hint to JSON schema; {} (any value) if there is no equivalent."""
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         kinds = [argument for argument in arguments if argument is not type(None)]
