@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line on the console that sums up a step."""
+"""One console line per step."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ _CONSOLE = (
 
 
 class ConsoleLines(Sink):
-    """Prints the line of every n-th step, of the last one, and of those with a validation.
+    """Sink that prints a line for every n-th step, the last step, and each step with a validation.
 
     Args:
-        total_steps: steps of the run.
-        every: n.
-        print_line: where it goes.
+        every: n, in steps.
+        print_line: receives each line.
     """
 
     def __init__(self, total_steps: int, every: int, print_line: Callable[[str], None]) -> None:
         self._total_steps, self._every, self._print = total_steps, every, print_line
 
     def log(self, step: int, record: NumberRecord) -> None:
-        """Print the line if it is due."""
+        """Print the line of a step if it is due."""
         is_due = step % self._every == 0 or step == self._total_steps
         if is_due or any(key.startswith("validation/") for key in record):
             self._print(format_console_line(step, self._total_steps, record))
 
 
 def format_console_line(step: int, total_steps: int, metrics: NumberRecord) -> str:
-    """The line that sums up a step: what is learned, whether it is healthy, where the seconds went."""
+    """Return the line of a step: its metrics, then the seconds of its phases, the longest first."""
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     for key, label, form in _CONSOLE:
         if key in metrics:
@@ -52,7 +51,7 @@ def format_console_line(step: int, total_steps: int, metrics: NumberRecord) -> s
 
 
 def validation_parts(metrics: NumberRecord) -> list[str]:
-    """What is said of the accuracy on each validation set."""
+    """Return the text of each validation set's accuracy."""
     scores = {key: value for key, value in metrics.items() if is_validation_accuracy(key)}
     return [f"val {key.split('/', 1)[1].rpartition('/')[0]} {value:.4f}" for key, value in scores.items()]
 

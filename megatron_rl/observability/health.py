@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alarms: what the curves of a run say when it goes wrong, in words and with the numbers that say so.
+"""Alarms about the curves of a run, as sentences with the numbers behind them.
 
-Every check reads the metrics of the last `window` steps and compares them with the first ones of the run, with those
-four windows before, or with a limit. The sections of docs/health.md have the names of the checks.
+Every check compares the last `window` steps with the first window, with the window that ended four windows ago, or with
+a limit. docs/health.md has a section for each check.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megatron_rl.observability.metrics import Record
 
 _EARLIER = 4  # windows between the steps that are compared
 _SMALLEST_MISMATCH = 1e-3  # nats: below it a growing gap is rounding
-# Standard errors of a change of the reward that counts as a rise, and of one of its components that is an alarm.
+# Smallest change in standard errors: of the reward to count as a rise, of its components to raise an alarm.
 _RISES, _PARTS = 2.0, 6.0
-# What stands beside the components of a reward under reward/.
+# Metrics under reward/ that are not components.
 _NO_COMPONENTS = (
     "mean",
     "uninformative_groups",
@@ -33,7 +33,7 @@ _NO_COMPONENTS = (
 
 
 class HealthSettings(Protocol):
-    """What is read of the config section `observability.health`; see HealthConfig. None: no such alarm."""
+    """Settings of `observability.health` that are read here (see HealthConfig); `None` turns an alarm off."""
 
     window: int
     entropy_floor: float | None
@@ -53,12 +53,10 @@ class HealthSettings(Protocol):
 
 @dataclass(frozen=True)
 class Alarm:
-    """One check that has begun to fail.
+    """A check that has begun to fail, with a sentence as evidence.
 
     Attributes:
-        name: of the check.
-        step: of the main loop.
-        evidence: a sentence with the numbers.
+        step: step of the main loop.
     """
 
     name: str
@@ -70,7 +68,7 @@ class Alarm:
 
 
 class _Courses:
-    """The values of each metric so far, and windows of them."""
+    """Values of each metric so far, and windows of them."""
 
     def __init__(self, window: int) -> None:
         self.window, self.series = window, dict[str, list[float]]()
@@ -81,25 +79,25 @@ class _Courses:
                 self.series.setdefault(key, []).append(value)
 
     def now(self, key: str) -> list[float]:
-        """The last window; empty while the metric has fewer values."""
+        """Return the last window; empty if the metric has fewer values."""
         return self.series.get(key, [])[-self.window :] if len(self.series.get(key, ())) >= self.window else []
 
     def mean(self, key: str) -> float | None:
-        """Of the last window."""
+        """Return the mean of the last window."""
         return fmean(self.now(key)) if self.now(key) else None
 
     def first(self, key: str) -> list[float]:
-        """The first window; empty while it overlaps the last."""
+        """Return the first window; empty if it overlaps the last."""
         values = self.series.get(key, [])
         return values[: self.window] if len(values) >= 2 * self.window else []
 
     def earlier(self, key: str) -> list[float]:
-        """The window that ended `_EARLIER` windows ago, or the first one; empty while it overlaps the last."""
+        """Return the window that ended `_EARLIER` windows ago, else the first; empty if that overlaps the last."""
         values, end = self.series.get(key, []), -_EARLIER * self.window
         return values[end - self.window : end] if len(values) >= self.window - end else self.first(key)
 
     def trend(self, key: str, errors: float) -> int:
-        """1 where the metric has risen since `earlier` by more than so many standard errors, -1 where it fell."""
+        """Return 1 or -1 if the metric rose or fell since `earlier` by more than this number of standard errors."""
         then, now = self.earlier(key), self.now(key)
         if not then:
             return 0
@@ -150,7 +148,7 @@ def _gradient(courses: _Courses, settings: HealthSettings) -> str | None:
 
 
 def _components(courses: _Courses, settings: HealthSettings) -> str | None:
-    """One component of the reward rises while another falls."""
+    """Check whether one component of the reward rises while another falls."""
     names = [key.removeprefix("reward/") for key in courses.series if key.startswith("reward/")]
     trends = {
         name: courses.trend(f"reward/{name}", _PARTS)
@@ -165,7 +163,7 @@ def _components(courses: _Courses, settings: HealthSettings) -> str | None:
 
 def _critic(courses: _Courses, settings: HealthSettings) -> str | None:
     value = courses.mean("value/explained_variance")
-    # The critic begins at zero or at random.
+    # A critic begins at zero or at random.
     is_young = not courses.first("value/explained_variance")
     if is_young or value is None or settings.explained_variance_floor is None:
         return None
@@ -226,23 +224,20 @@ CHECKS: dict[str, Callable[[_Courses, HealthSettings], str | None]] = {
 
 
 class HealthMonitor:
-    """Looks at the record of every step; a check that fails is told once, and again after a window without it.
-
-    Args:
-        settings: window and thresholds.
+    """Checks of every step's record; a failing check raises one alarm, and another after a window without failure.
 
     Attributes:
-        alarms: so far.
+        alarms: all alarms so far.
     """
 
     def __init__(self, settings: HealthSettings) -> None:
         self.alarms: list[Alarm] = []
         self._settings, self._courses = settings, _Courses(settings.window)
-        self._seen: dict[str, int] = {}  # number of the record in which a check failed last
+        self._seen: dict[str, int] = {}  # check -> number of the record in which it failed last
         self._count = 0
 
     def add(self, step: int, record: Record) -> Sequence[Alarm]:
-        """Take a record; returns the alarms that begin with it."""
+        """Add a record and return the alarms that begin with it."""
         self._courses.add(record)
         self._count += 1
         new = []
