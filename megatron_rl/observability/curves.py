@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.observability.metrics import Record, is_validation_accuracy, read_metrics, step_of
+from megatron_rl.observability.metric_table import ROWS, accuracy_set
+from megatron_rl.observability.metrics import Record, read_metrics, step_of
 from megatron_rl.observability.summary import phase_seconds
 
 CURVES_FILE = "curves.png"
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _GREY = "#3b6fb6", "#e08a2b", "#3f9c6b", "#c8504b", "#8064a2", "#c9ccd1"
-_SETS = (_ORANGE, _GREEN, _PURPLE, _RED, _BLUE)
+_SETS, _DISTANCES = (_ORANGE, _GREEN, _PURPLE, _RED, _BLUE), (_GREEN, _PURPLE, _RED, _BLUE, _ORANGE)
 # Phases in the order of a step; a phase has the same color in every picture.
 _PHASES = {
     "reshard": "#7fb7d8",
@@ -98,13 +99,13 @@ def _draw_reward(axes: Any, records: Sequence[Record]) -> None:
 
 def _draw_validation(axes: Any, records: Sequence[Record]) -> None:
     axes.set_title("Validation accuracy")
-    keys = sorted({key for record in records for key in record if is_validation_accuracy(key)})
+    keys = sorted({key for record in records for key in record if accuracy_set(key)})
     if not keys:
         return
     for index, key in enumerate(keys):
         steps, values = read_points(records, key)
         color = _SETS[index % len(_SETS)]
-        axes.plot(steps, values, color=color, lw=2, marker="o", ms=5, label=key.split("/", 1)[1].rpartition("/")[0])
+        axes.plot(steps, values, color=color, lw=2, marker="o", ms=5, label=accuracy_set(key))
         for step, value in {(steps[0], values[0]), (steps[-1], values[-1])} if steps else ():
             axes.annotate(
                 f"{value:.3f}",
@@ -121,16 +122,11 @@ def _draw_validation(axes: Any, records: Sequence[Record]) -> None:
 
 def _draw_distance(axes: Any, records: Sequence[Record]) -> None:
     axes.set_title("KL and rollout mismatch")
-    curves = (
-        ("kl/mean", "KL to reference", _GREEN),
-        ("mismatch/mean", "mismatch, mean", _PURPLE),
-        ("mismatch/max", "mismatch, max", _RED),
-    )
     drawn = []
-    for key, label, color in curves:
-        steps, values = read_points(records, key)
+    for index, metric in enumerate(metric for metric in ROWS if metric.curve):
+        steps, values = read_points(records, metric.name)
         if any(values):  # the KL of a run without a reference is 0 at every step
-            axes.plot(steps, values, color=color, lw=1.8, label=label)
+            axes.plot(steps, values, color=_DISTANCES[index % len(_DISTANCES)], lw=1.8, label=metric.curve)
             drawn += values
     if not drawn:
         return

@@ -13,23 +13,13 @@ from dataclasses import dataclass
 from statistics import fmean, median, pvariance
 from typing import Protocol
 
+from megatron_rl.observability.metric_table import find_metric
 from megatron_rl.observability.metrics import Record
 
 _EARLIER = 4  # windows between the steps that are compared
 _SMALLEST_MISMATCH = 1e-3  # nats: below it a growing gap is rounding
 # Smallest change in standard errors: of the reward to count as a rise, of its components to raise an alarm.
 _RISES, _PARTS = 2.0, 6.0
-# Metrics under reward/ that are not components.
-_NO_COMPONENTS = (
-    "mean",
-    "uninformative_groups",
-    "model",
-    "restates_prompt",
-    "unmarked_answers",
-    "math_timeouts",
-    "math_unparsable_truth",
-    "service_failures",
-)
 
 
 class HealthSettings(Protocol):
@@ -72,10 +62,13 @@ class _Courses:
 
     def __init__(self, window: int) -> None:
         self.window, self.series = window, dict[str, list[float]]()
+        self.watched: dict[str, list[str]] = {}  # alarm -> the metrics so far that it watches
 
     def add(self, record: Record) -> None:
         for key, value in record.items():
             if value is not None and math.isfinite(value):
+                if key not in self.series and (metric := find_metric(key)) and metric.alarm:
+                    self.watched.setdefault(metric.alarm, []).append(key)
                 self.series.setdefault(key, []).append(value)
 
     def now(self, key: str) -> list[float]:
@@ -106,15 +99,15 @@ class _Courses:
         return (change > noise) - (change < -noise)
 
 
-def _entropy(courses: _Courses, settings: HealthSettings) -> str | None:
-    first, now = courses.first("policy/entropy"), courses.mean("policy/entropy")
+def _entropy(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+    first, now = courses.first(key), courses.mean(key)
     if not first or now is None or settings.entropy_floor is None or now >= settings.entropy_floor * fmean(first):
         return None
     return f"the policy's entropy is {now:.2g} nats; it was {fmean(first):.2g} in the first {courses.window} steps."
 
 
-def _length(courses: _Courses, settings: HealthSettings) -> str | None:
-    then, now = courses.earlier("tokens/response"), courses.mean("tokens/response")
+def _length(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+    then, now = courses.earlier(key), courses.mean(key)
     reward = courses.earlier("reward/mean")
     if not then or not reward or now is None or settings.length_growth is None:
         return None
@@ -126,8 +119,8 @@ def _length(courses: _Courses, settings: HealthSettings) -> str | None:
     )
 
 
-def _mismatch(courses: _Courses, settings: HealthSettings) -> str | None:
-    key = "mismatch/lag0" if courses.series.get("mismatch/lag0") else "mismatch/mean"
+def _mismatch(courses: _Courses, settings: HealthSettings, *keys: str) -> str | None:
+    key = "mismatch/lag0" if "mismatch/lag0" in keys else "mismatch/mean"
     first, now = courses.first(key), courses.mean(key)
     if not first or now is None or settings.mismatch_growth is None:
         return None
@@ -140,31 +133,26 @@ def _mismatch(courses: _Courses, settings: HealthSettings) -> str | None:
     )
 
 
-def _gradient(courses: _Courses, settings: HealthSettings) -> str | None:
-    then, now = courses.earlier("policy/grad_norm"), courses.mean("policy/grad_norm")
+def _gradient(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+    then, now = courses.earlier(key), courses.mean(key)
     if not then or now is None or settings.gradient_growth is None or now <= settings.gradient_growth * median(then):
         return None
     return f"the gradient norm is {now:.3g}; it was {median(then):.3g}."
 
 
-def _components(courses: _Courses, settings: HealthSettings) -> str | None:
+def _components(courses: _Courses, settings: HealthSettings, *keys: str) -> str | None:
     """Check whether one component of the reward rises while another falls."""
-    names = [key.removeprefix("reward/") for key in courses.series if key.startswith("reward/")]
-    trends = {
-        name: courses.trend(f"reward/{name}", _PARTS)
-        for name in names
-        if "/" not in name and name not in _NO_COMPONENTS
-    }
+    names = [key.removeprefix("reward/") for key in keys]
+    trends = {name: courses.trend(f"reward/{name}", _PARTS) for name in names if "/" not in name}
     rising, falling = ([name for name in trends if trends[name] == way] for way in (1, -1))
     if not settings.components or not rising or not falling:
         return None
     return f"components of the reward part: {', '.join(rising)} rises while {', '.join(falling)} falls."
 
 
-def _critic(courses: _Courses, settings: HealthSettings) -> str | None:
-    value = courses.mean("value/explained_variance")
-    # A critic begins at zero or at random.
-    is_young = not courses.first("value/explained_variance")
+def _critic(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+    value = courses.mean(key)
+    is_young = not courses.first(key)  # a critic begins at zero or at random
     if is_young or value is None or settings.explained_variance_floor is None:
         return None
     if value >= settings.explained_variance_floor:
@@ -172,52 +160,46 @@ def _critic(courses: _Courses, settings: HealthSettings) -> str | None:
     return f"the critic explains {value:.2g} of the returns' variance: less than their mean would."
 
 
-def _failures(courses: _Courses, settings: HealthSettings) -> str | None:
-    for key, sentence in (
-        ("agents/failed", "{:.0%} of the episodes fail: their environment raises, ends or does not answer in time."),
-        ("reward/service_failures", "the reward service fails on {:.0%} of the responses."),
-    ):
+def _failures(courses: _Courses, settings: HealthSettings, *keys: str) -> str | None:
+    for key in sorted(keys):
         value, limit = courses.mean(key), settings.failed_limit
         if value is not None and limit is not None and value >= limit:
-            return sentence.format(value)
+            if key == "agents/failed":
+                return f"{value:.0%} of the episodes fail: their environment raises, ends or does not answer in time."
+            return f"the reward service fails on {value:.0%} of the responses."
     return None
 
 
-def _above(key: str, setting: str, sentence: str) -> Callable[[_Courses, HealthSettings], str | None]:
-    def check(courses: _Courses, settings: HealthSettings) -> str | None:
+def _above(setting: str, sentence: str) -> Callable[..., str | None]:
+    def check(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
         value, limit = courses.mean(key), getattr(settings, setting)
         return None if value is None or limit is None or value <= limit else sentence.format(value)
 
     return check
 
 
-def _sample_size(courses: _Courses, settings: HealthSettings) -> str | None:
-    value, floor = courses.mean("mismatch/effective_sample_size"), settings.sample_size_floor
+def _sample_size(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+    value, floor = courses.mean(key), settings.sample_size_floor
     if value is None or floor is None or value >= floor:
         return None
     return f"the importance weights leave {value:.0%} of the samples' worth: few tokens carry the gradient."
 
 
-CHECKS: dict[str, Callable[[_Courses, HealthSettings], str | None]] = {
+# Alarm -> its check; arguments after the settings: the keys of the metrics that declare the alarm.
+CHECKS: dict[str, Callable[..., str | None]] = {
     "entropy": _entropy,
     "length": _length,
     "mismatch": _mismatch,
     "sample-size": _sample_size,
     "gradient": _gradient,
-    "clipping": _above("policy/clip_fraction", "clip_limit", "{:.0%} of the tokens are clipped."),
-    "truncated": _above("response/truncated", "truncated_limit", "{:.0%} of the responses reach the length limit."),
-    "no-signal": _above(
-        "reward/uninformative_groups",
-        "uninformative_limit",
-        "{:.0%} of the groups have equal rewards and teach nothing.",
-    ),
+    "clipping": _above("clip_limit", "{:.0%} of the tokens are clipped."),
+    "truncated": _above("truncated_limit", "{:.0%} of the responses reach the length limit."),
+    "no-signal": _above("uninformative_limit", "{:.0%} of the groups have equal rewards and teach nothing."),
     "restating": _above(
-        "reward/restates_prompt",
-        "restating_limit",
-        "{:.0%} of the responses are rewarded for an answer that repeats a part of the prompt.",
+        "restating_limit", "{:.0%} of the responses are rewarded for an answer that repeats a part of the prompt."
     ),
     "components": _components,
-    "dead-experts": _above("moe/dead_experts", "dead_experts_limit", "{:.3g} experts get no token of an update."),
+    "dead-experts": _above("dead_experts_limit", "{:.3g} experts get no token of an update."),
     "critic": _critic,
     "failures": _failures,
 }
@@ -242,7 +224,8 @@ class HealthMonitor:
         self._count += 1
         new = []
         for name, check in CHECKS.items():
-            evidence = check(self._courses, self._settings)
+            keys = self._courses.watched.get(name, ())
+            evidence = check(self._courses, self._settings, *keys) if keys else None
             if evidence is not None:
                 if name not in self._seen or self._count - self._seen[name] > self._settings.window:
                     new.append(Alarm(name, step, evidence))

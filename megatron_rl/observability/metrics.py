@@ -152,8 +152,3 @@ def _read_lines(path: Path) -> Iterator[dict[str, float | None]]:
                 expected="one JSON object per line",
                 hint="remove the line",
             ) from error
-
-
-def is_validation_accuracy(key: str) -> bool:
-    """Return True for `validation/<set>/accuracy`."""
-    return key.startswith("validation/") and key.endswith("/accuracy")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a run: bars below all other output of a terminal, or plain lines without one."""
+"""Terminal output of a run: one line per step, and bars of its progress (plain lines without a terminal)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,40 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Column
 from rich.text import Text
 
-from megatron_rl.observability.console import validation_parts
+from megatron_rl.observability.metric_table import accuracy_set, format_columns
 from megatron_rl.observability.metrics import NumberRecord, Sink
 from megatron_rl.observability.rollout_progress import RolloutCount
+from megatron_rl.observability.summary import phase_seconds
 
 LINE_SECONDS = 10.0  # between two lines about a rollout without a terminal
 _REDRAWS_PER_SECOND = 2
+
+
+class ConsoleLines(Sink):
+    """Sink that prints a line for every n-th step, the last step, and each step with a validation.
+
+    Args:
+        every: n, in steps.
+        print_line: receives each line.
+    """
+
+    def __init__(self, total_steps: int, every: int, print_line: Callable[[str], None]) -> None:
+        self._total_steps, self._every, self._print = total_steps, every, print_line
+
+    def log(self, step: int, record: NumberRecord) -> None:
+        """Print the line of a step if it is due."""
+        is_due = step % self._every == 0 or step == self._total_steps
+        if is_due or any(key.startswith("validation/") for key in record):
+            self._print(format_console_line(step, self._total_steps, record))
+
+
+def format_console_line(step: int, total_steps: int, metrics: NumberRecord) -> str:
+    """Return the line of a step: its metrics, then the seconds of its phases, the longest first."""
+    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}", *format_columns(metrics)]
+    phases = sorted(phase_seconds(metrics).items(), key=lambda item: -item[1])
+    words = " ".join(f"{name} {value:.2f}" for name, value in phases)
+    total = f"{metrics['time/step']:.2f} s" if "time/step" in metrics else "s" if words else ""
+    return " | ".join(parts + ([f"{total}: {words}" if words else total] if total else []))
 
 
 class Pace:
@@ -92,12 +120,11 @@ class ProgressDisplay(Sink):
 
     def log(self, step: int, record: NumberRecord) -> None:
         """Move the bar of steps, with the last reward (SFT: loss) and validation as its note."""
-        for key, label in (("reward/mean", "reward"), ("sft/loss", "loss")):
-            if key in record:
-                self._notes["now"] = f"{label} {record[key]:.4f}"
-        validation = validation_parts(record)
-        if validation:
-            self._notes["validation"] = " | ".join(validation)
+        now = {key: record[key] for key in ("reward/mean", "sft/loss") if key in record}
+        validation = {key: value for key, value in record.items() if accuracy_set(key)}
+        for name, shown in (("now", now), ("validation", validation)):
+            if shown:
+                self._notes[name] = " | ".join(format_columns(shown))
         if self._bars is not None:
             self._show_steps(self._bars)
 

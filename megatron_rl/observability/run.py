@@ -20,9 +20,9 @@ import numpy as np
 import yaml
 from torch.distributed.distributed_c10d import Store
 
-from megatron_rl.observability.console import ConsoleLines
 from megatron_rl.observability.durable import replace_text
 from megatron_rl.observability.health import HealthMonitor, HealthSettings
+from megatron_rl.observability.metric_table import find_metric
 from megatron_rl.observability.metrics import (
     CONFIG_FILE,
     ROLLOUTS,
@@ -35,7 +35,7 @@ from megatron_rl.observability.metrics import (
     set_aside,
     step_of,
 )
-from megatron_rl.observability.progress import Pace, ProgressDisplay
+from megatron_rl.observability.progress import ConsoleLines, Pace, ProgressDisplay
 from megatron_rl.observability.rank_log import close_rank_log, log_path, open_rank_log, read_warnings
 from megatron_rl.observability.rollout_log import write_rows
 from megatron_rl.observability.rollout_progress import RolloutCount, RolloutProgress
@@ -51,8 +51,6 @@ STOPPED_FILE = "stopped.json"
 _ROOM_BYTES = 1 << 20  # free space that a run needs to begin
 _NUM_WARNINGS = 20
 _NUM_SAMPLES = 4  # rollouts of a step that are passed to sinks
-# Of several optimizer steps in one step only the first starts from the policy that was sampled.
-_FIRST_ONLY = ("policy/ratio_max_deviation",)
 
 
 class SinkSettings(Protocol):
@@ -200,7 +198,7 @@ class Run:
     def counted(self) -> dict[str, float]:
         """Return the record of this step so far, without its times."""
         return {
-            name: values[0] if name in _FIRST_ONLY else sum(values) / len(values)
+            name: values[0] if (metric := find_metric(name)) and metric.first_only else sum(values) / len(values)
             for name, values in self._counts.items()
         }
 

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.observability.durable import replace_text
-from megatron_rl.observability.metrics import NumberRecord, Sink, is_validation_accuracy, step_of
+from megatron_rl.observability.metric_table import find_metric
+from megatron_rl.observability.metrics import NumberRecord, Sink, step_of
 from megatron_rl.observability.positions import Position
 from megatron_rl.observability.tensorboard import shorten
 from megatron_rl.types import UserError
@@ -43,30 +44,28 @@ _LOOK_SECONDS = 1.0  # between two reads of the heartbeats, for any number of vi
 _MOST_CONNECTIONS = 32
 _CONNECTION_SECONDS = 30.0
 _SAMPLE_FIELDS = ("prompt", "response", "ground_truth", "reward", "finish_reason")
-# Title of a chart -> predicate of its metrics.
-CHARTS: dict[str, Callable[[str], bool]] = {
-    "reward": lambda key: key == "reward/mean",
-    "loss": lambda key: key == "sft/loss",
-    "validation accuracy": is_validation_accuracy,
-    "seconds per step": lambda key: key in ("time/step", "time/rollout", "time/update"),
-    "tokens per second": lambda key: key == "tokens/per_second",
-    "KL to the reference": lambda key: key == "kl/mean",
-    "entropy": lambda key: key == "policy/entropy",
-    "tokens of all responses": lambda key: key == "tokens/response",
-    "truncated responses, groups without signal": lambda key: (
-        key in ("response/truncated", "reward/uninformative_groups")
-    ),
-    "gradient norm": lambda key: key in ("policy/grad_norm", "value/grad_norm"),
-    "clipped tokens": lambda key: key == "policy/clip_fraction",
-    "learning rate": lambda key: key == "policy/lr",
-    "engine against trainer": lambda key: key == "mismatch/mean" or key.startswith("mismatch/lag"),
-    "explained variance": lambda key: key == "value/explained_variance",
-    "load of the busiest expert": lambda key: key.startswith("moe/max_load"),
-    "dead experts": lambda key: key.startswith("moe/dead_experts"),
-    "entropy of routers": lambda key: key.startswith("moe/entropy"),
-    "staleness": lambda key: key.startswith("schedule/staleness_"),
-    "busy engines": lambda key: key == "schedule/engine_busy",
-}
+# Titles of the charts, in the order of the page; `chart` of a metric names one of them.
+CHARTS = (
+    "reward",
+    "loss",
+    "validation accuracy",
+    "seconds per step",
+    "tokens per second",
+    "KL to the reference",
+    "entropy",
+    "tokens of all responses",
+    "truncated responses, groups without signal",
+    "gradient norm",
+    "clipped tokens",
+    "learning rate",
+    "engine against trainer",
+    "explained variance",
+    "load of the busiest expert",
+    "dead experts",
+    "entropy of routers",
+    "staleness",
+    "busy engines",
+)
 
 Positions = Callable[[], Sequence[Position | None]]
 
@@ -140,10 +139,10 @@ class StatusPage(Sink):
         self._add(step, record)
 
     def _add(self, step: int, record: Mapping[str, float | None]) -> None:
-        for title, is_line in CHARTS.items():
-            for key, value in record.items():
-                if is_line(key) and value is not None and math.isfinite(value):
-                    self._curves[title].setdefault(key, []).append((step, value))
+        for key, value in record.items():
+            metric = find_metric(key)
+            if metric is not None and metric.chart and value is not None and math.isfinite(value):
+                self._curves[metric.chart].setdefault(key, []).append((step, value))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replace the previous step's rollouts."""

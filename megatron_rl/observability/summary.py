@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.observability.durable import replace_text
-from megatron_rl.observability.metrics import ROLLOUTS, Record, is_validation_accuracy, read_metrics, step_of
+from megatron_rl.observability.metric_table import accuracy_set
+from megatron_rl.observability.metrics import ROLLOUTS, Record, read_metrics, step_of
 
 SUMMARY_FILE = "summary.json"
 NUM_BEST = 3  # responses of the last step
@@ -43,14 +44,14 @@ def summarize(records: Sequence[Record]) -> dict[str, Any]:
         without it), `seconds` and `tokens` by name, and `first`, `last`, `best` with their steps of `reward` and of
         `validation` by data set. Entries without data are null.
     """
-    accuracy_keys = sorted({key for record in records for key in record if is_validation_accuracy(key)})
+    keys = sorted({key for record in records for key in record})
     return {
         "steps": max((step_of(record) for record in records), default=0),
         "seconds_total": sum(_seconds_of(record) for record in records),
         "seconds": _sums(records, "time/"),
         "tokens": {name: total for name, total in _sums(records, "tokens/").items() if name != "per_second"},
         "reward": _course(records, "reward/mean"),
-        "validation": {key.split("/", 1)[1].rpartition("/")[0]: _course(records, key) for key in accuracy_keys},
+        "validation": {name: _course(records, key) for key in keys if (name := accuracy_set(key))},
     }
 
 
