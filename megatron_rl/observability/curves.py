@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run in one picture: curves.png, drawn from metrics.jsonl.
+"""curves.png of a run, drawn from metrics.jsonl in four panels: reward, validation, distances, seconds.
 
-Four panels answer four questions: does the reward rise, does validation follow, does the policy
-stay near the rollout engine and the reference, and where do the seconds go. matplotlib is imported
-on the first call only and never opens a window.
+matplotlib is imported by the first call only and never opens a window.
 """
 
 from __future__ import annotations
@@ -12,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.observability.metrics import Record, is_validation_accuracy, read_metrics, step_of
+from megatron_rl.observability.metric_table import ROWS, accuracy_set
+from megatron_rl.observability.metrics import Record, read_metrics, step_of
 from megatron_rl.observability.summary import phase_seconds
 
 CURVES_FILE = "curves.png"
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _GREY = "#3b6fb6", "#e08a2b", "#3f9c6b", "#c8504b", "#8064a2", "#c9ccd1"
-_SETS = (_ORANGE, _GREEN, _PURPLE, _RED, _BLUE)
-# the phases in the order of a step, each with its own color in every picture
+_SETS, _DISTANCES = (_ORANGE, _GREEN, _PURPLE, _RED, _BLUE), (_GREEN, _PURPLE, _RED, _BLUE, _ORANGE)
+# Phases in the order of a step; a phase has the same color in every picture.
 _PHASES = {
     "reshard": "#7fb7d8",
     "rollout": _BLUE,
@@ -48,16 +47,10 @@ STYLE: dict[Any, Any] = {
 
 
 def plot_curves(run_dir: Path) -> Path:
-    """Draw the metrics of a run.
-
-    Args:
-        run_dir: run directory with metrics.jsonl.
-
-    Returns:
-        The path of curves.png.
+    """Draw curves.png of a run directory and return its path.
 
     Raises:
-        UserError: there is no readable metrics.jsonl.
+        UserError: metrics.jsonl is missing or unreadable.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -79,13 +72,13 @@ def plot_curves(run_dir: Path) -> Path:
 
 
 def read_points(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the records that have the metric."""
+    """Return steps and values of the records that have the metric."""
     pairs = [(step_of(record), record[key]) for record in records if record.get(key) is not None]
     return [step for step, _ in pairs], [float(value or 0.0) for _, value in pairs]
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last `window` values, or of as many as there are."""
+    """Return for each value the mean of the last `window` values, fewer at the beginning."""
     tails = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return [sum(tail) / len(tail) for tail in tails]
 
@@ -106,13 +99,13 @@ def _draw_reward(axes: Any, records: Sequence[Record]) -> None:
 
 def _draw_validation(axes: Any, records: Sequence[Record]) -> None:
     axes.set_title("Validation accuracy")
-    keys = sorted({key for record in records for key in record if is_validation_accuracy(key)})
+    keys = sorted({key for record in records for key in record if accuracy_set(key)})
     if not keys:
         return
     for index, key in enumerate(keys):
         steps, values = read_points(records, key)
         color = _SETS[index % len(_SETS)]
-        axes.plot(steps, values, color=color, lw=2, marker="o", ms=5, label=key.split("/", 1)[1].rpartition("/")[0])
+        axes.plot(steps, values, color=color, lw=2, marker="o", ms=5, label=accuracy_set(key))
         for step, value in {(steps[0], values[0]), (steps[-1], values[-1])} if steps else ():
             axes.annotate(
                 f"{value:.3f}",
@@ -129,16 +122,11 @@ def _draw_validation(axes: Any, records: Sequence[Record]) -> None:
 
 def _draw_distance(axes: Any, records: Sequence[Record]) -> None:
     axes.set_title("KL and rollout mismatch")
-    curves = (
-        ("kl/mean", "KL to reference", _GREEN),
-        ("mismatch/mean", "mismatch, mean", _PURPLE),
-        ("mismatch/max", "mismatch, max", _RED),
-    )
     drawn = []
-    for key, label, color in curves:
-        steps, values = read_points(records, key)
-        if any(values):  # a KL that is off is 0 at every step and tells nothing
-            axes.plot(steps, values, color=color, lw=1.8, label=label)
+    for index, metric in enumerate(metric for metric in ROWS if metric.curve):
+        steps, values = read_points(records, metric.name)
+        if any(values):  # the KL of a run without a reference is 0 at every step
+            axes.plot(steps, values, color=_DISTANCES[index % len(_DISTANCES)], lw=1.8, label=metric.curve)
             drawn += values
     if not drawn:
         return

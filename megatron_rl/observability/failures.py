@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a failure of the program means: any exception as an error with source, expectation and hint.
+"""Conversion of any exception to a `UserError` with source, expectation and hint.
 
-Out of memory, a full disk, a peer that is gone, and everything else. A `UserError` says all that itself and stays as
-it is.
+Cases: out of memory, a full disk, a lost peer, and everything else.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _NO_PEER = re.compile(
     r"|ncclRemoteError|Gloo (connect|AllReduce) failed|Timed out waiting \d+ms for|Application timeout",
     re.I,
 )
-# Room of the package, or phase -> what frees memory there.
+# Sub-package or phase -> settings that free memory there.
 _MEMORY_HINTS = {
     "engines": "lower rollout.gpu_memory_utilization, rollout.max_num_seqs or rollout.kv_cache_gib, or raise "
     "rollout.tensor_model_parallel_size",
@@ -50,13 +49,12 @@ _CRITIC_PHASES = ("values", "update_critic")
 
 @dataclass(frozen=True)
 class Scene:
-    """Where the program failed.
+    """Place of a failure in the program.
 
     Attributes:
-        rank: whose exception it is; None: it may be all ranks'.
-        step: of the main loop; 0: before the first.
-        phase: innermost one that it left, None: none.
-        log_file: of that rank.
+        rank: rank that raised; `None` if every rank may have.
+        step: 0 before the first step.
+        phase: innermost phase that the exception left, if any.
     """
 
     rank: int | None
@@ -66,7 +64,7 @@ class Scene:
 
     @classmethod
     def of(cls, error: BaseException, rank: int, step: int, log_file: Path) -> Scene:
-        """Of an exception that `PhaseTimers` and `raise_together` have marked on its way."""
+        """Read the scene from the marks that `PhaseTimers` and `raise_together` leave on an exception."""
         origin = getattr(error, "raised_on", None if isinstance(error, UserError) else rank)
         log_file = log_file if origin is None else log_file.with_name(f"rank{origin}.log")
         return cls(origin, step, getattr(error, "left_phase", None), log_file)
@@ -81,12 +79,10 @@ FindSilent = Callable[[], Sequence[Position]]
 
 
 def explain(error: BaseException, scene: Scene, find_silent: FindSilent = tuple) -> UserError:
-    """The error as one that names its source and a way out.
+    """Return the error as a `UserError`; a `UserError` is returned unchanged.
 
     Args:
-        error: what the program raised.
-        scene: where.
-        find_silent: looks for ranks that are gone, which takes seconds: their last positions.
+        find_silent: returns the last positions of ranks that are gone, after a search of seconds.
     """
     if isinstance(error, UserError):
         return error
@@ -100,7 +96,7 @@ def explain(error: BaseException, scene: Scene, find_silent: FindSilent = tuple)
             hint="free some space; start the same command again to resume from the newest checkpoint",
         )
     if is_lost_peer(error) and (lost := find_silent()):
-        # gloo's words: [its file and line] what happened to whom. "This is typically caused by ..."
+        # gloo's message: [file and line] event and peer. "This is typically caused by ..."
         what = re.sub(r"^\[[^ ]*\] ", "", _first_lines(error)).partition(" This is typically")[0]
         return explain_lost(lost, scene, what)
     return UserError(
@@ -112,25 +108,19 @@ def explain(error: BaseException, scene: Scene, find_silent: FindSilent = tuple)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device, the host or the engine had no memory left."""
+    """Return True if the device, the host or the engine ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _NO_MEMORY.search(text_of(error)) is not None
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective may have failed because a rank has left."""
+    """Return True if an absent rank may be the cause."""
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
         return True
     return isinstance(error, RuntimeError) and _NO_PEER.search(text_of(error)) is not None  # gloo's
 
 
 def explain_lost(lost: Sequence[Position], scene: Scene, what: str) -> UserError:
-    """A rank has left the job without a word.
-
-    Args:
-        lost: last positions of the ranks that are gone.
-        scene: where that was noticed.
-        what: the error that told of it.
-    """
+    """Return the error about ranks that left without an exception, noticed by the error `what`."""
     who = name_ranks([p.rank for p in lost])
     seen = "; ".join(f"rank {p.rank} in step {p.step}, phase {p.phase} ({p.caller})" for p in lost)
     logs = ", ".join(str(scene.log_file.with_name(f"rank{p.rank}.log")) for p in lost[:4])
@@ -158,7 +148,7 @@ def _explain_memory(error: BaseException, scene: Scene) -> UserError:
 
 
 def _read_sizes(message: str) -> tuple[str, str]:
-    """How much was asked for, and how much is in use, from torch's or numpy's words."""
+    """Parse the requested size and the memory in use from a message of torch or numpy."""
     asked = re.search(
         r"Tried to allocate ([\d.]+ \w+)|tried to allocate (\d+) bytes|Unable to allocate ([\d.]+ \w+)", message
     )
@@ -183,7 +173,7 @@ def _first_lines(error: BaseException) -> str:
 
 
 def _rooms(error: BaseException) -> list[str]:
-    """Sub-package of each frame that is of this package, the innermost last."""
+    """Return the sub-package of each frame of this package, the innermost last."""
     return [
         Path(frame.filename).relative_to(_PACKAGE).parts[0]
         for frame in traceback.extract_tb(error.__traceback__)
@@ -192,8 +182,7 @@ def _rooms(error: BaseException) -> list[str]:
 
 
 def _locate(error: BaseException) -> str:
-    """The innermost frame, and the innermost one of this package if that is another; a timer's and a registry's only
-    forward a call."""
+    """Return the innermost frame, and that of this package if it differs; timers and registries only forward calls."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "an unknown place"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alarms: what the curves of a run say when it goes wrong, in words and with the numbers that say so.
+"""Alarms about the curves of a run, as sentences with the numbers behind them.
 
-Every check reads the metrics of the last `window` steps and compares them with the first ones of the run, with those
-four windows before, or with a limit. The sections of docs/health.md have the names of the checks.
+Every check compares the last `window` steps with the first window, with the window that ended four windows ago, or with
+a limit. docs/health.md has a section for each check.
 """
 
 from __future__ import annotations
@@ -13,27 +13,17 @@ from dataclasses import dataclass
 from statistics import fmean, median, pvariance
 from typing import Protocol
 
+from megatron_rl.observability.metric_table import find_metric
 from megatron_rl.observability.metrics import Record
 
 _EARLIER = 4  # windows between the steps that are compared
 _SMALLEST_MISMATCH = 1e-3  # nats: below it a growing gap is rounding
-# Standard errors of a change of the reward that counts as a rise, and of one of its components that is an alarm.
+# Smallest change in standard errors: of the reward to count as a rise, of its components to raise an alarm.
 _RISES, _PARTS = 2.0, 6.0
-# What stands beside the components of a reward under reward/.
-_NO_COMPONENTS = (
-    "mean",
-    "uninformative_groups",
-    "model",
-    "restates_prompt",
-    "unmarked_answers",
-    "math_timeouts",
-    "math_unparsable_truth",
-    "service_failures",
-)
 
 
 class HealthSettings(Protocol):
-    """What is read of the config section `observability.health`; see HealthConfig. None: no such alarm."""
+    """Settings of `observability.health` that are read here (see HealthConfig); `None` turns an alarm off."""
 
     window: int
     entropy_floor: float | None
@@ -53,12 +43,10 @@ class HealthSettings(Protocol):
 
 @dataclass(frozen=True)
 class Alarm:
-    """One check that has begun to fail.
+    """A check that has begun to fail, with a sentence as evidence.
 
     Attributes:
-        name: of the check.
-        step: of the main loop.
-        evidence: a sentence with the numbers.
+        step: step of the main loop.
     """
 
     name: str
@@ -70,36 +58,39 @@ class Alarm:
 
 
 class _Courses:
-    """The values of each metric so far, and windows of them."""
+    """Values of each metric so far, and windows of them."""
 
     def __init__(self, window: int) -> None:
         self.window, self.series = window, dict[str, list[float]]()
+        self.watched: dict[str, list[str]] = {}  # alarm -> the metrics so far that it watches
 
     def add(self, record: Record) -> None:
         for key, value in record.items():
             if value is not None and math.isfinite(value):
+                if key not in self.series and (metric := find_metric(key)) and metric.alarm:
+                    self.watched.setdefault(metric.alarm, []).append(key)
                 self.series.setdefault(key, []).append(value)
 
     def now(self, key: str) -> list[float]:
-        """The last window; empty while the metric has fewer values."""
+        """Return the last window; empty if the metric has fewer values."""
         return self.series.get(key, [])[-self.window :] if len(self.series.get(key, ())) >= self.window else []
 
     def mean(self, key: str) -> float | None:
-        """Of the last window."""
+        """Return the mean of the last window."""
         return fmean(self.now(key)) if self.now(key) else None
 
     def first(self, key: str) -> list[float]:
-        """The first window; empty while it overlaps the last."""
+        """Return the first window; empty if it overlaps the last."""
         values = self.series.get(key, [])
         return values[: self.window] if len(values) >= 2 * self.window else []
 
     def earlier(self, key: str) -> list[float]:
-        """The window that ended `_EARLIER` windows ago, or the first one; empty while it overlaps the last."""
+        """Return the window that ended `_EARLIER` windows ago, else the first; empty if that overlaps the last."""
         values, end = self.series.get(key, []), -_EARLIER * self.window
         return values[end - self.window : end] if len(values) >= self.window - end else self.first(key)
 
     def trend(self, key: str, errors: float) -> int:
-        """1 where the metric has risen since `earlier` by more than so many standard errors, -1 where it fell."""
+        """Return 1 or -1 if the metric rose or fell since `earlier` by more than this number of standard errors."""
         then, now = self.earlier(key), self.now(key)
         if not then:
             return 0
@@ -108,15 +99,15 @@ class _Courses:
         return (change > noise) - (change < -noise)
 
 
-def _entropy(courses: _Courses, settings: HealthSettings) -> str | None:
-    first, now = courses.first("policy/entropy"), courses.mean("policy/entropy")
+def _entropy(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+    first, now = courses.first(key), courses.mean(key)
     if not first or now is None or settings.entropy_floor is None or now >= settings.entropy_floor * fmean(first):
         return None
     return f"the policy's entropy is {now:.2g} nats; it was {fmean(first):.2g} in the first {courses.window} steps."
 
 
-def _length(courses: _Courses, settings: HealthSettings) -> str | None:
-    then, now = courses.earlier("tokens/response"), courses.mean("tokens/response")
+def _length(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+    then, now = courses.earlier(key), courses.mean(key)
     reward = courses.earlier("reward/mean")
     if not then or not reward or now is None or settings.length_growth is None:
         return None
@@ -128,8 +119,8 @@ def _length(courses: _Courses, settings: HealthSettings) -> str | None:
     )
 
 
-def _mismatch(courses: _Courses, settings: HealthSettings) -> str | None:
-    key = "mismatch/lag0" if courses.series.get("mismatch/lag0") else "mismatch/mean"
+def _mismatch(courses: _Courses, settings: HealthSettings, *keys: str) -> str | None:
+    key = "mismatch/lag0" if "mismatch/lag0" in keys else "mismatch/mean"
     first, now = courses.first(key), courses.mean(key)
     if not first or now is None or settings.mismatch_growth is None:
         return None
@@ -142,31 +133,26 @@ def _mismatch(courses: _Courses, settings: HealthSettings) -> str | None:
     )
 
 
-def _gradient(courses: _Courses, settings: HealthSettings) -> str | None:
-    then, now = courses.earlier("policy/grad_norm"), courses.mean("policy/grad_norm")
+def _gradient(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+    then, now = courses.earlier(key), courses.mean(key)
     if not then or now is None or settings.gradient_growth is None or now <= settings.gradient_growth * median(then):
         return None
     return f"the gradient norm is {now:.3g}; it was {median(then):.3g}."
 
 
-def _components(courses: _Courses, settings: HealthSettings) -> str | None:
-    """One component of the reward rises while another falls."""
-    names = [key.removeprefix("reward/") for key in courses.series if key.startswith("reward/")]
-    trends = {
-        name: courses.trend(f"reward/{name}", _PARTS)
-        for name in names
-        if "/" not in name and name not in _NO_COMPONENTS
-    }
+def _components(courses: _Courses, settings: HealthSettings, *keys: str) -> str | None:
+    """Check whether one component of the reward rises while another falls."""
+    names = [key.removeprefix("reward/") for key in keys]
+    trends = {name: courses.trend(f"reward/{name}", _PARTS) for name in names if "/" not in name}
     rising, falling = ([name for name in trends if trends[name] == way] for way in (1, -1))
     if not settings.components or not rising or not falling:
         return None
     return f"components of the reward part: {', '.join(rising)} rises while {', '.join(falling)} falls."
 
 
-def _critic(courses: _Courses, settings: HealthSettings) -> str | None:
-    value = courses.mean("value/explained_variance")
-    # The critic begins at zero or at random.
-    is_young = not courses.first("value/explained_variance")
+def _critic(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+    value = courses.mean(key)
+    is_young = not courses.first(key)  # a critic begins at zero or at random
     if is_young or value is None or settings.explained_variance_floor is None:
         return None
     if value >= settings.explained_variance_floor:
@@ -174,80 +160,72 @@ def _critic(courses: _Courses, settings: HealthSettings) -> str | None:
     return f"the critic explains {value:.2g} of the returns' variance: less than their mean would."
 
 
-def _failures(courses: _Courses, settings: HealthSettings) -> str | None:
-    for key, sentence in (
-        ("agents/failed", "{:.0%} of the episodes fail: their environment raises, ends or does not answer in time."),
-        ("reward/service_failures", "the reward service fails on {:.0%} of the responses."),
-    ):
+def _failures(courses: _Courses, settings: HealthSettings, *keys: str) -> str | None:
+    for key in sorted(keys):
         value, limit = courses.mean(key), settings.failed_limit
         if value is not None and limit is not None and value >= limit:
-            return sentence.format(value)
+            if key == "agents/failed":
+                return f"{value:.0%} of the episodes fail: their environment raises, ends or does not answer in time."
+            return f"the reward service fails on {value:.0%} of the responses."
     return None
 
 
-def _above(key: str, setting: str, sentence: str) -> Callable[[_Courses, HealthSettings], str | None]:
-    def check(courses: _Courses, settings: HealthSettings) -> str | None:
+def _above(setting: str, sentence: str) -> Callable[..., str | None]:
+    def check(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
         value, limit = courses.mean(key), getattr(settings, setting)
         return None if value is None or limit is None or value <= limit else sentence.format(value)
 
     return check
 
 
-def _sample_size(courses: _Courses, settings: HealthSettings) -> str | None:
-    value, floor = courses.mean("mismatch/effective_sample_size"), settings.sample_size_floor
+def _sample_size(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+    value, floor = courses.mean(key), settings.sample_size_floor
     if value is None or floor is None or value >= floor:
         return None
     return f"the importance weights leave {value:.0%} of the samples' worth: few tokens carry the gradient."
 
 
-CHECKS: dict[str, Callable[[_Courses, HealthSettings], str | None]] = {
+# Alarm -> its check; arguments after the settings: the keys of the metrics that declare the alarm.
+CHECKS: dict[str, Callable[..., str | None]] = {
     "entropy": _entropy,
     "length": _length,
     "mismatch": _mismatch,
     "sample-size": _sample_size,
     "gradient": _gradient,
-    "clipping": _above("policy/clip_fraction", "clip_limit", "{:.0%} of the tokens are clipped."),
-    "truncated": _above("response/truncated", "truncated_limit", "{:.0%} of the responses reach the length limit."),
-    "no-signal": _above(
-        "reward/uninformative_groups",
-        "uninformative_limit",
-        "{:.0%} of the groups have equal rewards and teach nothing.",
-    ),
+    "clipping": _above("clip_limit", "{:.0%} of the tokens are clipped."),
+    "truncated": _above("truncated_limit", "{:.0%} of the responses reach the length limit."),
+    "no-signal": _above("uninformative_limit", "{:.0%} of the groups have equal rewards and teach nothing."),
     "restating": _above(
-        "reward/restates_prompt",
-        "restating_limit",
-        "{:.0%} of the responses are rewarded for an answer that repeats a part of the prompt.",
+        "restating_limit", "{:.0%} of the responses are rewarded for an answer that repeats a part of the prompt."
     ),
     "components": _components,
-    "dead-experts": _above("moe/dead_experts", "dead_experts_limit", "{:.3g} experts get no token of an update."),
+    "dead-experts": _above("dead_experts_limit", "{:.3g} experts get no token of an update."),
     "critic": _critic,
     "failures": _failures,
 }
 
 
 class HealthMonitor:
-    """Looks at the record of every step; a check that fails is told once, and again after a window without it.
-
-    Args:
-        settings: window and thresholds.
+    """Checks of every step's record; a failing check raises one alarm, and another after a window without failure.
 
     Attributes:
-        alarms: so far.
+        alarms: all alarms so far.
     """
 
     def __init__(self, settings: HealthSettings) -> None:
         self.alarms: list[Alarm] = []
         self._settings, self._courses = settings, _Courses(settings.window)
-        self._seen: dict[str, int] = {}  # number of the record in which a check failed last
+        self._seen: dict[str, int] = {}  # check -> number of the record in which it failed last
         self._count = 0
 
     def add(self, step: int, record: Record) -> Sequence[Alarm]:
-        """Take a record; returns the alarms that begin with it."""
+        """Add a record and return the alarms that begin with it."""
         self._courses.add(record)
         self._count += 1
         new = []
         for name, check in CHECKS.items():
-            evidence = check(self._courses, self._settings)
+            keys = self._courses.watched.get(name, ())
+            evidence = check(self._courses, self._settings, *keys) if keys else None
             if evidence is not None:
                 if name not in self._seen or self._count - self._seen[name] > self._settings.window:
                     new.append(Alarm(name, step, evidence))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a step, metrics.jsonl in which it is kept, and what a sink of records is.
+"""Records of steps, their file metrics.jsonl, and the interface of sinks.
 
-metrics.jsonl is the record: one strict JSON object per step, `step` first and the other keys sorted, floats in full, a
-number that is not finite as null; each line is flushed, so a run that dies keeps every finished step. Other sinks show
-the same numbers.
+metrics.jsonl has one strict JSON object per step: `step` first, the other keys sorted, null for a non-finite number.
+Each line is flushed, so a run that dies keeps every finished step.
 """
 
 from __future__ import annotations
@@ -23,41 +22,32 @@ from megatron_rl.observability.durable import replace_text
 from megatron_rl.types import UserError
 
 METRICS_FILE, ROLLOUTS, CONFIG_FILE = "metrics.jsonl", "rollouts", "config.yaml"
-VALIDATION = "validation"  # a folder of rollouts for each set
+VALIDATION = "validation"  # holds a folder of rollouts for each set
 NumberRecord = Mapping[str, int | float]
-Record = Mapping[str, float | None]  # as read back
+Record = Mapping[str, float | None]  # as read back: null for non-finite numbers
 
 
 class Sink:
-    """Somewhere the numbers of a step go; a sink takes what it can show."""
+    """Destination of a run's numbers, texts and alarms; a sink overrides the methods whose data it can show."""
 
     def log(self, step: int, record: NumberRecord) -> None:
-        """Take the record of one step.
-
-        Args:
-            step: number of the step; 0 is before training.
-            record: metric -> number; keys as in metrics.jsonl, sorted.
-        """
+        """Take the record of one step: metric -> number, sorted; step 0 is before training."""
 
     def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         """Take distributions of a step: name -> [k] values."""
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take some rollouts of a step, as they stand in rollouts/step_<N>.jsonl."""
+        """Take some rollouts of a step, as rows of rollouts/step_<N>.jsonl."""
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """Take an alarm of `observability.health`: the check that fails, and a sentence about it."""
+        """Take an alarm of `observability.health`: the failing check and a sentence about it."""
 
     def close(self) -> None:
-        """Write what is left; may be called again."""
+        """Write buffered data; may be called again."""
 
 
 class MetricsFile(Sink):
-    """Appends to metrics.jsonl.
-
-    Args:
-        run_dir: run directory; made if it is not there.
-    """
+    """Sink that appends to metrics.jsonl in a run directory, which is created if missing."""
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -74,7 +64,7 @@ class MetricsFile(Sink):
 
 
 def plain_record(metrics: Mapping[str, Any]) -> dict[str, int | float]:
-    """Metrics sorted by name, as Python numbers of Python, numpy or torch scalars."""
+    """Convert Python, numpy or torch scalars to Python numbers, sorted by name."""
     return {
         key: int(metrics[key]) if isinstance(metrics[key], numbers.Integral) else float(metrics[key])
         for key in sorted(metrics)
@@ -82,7 +72,7 @@ def plain_record(metrics: Mapping[str, Any]) -> dict[str, int | float]:
 
 
 def encode_record(step: int, metrics: NumberRecord) -> str:
-    """One line of metrics.jsonl: `step`, then the sorted metrics; non-finite numbers become null."""
+    """Return one line of metrics.jsonl: `step`, then the sorted metrics; non-finite numbers become null."""
     if "step" in metrics:
         raise ValueError("'step' is not a metric")
     finite = {key: metrics[key] if math.isfinite(metrics[key]) else None for key in sorted(metrics)}
@@ -90,21 +80,22 @@ def encode_record(step: int, metrics: NumberRecord) -> str:
 
 
 def has_records(run_dir: Path) -> bool:
-    """True if a run has written metrics there."""
+    """Return True if a run has written metrics to the directory."""
     path = Path(run_dir) / METRICS_FILE
     return path.exists() and path.stat().st_size > 0
 
 
 def set_aside(run_dir: Path, after_step: int) -> Path | None:
-    """Move what a run wrote about later steps to `attempt-<n>/`, with its config; the other records keep their bytes.
+    """Move records and rollouts of later steps to `attempt-<n>/`, with a copy of the config.
 
-    A last line that was cut off goes away. Interrupted, it can be done again: nothing is lost, some may be there twice.
+    Earlier records keep their bytes; a last line that was cut off is deleted. An interrupted call can be repeated: no
+    record is lost, but some may exist twice.
 
     Returns:
-        The directory; None where there was nothing to move.
+        The new directory, or `None` if there was nothing to move.
 
     Raises:
-        UserError: a line is no JSON.
+        UserError: a line is not JSON.
     """
     path, attempt = run_dir / METRICS_FILE, None
     records = list(_read_lines(path)) if path.exists() else []
@@ -127,12 +118,12 @@ def set_aside(run_dir: Path, after_step: int) -> Path | None:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
-    """The records of a run in the order written; a last line cut off by a crash is left out."""
+    """Return the records of a run in the order written, without a last line that a crash cut off."""
     return list(_read_lines(Path(run_dir) / METRICS_FILE))
 
 
 def step_of(record: Record) -> int:
-    """The step of a record of `read_metrics`."""
+    """Return the step of a record of `read_metrics`."""
     return int(record["step"] or 0)
 
 
@@ -154,15 +145,10 @@ def _read_lines(path: Path) -> Iterator[dict[str, float | None]]:
             yield json.loads(line)
         except json.JSONDecodeError as error:
             if number == len(lines):
-                return  # no newline behind it: the write was cut off
+                return  # no newline follows: the write was cut off
             raise UserError(
                 f"the line is no JSON: {error}",
                 source=f"{path}:{number}",
                 expected="one JSON object per line",
                 hint="remove the line",
             ) from error
-
-
-def is_validation_accuracy(key: str) -> bool:
-    """True for `validation/<set>/accuracy`."""
-    return key.startswith("validation/") and key.endswith("/accuracy")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank stands: step, phase, and what its main thread is doing, read from outside of that thread.
+"""Positions of ranks: step, phase and current operation of the main thread, read by another thread.
 
-Nothing is recorded while the program runs: a look at the frames of the thread tells which collective it waits in, over
-which ranks and called from where. The order of phases is the same on all ranks, so the number of phases entered tells
-who is behind.
+The thread's frames show the collective in which it waits, its ranks, and the caller; nothing is recorded in advance.
+All ranks enter the same phases in the same order, so a rank that entered fewer is behind.
 """
 
 from __future__ import annotations
@@ -22,25 +21,24 @@ from megatron_rl.observability.timers import PhaseTimers
 
 _PACKAGE = "megatron_rl"
 _DISTRIBUTED = "torch.distributed"
-_WAITING = (_DISTRIBUTED, "megatron_rl.parallel.pairs")  # modules in which a rank waits for others
-_COLLECTIVES = "megatron_rl.parallel.collectives"  # who calls it says more
+_WAITING = (_DISTRIBUTED, "megatron_rl.parallel.pairs")  # modules in which a rank waits for other ranks
+_COLLECTIVES = "megatron_rl.parallel.collectives"  # its callers are reported instead
 _SHOWN = 3  # of the last collectives of a late rank, in a report
 
 
 @dataclass(frozen=True)
 class Position:
-    """A rank's place in the program.
+    """Place of a rank in the program.
 
     Attributes:
-        num_entered: phases entered so far.
-        operation: the collective that it is in ("all_reduce", "wait"); None: it is in none.
-        ranks: that take part in it; None where that is not known.
-        caller: file, line and function of this package (or the innermost frame) that it was called from.
-        seconds: how long it has been seen at this place.
-        looks: how often it was looked at; a process that is gone or stopped looks no more.
-        is_closed: it has left the program in good order.
-        recent: its last collectives in words, the newest last; told when a job ends.
-        memory: bytes at the end of its last phase; 0: not measured.
+        operation: current collective ("all_reduce", "wait"), if any.
+        ranks: members of the collective's group; `None` if unknown.
+        caller: file, line and function in this package that called it, else the innermost frame.
+        seconds: time since this place was first observed.
+        looks: observations so far; constant when the process is gone or stopped.
+        is_closed: the rank has left the program in good order.
+        recent: last collectives, the newest last; set when a job ends.
+        memory: bytes at the end of its last phase; 0 if not measured.
     """
 
     rank: int
@@ -57,18 +55,18 @@ class Position:
     memory: int = 0
 
     def encode(self) -> str:
-        """As JSON."""
+        """Return the position as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def decode(text: bytes | str) -> Position:
-        """From JSON."""
+        """Parse JSON of `encode`."""
         fields: dict[str, Any] = json.loads(text)
         ranks, recent = fields["ranks"], tuple(fields["recent"])
         return Position(**fields | {"ranks": None if ranks is None else tuple(ranks), "recent": recent})
 
     def describe(self) -> str:
-        """One line of a report."""
+        """Return one line of a report."""
         group = "" if self.ranks is None else f" of ranks {_short(self.ranks)}"
         doing = f"waits in {self.operation}{group}" if self.operation else "is in no collective"
         where = f"step {self.step}, phase {self.phase}"
@@ -76,7 +74,7 @@ class Position:
 
 
 def find_place(frame: FrameType) -> tuple[str | None, tuple[int, ...] | None, str]:
-    """What a thread is doing, from its innermost frame: `operation`, `ranks` and `caller` of a `Position`."""
+    """Return `operation`, `ranks` and `caller` of a `Position`, given the innermost frame of a thread."""
     operation, ranks = None, None
     outer: FrameType | None = frame
     while outer is not None and _module(outer).startswith(_WAITING):
@@ -95,11 +93,9 @@ def find_place(frame: FrameType) -> tuple[str | None, tuple[int, ...] | None, st
 
 
 def find_position(rank: int, timers: PhaseTimers, thread: int) -> Position | None:
-    """Where this rank stands now, `seconds` and `looks` left at 0; None if the thread is gone.
+    """Return the current position of this rank with `seconds` and `looks` 0, or `None` if the thread is gone.
 
     Args:
-        rank: this rank.
-        timers: of the program, by which its phases are known.
         thread: identity of the thread that runs the program.
     """
     frame = sys._current_frames().get(thread)
@@ -118,10 +114,10 @@ def find_position(rank: int, timers: PhaseTimers, thread: int) -> Position | Non
 
 
 def explain(positions: Sequence[Position | None], silent: Sequence[int]) -> str:
-    """Who waits for whom.
+    """Return a report of the ranks that wait and the late ranks that they wait for.
 
     Args:
-        positions: of the ranks that answered (None: it did not).
+        positions: position of each rank, `None` if it did not answer.
         silent: ranks whose process is gone or stopped.
     """
     known = [p for p in positions if p is not None]
@@ -149,7 +145,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _ranks_of(frame: FrameType) -> tuple[int, ...] | None:
-    """Global ranks of the group that a collective was given."""
+    """Return the global ranks of the group in a collective's arguments."""
     distributed = sys.modules[_DISTRIBUTED]
     values = frame.f_locals
     if "group" not in values and "pg" not in values:
@@ -162,12 +158,12 @@ def _ranks_of(frame: FrameType) -> tuple[int, ...] | None:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """rank 3, or ranks 0-3,6."""
+    """Return "rank 3" or "ranks 0-3,6"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_short(ranks)}"
 
 
 def _short(ranks: Sequence[int]) -> str:
-    """0-3,6: runs of numbers."""
-    pairs = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])  # the same along a run
+    """Return runs of numbers: "0-3,6"."""
+    pairs = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])  # constant along a run
     runs = [[rank for _, rank in run] for _, run in pairs]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

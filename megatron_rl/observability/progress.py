@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a run is, in bars at the bottom of a terminal: its steps, and the responses that are being generated.
-
-Without a terminal there are plain lines instead. What is printed to stdout while the bars are shown goes above them.
-"""
+"""Terminal output of a run: one line per step, and bars of its progress (plain lines without a terminal)."""
 
 from __future__ import annotations
 
@@ -17,22 +14,44 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Column
 from rich.text import Text
 
-from megatron_rl.observability.console import validation_parts
+from megatron_rl.observability.metric_table import accuracy_set, format_columns
 from megatron_rl.observability.metrics import NumberRecord, Sink
 from megatron_rl.observability.rollout_progress import RolloutCount
+from megatron_rl.observability.summary import phase_seconds
 
-LINE_SECONDS = 10.0  # between two lines about a rollout where there is no terminal
+LINE_SECONDS = 10.0  # between two lines about a rollout without a terminal
 _REDRAWS_PER_SECOND = 2
 
 
-class Pace:
-    """Seconds that a run has taken since it was started (or resumed), and those it will still take.
+class ConsoleLines(Sink):
+    """Sink that prints a line for every n-th step, the last step, and each step with a validation.
 
     Args:
-        total: steps of the run.
-        done: steps that were done before.
-        clock: monotonic clock in seconds.
+        every: n, in steps.
+        print_line: receives each line.
     """
+
+    def __init__(self, total_steps: int, every: int, print_line: Callable[[str], None]) -> None:
+        self._total_steps, self._every, self._print = total_steps, every, print_line
+
+    def log(self, step: int, record: NumberRecord) -> None:
+        """Print the line of a step if it is due."""
+        is_due = step % self._every == 0 or step == self._total_steps
+        if is_due or any(key.startswith("validation/") for key in record):
+            self._print(format_console_line(step, self._total_steps, record))
+
+
+def format_console_line(step: int, total_steps: int, metrics: NumberRecord) -> str:
+    """Return the line of a step: its metrics, then the seconds of its phases, the longest first."""
+    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}", *format_columns(metrics)]
+    phases = sorted(phase_seconds(metrics).items(), key=lambda item: -item[1])
+    words = " ".join(f"{name} {value:.2f}" for name, value in phases)
+    total = f"{metrics['time/step']:.2f} s" if "time/step" in metrics else "s" if words else ""
+    return " | ".join(parts + ([f"{total}: {words}" if words else total] if total else []))
+
+
+class Pace:
+    """Elapsed and remaining seconds of a run since its start, or since its resumption after `done` steps."""
 
     def __init__(self, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.total, self.done = total, done
@@ -40,7 +59,7 @@ class Pace:
         self._began = self._last = self._start
 
     def mark(self, step: int) -> None:
-        """A step is done (0: the validation before training, which tells nothing of the speed)."""
+        """Mark a step as done; step 0 is the validation before training, which does not count for the speed."""
         self.done, self._last = max(step, self.done), self._clock()
         if self.done == self._first:
             self._began = self._last
@@ -52,7 +71,7 @@ class Pace:
 
     @property
     def remaining(self) -> float | None:
-        """Seconds until the last step is done, at the mean speed so far; None before the first step."""
+        """Seconds until the last step is done, at the mean speed so far; `None` before the first step."""
         steps = self.done - self._first
         if not steps:
             return None
@@ -61,13 +80,7 @@ class Pace:
 
 
 class ProgressDisplay(Sink):
-    """Shows how far a run is.
-
-    Args:
-        pace: of the run; kept by others.
-        is_wanted: False: neither bars nor lines about rollouts.
-        stream: default: stdout.
-    """
+    """Sink that shows the progress of a run, unless it is not wanted, on a stream or on stdout."""
 
     def __init__(self, pace: Pace, *, is_wanted: bool = True, stream: TextIO | None = None) -> None:
         self._pace, self._is_wanted, self._stream = pace, is_wanted, stream
@@ -94,7 +107,7 @@ class ProgressDisplay(Sink):
         self._rollout = bars.add_task("rollout", total=None, visible=False, count="", pace=None, note="")
         self._show_steps(bars)
         bars.start()
-        bars.console.show_cursor(True)  # a process that is killed cannot bring it back
+        bars.console.show_cursor(True)  # a killed process could not restore it
         return bars
 
     def _show_steps(self, bars: Progress) -> None:
@@ -106,18 +119,17 @@ class ProgressDisplay(Sink):
         )
 
     def log(self, step: int, record: NumberRecord) -> None:
-        """Move the bar of the run; it says the last reward (SFT: loss) and validation."""
-        for key, label in (("reward/mean", "reward"), ("sft/loss", "loss")):
-            if key in record:
-                self._notes["now"] = f"{label} {record[key]:.4f}"
-        validation = validation_parts(record)
-        if validation:
-            self._notes["validation"] = " | ".join(validation)
+        """Move the bar of steps, with the last reward (SFT: loss) and validation as its note."""
+        now = {key: record[key] for key in ("reward/mean", "sft/loss") if key in record}
+        validation = {key: value for key, value in record.items() if accuracy_set(key)}
+        for name, shown in (("now", now), ("validation", validation)):
+            if shown:
+                self._notes[name] = " | ".join(format_columns(shown))
         if self._bars is not None:
             self._show_steps(self._bars)
 
     def show_rollout(self, name: str, count: RolloutCount | None) -> None:
-        """Show how far a generation is; None: it is over. May be called by another thread."""
+        """Show the progress of a generation, `None` at its end; may be called by another thread."""
         if self._bars is not None:
             if count is None:
                 self._bars.update(self._rollout, visible=False)
@@ -143,14 +155,14 @@ class ProgressDisplay(Sink):
                 )
 
     def print(self, line: str) -> None:
-        """Print a line, above the bars where there are any."""
+        """Print a line, above the bars if there are any."""
         if self._bars is not None:
             self._bars.console.print(Text(line), soft_wrap=True)
         else:
             print(line, file=self._stream or sys.stdout, flush=True)
 
     def close(self) -> None:
-        """Take the bars off and leave the terminal as it was."""
+        """Remove the bars."""
         if self._bars is not None:
             self._bars.update(self._rollout, visible=False)
             self._bars.stop()
@@ -158,7 +170,7 @@ class ProgressDisplay(Sink):
 
 
 class _Remaining(ProgressColumn):
-    """When the run will be done; nothing for a rollout, whose longest response nobody knows."""
+    """Column with the time until the run ends; empty for a rollout, which has no estimate."""
 
     max_refresh = 0.5
 

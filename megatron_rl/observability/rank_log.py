@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One log file per rank, and rank 0 on the console.
+"""One log file per rank; rank 0 also logs to the console.
 
-The logger is the package's own ("megatron_rl"), so `logging.getLogger(__name__)` in any module of
-the package ends up in the rank's file. Opening again (another run in the same process) closes the
-files of the run before. Console lines go to what stdout is at that moment: above the progress bar, where there is one.
+The logger is the package's own ("megatron_rl"), so every module's `logging.getLogger(__name__)` writes to the file.
 """
 
 from __future__ import annotations
@@ -16,12 +14,12 @@ from pathlib import Path
 
 LOGGER_NAME = "megatron_rl"
 _TAIL_BYTES = 1 << 16
-# When, how severe, and what: a line of the log, or the report of what ends the job, which has no time.
+# Time, level and text of a log line, or level and text of the report that ends a job.
 _WARNING = re.compile(r"(?:([\d-]+ [\d:]+),\d+ rank\d+ (WARNING|ERROR|CRITICAL) \S+|(error)): (.*)")
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints; a progress bar puts itself in the place of stdout (`progress.py`)."""
+    """Handler that prints to the current stdout, which a progress bar replaces (`progress.py`)."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -31,7 +29,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _FileHandler(logging.FileHandler):
-    """A run does not end for its log: what the disk does not take is missing there, which is said once."""
+    """Handler that drops lines the disk does not accept, with one warning, instead of ending the run."""
 
     is_failing = False
 
@@ -49,12 +47,12 @@ class _FileHandler(logging.FileHandler):
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
-    """The log file of a rank."""
+    """Return the path of a rank's log."""
     return Path(run_dir) / "logs" / f"rank{rank}.log"
 
 
 def read_warnings(path: Path, most: int) -> list[dict[str, str | None]]:
-    """The last warnings and errors of a rank's log, the newest first: time, level and text; without alarms."""
+    """Return time, level and text of the last warnings and errors of a log, the newest first, without alarms."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -77,11 +75,9 @@ def read_warnings(path: Path, most: int) -> list[dict[str, str | None]]:
 
 
 def open_rank_log(run_dir: Path, rank: int) -> logging.Logger:
-    """Open `logs/rank<N>.log` of a run (appending) and return the logger of the package.
+    """Open `logs/rank<N>.log` of a run for appending and return the logger of the package.
 
-    Args:
-        run_dir: run directory; made if it is not there.
-        rank: global rank. Rank 0 also prints INFO and above to stdout.
+    Files of a previous run in the same process are closed. Rank 0 also prints INFO and above to stdout.
     """
     logger = logging.getLogger(LOGGER_NAME)
     close_rank_log(logger)
@@ -95,12 +91,12 @@ def open_rank_log(run_dir: Path, rank: int) -> logging.Logger:
         console.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(console)
     logger.setLevel(logging.DEBUG)
-    logger.propagate = False  # a handler that a library puts on the root logger would print it twice
+    logger.propagate = False  # else a library's handler on the root logger prints every line twice
     return logger
 
 
 def close_rank_log(logger: logging.Logger) -> None:
-    """Close the files of `open_rank_log` and give the logger back as it was."""
+    """Close the files of `open_rank_log` and restore the logger."""
     for handler in list(logger.handlers):
         if isinstance(handler, _FileHandler | _ConsoleHandler):
             logger.removeHandler(handler)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of rollouts/step_<N>.jsonl: what stands in a row for each token of a response."""
+"""Rows of rollouts/step_<N>.jsonl, with texts and values of each response token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_rl.observability.durable import replace_text
 from megatron_rl.observability.metrics import ROLLOUTS
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_MOST_PARTS = 8  # tokens that one character is waited for; it has at most four bytes
+_MOST_PARTS = 8  # tokens of one character, which has at most four bytes
 
 
 class TokenTexts:
-    """The text of each token of a response; joined they are the response (behind sentencepiece's leading space).
+    """Decoder of single tokens; the joined texts are the response (after sentencepiece's leading space).
 
-    A token's text is what it adds behind another token: alone, some tokenizers drop its leading space. It is decoded
-    once per id. A character that is spread over several tokens stands at the last of them. Special tokens have no text.
+    A token is decoded behind another token, because some tokenizers drop the leading space of a text. A character of
+    several tokens belongs to the last of them.
 
     Args:
         decode: token ids -> text, without special tokens.
@@ -30,11 +30,11 @@ class TokenTexts:
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._known: dict[int, str] = {}
-        self._anchor: list[int] = []  # a token to decode others behind; none was seen yet
+        self._anchor: list[int] = []  # the token in front of every decoded one, once found
         self._anchor_text = ""
 
     def __call__(self, tokens: Sequence[int] | np.ndarray) -> list[str]:
-        """Texts of the tokens [s]."""
+        """Return the texts of tokens [s]."""
         texts: list[str] = []
         parts: list[int] = []
         if not self._anchor:
@@ -42,7 +42,7 @@ class TokenTexts:
         for token in map(int, tokens):
             text = self._text_of(token)
             if _BROKEN not in text:
-                if parts:  # a character that never came to its end
+                if parts:  # an unfinished character
                     texts[-1] = self._decode(parts)
                     parts = []
                 texts.append(text)
@@ -71,12 +71,12 @@ class TokenTexts:
 
 
 def token_fields(num_tokens: int, values: Mapping[str, np.ndarray]) -> dict[str, list[float | None]]:
-    """Per-token values as a row holds them: one entry per response token, null where there is none.
+    """Return per-token values as lists of one entry per response token, null for tokens without a value.
 
     Args:
-        num_tokens: of the response.
-        values: name -> [k] of its last k tokens, those in the loss; NaN where there is none. A name without any number
-            is left out.
+        num_tokens: response tokens.
+        values: name -> [k] values of the last k tokens, which are in the loss; NaN is no value. Names without any value
+            are left out.
     """
     return {
         name: [None] * (num_tokens - len(column)) + as_numbers(column)
@@ -86,7 +86,7 @@ def token_fields(num_tokens: int, values: Mapping[str, np.ndarray]) -> dict[str,
 
 
 def as_numbers(values: np.ndarray, decimals: int = 6) -> list[float | None]:
-    """Rounded numbers as JSON can hold them: null for what is not finite."""
+    """Return rounded numbers for JSON, null for non-finite ones."""
     rounded = np.round(np.asarray(values, np.float64), decimals)
     if np.isfinite(rounded).all():
         return rounded.tolist()
@@ -97,5 +97,5 @@ def write_rows(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> N
     """Write rollouts to `<run_dir>/rollouts/step_<N>.jsonl`, one JSON object per line."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     (run_dir / ROLLOUTS).mkdir(parents=True, exist_ok=True)
-    # Half of a character, which an engine or a reward may return, becomes its escape in JSON.
+    # A lone surrogate, which an engine or a reward may return, becomes its JSON escape.
     replace_text(run_dir / ROLLOUTS / f"step_{step}.jsonl", "".join(lines), errors="backslashreplace")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many responses and tokens all engines have generated so far, while they generate.
+"""Counts of the responses and tokens of all engines during a generation.
 
-The thread that runs an engine only adds to two numbers. Another one adds what is new to counters in the job's store,
-twice a second, and tells the sums over all engines to the display on rank 0.
+The engine's thread increments two numbers; twice a second another thread adds the increments to counters in the job's
+store and passes their sums to the display on rank 0.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
 
-_INTERVAL = 0.5  # seconds between two looks
-_WINDOW = 20  # looks over which the speed is taken
+_INTERVAL = 0.5  # seconds between two updates
+_WINDOW = 20  # updates that the speed is averaged over
 
 
 @dataclass(frozen=True)
 class RolloutCount:
-    """How far a generation is, all engines together.
+    """Progress of a generation over all engines.
 
     Attributes:
-        finished, total: responses.
-        tokens: sampled so far, including unfinished responses.
-        tokens_per_second: over the last ten seconds.
-        seconds: since it began.
+        tokens: sampled tokens, including unfinished responses.
+        tokens_per_second: mean of the last ten seconds.
     """
 
     finished: int
@@ -43,12 +41,11 @@ Show = Callable[[RolloutCount | None], None]
 
 
 class RolloutProgress:
-    """Counts the responses of generations; the same calls on every rank.
+    """Counter of the responses of generations; every rank makes the same calls.
 
     Args:
-        store: shared by all ranks; None: nothing is counted.
-        show: on the rank that shows: told twice a second how far a generation is, and None when it is over; called
-            by another thread.
+        store: shared by all ranks; `None` disables counting.
+        show: on the displaying rank; called by another thread with the progress, and with `None` at the end.
     """
 
     def __init__(self, store: Store | None = None, show: Show | None = None) -> None:
@@ -57,18 +54,18 @@ class RolloutProgress:
         self._added = (0, 0)
 
     def count(self, num_tokens: int) -> None:
-        """A response of this rank's engine is there."""
+        """Count a finished response of this rank's engine."""
         self._finished += 1
         self._tokens += num_tokens
 
     @contextmanager
     def follow(self, total: int, tokens_in_flight: Callable[[], int] | None) -> Iterator[None]:
-        """A generation continues in the block.
+        """Follow the generation in the block.
 
         Args:
             total: responses of all engines.
-            tokens_in_flight: tokens of unfinished responses of this rank's engine, asked by another thread; None: this
-                rank does not speak for an engine.
+            tokens_in_flight: returns the tokens of unfinished responses of this rank's engine, in another thread;
+                `None` on a rank that does not report for an engine.
         """
         self._generation += 1
         if self._store is None or tokens_in_flight is None:
@@ -93,22 +90,25 @@ class RolloutProgress:
         try:
             is_over = False
             while not is_over:
-                is_over = over.wait(_INTERVAL)  # look once more at the end: other ranks want the last ones too
+                is_over = over.wait(_INTERVAL)  # one more update at the end, for the last responses
                 finished, tokens = self._add_up(store, tokens_in_flight)
                 now = time.monotonic()
                 speed = (tokens - looks[0][1]) / (now - looks[0][0])
                 looks.append((now, tokens))
                 if self._show is not None:
                     self._show(RolloutCount(finished, total, tokens, max(0.0, speed), now - start))
-        except Exception as error:  # the store is gone; a run continues without being watched
+        except Exception as error:  # the store is gone; the run continues without a display
             self._store = None
             logging.getLogger(__name__).warning("the progress of rollouts is no longer shown: %s", error)
         if self._show is not None:
             self._show(None)
 
     def _add_up(self, store: Store, tokens_in_flight: Callable[[], int]) -> tuple[int, int]:
-        """Add what is new here to the sums over all engines, and return them: responses, tokens."""
-        finished, tokens = self._finished, self._tokens  # read first: what finishes meanwhile must not count twice
+        """Add this engine's increments to the sums over all engines; return the sums of responses and tokens."""
+        finished, tokens = (
+            self._finished,
+            self._tokens,
+        )  # read first, else a response could count twice
         mine = finished, tokens + tokens_in_flight()
         sums = [
             store.add(f"{self._generation}/{name}", now - before)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run and its directory: what is written where, and what a step's record consists of.
+"""A run and its directory: sinks, timers, and the record of a step.
 
 <run_dir>/ metrics.jsonl config.yaml tensorboard/ wandb/ logs/rank<N>.log rollouts/ checkpoints/step_<N>/
            summary.json curves.png status.html stopped.json wandb_id run.lock schedule/
@@ -20,9 +20,9 @@ import numpy as np
 import yaml
 from torch.distributed.distributed_c10d import Store
 
-from megatron_rl.observability.console import ConsoleLines
 from megatron_rl.observability.durable import replace_text
 from megatron_rl.observability.health import HealthMonitor, HealthSettings
+from megatron_rl.observability.metric_table import find_metric
 from megatron_rl.observability.metrics import (
     CONFIG_FILE,
     ROLLOUTS,
@@ -35,7 +35,7 @@ from megatron_rl.observability.metrics import (
     set_aside,
     step_of,
 )
-from megatron_rl.observability.progress import Pace, ProgressDisplay
+from megatron_rl.observability.progress import ConsoleLines, Pace, ProgressDisplay
 from megatron_rl.observability.rank_log import close_rank_log, log_path, open_rank_log, read_warnings
 from megatron_rl.observability.rollout_log import write_rows
 from megatron_rl.observability.rollout_progress import RolloutCount, RolloutProgress
@@ -48,15 +48,13 @@ if TYPE_CHECKING:
     from megatron_rl.observability.status import Positions
 
 STOPPED_FILE = "stopped.json"
-_ROOM_BYTES = 1 << 20  # without which no run begins
+_ROOM_BYTES = 1 << 20  # free space that a run needs to begin
 _NUM_WARNINGS = 20
-_NUM_SAMPLES = 4  # rollouts of a step that sinks are given
-# Of several optimizer steps in one step only the first starts from the policy that was sampled.
-_FIRST_ONLY = ("policy/ratio_max_deviation",)
+_NUM_SAMPLES = 4  # rollouts of a step that are passed to sinks
 
 
 class SinkSettings(Protocol):
-    """What is read of the config section `observability`; see ObservabilityConfig."""
+    """Settings of the section `observability` that are read here; see ObservabilityConfig."""
 
     tensorboard: bool
     histograms_every: int
@@ -71,22 +69,18 @@ class SinkSettings(Protocol):
 
 
 class Run:
-    """Sinks and timers of one run; rank 0 writes, every rank keeps its own log.
+    """Sinks and timers of one run; rank 0 writes, and every rank has its own log.
 
-    Building one makes the directory and the log; `start` opens the rest and changes what is there.
+    The constructor creates the directory and the log; `start` changes existing files and opens the sinks.
 
     Args:
-        run_dir: the directory; made if missing.
         config_yaml: the resolved config, written to config.yaml.
-        total_steps: for the progress bar and the console line.
-        settings: observability section.
-        rank: this rank.
 
     Raises:
-        OSError: the directory cannot be written, or has no room.
+        OSError: the directory cannot be written, or its disk is full.
 
     Attributes:
-        best_value: of `trainer.best_metric` so far.
+        best_value: best value of `trainer.best_metric` so far.
         failed_saves: {"step", "error"} of each checkpoint that could not be written; for the summary.
     """
 
@@ -111,7 +105,7 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """True if a run has come to its end in this directory."""
+        """True if the run of this directory is complete."""
         return (self.dir / SUMMARY_FILE).exists()
 
     @property
@@ -120,7 +114,7 @@ class Run:
         return self.dir / "checkpoints"
 
     def resume(self, best_value: float | None, failed_saves: Sequence[dict[str, Any]]) -> None:
-        """Continue with what a checkpoint says of the run so far; comes before `start`."""
+        """Restore `best_value` and `failed_saves` from a checkpoint; call it before `start`."""
         self.best_value = float("-inf") if best_value is None else best_value
         self.failed_saves = list(failed_saves)
 
@@ -128,12 +122,12 @@ class Run:
         """Open the sinks.
 
         Args:
-            after_step: continue the run that is there after this step (-1: from its beginning); what it wrote about
-                later steps goes to `attempt-<n>/`. None: a new run.
-            positions: the last heartbeat of every rank, for the status page.
+            after_step: continue the existing run after this step (-1: repeat it) and move its output of later steps to
+                `attempt-<n>/`; `None` begins a new run.
+            positions: returns the last heartbeat of every rank.
 
         Raises:
-            UserError: (rank 0) a sink cannot be opened.
+            UserError: a sink cannot be opened (rank 0 only).
         """
         if self.is_writer:
             (self.dir / ROLLOUTS).mkdir(exist_ok=True)
@@ -186,30 +180,30 @@ class Run:
         add(self._display)
 
     def count(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the step's record; what is counted several times is averaged."""
+        """Add metrics to the step's record; several values of a metric are averaged."""
         for name, value in metrics.items():
             self._counts.setdefault(name, []).append(float(value))
 
     def complete(self, series: Mapping[str, Sequence[float]], times: Mapping[str, float]) -> None:
-        """Add what another rank has counted in this step and this one has not, and what took longer there."""
+        """Add metrics that only another rank counted in this step, and its times where they are longer."""
         for name, values in series.items():
             self._counts.setdefault(name, list(values))
         self.timers.complete(times)
 
     @property
     def series(self) -> Mapping[str, Sequence[float]]:
-        """What was counted in this step, every value in order."""
+        """All values of each metric counted in this step, in order."""
         return self._counts
 
     def counted(self) -> dict[str, float]:
-        """What the record of this step has so far, without its times."""
+        """Return the record of this step so far, without its times."""
         return {
-            name: values[0] if name in _FIRST_ONLY else sum(values) / len(values)
+            name: values[0] if (metric := find_metric(name)) and metric.first_only else sum(values) / len(values)
             for name, values in self._counts.items()
         }
 
     def record(self, step: int) -> None:
-        """Write the record of one step: what was counted, and the seconds of its phases."""
+        """Write the record of one step: its metrics and the seconds of its phases."""
         metrics = self.counted()
         self._counts = {}
         seconds = self.timers.pop()
@@ -227,7 +221,7 @@ class Run:
                     sink.alarm(step, alarm.name, str(alarm))
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rollouts of a step, one JSON object per line, while the run continues; see `settle`."""
+        """Write rollouts of a step in the background, one JSON object per line; see `settle`."""
         self.settle()
         if self.is_writer:
             rows = list(rows)
@@ -236,7 +230,7 @@ class Run:
                 sink.samples(step, rows[:_NUM_SAMPLES])
 
     def settle(self) -> None:
-        """Wait until the rollouts handed to `write_rollouts` are on the disk, and raise the error of their writing."""
+        """Wait until the rollouts of `write_rollouts` are on disk; raise the error of their writing."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -247,23 +241,14 @@ class Run:
             write_rows(self.dir / VALIDATION / name, step, rows)
 
     def write_histograms(self, step: int, describe: Callable[[], Mapping[str, np.ndarray]]) -> None:
-        """Hand distributions to the sinks on the steps on which they are due.
-
-        Args:
-            step: of the main loop.
-            describe: name -> [k] values; called on the writer's rank only, so it must not be collective.
-        """
+        """Pass distributions, name -> [k] values, to the sinks if due; rank 0 alone calls `describe`."""
         if self.is_writer and self._settings.tensorboard and is_due(step, self._settings.histograms_every):
             values = describe()
             for sink in self._sinks:
                 sink.histograms(step, values)
 
     def follow_rollouts(self, store: Store) -> RolloutProgress:
-        """What counts the responses while they are generated; shown by rank 0.
-
-        Args:
-            store: that all ranks share and nobody else uses.
-        """
+        """Return a counter of generated responses, with a store of its own that all ranks share."""
         if not self._settings.progress_bar and self._settings.status_port is None:
             return RolloutProgress()
         return RolloutProgress(store, self._show_rollout if self.is_writer else None)
@@ -274,7 +259,7 @@ class Run:
             display.show_rollout("validation" if "validation" in self.timers.phases else "rollout", count)
 
     def _describe_now(self) -> dict[str, Any]:
-        """What the status page shows beside records."""
+        """Return the live part of the status page."""
         phase, seconds = self.timers.current()
         pace, rollout = self._pace, self._rollout
         return {
@@ -290,19 +275,19 @@ class Run:
         }
 
     def last_recorded_step(self) -> int:
-        """Step of the last record in metrics.jsonl; -1 without one (the writer's rank only)."""
+        """Return the step of the last record in metrics.jsonl, -1 without one (rank 0 only)."""
         return step_of(read_metrics(self.dir)[-1]) if has_records(self.dir) else -1
 
     def note_stop(self, content: Mapping[str, Any]) -> None:
-        """Write stopped.json: the run was asked to stop and is to be started again; the next start removes it."""
+        """Write stopped.json, for a run that is to be restarted; the restart removes the file."""
         if self.is_writer:
             replace_text(self.dir / STOPPED_FILE, json.dumps(content) + "\n")
 
     def is_best(self, metrics: Mapping[str, float], name: str | None) -> bool:
-        """True if the metric of that name is higher than ever before in this run; it is remembered.
+        """Return True, and store the value, if the named metric is higher than ever before in this run.
 
         Raises:
-            UserError: the metric is not among them.
+            UserError: `metrics` lacks the metric.
         """
         if name is None:
             return False
@@ -319,7 +304,7 @@ class Run:
         return True
 
     def finish(self) -> None:
-        """Close the sinks; write the summary and the curves, and show where they are and the best last responses."""
+        """Close the sinks, write the summary and the curves, and log their paths and the best last responses."""
         self.settle()
         self._close_sinks()
         if self.is_writer:
@@ -351,7 +336,7 @@ class Run:
             self.log.info("curves:  %s", curves.plot_curves(self.dir))
 
     def close(self) -> None:
-        """Close what is open: after `finish` the log; after an error, which must not be replaced by another, all."""
+        """Close everything; errors are only logged, so that they do not replace the error that ends a run."""
         while self._sinks or self._writing:
             try:
                 self.settle()
@@ -362,16 +347,16 @@ class Run:
         close_rank_log(self.log)
 
     def _close_sinks(self) -> None:
-        """The last one opened, which may hold the terminal, comes first."""
+        """Close the sinks in reverse order: the last one opened may hold the terminal."""
         while self._sinks:
             self._sinks.pop().close()
 
 
 def _check_room(directory: Path) -> None:
-    """Write and remove a file: the first thing that meets a full disk or a quota is not the log.
+    """Write and remove a file, so that a full disk or a quota fails here and not in the log.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = directory / ".room"
     try:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status page of a run: a small read-only web server on rank 0.
+"""The status page of a run: a small read-only web server on rank 0, in threads of its own.
 
-It serves one self-contained page that asks for `status.json` beside it every few seconds, and nothing else. The server
-reads no file that a request names, keeps its data in memory and runs in threads of its own. It answers to names that
-nobody else can give it (a web page elsewhere whose name is made to lead here is refused), below a path that only those
-know who read the run's output, to so many connections at a time, and to each for so long.
+It serves one self-contained page, which polls `status.json`; no request can name a file. A Host header must be an own
+name or an address (against DNS rebinding), the path contains a secret that the run prints, and connections are limited.
 """
 
 from __future__ import annotations
@@ -29,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.observability.durable import replace_text
-from megatron_rl.observability.metrics import NumberRecord, Sink, is_validation_accuracy, step_of
+from megatron_rl.observability.metric_table import find_metric
+from megatron_rl.observability.metrics import NumberRecord, Sink, step_of
 from megatron_rl.observability.positions import Position
 from megatron_rl.observability.tensorboard import shorten
 from megatron_rl.types import UserError
@@ -39,45 +38,43 @@ _SCRIPTS = ("parts.js", "page.js")
 
 STATUS_FILE = "status.html"
 _PARTS = Path(__file__).parent / "status_page"
-_MOST_POINTS = 400  # of a curve in one answer
+_MOST_POINTS = 400  # of a curve in one response
 _MOST_ALARMS = 20
-_LOOK_SECONDS = 1.0  # between two looks at the ranks, however many people watch
+_LOOK_SECONDS = 1.0  # between two reads of the heartbeats, for any number of viewers
 _MOST_CONNECTIONS = 32
 _CONNECTION_SECONDS = 30.0
 _SAMPLE_FIELDS = ("prompt", "response", "ground_truth", "reward", "finish_reason")
-# Title of a chart -> which metrics are lines of it.
-CHARTS: dict[str, Callable[[str], bool]] = {
-    "reward": lambda key: key == "reward/mean",
-    "loss": lambda key: key == "sft/loss",
-    "validation accuracy": is_validation_accuracy,
-    "seconds per step": lambda key: key in ("time/step", "time/rollout", "time/update"),
-    "tokens per second": lambda key: key == "tokens/per_second",
-    "KL to the reference": lambda key: key == "kl/mean",
-    "entropy": lambda key: key == "policy/entropy",
-    "tokens of all responses": lambda key: key == "tokens/response",
-    "truncated responses, groups without signal": lambda key: (
-        key in ("response/truncated", "reward/uninformative_groups")
-    ),
-    "gradient norm": lambda key: key in ("policy/grad_norm", "value/grad_norm"),
-    "clipped tokens": lambda key: key == "policy/clip_fraction",
-    "learning rate": lambda key: key == "policy/lr",
-    "engine against trainer": lambda key: key == "mismatch/mean" or key.startswith("mismatch/lag"),
-    "explained variance": lambda key: key == "value/explained_variance",
-    "load of the busiest expert": lambda key: key.startswith("moe/max_load"),
-    "dead experts": lambda key: key.startswith("moe/dead_experts"),
-    "entropy of routers": lambda key: key.startswith("moe/entropy"),
-    "staleness": lambda key: key.startswith("schedule/staleness_"),
-    "busy engines": lambda key: key == "schedule/engine_busy",
-}
+# Titles of the charts, in the order of the page; `chart` of a metric names one of them.
+CHARTS = (
+    "reward",
+    "loss",
+    "validation accuracy",
+    "seconds per step",
+    "tokens per second",
+    "KL to the reference",
+    "entropy",
+    "tokens of all responses",
+    "truncated responses, groups without signal",
+    "gradient norm",
+    "clipped tokens",
+    "learning rate",
+    "engine against trainer",
+    "explained variance",
+    "load of the busiest expert",
+    "dead experts",
+    "entropy of routers",
+    "staleness",
+    "busy engines",
+)
 
 Positions = Callable[[], Sequence[Position | None]]
 
 
 def check_address(host: str, port: int) -> None:
-    """Find out early, before models are built, whether the page can be served.
+    """Check, before models are built, that the page can be served.
 
     Raises:
-        UserError: the port is taken, or the host is not one of this machine.
+        UserError: the port is taken, or the host is not an address of this machine.
     """
     try:
         socket.create_server((host, port)).close()
@@ -95,17 +92,16 @@ def _explain(host: str, port: int, error: Exception) -> UserError:
 
 
 class StatusPage(Sink):
-    """Serves the page of one run until `close`, below a path that cannot be guessed.
+    """Sink that serves the page of one run until `close`, under a secret path.
 
     Args:
-        name: of the run.
-        host, port: where; port 0: any free one.
-        now: what changes between two steps, asked for each answer.
-        positions: the last heartbeat of each rank, None where there was none; empty where nobody watches the ranks.
-        records: of the run so far, where it is resumed.
+        host, port: address; port 0 takes any free port.
+        now: returns data that change between two steps; called for each response.
+        positions: returns the last heartbeat of each rank; empty without a watchdog.
+        records: records of a resumed run so far.
 
     Raises:
-        UserError: the port is taken, or the host is not one of this machine.
+        UserError: the port is taken, or the host is not an address of this machine.
     """
 
     def __init__(
@@ -134,22 +130,22 @@ class StatusPage(Sink):
 
     @property
     def url(self) -> str:
-        """Where it is served."""
+        """Address of the page."""
         host, port = self._server.server_address[:2]
         return f"http://{host}:{port}{self._path}"
 
     def log(self, step: int, record: NumberRecord) -> None:
-        """Continue the curves."""
+        """Append to the curves."""
         self._add(step, record)
 
     def _add(self, step: int, record: Mapping[str, float | None]) -> None:
-        for title, is_line in CHARTS.items():
-            for key, value in record.items():
-                if is_line(key) and value is not None and math.isfinite(value):
-                    self._curves[title].setdefault(key, []).append((step, value))
+        for key, value in record.items():
+            metric = find_metric(key)
+            if metric is not None and metric.chart and value is not None and math.isfinite(value):
+                self._curves[metric.chart].setdefault(key, []).append((step, value))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show these rollouts instead of the previous step's."""
+        """Replace the previous step's rollouts."""
         if rows:
             self._samples = {
                 "step": step,
@@ -157,11 +153,11 @@ class StatusPage(Sink):
             }
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """Show it above the curves, the newest first."""
+        """Show the alarm above the curves, the newest first."""
         self._alarms.insert(0, {"step": step, "name": name, "text": text})
 
     def status(self) -> dict[str, Any]:
-        """What status.json says."""
+        """Return the content of status.json."""
         charts = [
             {"title": title, "lines": [{"name": key, "points": thin(points)} for key, points in list(lines.items())]}
             for title, lines in self._curves.items()
@@ -177,7 +173,7 @@ class StatusPage(Sink):
         }
 
     def freeze(self) -> str:
-        """The page as it is now, which asks nobody for more."""
+        """Return the page with its current data in it, without polling."""
         data = json.dumps({**self.status(), "written": time.strftime("%Y-%m-%d %H:%M:%S")}, allow_nan=False)
         data = data.replace("<", "\\u003c")
         return self._page.replace("<main>", f'<script type="application/json" id="frozen">{data}</script>\n<main>', 1)
@@ -189,36 +185,31 @@ class StatusPage(Sink):
 
 
 class StatusFile(Sink):
-    """The page as a file that stays when the run ends or dies: written after each step, and when the run closes.
-
-    Args:
-        page: opened, and closed after this one.
-        path: of the file.
-    """
+    """Sink that writes the page to a file after each step and at the end; opened after the page, closed before it."""
 
     def __init__(self, page: StatusPage, path: Path) -> None:
         self._page, self._path = page, path
 
     def log(self, step: int, record: NumberRecord) -> None:
-        """Write the page, which has this step already."""
+        """Write the page, which has received this step before."""
         replace_text(self._path, self._page.freeze(), errors="replace")
 
     def close(self) -> None:
-        """Write the page with what came after the last step."""
+        """Write the page with the data since the last step."""
         replace_text(self._path, self._page.freeze(), errors="replace")
 
 
 class _Ranks:
-    """Heartbeats, looked at once a second at most, and for how long each rank has been silent."""
+    """Heartbeats of the ranks, read once a second at most, and the seconds for which each rank has been silent."""
 
     def __init__(self, positions: Positions) -> None:
         self._positions, self._lock = positions, threading.Lock()
-        self._heard: dict[int, tuple[int, float]] = {}  # looks of a rank, and since when
+        self._heard: dict[int, tuple[int, float]] = {}  # rank -> its last `looks`, and the time of their change
         self._last: list[dict[str, Any]] = []
         self._looked_at = -math.inf
 
     def look(self) -> list[dict[str, Any]]:
-        """One entry per rank."""
+        """Return one entry per rank."""
         with self._lock:
             now = time.monotonic()
             if now - self._looked_at >= _LOOK_SECONDS:
@@ -245,7 +236,7 @@ class _Ranks:
 
 
 def thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """At most _MOST_POINTS of the points, evenly spaced; the last one is among them."""
+    """Return at most _MOST_POINTS of the points, evenly spaced, with the last one."""
     stride = -(-len(points) // _MOST_POINTS)
     return list(points[::-1][::stride][::-1]) if points else []
 
@@ -255,12 +246,7 @@ def _text(value: Any) -> str:
 
 
 def _is_own_name(host: str, own: str) -> bool:
-    """Whether a Host header is a name that no one else can give this machine: its own, or an address.
-
-    Args:
-        host: the header, with or without a port.
-        own: name that the page is served under.
-    """
+    """Return True if a Host header is a name of this machine, such as `own`, or an address: no foreign DNS name."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     name = name.strip("[]").lower()
     if name in ("localhost", own.lower(), socket.gethostname().lower()):
@@ -277,15 +263,15 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], path: str, status: Callable[[], Mapping[str, Any]], page: str) -> None:
         self.host, self.path, self.status, self.page = address[0], path, status, page.encode()
-        self._open: dict[socket.socket, float] = {}  # when each connection began
+        self._open: dict[socket.socket, float] = {}  # connection -> its start
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Bind without asking the name service what this machine is called, as HTTPServer does."""
+        """Bind without HTTPServer's look-up of the machine's name."""
         socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Begin a thread for a connection; with too many open ones, close it."""
+        """Start a thread for a connection, or close it if too many are open."""
         if len(self._open) >= _MOST_CONNECTIONS:
             super().shutdown_request(request)
             return
@@ -293,31 +279,31 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Forget a connection that ends."""
+        """Remove a connection that ends."""
         self._open.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Called twice a second: cut the connections that take too long, however busy they are."""
+        """Cut connections that take too long, even busy ones; called twice a second."""
         for request, began in list(self._open.items()):
             if time.monotonic() - began > _CONNECTION_SECONDS:
                 with suppress(OSError):  # it has ended
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that went away is nothing to tell on the console."""
+        """Log at debug level: a reader that went away is no event of the run."""
         logging.getLogger(__name__).debug("status page: a request failed", exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET and HEAD of two paths; everything else is an error."""
+    """Handler of GET and HEAD for two paths; any other request is an error."""
 
     server: _Server
     server_version, sys_version = "megatron_rl", ""
-    timeout = 10.0  # seconds that a connection may be silent
+    timeout = 10.0  # seconds without data until a connection is closed
 
     def do_GET(self) -> None:
-        """Answer with the page, the status, or an error."""
+        """Send the page, the status, or an error."""
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or not _is_own_name(hosts[0], self.server.host):
             self.send_error(421, "Misdirected Request", "Use localhost, this machine's name or an address of it.")
@@ -350,17 +336,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing on the console."""
+        """Log nothing."""
 
 
 def read_template(folder: Path, title: str, connect: str = "'none'") -> str:
-    """The page with its style and its script in it.
+    """Return the page with its title, style and scripts inlined.
 
     Args:
-        folder: holds page.html with `{{title}}`, `{{policy}}`, `{{style}}` and `{{script}}`, page.css, page.js, and
-            maybe parts.js, which comes before it.
-        title: any text.
-        connect: what the script may connect to, as a content security policy says it.
+        folder: contains page.html, page.css, page.js, and optionally parts.js, which is put before page.js.
+        connect: sources of the script's connections, in the syntax of a content security policy.
     """
     page, style = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
     script = "".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS if (folder / name).exists())
@@ -368,7 +352,7 @@ def read_template(folder: Path, title: str, connect: str = "'none'") -> str:
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "
         "base-uri 'none'; form-action 'none'"
     )
-    escaped = html.escape(title).replace("{", "&#123;")  # nor is it taken for a place of the template
+    escaped = html.escape(title).replace("{", "&#123;")  # so that a title is not taken for a placeholder
     values = {"style": style, "policy": policy, "title": escaped, "script": script}
     for name, value in values.items():
         page = page.replace(f"{{{{{name}}}}}", value)

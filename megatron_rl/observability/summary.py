@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run came to: summary.json.
+"""summary.json of a run, and its best responses.
 
-Made from files of the run alone, so it can be made again for any run, also one that was cut off.
+Both are made from files in the run directory alone, so they can be repeated for any run, also an interrupted one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.observability.durable import replace_text
-from megatron_rl.observability.metrics import ROLLOUTS, Record, is_validation_accuracy, read_metrics, step_of
+from megatron_rl.observability.metric_table import accuracy_set
+from megatron_rl.observability.metrics import ROLLOUTS, Record, read_metrics, step_of
 
 SUMMARY_FILE = "summary.json"
 NUM_BEST = 3  # responses of the last step
@@ -21,17 +22,13 @@ _BEGINNING, _END = 60, 100  # characters of a response on the console
 
 
 def write_summary(run_dir: Path, extra: Mapping[str, Any] | None = None) -> Path:
-    """Sum up metrics.jsonl of a run directory in summary.json.
+    """Write summary.json from metrics.jsonl and return its path.
 
     Args:
-        run_dir: run directory.
-        extra: further entries (JSON values), e.g. the saves that failed.
-
-    Returns:
-        The path of summary.json.
+        extra: further entries (JSON values).
 
     Raises:
-        UserError: there is no readable metrics.jsonl.
+        UserError: metrics.jsonl is missing or unreadable.
     """
     path = Path(run_dir) / SUMMARY_FILE
     summary = {**summarize(read_metrics(run_dir)), **(extra or {})}
@@ -40,28 +37,28 @@ def write_summary(run_dir: Path, extra: Mapping[str, Any] | None = None) -> Path
 
 
 def summarize(records: Sequence[Record]) -> dict[str, Any]:
-    """Sum up the records of a run.
+    """Summarize the records of a run.
 
     Returns:
-        `steps` (training steps, step 0 is none), `seconds_total` (the sum of `time/step`; where a
-        record has none, of its phases), `seconds` and `tokens` by name, `reward` and, by data set,
-        `validation` with `first`, `last`, `best` and their steps. Entries without data are null.
+        `steps` (training steps, so without step 0), `seconds_total` (sum of `time/step`, or of the phases of a record
+        without it), `seconds` and `tokens` by name, and `first`, `last`, `best` with their steps of `reward` and of
+        `validation` by data set. Entries without data are null.
     """
-    accuracy_keys = sorted({key for record in records for key in record if is_validation_accuracy(key)})
+    keys = sorted({key for record in records for key in record})
     return {
         "steps": max((step_of(record) for record in records), default=0),
         "seconds_total": sum(_seconds_of(record) for record in records),
         "seconds": _sums(records, "time/"),
         "tokens": {name: total for name, total in _sums(records, "tokens/").items() if name != "per_second"},
         "reward": _course(records, "reward/mean"),
-        "validation": {key.split("/", 1)[1].rpartition("/")[0]: _course(records, key) for key in accuracy_keys},
+        "validation": {name: _course(records, key) for key in keys if (name := accuracy_set(key))},
     }
 
 
 def find_best_responses(run_dir: Path) -> tuple[int, list[dict[str, Any]]]:
-    """The last step of a run, and the rows of its `NUM_BEST` best-rewarded responses, the best first.
+    """Return the last step of a run and the rows of its `NUM_BEST` best-rewarded responses at most, the best first.
 
-    There are fewer if the step wrote fewer rollouts; among equal rewards, responses to different prompts come first.
+    Among equal rewards, responses to different prompts come first.
     """
     step = max(map(step_of, read_metrics(run_dir)), default=0)
     path = Path(run_dir) / ROLLOUTS / f"step_{step}.jsonl"
@@ -72,7 +69,7 @@ def find_best_responses(run_dir: Path) -> tuple[int, list[dict[str, Any]]]:
 
 
 def format_response(row: Mapping[str, Any]) -> str:
-    """One line of a row of `find_best_responses`, with control characters as escapes and without the middle."""
+    """Return a row of `find_best_responses` as one line, with escapes and without the middle of a long response."""
     truth, response = (repr(row[name]) for name in ("ground_truth", "response"))
     if len(response) > _BEGINNING + _END:
         response = f"{response[:_BEGINNING]} ... {response[-_END:]}"
@@ -80,7 +77,7 @@ def format_response(row: Mapping[str, Any]) -> str:
 
 
 def phase_seconds(record: Record) -> dict[str, float]:
-    """Seconds by phase of one record, without the whole step."""
+    """Return the seconds of a record by phase, without those of the whole step."""
     times = ((key.removeprefix("time/"), value) for key, value in record.items() if key.startswith("time/"))
     return {name: value for name, value in times if name != "step" and value is not None}
 
@@ -101,7 +98,7 @@ def _sums(records: Sequence[Record], prefix: str) -> dict[str, float]:
 
 
 def _course(records: Sequence[Record], key: str) -> dict[str, float | int | None]:
-    """First, last and best (largest, the earliest of equals) value of a metric, with their steps."""
+    """Return the first, last and best value (largest, the earliest of equals) of a metric, with their steps."""
     points = [(step_of(record), value) for record in records if (value := record.get(key)) is not None]
     if not points:
         return dict.fromkeys(("first", "first_step", "last", "last_step", "best", "best_step"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorBoard event files: scalars of every step; distributions and sample texts of some."""
+"""TensorBoard event files: scalars of every step, distributions and sample texts of some steps."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import numpy as np
 
 from megatron_rl.observability.metrics import NumberRecord, Sink
 
-MOST_CHARACTERS = 4000  # of a text that is shown; the whole one is in rollouts/
+MOST_CHARACTERS = 4000  # of a shown text; rollouts/ has all of it
 
 
 class TensorBoard(Sink):
-    """Writes <run_dir>/tensorboard.
+    """Sink that writes <run_dir>/tensorboard.
 
     Args:
-        run_dir: run directory.
-        after_step: continue after this step: TensorBoard hides what it has from there on; None: a new run.
-        samples_every: steps between two sets of sample texts; 0: none.
+        after_step: TensorBoard hides existing events after this step; `None` for a new run.
+        samples_every: steps between two sets of sample texts; 0 for none.
     """
 
     def __init__(self, run_dir: Path, after_step: int | None = None, samples_every: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # imports slowly, and only here
+        from torch.utils.tensorboard import SummaryWriter  # a slow import
 
         first = None if after_step is None else after_step + 1
         self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first)
@@ -51,7 +50,7 @@ class TensorBoard(Sink):
                 self._writer.add_text(f"samples/{number}", format_sample(row), step)
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """Write it as a text of the step."""
+        """Write the alarm as a text of the step."""
         self._writer.add_text(f"health/{name}", text, step)
 
     def close(self) -> None:
@@ -60,15 +59,15 @@ class TensorBoard(Sink):
 
 
 def is_due(step: int, every: int) -> bool:
-    """True for step 1 and every n-th; never with 0."""
+    """Return True for step 1 and every n-th step, never if `every` is 0."""
     return every > 0 and (step == 1 or step % every == 0)
 
 
 def format_sample(row: Mapping[str, Any]) -> str:
-    """A rollout in Markdown; its texts are indented, which makes Markdown and HTML in them plain letters."""
+    """Return a rollout in Markdown, with texts indented so that Markdown and HTML in them have no effect."""
     parts = ("prompt", "response", "ground_truth", "reward", "finish_reason")
     text = "\n\n".join(f"{name.replace('_', ' ')}\n\n{_quote(str(row.get(name, '')))}" for name in parts)
-    return text.encode("utf-8", "backslashreplace").decode()  # half of a character is in no event file
+    return text.encode("utf-8", "backslashreplace").decode()  # event files accept no lone surrogates
 
 
 def _quote(text: str) -> str:
@@ -76,6 +75,6 @@ def _quote(text: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """At most MOST_CHARACTERS of a text, and how many were left out."""
+    """Return the first MOST_CHARACTERS of a text, and the number of omitted ones."""
     left_out = len(text) - MOST_CHARACTERS
     return text if left_out <= 0 else f"{text[:MOST_CHARACTERS]} [{left_out:,} more characters]"

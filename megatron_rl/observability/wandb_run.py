@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run in Weights & Biases, through its own package; needed only where it is asked for.
+"""The run in Weights & Biases, if `observability.wandb` enables it.
 
-The id of the run is kept in <run_dir>/wandb_id: a run that is started again continues under the same id. Steps that are
-done again after a restart are logged again; the axis of every chart is the metric `step`.
+A restarted run continues under the id in <run_dir>/wandb_id. Steps that are repeated after a restart are logged again;
+the axis of every chart is the metric `step`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,15 @@ ID_FILE = "wandb_id"
 
 
 class WandbRun(Sink):
-    """One run of a W&B project; offline it writes files below <run_dir>/wandb and opens no connection.
+    """Sink for one run of a W&B project; offline it writes files below <run_dir>/wandb and opens no connection.
 
     Args:
-        run_dir: run directory.
-        mode: "offline" or "online".
-        project: its project.
-        name: what it is called there; None: the name of the run directory.
+        name: name of the run in W&B; `None` for that of the run directory.
         config: the resolved config.
-        total_steps: a run that ends before is marked as failed.
+        total_steps: a run that ends before this step is marked as failed.
 
     Raises:
-        UserError: W&B does not let it in.
+        UserError: W&B refuses the login.
     """
 
     def __init__(
@@ -45,8 +42,8 @@ class WandbRun(Sink):
         config: Mapping[str, Any],
         total_steps: int,
     ) -> None:
-        os.environ["WANDB_ERROR_REPORTING"] = "false"  # read at import; else it sends traces of itself, offline too
-        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # else it advertises another package
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # read at import; else wandb sends its own traces, even offline
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # else wandb advertises another package
         import wandb
         from wandb.errors import Error
 
@@ -76,23 +73,23 @@ class WandbRun(Sink):
         self._total_steps, self._exit_code = total_steps, 1
 
     def log(self, step: int, record: NumberRecord) -> None:
-        """Log the metrics; if that fails the run continues without W&B and says so."""
+        """Log the metrics; after a failure the run continues without W&B, with a warning."""
         if self._run is None:
             return
         self._exit_code = int(step < self._total_steps)
         try:
             self._run.log({"step": step, **record})
-        except Exception as error:  # its process is gone; metrics.jsonl is the record
+        except Exception as error:  # wandb's process is gone; metrics.jsonl has all records
             logging.getLogger(__name__).warning("Weights & Biases gets no more metrics of this run: %s", error)
             self._run = None
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """Send an alert; W&B holds back a second one of the same title for a minute."""
+        """Send an alert; W&B suppresses a second one of the same title for a minute."""
         if self._run is not None:
             self._run.alert(title=f"health: {name}", text=f"step {step}: {text}")
 
     def close(self) -> None:
-        """Write what is left; online: wait until it is uploaded."""
+        """Write buffered data; if online, wait for the upload."""
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=self._exit_code)

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tools._metrics_page import METRICS, find_metric, format_page
+from megatron_rl.observability.health import CHECKS
+from megatron_rl.observability.metric_table import ROWS, find_metric
+from megatron_rl.observability.status import CHARTS
+from tools._metrics_page import format_page
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = {metric.name: metric for metrics in METRICS.values() for metric in metrics}
-# Recordings omit metrics of the clock and the allocator; plugins and schedules are in tests/run, data
+NAMES = {metric.name for metric in ROWS}
+# Recordings leave out what depends on the clock and the allocator; plugins and schedules are in tests/run, data
 # sources, bytes and trees, which are younger than the recordings, in tests/samples; episodes in tests/run.
 NOT_RECORDED = (
     "time/",
@@ -40,6 +43,9 @@ NOT_RECORDED = (
     "sampling/thoughts_ended",
     "reward/<data_source>",
     "reward/restates_prompt",
+    "reward/service_failures",
+    "reward/unmarked_answers",
+    "reward/math_",
     "distill/",
 )
 
@@ -55,15 +61,29 @@ def test_every_metric_of_the_recorded_runs_is_in_the_table() -> None:
     assert {key for key in read_keys() if find_metric(key) is None} == set()
 
 
+def test_every_metric_of_the_recorded_runs_is_declared_once() -> None:
+    """Names are unique, and no metric has two declarations that are equally specific."""
+    assert len(NAMES) == len(ROWS)
+    for key in read_keys():
+        placeholders = [metric.name.count("<") for metric in ROWS if metric.match(key) is not None]
+        assert placeholders.count(min(placeholders)) == 1, key
+
+
+def test_charts_and_alarms_have_metrics() -> None:
+    """An alarm without a metric would never be raised, and a metric with an unknown alarm would not be watched."""
+    assert {metric.chart for metric in ROWS} - {""} == set(CHARTS)
+    assert {metric.alarm for metric in ROWS} - {""} == set(CHECKS)
+
+
 def test_every_row_is_written_by_a_recorded_run() -> None:
     written = {find_metric(key).name for key in read_keys()}
-    assert {name for name in ROWS if not name.startswith(NOT_RECORDED)} - written == set()
+    assert {name for name in NAMES if not name.startswith(NOT_RECORDED)} - written == set()
 
 
 def test_every_phase_is_entered_somewhere() -> None:
     """A phase is a text in the sources, `phase("rollout")` or `update="update"`, and each such phase has a row."""
     text = "\n".join(path.read_text() for path in (ROOT / "megatron_rl").rglob("*.py"))
-    phases = {name.removeprefix("time/") for name in ROWS if name.startswith("time/")}
+    phases = {name.removeprefix("time/") for name in NAMES if name.startswith("time/")}
     assert {phase for phase in phases if f'"{phase}"' not in text} == set()
     assert set(re.findall(r'\.phase\("(\w+)"', text)) <= phases
 
@@ -91,5 +111,5 @@ def test_a_key_finds_its_row(key: str, name: str | None) -> None:
 
 def test_the_page_has_each_row_once() -> None:
     cells = re.findall(r"^\| `(.+?)` \| (.*?) \| .+ \|$", format_page(), re.M)
-    assert [name for name, _ in cells] == list(ROWS) and len(cells) == sum(map(len, METRICS.values()))
+    assert [name for name, _ in cells] == [metric.name for metric in ROWS]
     assert dict(cells)["tokens/per_second"] == "tokens/s"
