@@ -62,7 +62,7 @@ def compute_digest(piece: torch.Tensor, hf_box: Box, hf_shape: tuple[int, ...]) 
 
 
 @dataclass(frozen=True)
-class Side:
+class CertifiedParams:
     """One side of a reshard on this rank.
 
     Attributes:
@@ -111,8 +111,8 @@ class Certificate:
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, ...]],
-        source: Side,
-        destination: Side,
+        source: CertifiedParams,
+        destination: CertifiedParams,
         *,
         dtype: torch.dtype,
         num_engines: int,
@@ -144,17 +144,17 @@ class Certificate:
             self._raise_if_wrong(wrong, digests, names, padding)
         return len(names)
 
-    def _digests(self, side: Side, wanted: Mapping[str, int]) -> list[tuple[ShardBox, torch.Tensor]]:
+    def _digests(self, side: CertifiedParams, wanted: Mapping[str, int]) -> list[tuple[ShardBox, torch.Tensor]]:
         return [
             (p, compute_digest(self._piece(side, p), p.hf_box, self._shapes[p.hf_name]))
             for p in side.counted
             if p.hf_name in wanted
         ]
 
-    def _piece(self, side: Side, placement: ShardBox) -> torch.Tensor:
+    def _piece(self, side: CertifiedParams, placement: ShardBox) -> torch.Tensor:
         return side.params[placement.param][box_slices(placement.local_box)].to(self._dtype)
 
-    def _dirty_padding(self, side: Side, name: str) -> list[str]:
+    def _dirty_padding(self, side: CertifiedParams, name: str) -> list[str]:
         found = []
         for param in side.params_with_padding:
             tensor = side.params[param]

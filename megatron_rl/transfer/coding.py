@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.transfer.computed import CodedParam
-from megatron_rl.transfer.move import Cargo, Way
 from megatron_rl.transfer.planner import group_shards
+from megatron_rl.transfer.transfers import TensorSet, TransferContext
 from megatron_rl.weights.row_quantization import SCALE_SUFFIX, CodeFormat, find_scales, list_scales
 from megatron_rl.weights.shard_box import ShardBox, box_slices
 
@@ -23,20 +23,20 @@ class RowScales:
     """Row scales of some matrices; every rank of the job makes the same calls.
 
     Args:
-        cargo: the matrices.
+        tensors: the matrices.
 
     Attributes:
         params: scales of this rank's parameters by name, [n, 1] float32.
     """
 
-    def __init__(self, cargo: Cargo, way: Way, code_format: CodeFormat) -> None:
-        self._cargo, self._group = cargo, way.group
+    def __init__(self, tensors: TensorSet, context: TransferContext, code_format: CodeFormat) -> None:
+        self._tensors, self._group = tensors, context.group
         self._code_format: CodeFormat = code_format
-        rank, device = way.process.rank, way.process.device
-        self._pieces = list(cargo.source(rank)) if rank in way.actor_ranks else []
+        rank, device = context.process.rank, context.process.device
+        self._pieces = list(tensors.source(rank)) if rank in context.actor_ranks else []
         self._firsts: dict[str, int] = {}
         total = 0
-        for name, size in cargo.shapes.items():
+        for name, size in tensors.shapes.items():
             self._firsts[name], total = total, total + size[0]
         self._rows = torch.zeros(total, 1, device=device)  # rows of all matrices, concatenated
         heights = {p.param: 0 for p in self._pieces}
@@ -50,7 +50,7 @@ class RowScales:
         self._rows.zero_()
         for p in self._pieces:
             rows = self._find_rows(p)
-            piece = self._cargo.params[p.param][box_slices(p.local_box)]
+            piece = self._tensors.params[p.param][box_slices(p.local_box)]
             torch.maximum(rows, piece.float().abs().amax(1, keepdim=True), out=rows)
         dist.all_reduce(self._rows, dist.ReduceOp.MAX, group=self._group)
         self._rows.copy_(find_scales(self._rows, self._code_format))
@@ -63,20 +63,26 @@ class RowScales:
         return self._rows[first + piece.hf_box[0][0] : first + piece.hf_box[0][1]]
 
 
-def split_cargo(cargo: Cargo, way: Way, code_format: CodeFormat, matrices: frozenset[str]) -> list[Cargo]:
-    """Split a cargo into unquantized tensors, codes of the matrices, and their scales.
+def split_coded(
+    tensors: TensorSet, context: TransferContext, code_format: CodeFormat, matrices: frozenset[str]
+) -> list[TensorSet]:
+    """Split a tensor set into unquantized tensors, codes of the matrices, and their scales.
 
     Args:
         matrices: logical tensors that the engines store as codes.
     """
-    coded = cargo.only(matrices.intersection(cargo.shapes))
-    scales = RowScales(coded, way, code_format)
-    params = {name: CodedParam(cargo.params[name], scale, code_format) for name, scale in scales.params.items()}
-    names = {p.param for shard in group_shards(coded.source, way.actor_key, way.actor_ranks) for p in shard.placements}
+    coded = tensors.only(matrices.intersection(tensors.shapes))
+    scales = RowScales(coded, context, code_format)
+    params = {name: CodedParam(tensors.params[name], scale, code_format) for name, scale in scales.params.items()}
+    names = {
+        p.param
+        for shard in group_shards(coded.source, context.actor_key, context.actor_ranks)
+        for p in shard.placements
+    }
     return [
-        replace(cargo.only(frozenset(cargo.shapes) - matrices), dtype=way.dtype),
+        replace(tensors.only(frozenset(tensors.shapes) - matrices), dtype=context.dtype),
         replace(coded, params=params, computed=frozenset(names), dtype=torch.int8, prepare=scales.refresh),
-        Cargo(
+        TensorSet(
             {name: (size[0], 1) for name, size in coded.shapes.items()},
             {name + SCALE_SUFFIX: scale for name, scale in scales.params.items()},
             lambda rank: list_scales(coded.source(rank)),

@@ -27,7 +27,7 @@ from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
 from megatron_rl.transfer.aliasing import gather_names
 from megatron_rl.transfer.computed import SourceParams
 from megatron_rl.transfer.executor import ReshardStats
-from megatron_rl.transfer.move import Cargo, Move, Way, split_types
+from megatron_rl.transfer.transfers import TensorSet, Transfer, TransferContext, split_types
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements, separate_placements
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement_tables import PlacementTable, as_table
@@ -129,15 +129,19 @@ class HybridEngine:
         self._timers, self._verify = timers, config.verify
         model, shared = actor.model, gather_names(engine.shared_params, group)
         dtype, wide, code_format = self._ask_engine(engines)
-        way = Way(model.layout.ranks, model.shard_key, engine, shared, engines, process, group, config, dtype)
-        cargoes = [split_types(cargo, way, wide) for cargo in self._list_cargoes(config, shared)]
+        context = TransferContext(
+            model.layout.ranks, model.shard_key, engine, shared, engines, process, group, config, dtype
+        )
+        tensor_sets = [split_types(tensors, context, wide) for tensors in self._list_tensor_sets(config, shared)]
         if code_format is not None:
-            from megatron_rl.transfer.coding import split_cargo
+            from megatron_rl.transfer.coding import split_coded
 
             matrices = list_matrices(self.shape)
-            cargoes = [[*split_cargo(cargo, way, code_format, matrices), *rest] for cargo, *rest in cargoes]
-        self._moves = [Move(cargo, way) for part in cargoes for cargo in part]
-        self._moved_once = len(cargoes[0]) if len(cargoes) > 1 else 0
+            tensor_sets = [
+                [*split_coded(tensors, context, code_format, matrices), *rest] for tensors, *rest in tensor_sets
+            ]
+        self._transfers = [Transfer(tensors, context) for part in tensor_sets for tensors in part]
+        self._transferred_once = len(tensor_sets[0]) if len(tensor_sets) > 1 else 0
         self.is_apart = not {rank for ranks in engines.of for rank in ranks} & {*model.layout.ranks}
         # A sleeping engine on a GPU loses its own weights, and vLLM on a CPU reorders experts in place for its kernel.
         packs_experts = process.device.type == "cpu" and self.shape.num_experts > 0
@@ -153,20 +157,20 @@ class HybridEngine:
         """Register another role's training memory for release before a rollout."""
         self._releasable.append(training)
 
-    def _list_cargoes(self, config: HybridConfig, shared: Sequence[frozenset[str]]) -> list[Cargo]:
-        """List the moves: unmodified parameters, then merged matrices or, if they stay separate, the adapters."""
+    def _list_tensor_sets(self, config: HybridConfig, shared: Sequence[frozenset[str]]) -> list[TensorSet]:
+        """List the tensor sets: unmodified parameters, then merged matrices or, if they stay separate, the adapters."""
         model, engine, shape = self._actor.model, self._engine, self._actor.model.adapters
         # An engine that shares a matrix with adapters runs the actor's own modules, which apply the adapters.
         merged = model.merged_params.difference(*shared)
         quantized = model.quantized_params
-        whole = Cargo(model.shape.logical_tensors(), model.params, model.placements, engine.placements, quantized)
+        whole = TensorSet(model.shape.logical_tensors(), model.params, model.placements, engine.placements, quantized)
         if shape is None or not merged:
             return [whole]
         if config.lora == "merge":
             changing = self._list_tensors(merged)
             changed = replace(whole.only(changing), params=model.merge(), computed=merged | quantized)
             return [whole.only(frozenset(whole.shapes) - changing), changed]
-        adapters = Cargo(
+        adapters = TensorSet(
             shape.logical_tensors(),
             model.scale_adapters(),
             lambda rank: adapter_placements(shape, model.placements(rank)),
@@ -199,11 +203,11 @@ class HybridEngine:
     @property
     def transport(self) -> str:
         """Transport between ranks: pull, buckets, or pull+buckets."""
-        return self._moves[-1].resharder.transport
+        return self._transfers[-1].resharder.transport
 
     def _total_stats(self) -> ReshardStats:
         """Sum the bytes of one reshard over all ranks, without tensors that move only once."""
-        parts = [asdict(move.resharder.stats) for move in self._moves[self._moved_once :]]
+        parts = [asdict(transfer.resharder.stats) for transfer in self._transfers[self._transferred_once :]]
         mine = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
         mine["bytes_aliased"] = sum(self._engine.params[name].nbytes for name in self._engine.shared_params)
         total = reduce_scalars(mine, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
@@ -217,23 +221,23 @@ class HybridEngine:
         """
         with self._timers.phase("reshard"):
             self._engine.begin_weight_update()
-            for move in self._list_moves():
-                move.run()
+            for transfer in self._list_transfers():
+                transfer.run()
             if self._verify != "off":
                 with self._timers.phase("verify"):
                     samples = self._verify == "sample"
                     turn = self._certificate_turn if samples else None
-                    self.verified_tensors = sum(move.certificate.verify(turn) for move in self._moves)
+                    self.verified_tensors = sum(transfer.certificate.verify(turn) for transfer in self._transfers)
                     self._certificate_turn += samples
             self._engine.end_weight_update()
         self.policy_version = self._find_version()
 
-    def _list_moves(self) -> list[Move]:
+    def _list_transfers(self) -> list[Transfer]:
         """Return the due moves: parameters that adapters do not change are moved once."""
-        if self._moved_once and self._has_model:
-            return self._moves[self._moved_once :]
+        if self._transferred_once and self._has_model:
+            return self._transfers[self._transferred_once :]
         self._has_model = not self._loses_model
-        return self._moves
+        return self._transfers
 
     def _find_version(self) -> int:
         """Return the policy version of the actor; collective if some ranks have no actor."""

@@ -80,7 +80,7 @@ def _forget_to_rewrite(rank: int, world_size: int, path: Path) -> str:
     actor, hybrid, _ = _build(path, alias_weights=False)
     with hybrid.rollout_mode():
         pass
-    resharder, forgotten = hybrid._moves[0].resharder, hybrid._engine.params["lm_head.weight"].data_ptr()
+    resharder, forgotten = hybrid._transfers[0].resharder, hybrid._engine.params["lm_head.weight"].data_ptr()
     copies = zip(resharder._targets, resharder._origins, strict=True)
     kept = [(target, origin) for target, origin in copies if target.data_ptr() != forgotten]
     vars(resharder).update(_targets=[target for target, _ in kept], _origins=[origin for _, origin in kept])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer import certificate as certificate_module
-from megatron_rl.transfer.certificate import Certificate, CertificateError, Side, compute_digest, count_once
+from megatron_rl.transfer.certificate import Certificate, CertificateError, CertifiedParams, compute_digest, count_once
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.shard_box import ShardBox, box_volume, full_box
 from shards import as_shards, cut_shards, make_full_tensors, make_shape, place_megatron, place_vllm
@@ -175,12 +175,12 @@ def certify(rank: int, world_size: int, fault: str, sample: bool, rounds: int, d
     certificate_module.SAMPLE_SHARE = 0.1
     certificate = Certificate(
         shape.logical_tensors(),
-        Side(
+        CertifiedParams(
             source,
             count_once(as_shards(source_tables), rank),
             [n for n in source if "embed" in n or "output_layer" in n],
         ),
-        Side(
+        CertifiedParams(
             destination,
             count_once(as_shards(tables[first : first + 2]), rank - first),
             ["model.embed_tokens.weight", "lm_head.weight"],

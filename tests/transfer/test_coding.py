@@ -128,7 +128,7 @@ def work(rank: int, world_size: int, path: Path, sizes: dict[str, int], rollout:
         if rank == world_size - 1:
             engine.params[name][3, 0] += 1
         with pytest.raises(CertificateError) as caught:
-            sum(move.certificate.verify() for move in hybrid._moves)
+            sum(transfer.certificate.verify() for transfer in hybrid._transfers)
         result["caught"].append(str(caught.value))
         if rank == world_size - 1:
             engine.params[name][3, 0] -= 1

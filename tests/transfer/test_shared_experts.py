@@ -103,7 +103,7 @@ def work(rank: int, world_size: int, path: Path, case: Case, engine_tp: int, ali
         for p in engine.placements(rank)
         if (p.hf_name, p.hf_box) in own
     ]
-    resharder = hybrid._moves[-1].resharder
+    resharder = hybrid._transfers[-1].resharder
     return dict(
         share=stats.bytes_aliased / total,
         verified=hybrid.verified_tensors,

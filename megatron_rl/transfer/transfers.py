@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers of tensor sets from actor to engines; each has a resharder and a certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.placement import HybridConfig
+from megatron_rl.engines.protocol import EngineWeights
+from megatron_rl.parallel.collectives import Process
+from megatron_rl.parallel.layout import EngineRanks
+from megatron_rl.transfer.certificate import Certificate, CertifiedParams, count_once
+from megatron_rl.transfer.classes import Shard
+from megatron_rl.transfer.computed import SourceParams
+from megatron_rl.transfer.executor import Resharder, Transport
+from megatron_rl.transfer.planner import group_shards, plan_rank
+from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
+from megatron_rl.weights.placement_tables import as_table
+from megatron_rl.weights.shard_box import ShardBox
+
+
+@dataclass(frozen=True)
+class TensorSet:
+    """Tensors that one transfer moves.
+
+    Attributes:
+        shapes: logical tensors by name.
+        params: the actor's parameters on this rank.
+        source: placement table of any actor rank.
+        destination: placement table of the engine's parameters on any engine rank.
+        computed: names in `params`, on any rank, that are computed when they are read.
+        dtype: of the engine parameters to write; the model's dtype if `None`.
+        prepare: called before each transfer, on every rank of the job.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    params: SourceParams
+    source: Callable[[int], Sequence[ShardBox]]
+    destination: Callable[[int], Sequence[ShardBox]]
+    computed: frozenset[str] = frozenset()
+    dtype: torch.dtype | None = None
+    prepare: Callable[[], None] = lambda: None
+
+    def only(self, names: frozenset[str]) -> TensorSet:
+        """Return the part with the named logical tensors."""
+        return replace(
+            self,
+            shapes={name: size for name, size in self.shapes.items() if name in names},
+            source=lambda rank: as_table(self.source(rank)).only(names),
+            destination=lambda rank: as_table(self.destination(rank)).only(names),
+        )
+
+
+@dataclass(frozen=True)
+class TransferContext:
+    """Ranks, group and settings of the transfers of one model.
+
+    Attributes:
+        actor_ranks, actor_key: ranks of the actor; equal keys mean equal tables.
+        engine: this rank's share of an engine.
+        shared: per rank of the job, names of the engine parameters that share the actor's storage.
+        group: all ranks of the job.
+        dtype: of most engine parameters.
+    """
+
+    actor_ranks: range
+    actor_key: Callable[[int], Hashable]
+    engine: EngineWeights
+    shared: Sequence[frozenset[str]]
+    engines: EngineRanks
+    process: Process
+    group: dist.ProcessGroup
+    config: HybridConfig
+    dtype: torch.dtype
+
+
+def split_types(tensors: TensorSet, context: TransferContext, wide: frozenset[str]) -> list[TensorSet]:
+    """Split a tensor set by dtype: the engine's usual dtype, and float32 for `wide` (routers)."""
+    wide = wide.intersection(tensors.shapes)
+    if not wide:
+        return [tensors]
+    return [
+        replace(tensors.only(frozenset(tensors.shapes) - wide), dtype=context.dtype),
+        replace(tensors.only(wide), dtype=torch.float32),
+    ]
+
+
+class Transfer:
+    """A prepared transfer of one tensor set; building it is collective."""
+
+    def __init__(self, tensors: TensorSet, context: TransferContext) -> None:
+        source = group_shards(tensors.source, context.actor_key, context.actor_ranks)
+        self._prepare = tensors.prepare
+        self.resharder = _build_resharder(tensors, context, source)
+        self.certificate = _build_certificate(tensors, context, source)
+
+    def run(self) -> None:
+        """Run the transfer; collective."""
+        self._prepare()
+        self.resharder.run()
+
+
+def _build_resharder(tensors: TensorSet, context: TransferContext, source: Sequence[Shard]) -> Resharder:
+    destination = group_shards(
+        lambda rank: as_table(tensors.destination(rank)).without(context.shared[rank]),
+        lambda rank: (context.engine.shard_key(rank), context.shared[rank]),
+        sorted(rank for ranks in context.engines.of for rank in ranks),
+    )
+    plan = plan_rank(context.process.rank, source, destination, ranks_per_node=context.process.ranks_per_node)
+    dtype = tensors.dtype or context.dtype
+    return Resharder(
+        plan,
+        tensors.params,
+        {name: param for name, param in context.engine.params.items() if tensors.dtype is None or param.dtype == dtype},
+        context.group,
+        Transport(context.config.bucket_bytes, context.config.transport, context.process.ranks_per_node),
+        dtype=dtype,
+        computed=tensors.computed,
+    )
+
+
+def _build_certificate(tensors: TensorSet, context: TransferContext, source: Sequence[Shard]) -> Certificate:
+    engine, (index, place) = context.engine, context.engines.find(context.process.rank)
+    ranks = context.engines.of[index] if index >= 0 else ()
+    destination = group_shards(
+        lambda place: tensors.destination(ranks[place]), lambda place: engine.shard_key(ranks[place]), range(len(ranks))
+    )
+    counted = count_once(destination, place)
+    written = {placement.param for placement in counted}
+    return Certificate(
+        tensors.shapes,
+        CertifiedParams(
+            tensors.params,
+            count_once(source, context.process.rank),
+            [name for name in tensors.params if name.endswith(PADDED_PARAMETERS)],
+        ),
+        CertifiedParams(engine.params, counted, [name for name in engine.padded_params if name in written]),
+        dtype=tensors.dtype or context.dtype,
+        num_engines=len(context.engines.of),
+        engine=index,
+        group=context.group,
+    )
