@@ -48,7 +48,6 @@ def aggregate(
     Args:
         response_lengths: tokens in the loss per sequence of the global minibatch.
         max_response_length: the constant of mode "constant".
-        options: options of the mode, from `find_options`.
 
     Raises:
         UserError: unknown mode, or a plugin's weights are not finite or not one per sequence.

@@ -19,7 +19,7 @@ import torch
 def mix_logprobs(logprobs: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Return the weighted mean of several teachers' log-probs [t], bitwise equal to the first if all are equal.
 
-    Up to a constant, its reverse divergence is the weighted mean over the teachers.
+    The reverse divergence to it is, up to a constant, the weighted mean of the divergences to the teachers.
     """
     first, total = logprobs[0], sum(weights)
     mixed = first

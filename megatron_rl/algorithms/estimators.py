@@ -220,7 +220,6 @@ def _discounted_sums(x: torch.Tensor, ids: torch.Tensor, discount: float) -> tor
 
 
 def _number_places(ids: torch.Tensor) -> torch.Tensor:
-    """Number the positions 0, 1, ... in each run of equal ids."""
     count = torch.arange(len(ids), device=ids.device)
     is_first = ids.diff(prepend=ids[:1] - 1).ne(0)
     return count - torch.where(is_first, count, 0).cummax(0).values if len(ids) else count
@@ -229,7 +228,7 @@ def _number_places(ids: torch.Tensor) -> torch.Tensor:
 def _average_by_place(
     values: torch.Tensor, weights: torch.Tensor, groups: torch.Tensor, places: torch.Tensor, inputs: AdvantageInputs
 ) -> torch.Tensor:
-    """Return each token's weighted mean over its group at its position, over all ranks; collective."""
+    """Return each token's weighted mean over its group and position, over all ranks; collective."""
     longest = (places.max() if len(places) else places.new_zeros(())) + 1
     dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=inputs.group)
     width = int(longest)

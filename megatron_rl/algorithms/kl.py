@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KL(policy || reference): per-token estimators from the policy's samples, and controllers of the KL coefficient.
+"""KL(policy || reference) per token, and controllers of the KL coefficient.
 
-Estimators from J. Schulman, "Approximating KL Divergence" (2020), with log r = ref_logprobs - logprobs.
+Estimators: J. Schulman, "Approximating KL Divergence" (2020), with log r = ref_logprobs - logprobs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def compute_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kl_type: str)
 def compute_kl_penalty(
     old_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, loss_mask: torch.Tensor, kl_type: str
 ) -> torch.Tensor:
-    """Return the KL per token for the reward (`kl_in` = "reward"), [t], without coefficient, 0 outside the mask."""
+    """Return the KL per token for the reward (`kl_in` = "reward"), [t], 0 outside the mask."""
     return torch.where(loss_mask, compute_kl(old_logprobs, ref_logprobs, kl_type), 0.0)
 
 
@@ -53,10 +53,10 @@ class KLController:
         self.coef = coef
 
     def update(self, measured_kl: float, num_responses: int) -> None:
-        """Adapt the coefficient to the KL measured on this step's responses, in the target's unit."""
+        """Adapt the coefficient to the KL of this step's responses."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state for a resume: empty, the config has the coefficient."""
+        """Return an empty state: the config has the coefficient."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss ledger: the denominators an optimizer step must use, checked against the ones it used.
+"""Loss ledger: the denominators of an optimizer step, expected against used.
 
-Expected counts come from response lengths, before anything is split over ranks; actual counts from the losses. A
-mismatch reveals a token that was dropped, repeated, or divided by a local count.
+Expected counts come from response lengths, before anything is split; used ones from the losses. A mismatch reveals a
+token that was dropped, repeated, or divided by a local count.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ def build_ledger(
 ) -> LossLedger:
     """Compute the ledger of one minibatch.
 
-    A fully masked response (length 0) still counts as a sequence: it shrinks the loss in per-sequence modes, but not in
-    token-mean. Modes from plugins have denominator 1.
+    A fully masked response (length 0) still counts as a sequence, so it shrinks the loss in per-sequence modes. Modes
+    from plugins have denominator 1.
 
     Args:
         mode: `algorithm.loss_agg_mode`.
         response_lengths_in_loss: tokens in the loss per response of the global minibatch.
         max_response_length: the constant of mode "constant".
-        options: options of the mode, from `find_options`.
     """
     lengths = np.asarray(response_lengths_in_loss, np.int64)
     found = aggregate(mode, lengths, max_response_length, options)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy's total loss: policy-gradient term, KL, entropy and distillation, with metrics.
 
-A loss is the sum of `loss_weights * token loss`. The weights hold global denominators (`aggregation.py`), so sums over
-microbatches and DP ranks give the optimizer step's loss. Shapes depend on t only, for CUDA graphs.
+`loss_weights` hold global denominators (`aggregation.py`): sums over microbatches and DP ranks give the optimizer
+step's loss. Shapes depend on t only, for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def compute_policy_loss(
 
 @torch.no_grad()
 def find_clipped(inputs: PolicyLossInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """Return the tokens that the configured policy loss clips: [t] bool, False at masked positions."""
+    """Return the tokens that the policy loss clips: [t] bool, False at masked positions."""
     _, is_clipped, _ = _call_policy_loss(_blank_masked(inputs), config)
     return inputs.loss_mask & is_clipped
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mismatch between trainer and engine log-probs of equal tokens and weights, and its correction.
 
-With d = old_logprobs - rollout_logprobs and importance weight w = exp(d) per token:
+With d = old_logprobs - rollout_logprobs and w = exp(d) per token:
 
     max, mean                of |d|
     k3                       mean of w - 1 - d, an estimate of KL(rollout || trainer)
-    effective_sample_size    (sum w)^2 / (N sum w^2): 1 when all weights are equal
+    effective_sample_size    (sum w)^2 / (N sum w^2): 1 if all weights are equal
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def _log_weights(level: str, gap: torch.Tensor, responses: Responses, counts: to
 
 
 def normalize_weights(weights: torch.Tensor, sums: dict[str, float]) -> torch.Tensor:
-    """Divide the weights by the step's mean from the global sums; unchanged if the mean is 0.
+    """Divide by the step's mean of unmasked, truncated weights, from the global sums; unchanged if it is 0.
 
-    The mean is after truncation, without masked entries, over tokens or (modes sequence and product) responses.
+    The mean is over tokens, or over responses in modes sequence and product.
     """
     return weights * (sums["normal_count"] / sums["normal"]) if sums["normal"] > 0 else weights
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides whether `old_logprobs` come from the first pass of the update or need a forward pass of their own.
 
-If a pass over the samples is one optimizer step, it runs with the weights from before the update: its detached
-log-probs are `old_logprobs`. The saved forward pass is a quarter of a step's matrix products (2 of 8 operations per
-weight and token).
+With one optimizer step per pass over the samples, the first pass runs before any weight changes. Reusing it saves a
+quarter of a step's matrix products (2 of 8 operations per weight and token).
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ def find_early_reader_of_loss(algorithm: AlgorithmConfig, minibatches: int, *, h
 
     Args:
         minibatches: optimizer steps per epoch.
-        has_branches: whether a rollout may have several sequences.
     """
     if minibatches > 1:
         return f"an epoch has {minibatches} optimizer steps, and all but the first have changed weights"

@@ -17,7 +17,7 @@ class AdvantageInputs:
     """Inputs of an advantage estimator; sequences are contiguous and whole in the flat [t] tensors.
 
     A fully masked response counts in its group's baseline but gets no advantages. Rollouts without a reward (failed
-    episode or reward service) are dropped from all fields before an estimator is called.
+    episode or reward service) are dropped before an estimator is called.
 
     Attributes:
         scores: [num_rollouts] float64, rewards (minus KL if `kl_in` is "reward"), equal on every rank.
@@ -30,8 +30,8 @@ class AdvantageInputs:
         group: data parallel group over which the rollouts are spread.
         rollout_ids: [t] int64; `None` if every rollout is one sequence.
         old_logprobs: [t] of the policy before the update.
-        sum_pi_squared: [t] sum over the vocabulary of squared probabilities, if needed.
-        importance_weights: [t] from `compute_importance_weights`, or `None`.
+        sum_pi_squared: [t] sum of squared probabilities over the vocabulary, if needed.
+        importance_weights: [t], or `None`.
         has_reward: [num_rollouts] bool; always `None` for estimators.
     """
 
@@ -81,9 +81,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """Inputs of a policy loss for one microbatch, [t] each; sequences are contiguous and whole.
-
-    A sequence is one branch of a rollout; other branches may be in other microbatches and on other ranks.
+    """Inputs of a policy loss for one microbatch, [t] each; sequences (branches of rollouts) are contiguous and whole.
 
     Attributes:
         logprobs: of the current policy, differentiable.

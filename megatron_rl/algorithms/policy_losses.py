@@ -87,7 +87,7 @@ def compute_dppo_tv_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> t
         loss_t = -sg[min(ratio_t, c)] A_t logprobs_t, or 0 if D_t > delta and the push is outwards
 
     Outwards means p_t > p_old,t with A_t > 0 (delta = eps_high), or the opposite (delta = eps_low); c is `dual_clip`.
-    The paper compares with the sampling policy, this code with the policy before the update.
+    p_old is the policy before the update (the paper's is the sampling policy).
     """
     return _cut_outwards(inputs, config, inputs.logprobs.detach().exp() - inputs.old_logprobs.exp())
 
@@ -111,7 +111,7 @@ def compute_cispo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tup
 
         loss_t = -sg[clip(ratio_t, 1 - eps_low, 1 + eps_high)] A_t logprobs_t
 
-    Every token keeps a gradient; "clipped" marks clipped weights. The paper has no lower bound (eps_low = 1 here).
+    Every token keeps a gradient. The paper has no lower bound (eps_low = 1 here).
     """
     ratio = bounded_ratio(inputs.logprobs.detach() - inputs.old_logprobs)
     weight = ratio.clamp(1.0 - config.clip_eps_low, 1.0 + config.clip_eps_high)
@@ -148,11 +148,7 @@ def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
 def _cut_outwards(
     inputs: PolicyLossInputs, config: AlgorithmConfig, moved: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the policy gradient with a truncated ratio, zero for tokens that would leave the trust region further.
-
-    Args:
-        moved: [t] signed change of the token's probability.
-    """
+    """Compute the policy gradient with a truncated ratio, zero for tokens that would leave the trust region further."""
     ratio = bounded_ratio(inputs.logprobs.detach() - inputs.old_logprobs)
     if config.dual_clip is not None:
         ratio = ratio.clamp(max=config.dual_clip)

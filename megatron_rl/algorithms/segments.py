@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over the sequences of a packed [t] tensor, with shapes that depend on t only.
-
-Nothing here reads values on the host, for CUDA graphs; buffers over sequences have length t.
-"""
+"""Sums over the sequences of a packed [t] tensor, with shapes that depend on t only, for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class Responses:
 
     @classmethod
     def of_sequences(cls, sequence_ids: torch.Tensor) -> Responses:
-        """Build from sequence ids [t] if every sequence is a response; sequences are contiguous and whole."""
+        """Build from sequence ids [t], with one response per sequence."""
         segments = number_segments(sequence_ids)
         return cls(mark_first(sequence_ids), lambda values: sum_per_segment(values, segments))
 

@@ -58,10 +58,7 @@ def compute_value_loss(
 
 
 def finish_explained_variance(sums: dict[str, float]) -> float:
-    """Return 1 - Var(returns - old values) / Var(returns) from global sums; 0 if the returns do not vary.
-
-    1 means that values predict returns up to a constant, 0 no better than a constant, negative worse.
-    """
+    """Return 1 - Var(returns - old values) / Var(returns) from global sums; 0 if the returns do not vary."""
     tokens = max(sums["tokens"], 1.0)
     variance, error_variance = (sums[f"{name}2"] / tokens - (sums[name] / tokens) ** 2 for name in ("returns", "error"))
     if variance <= _CONSTANT * sums["returns2"] / tokens:

@@ -31,7 +31,7 @@ class _Choices:
         tokens: [t k] token of each row; rows are sorted by expert, then by token.
         experts: [t k] expert of each row.
         counts: [E] rows per expert, over all ranks that share it.
-        order: [ranks t k] permutation from rank order to expert order; `None` without expert tensor parallelism.
+        order: [ranks t k] permutation from rank order to expert order; `None` without expert TP.
     """
 
     size: torch.Size
@@ -89,7 +89,7 @@ class LocalDispatcher(MoETokenDispatcher):
         return hidden_states, choices.counts, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the rows of this rank, summed over the ranks that share the experts."""
+        """Return this rank's rows, summed over the ranks that share the experts."""
         choices = self._under_way
         if choices.order is None:
             return hidden_states

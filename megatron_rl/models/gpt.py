@@ -57,7 +57,7 @@ def choose_transformer_impl(requested: str) -> str:
 
 @cache
 def find_transformer_engine_failure(has_cuda: bool) -> str | None:
-    """Try Transformer Engine's linear and norm, and megatron-core's wrappers; see `find_failure`."""
+    """Try Transformer Engine and megatron-core's wrappers; see `find_failure`."""
 
     def call() -> None:
         import transformer_engine.pytorch as engine  # pyright: ignore[reportMissingImports]  # optional dependency
@@ -150,8 +150,8 @@ def build_gpt_stages(
 
     Args:
         config: from `build_transformer_config` with the layout of `groups`.
-        batch_invariant: whether a token's bits in an expert are independent of the other tokens.
-        adapters: adapters to train instead of the model.
+        batch_invariant: whether a token's bits in an expert are independent of other tokens.
+        adapters: trained instead of the model, if any.
 
     Returns:
         `vpp_size` models; `ScoreModel`s if the shape has a score head.
@@ -211,9 +211,9 @@ def _place_weights(model: GPTModel, device: torch.device) -> None:
 
 
 def _mark_tensor_parallel_weights(model: GPTModel) -> None:
-    """Mark TP shards, which megatron-core does only when it initializes them randomly.
+    """Mark TP shards: megatron-core marks only weights that it initializes.
 
-    An unmarked shard counts as a replica: the global gradient norm would only include TP rank 0's.
+    The global gradient norm would drop all unmarked shards but TP rank 0's.
     """
     for module in model.modules():
         if isinstance(module, (VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear)):

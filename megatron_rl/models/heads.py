@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads on the final hidden states `[t, 1, h]`, equal on all TP ranks, or `[t/tp, 1, h]` under sequence parallelism.
 
-* output layer, split over TP: each rank's gradient of the hidden states is a partial sum over the vocabulary;
-  `gather_for_vocab_shards` sums it in its backward;
+* output layer, split over TP: `gather_for_vocab_shards` sums the ranks' gradients of hidden states, partial sums over
+  the vocabulary;
 * score head, replicated: nothing to sum. Under sequence parallelism ranks score their own positions and gather the
   scores; Megatron sums the weight's partial gradient because of its `sequence_parallel` mark.
 """

@@ -154,7 +154,7 @@ def adapt_linear(spec: Any, shape: AdapterShape, parts: dict[str, int]) -> Any:
 
 
 def find_adapter(shape: AdapterShape, parts: dict[str, int]) -> LinearAdapter | None:
-    """Return the adapter configuration of a linear, or `None`; for `parts` see `adapt_linear`."""
+    """Return a linear's adapter configuration, or `None`; for `parts` see `adapt_linear`."""
     ends, served = 0, []
     for kind, rows in parts.items():
         if kind in shape.kinds:
@@ -164,10 +164,7 @@ def find_adapter(shape: AdapterShape, parts: dict[str, int]) -> LinearAdapter | 
 
 
 def freeze_model(stages: torch.nn.Module) -> None:
-    """Freeze all parameters but the adapters and the score head.
-
-    Embeddings still require a gradient: recomputed layers would otherwise be cut off from the loss.
-    """
+    """Freeze all parameters but adapters and score head; embeddings' outputs keep a gradient for recomputed layers."""
     for name, parameter in stages.named_parameters():
         parameter.requires_grad_(is_trained(name))
     for name, module in stages.named_modules():

@@ -160,8 +160,8 @@ class RoutedRouter(TopKRouter):
 class BiasedRouter(RoutedRouter):
     """Router that selects experts by biased scores and weighs them by unbiased ones (arXiv 2408.15664).
 
-    The bias [E] is a float32 weight without gradient. megatron-core's bias counts every forward pass and is reduced
-    over global process groups.
+    The bias [E] is a float32 weight without gradient. megatron-core's bias counts every forward pass and uses global
+    process groups.
     """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:

@@ -2,8 +2,8 @@
 """Batch-invariant causal attention: the bits of a row depend only on its own sequence.
 
 The queries of a tile of 32 positions attend to all keys up to the tile's end, in an sdpa call whose shape depends only
-on the tile's number (missing rows are masked fillers). So decoding behind a cache, a response behind a shared prompt,
-and a whole sequence have equal bits. Tiles of one number form a batch.
+on the tile's number (missing rows are masked fillers). So decoding, a response behind a shared prompt, and a whole
+sequence have equal bits. Tiles of one number form a batch.
 """
 
 from __future__ import annotations

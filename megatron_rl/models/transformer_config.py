@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of a `ModelShape` and a layout to megatron-core's `TransformerConfig`.
 
-Fixes settings that megatron-core only warns about or gets wrong:
+Some options must be set here, because megatron-core only warns about them or gets them wrong:
 
 * interleaved schedules overlap their p2p (`batch_p2p_comm` with PP=2 silently gives wrong numbers);
 * no capacity limits, auxiliary losses or noise: the trained policy must be the sampled policy;

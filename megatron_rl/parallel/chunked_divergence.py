@@ -29,7 +29,7 @@ def compute_linear_top_k(hidden: torch.Tensor, weight: torch.Tensor, k: int, sof
         k: at most the vocabulary size, which must be below 2^24: ids are exact in float32.
 
     Returns:
-        [t, 2, k + 1]: ids and log-probs; the last entry is any other token, with id 0. Bitwise equal on all ranks.
+        [t, 2, k + 1]: ids and log-probs, bitwise equal on all ranks; the last is any other token, with id 0.
     """
     shard = softmax.find_shard(weight)
     rows = weight[: shard.width]
@@ -187,7 +187,6 @@ def _summarize_chosen(z: torch.Tensor, columns: torch.Tensor, is_mine: torch.Ten
 
 
 def _clear(values: torch.Tensor, columns: torch.Tensor, is_mine: torch.Tensor) -> torch.Tensor:
-    """Zero the values [t, v] at this shard's columns [t, k], in place."""
     return values.scatter_add_(1, columns, torch.where(is_mine, -values.gather(1, columns), 0.0))
 
 
@@ -208,11 +207,7 @@ def _locate(ids: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.T
 def _multiply_away(
     ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, find_gradient: Callable[[torch.Tensor, slice], torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Compute the gradients of hidden states and weight, chunk by chunk.
-
-    Args:
-        find_gradient: (scaled logits of a chunk, its token slice) -> gradient of these logits.
-    """
+    """Compute the gradients of hidden states and weight from each chunk's gradient of its scaled logits."""
     softmax, width = ctx.softmax, ctx.softmax.find_shard(weight).width
     rows, size = weight[:width], softmax.chunk_tokens
     hidden_gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None

@@ -123,8 +123,8 @@ def make_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessG
 def align_group_names() -> None:
     """Bring all ranks to the same number of groups; collective over the job.
 
-    torch names a group that only its members create after its ranks and the process's number of groups
-    (`_hash_ranks_to_str`). If the numbers differ, members wait under different names until the timeout.
+    torch derives the name of a group created only by its members from the process's number of groups
+    (`_hash_ranks_to_str`); members with different names would wait until the timeout.
     """
     count = torch.tensor(len(dist.distributed_c10d._world.pg_names))
     most = count.clone()
@@ -174,7 +174,7 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
 
 
 def open_store(name: str, group: dist.ProcessGroup) -> Store:
-    """Open this rank's own connection to the job's key-value store, usable from another thread; collective."""
+    """Open this rank's own connection to the job's key-value store, for another thread; collective."""
     unique = share_object(f"{name}-{uuid.uuid4().hex}", group)
     store: Any = _get_default_store()
     if hasattr(store, "clone"):
@@ -242,14 +242,10 @@ def gather_flat(array: np.ndarray, group: dist.ProcessGroup) -> tuple[list[np.nd
 def exchange_bytes(
     pieces: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """Exchange pieces of different lengths all-to-all.
+    """Exchange pieces [k] uint8 of different lengths all-to-all.
 
     Args:
-        pieces: [k] uint8 for each rank, on a device of the group's backend.
         sizes: bytes to receive from each rank.
-
-    Returns:
-        [k] uint8 from each rank.
     """
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=pieces[0].device)
     dist.all_to_all_single(

@@ -26,9 +26,9 @@ def list_gpus() -> list[tuple[str, str]]:
 
 
 def explain_unusable_gpus() -> UserError | None:
-    """Return an error if torch sees none of this machine's GPUs; `None` if there are none or they are disabled.
+    """Return an error if torch sees none of this machine's GPUs, or `None`.
 
-    A CPU build of torch, or a CUDA_VISIBLE_DEVICES without GPUs, counts as disabled.
+    A CPU build of torch, or a CUDA_VISIBLE_DEVICES without GPUs, is no error.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if torch.cuda.is_available() or torch.version.cuda is None or hidden.strip() in ("", "-1"):

@@ -91,11 +91,11 @@ def free_gather_buffers() -> None:
 def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> ParallelGroups:
     """Create the process groups of `layout` on its ranks; collective over the default group.
 
-    Ranks outside the layout call `align_group_names` instead. Ranks wait only for members of their own groups, without
-    deadlock: the order is the same on all ranks, and groups of one name are disjoint.
+    Ranks outside the layout call `align_group_names` instead. Ranks wait only for members of their own groups. This
+    cannot deadlock: the order is the same on all ranks, and groups of one name are disjoint.
 
     Args:
-        timeout: of new groups; the default group, used for groups of all ranks, has its own.
+        timeout: of new groups; the default group has its own.
     """
     rank = dist.get_rank()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:

@@ -20,9 +20,9 @@ UNUSED_BY_MEGATRON = ("wandb",)
 
 @contextmanager
 def kept_imports() -> Iterator[None]:
-    """Exempt all objects that exist at the end of this block from garbage collection, before anything large is built.
+    """Exempt all objects that exist at the end of this block from garbage collection.
 
-    They are unfrozen at exit: libraries complain about objects that outlive the last collection.
+    Use it before anything large is built. Objects are unfrozen at exit, because libraries complain about survivors.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -178,7 +178,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class EngineRanks:
-    """Ranks of each rollout engine: ascending, disjoint, equal in number."""
+    """Ranks of each rollout engine: ascending, disjoint, equal in number; a rank may belong to none."""
 
     of: tuple[tuple[int, ...], ...]
 

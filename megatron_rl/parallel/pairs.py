@@ -106,8 +106,8 @@ def open_star(group: dist.ProcessGroup, timeout: timedelta | None) -> list[Pair]
     """Open pairs between the group's first rank and each other rank; collective.
 
     Returns:
-        Pairs of the first rank in rank order, or the pair with the first rank. Empty on all ranks unless all are on one
-        host that permits mapping each other's memory.
+        Pairs of the first rank in rank order, or the pair with it. Empty on all ranks unless all are on one host that
+        permits mapping each other's memory.
     """
     rank, size = group.rank(), group.size()
     ends = {peer: _End() for peer in (range(1, size) if rank == 0 else (0,))}
@@ -158,8 +158,6 @@ def host_name() -> str:
 
 
 class _Done:
-    """Handle of a completed asynchronous collective."""
-
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return immediately."""
         return True

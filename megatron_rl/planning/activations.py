@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation memory: tensors kept from forward to backward, and temporary ones.
 
-Counted from the tensors that autograd saves in this program's layers, per token of a packed microbatch (elements; `h`
-hidden, `f` feed-forward columns, `q`, `kv` columns of all heads, `s` = TP with sequence parallelism, else 1):
+Counted from the tensors that autograd saves, per token of a packed microbatch (elements; `h` hidden, `f` feed-forward
+columns, `q`, `kv` columns of all heads, `s` = TP with sequence parallelism, else 1):
 
     norms        4 h / s                             input and output of both
     attention    ((q + 2 kv) + (q + kv) + q) / tp    projected, rotated, attended
@@ -11,9 +11,8 @@ hidden, `f` feed-forward columns, `q`, `kv` columns of all heads, `s` = TP with 
     experts      k (h + 4 f / tp)                    k experts per token; temporarily up to 5 k h more
     head         h / s + h                           final norm, and the output layer's gathered input
 
-Full recomputation keeps each layer's input, h / s, and one layer's activations during its backward. On CPU, attention
-keeps a copy of its result. In float32 on a GPU, KV heads are repeated to the query heads: another 2 q / tp. A test
-compares the sum with the peak of real updates.
+Full recomputation keeps each layer's input, h / s. On CPU, attention keeps a copy of its result. In float32 on a GPU,
+KV heads are repeated to the query heads: another 2 q / tp. A test compares the sum with the peak of real updates.
 """
 
 from __future__ import annotations
@@ -156,7 +155,6 @@ def _count_logits(
 
 
 def _count_output_gradient(shape: ModelShape, layout: ParallelLayout, config: LayoutConfig, itemsize: int) -> int:
-    """Return bytes of the output layer's gradient, in float32 if several chunks are summed."""
     columns = padded_vocab_size(shape.vocab_size, layout.tp_size) // layout.tp_size
     is_single = config.logprob_chunk_tokens >= config.max_tokens_per_microbatch // layout.cp_size
     return columns * shape.hidden_size * (itemsize if is_single else _FLOAT)

@@ -70,7 +70,7 @@ def read_job(
 
 
 def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> UserError:
-    """Return the error for a job that does not fit, with the nearest layout that does."""
+    """Return the error for a job that does not fit."""
     if nearest is None:
         what = "the placement leaves too little" if job.config.placement.placed else "no layout of this model fits here"
         hint = (
@@ -91,7 +91,7 @@ def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> Us
 
 
 def check_fits(config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path | None = None) -> str:
-    """Refuse a job that cannot fit; return a one-line summary of the fullest phase otherwise.
+    """Refuse a job that cannot fit; else return a one-line summary of the fullest phase.
 
     Raises:
         UserError: a phase exceeds the memory, or the run's own checks refuse the config.

@@ -77,7 +77,7 @@ def list_traffic(job: Job, work: Workload, stage: int = 0) -> list[Traffic]:
 
 
 def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage: int) -> Iterator[Traffic]:
-    """Yield one role's traffic: `forwards` scoring passes over all tokens, and its updates."""
+    """Yield the traffic of a role's updates and of `forwards` scoring passes over all tokens."""
     shape, section, layout, cluster = job.shape_of(role), role.layout, job.layout_of(role), job.cluster
     rank = layout.rank(pp=min(stage, layout.pp_size - 1))
 
@@ -188,7 +188,7 @@ def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank:
 
 
 def _engine_traffic(job: Job, work: Workload) -> Traffic:
-    """Return the engines' traffic: two all-reduces per layer for every prompt or response token."""
+    """Return the engines' traffic: two all-reduces per layer and token."""
     tp, shape, ranks = job.engine_tp, job.shape, job.rollout_ranks
     tokens = work.tokens * tp / len(ranks)
     hidden = tokens * shape.hidden_size * DTYPE_BYTES[job.config.model.dtype]
@@ -205,6 +205,5 @@ def link_of(layout: ParallelLayout, cluster: Cluster, *axes: str) -> str:
 
 
 def _expert_link(layout: ParallelLayout, cluster: Cluster) -> str:
-    """Return the link class of the groups that share experts, which are consecutive ranks."""
     first = layout.first_rank
     return WITHIN if cluster.is_within_node([first, first + layout.expert_tp_size * layout.ep_size - 1]) else ACROSS

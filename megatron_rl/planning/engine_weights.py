@@ -107,8 +107,7 @@ def count_aliased_elements(
 ) -> int:
     """Count the elements that an engine rank shares with the actor.
 
-    Matrices that receive adapters, or are quantized on either side, are not shared. Counted on a small model with every
-    kind of layer.
+    Matrices that receive adapters, or are quantized on either side, are not shared.
     """
     pp, pp_size, likes = layout.coordinates(rank).pp, layout.pp_size, _find_likes(shape)
     stages, tp, ep = min(pp_size, 2), layout.tp_size, layout.ep_size
@@ -132,7 +131,7 @@ def _count_aliased_blocks(
     adapters: AdapterShape | None,
     coded: bool,
 ) -> tuple[Counter[int | None], int, int]:
-    """Count shared elements per layer, and of non-layer parameters on the first and on the last stage."""
+    """Count shared elements per layer, and those outside layers on the first and on the last stage."""
     theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank, coded)
     # Both sides pad the vocabulary; storage can be shared only with equal padding.
     has_same_vocabulary = padded_vocab_size(shape.vocab_size, layout.tp_size) == padded_vocab_size(shape.vocab_size, 1)
@@ -158,7 +157,7 @@ def _count_aliased_blocks(
 def _list_engine_parameters(
     shape: ModelShape, tp_size: int, tp_rank: int, coded: bool
 ) -> tuple[Sequence[ShardBox], dict[str, int]]:
-    """Return the engine's table without 8-bit matrices, and the elements of its parameters."""
+    """Return the engine's table without 8-bit matrices, and its parameter sizes."""
     matrices, sizes = list_matrices(shape) if coded else frozenset(), defaultdict(int)
     table = [p for p in vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank) if p.hf_name not in matrices]
     for placement in table:

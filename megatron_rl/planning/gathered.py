@@ -42,7 +42,7 @@ class GatheredElements:
     Attributes:
         ends: embedding, last norm and output layer.
         output: the part of `ends` that the head reads.
-        layers: per layer, (without separate experts, separate experts).
+        layers: per layer, elements without and of experts that are a unit of their own.
     """
 
     ends: int
@@ -76,8 +76,6 @@ def compute_gathered_bytes(
     """Compute the temporary bytes of one pass of a role.
 
     Args:
-        shape: the model, with its head.
-        dtype: compute dtype.
         is_update: forward and backward, not forward only.
     """
     size, found = DTYPE_BYTES[dtype], count_gathered(shape, layout, rank)
@@ -91,7 +89,7 @@ def compute_gathered_bytes(
 
 
 def _hold_backward(dense: int, experts: int, size: int) -> int:
-    """Return the layer bytes in a layer's backward, between layers of its kind."""
+    """Return the bytes of layers during a layer's backward, if its neighbors are equal to it."""
     reduced, reduced_experts = dense * _FLOAT, experts * _FLOAT
     dense, experts = dense * size, experts * size
     if experts:

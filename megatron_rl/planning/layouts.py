@@ -160,7 +160,7 @@ def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
 
 
 def _guess_switch_seconds(job: Job, memory: list[RankMemory]) -> float:
-    """Estimate the transfer time of unshared engine weights over the slowest link of the actor's TP and PP groups."""
+    """Estimate the transfer time of unshared engine weights over the actor's TP and PP links."""
     own = max(phase.parts.get("engine weights", 0) for rank in memory for phase in rank.phases)
     axes = ("tp", "pp") if job.layout.pp_size > 1 else ("tp",)
     is_far = link_of(job.layout, job.cluster, *axes) == ACROSS
@@ -174,7 +174,7 @@ def list_candidates(job: Job, work: Workload, assumed: Assumptions) -> list[Cand
 
 
 def find_nearest(job: Job, candidates: list[Candidate]) -> Candidate | None:
-    """Return the candidate with the fewest changes; each doubling of a size and each switch counts one."""
+    """Return the candidate with the fewest changes; a doubling of a size or a switch counts one."""
     here = describe_choice(job)
     return min(candidates, key=lambda c: (_distance(here, c.choice), c.seconds), default=None)
 

@@ -148,7 +148,7 @@ def _count_kept(job: Job) -> int:
 
 
 def _lesson_bytes(job: Job, rank: int) -> dict[str, int]:
-    """Return bytes of the teachers' columns for a step of maximum-length responses."""
+    """Return bytes of the teachers' outputs for a step of maximum-length responses."""
     distillation = job.config.algorithm.distillation
     if not job.spec.teachers or rank not in job.layout.ranks:
         return {}

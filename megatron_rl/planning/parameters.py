@@ -104,7 +104,7 @@ class RoleBytes:
     """Persistent bytes of a role on one rank.
 
     Attributes:
-        parameters: weights in the training dtype (float32 under ZeRO-3), with buffer padding.
+        parameters: in the training dtype (float32 under ZeRO-3), with buffer padding.
         gradients: float32 buffers; 0 without an optimizer.
         optimizer: moments, and float32 main weights for bfloat16 training (not under ZeRO-3).
         main_weights: part of `optimizer` that exists before the first step.
@@ -156,7 +156,11 @@ def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: 
 def _building_blocks(
     shape: ModelShape | AdapterShape, tp_size: int, ep_size: int, etp_size: int | None
 ) -> tuple[tuple[Parameter, ...], ...]:
-    """Return the parameters of: embedding, special layer (dense before experts, delta net), layer, end of the model."""
+    """Return the parameters of four blocks, read from the tables of a two-layer model.
+
+    The blocks are the embedding, a layer of another kind (dense before experts, delta net), a layer, and the model's
+    end.
+    """
     model = shape.base if isinstance(shape, AdapterShape) else shape
     assert not (model.dense_layers and model.delta_layers), "two sorts of layers"
     other = dict(dense_layers=min(model.dense_layers, 1), delta_layers=(0,) if model.delta_layers else ())
@@ -205,7 +209,6 @@ def _read_parameters(
 
 
 def _position(name: str) -> tuple[int, str, bool]:
-    """Return a sort key: module, then linear_fc1 before linear_fc2, then weight before bias."""
     *path, last = name.split(".")
     return next(i for i, part in enumerate(_ORDER) if part in name), path[-1], last != "weight"
 
@@ -296,7 +299,7 @@ def compute_role_bytes(
 
 
 def _count_shards(params: Iterable[Parameter], layout: ParallelLayout, rank: int) -> tuple[int, int]:
-    """Count the elements of a rank's shards, with and without padding to the largest shard."""
+    """Count the elements of a rank's shards, with and without padding."""
     held = owned = 0
     places = find_shard_places(layout, rank)
     for p in params:

@@ -2,8 +2,8 @@
 """Step time predicted from operation counts and stated efficiencies.
 
 Operations: 2 per weight and token forward, 4 backward, 2 more with full recomputation, and causal attention, 2 s d n
-per token and direction. Each decoding pass makes one token per running response and reads weights and KV cache. Lengths
-and efficiencies are assumed, not measured: results rank layouts, within a factor, not a percent.
+per token and direction. Decoding passes read weights and KV cache. Lengths and efficiencies are assumed, not measured:
+results rank layouts, within a factor, not a percent.
 """
 
 from __future__ import annotations
@@ -161,7 +161,6 @@ def count_operations(shape: ModelShape, length: float) -> float:
 
 
 def _rollout_seconds(job: Job, work: Workload, memory: list[RankMemory], assumed: Assumptions) -> float:
-    """Return decode and prefill seconds; each decoding pass reads the weights and the KV cache."""
     rollout, shape, cluster = job.config.rollout, job.shape, job.cluster
     tp, layout = job.engine_tp, job.layout
     engines = len(job.rollout_ranks) // (tp * (layout.pp_size * layout.ep_size if job.engine_is_actor else 1))
