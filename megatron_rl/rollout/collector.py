@@ -68,7 +68,7 @@ def describe_thoughts(rollouts: Iterable[Rollout], group: dist.ProcessGroup) -> 
     return {"sampling/thoughts_ended": sums["ended"] / max(sums["rollouts"], 1.0)}
 
 
-# A reward model: one score per rollout; collective, the same on every rank.
+# Reward model: returns one score per rollout, equal on every rank; collective.
 ResponseModel = Callable[[Experience], Sequence[float] | np.ndarray]
 
 
@@ -336,8 +336,8 @@ def find_informative(headers: Headers, metric: str | None) -> list[bool]:
     Rollouts without a reward (failed episode or reward service) are ignored.
 
     Args:
-        metric: `None` excludes the overlong penalty, in which all-wrong responses would differ; "reward" includes it;
-            otherwise a reported number, where "acc" defaults to the reward, as in verl.
+        metric: `None` excludes the overlong penalty, because all-wrong responses of different lengths would differ in
+            it; "reward" includes it; otherwise a reported number, where "acc" defaults to the reward, as in verl.
 
     Raises:
         UserError: the reward does not report the number; on every rank.

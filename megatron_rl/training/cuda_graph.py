@@ -70,7 +70,7 @@ class GraphStep(StaticStep):
         assert model.stream is not None
         self._stream = model.stream
         self._pools: dict[int, Any] = {}
-        self._graphs: dict[Key, Any] = {}  # what `_capture_microbatch` returns
+        self._graphs: dict[Key, Any] = {}  # results of `_capture_microbatch`
         self._uncaptured: set[Key] = set()
         self._finish: Captured | None = None
         self._settings: dict[str, Any] = {}

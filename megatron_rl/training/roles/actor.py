@@ -93,7 +93,7 @@ class Actor:
         if isinstance(loss, AlgorithmConfig):
             self._kl_coef.fill_(loss.kl_coef)  # may change during a run, so it is a device tensor
             self._is_first_pass.fill_(minibatch.old_logprobs is None)
-            if minibatch.old_logprobs is None:  # placeholders: captured graphs need both columns
+            if minibatch.old_logprobs is None:  # placeholders: a captured graph's inputs must exist in each step
                 others = minibatch.rollout_logprobs
                 weights = others if has_importance_weights(loss) else None
                 minibatch = replace(minibatch, old_logprobs=others, importance_weights=weights)
@@ -166,7 +166,7 @@ class Actor:
         old_logprobs = torch.where(self._is_first_pass, logprobs.detach(), microbatch.column("old_logprobs"))
         weights = microbatch.importance_weights
         if weights is not None:
-            responses = Responses.of_sequences(microbatch.sequence_ids)  # one branch each if weighted
+            responses = Responses.of_sequences(microbatch.sequence_ids)  # weighted ones have one branch
             own, _ = compute_importance_weights(
                 old_logprobs, microbatch.rollout_logprobs, microbatch.loss_mask, responses, settings
             )
