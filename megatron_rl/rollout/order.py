@@ -71,7 +71,7 @@ class SampleGroups:
 
 
 class SampleOrder:
-    """Samples of a run in data order; the position of `prompts` is the number of begun prompts."""
+    """Samples of a run in data order."""
 
     def __init__(self, prompts: PromptBatches[Prompt], config: RunConfig) -> None:
         self.prompts, self.group_size = prompts, config.rollout.n

@@ -219,7 +219,7 @@ class RolloutStream:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the open prompts.
+        """Return the step and the open prompts, whose samples are in `rank_state`.
 
         These are the last begun prompts, except for `taken`, which is empty with `order: stream`.
         """
@@ -324,7 +324,6 @@ def open_stream(
 
 
 def _open_trace(schedule: ScheduleConfig, generator: RolloutGenerator, directory: Path | None) -> ScheduleTrace:
-    """Open the trace, written only if phase ends depend on timing."""
     num_engines, replayed = len(generator.engines.of), None
     if schedule.replay is not None:
         replayed = read_trace(Path(schedule.replay), num_engines)

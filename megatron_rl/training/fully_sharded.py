@@ -168,7 +168,6 @@ def _make_shard(param: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def _make_group(params: list[torch.nn.Parameter], config: OptimizerConfig, wd_mult: float) -> dict[str, Any]:
-    """Build a parameter group for megatron-core's schedule."""
     return dict(
         params=params,
         betas=(config.adam_beta1, config.adam_beta2),

@@ -181,7 +181,7 @@ class Optimizer:
 
     @contextmanager
     def _learning_rates_on_device(self) -> Iterator[None]:
-        """Set the groups' learning rates to device tensors within the block; schedule and checkpoints need numbers."""
+        """Set the groups' learning rates to device tensors within the block."""
         groups = self.megatron.param_groups
         numbers = [group["lr"] for group in groups]
         for group, tensor in zip(groups, self._learning_rates, strict=True):

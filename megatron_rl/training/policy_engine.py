@@ -153,7 +153,6 @@ class PolicyEngine:
         return found.to(used.dtype).cpu().numpy()
 
     def _share_kept(self, kept: KeptSets) -> KeptSets:
-        """Broadcast the kept sets."""
         counts = torch.from_numpy(kept.counts)
         broadcast_tensors([counts], self._leader, self._group)
         size = int(counts.sum())
@@ -185,7 +184,6 @@ class PolicyEngine:
         return hidden if groups.is_last_stage else None
 
     def _describe(self, rows: PagedRows, positions: torch.Tensor) -> PackedSequences:
-        """Build the attention inputs of the rows."""
         device, shape = self._model.device, self._model.shape
         if not self._layers:
             size = (2, self._num_slots, self._heads, shape.head_dim)

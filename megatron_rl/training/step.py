@@ -107,7 +107,7 @@ class EagerStep:
         return self.model.run_microbatches(minibatch.microbatches(), self._head, loss)
 
     def finish(self) -> torch.Tensor:
-        """`Optimizer.finish`."""
+        """End the step; see `Optimizer.finish`."""
         return self.optimizer.finish()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles as called by the main loop: each packs the samples for itself and stores its results as columns of the samples.
+"""Roles as called by the main loop: they pack samples and store their results as columns.
 
 Every rank makes the same calls; outside of a role they only exchange columns, so roles on disjoint ranks run
 concurrently.
