@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of a step: generated, scored, and drawn again where a group teaches nothing (DAPO).
+"""Samples of a step: generation, scoring, and resampling of groups without a learning signal (DAPO).
 
-What an engine has generated is scored on its own ranks, and stays there: rewards come from local sources (rules,
-functions, services), which start while other responses are still being generated where they can. Other ranks get the
-headers. A reward model is a role, which fetches what it scores.
+Rollouts are scored and kept on the ranks of their engine; other ranks receive headers. Local reward sources (rules,
+functions, services) start during generation if they can.
 """
 
 from __future__ import annotations
@@ -36,16 +35,14 @@ from megatron_rl.types import FAILED, Prompt, Rollout, UserError
 def describe_kept(
     rollouts: Iterable[Rollout], settings: SamplingSettings, group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Metrics of the kept sets of all engines; collective.
+    """Compute metrics of the kept token sets over all engines; collective.
 
     Args:
-        rollouts: of this rank's engine on its first rank; none elsewhere.
-        settings: of the run.
-        group: all ranks.
+        rollouts: empty except on the first rank of an engine.
 
     Returns:
-        sampling/kept_mean, kept_max: their sizes; sampling/kept_at_limit: the share of them that
-        `rollout.max_kept_tokens` may have made smaller.
+        sampling/kept_mean, kept_max: tokens per set; kept_at_limit: share of sets that `rollout.max_kept_tokens` may
+            have truncated.
     """
     counts = [branch.kept.counts for rollout in rollouts for branch in rollout.branches if branch.kept is not None]
     sizes = np.concatenate([np.empty(0, np.int32), *counts])
@@ -64,31 +61,24 @@ def describe_kept(
 
 
 def describe_thoughts(rollouts: Iterable[Rollout], group: dist.ProcessGroup) -> dict[str, float]:
-    """sampling/thoughts_ended, the share of responses whose thought `rollout.thinking_budget` has ended; collective.
-
-    Args:
-        rollouts: of this rank's engine on its first rank; none elsewhere.
-        group: all ranks.
-    """
+    """Compute sampling/thoughts_ended, the share of responses with thinking ended by its budget; collective."""
     ended = [len(rollout.answer_tokens) > len(rollout.response_tokens) for rollout in rollouts]
     sums = {"rollouts": float(len(ended)), "ended": float(sum(ended))}
     sums = reduce_scalars(sums, dist.ReduceOp.SUM, group, torch.device("cpu"))
     return {"sampling/thoughts_ended": sums["ended"] / max(sums["rollouts"], 1.0)}
 
 
-# A reward model: one score per rollout; collective, the same on every rank.
+# Reward model: returns one score per rollout, equal on every rank; collective.
 ResponseModel = Callable[[Experience], Sequence[float] | np.ndarray]
 
 
 @dataclass(frozen=True)
 class RewardSources:
-    """Where rewards come from.
+    """Sources of rewards.
 
     Attributes:
-        plan: how scores add up.
-        scorer: local sources of this rank.
-        model: scores rollouts where the plan gives it a weight; None: there is none.
-        needs_greedy_baseline: the estimator wants the reward of a greedy response to each prompt.
+        model: reward model, if the plan has one.
+        needs_greedy_baseline: the estimator needs the reward of a greedy response.
     """
 
     plan: RewardPlan
@@ -98,17 +88,7 @@ class RewardSources:
 
 
 class Collector:
-    """Generates and scores; must be used inside of `hybrid.rollout_mode()`.
-
-    Args:
-        generator: the engines, with the actor's weights.
-        stream: the order of the training prompts, and the samples that have begun.
-        rewards: where rewards come from.
-        config: the resolved config.
-        stop_token_ids: end a response.
-        timers: count the phases "rollout" and "reward".
-        group: all ranks.
-    """
+    """Generation and scoring of samples; must be used inside of `hybrid.rollout_mode()`."""
 
     def __init__(
         self,
@@ -124,22 +104,21 @@ class Collector:
         self._generator, self._stream, self._rewards, self._config = generator, stream, rewards, config
         self._stop_token_ids, self._timers, self._group = stop_token_ids, timers, group
         self._on_finished = rewards.scorer.begin if rewards.scorer.is_concurrent else None
-        self._failures: dict[bool, str] = {}  # the last one of an episode (True), and of a service, scored here
+        self._failures: dict[bool, str] = {}  # last failure of an episode (True), of a reward service (False)
 
     def collect(self, step: int) -> Experience:
-        """`train_batch_size` scored groups; collective.
+        """Collect `train_batch_size` scored groups; collective.
 
         With `algorithm.dynamic_sampling`, prompts are drawn until `train_batch_size` groups have responses that differ
-        in `dynamic_sampling_metric` (DAPO, arXiv 2503.14476, section 3.2): in rounds of `train_batch_size`, of which
-        surplus groups are dropped; or, where samples begin ahead of their step, as many as are missing, so that there
-        is no surplus. After `max_sampling_rounds * train_batch_size` prompts, groups without a signal fill the batch,
-        so that its size never changes.
+        in `dynamic_sampling_metric` (DAPO, arXiv 2503.14476, section 3.2): in full rounds, dropping surplus groups, or,
+        if samples begin ahead of their step, exactly the missing number. After `max_sampling_rounds` batches of
+        prompts, groups without a signal fill the batch, so that its size is constant.
         """
         algorithm, wanted = self._config.algorithm, self._config.data.train_batch_size
         resamples = algorithm.dynamic_sampling
         most = wanted * (algorithm.max_sampling_rounds if resamples else 1)
         parts: list[Experience] = []
-        informative: list[bool] = []  # of each group
+        informative: list[bool] = []  # per group
         while sum(informative) < wanted and len(informative) < most:
             missing = min(wanted - sum(informative), most - len(informative))
             part = self._draw(step, len(parts), missing)
@@ -162,14 +141,13 @@ class Collector:
                 "sampling/filled_groups": max(0, wanted - found),
                 "sampling/dropped_groups": max(0, found - wanted),
             }
-        in_order = sorted(range(len(informative)), key=lambda group: not informative[group])  # the others fill up
+        in_order = sorted(range(len(informative)), key=lambda group: not informative[group])  # informative groups first
         samples = Experience.join(parts, in_order[:wanted], metrics)
         if self._rewards.needs_greedy_baseline:  # ReMax, arXiv 2310.10505
             samples.add_baselines(self.generate(SampleGroups(samples.prompts, 1, self.sampling(0.0), step)))
         return samples
 
     def _draw(self, step: int, round: int, missing: int) -> Experience:
-        """The next groups: all that begin and end in this step; of those that begin ahead of it, what is missing."""
         if not self._stream.is_in_use:
             groups = SampleGroups(self._stream.next_batch(), self._config.rollout.n, self.sampling(), step, round)
             return self.generate(groups)
@@ -181,21 +159,20 @@ class Collector:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether engines on ranks of their own generate beside training."""
+        """Whether dedicated engines generate during training."""
         return self._stream.runs_ahead
 
     def run_ahead(self) -> None:
-        """They do so until it has ended; collective."""
+        """Let dedicated engines generate until training ends; collective."""
         self._stream.run_ahead(self.sampling(), self._on_finished)
 
     def validate(
         self, validation: dict[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
     ) -> dict[str, float]:
-        """Metrics of every validation set, `validation/<set>/<metric>`; collective.
+        """Compute metrics of every validation set, `validation/<set>/<metric>`; collective.
 
         Args:
-            validation: sets by name.
-            on_set: called on every rank with the name of each set and its scored samples, batch by batch.
+            on_set: called on every rank with each set's scored samples.
         """
         config, metrics = self._config, {}
         for name, prompt_set in validation.items():
@@ -222,11 +199,10 @@ class Collector:
         return metrics
 
     def generate(self, groups: SampleGroups, with_answers: bool = False) -> Experience:
-        """Scored responses; collective.
+        """Generate and score complete groups; collective.
 
         Args:
-            groups: what to generate.
-            with_answers: the headers tell equal answers; the responses are not learned from.
+            with_answers: include answer ids in the headers, for validation.
         """
         with self._timers.phase("rollout"):
             generated = self._generator.generate(groups, self._on_finished)
@@ -236,14 +212,10 @@ class Collector:
         return samples
 
     def _check_failures(self, parts: Sequence[Experience], what: str) -> float:
-        """The share of episodes that have failed so far; collective if too many have.
-
-        Args:
-            parts: of what was generated.
-            what: they are of, for the error.
+        """Return the share of failed episodes so far.
 
         Raises:
-            UserError: of episodes, or of rewards, a larger share has failed than may; on every rank.
+            UserError: the share of failed episodes or rewards exceeds `max_failed_share`; on every rank.
         """
         config, headers = self._config, [part.headers.rollouts for part in parts]
         episodes = np.concatenate([part.has_failed for part in headers])
@@ -265,7 +237,7 @@ class Collector:
         return float(episodes.mean())
 
     def sampling(self, temperature: float | None = None) -> SamplingConfig:
-        """How responses are drawn: for training, or at another temperature, without `min_tokens` then."""
+        """Return the sampling settings for training, or for another temperature."""
         rollout = self._config.rollout
         return SamplingConfig(
             rollout.temperature if temperature is None else temperature,
@@ -286,7 +258,6 @@ class Collector:
         steps: Sequence[int],
         with_answers: bool = False,
     ) -> Experience:
-        """The experience of what the engines have generated: `held` by this rank's, with the index of the prompt."""
         has_kept = self._config.rollout.is_truncated and not with_answers
         with self._timers.phase("reward"):
             headers, num_bytes = self._score_here(held, steps, with_answers)
@@ -310,14 +281,14 @@ class Collector:
     def _score_here(
         self, held: Sequence[tuple[int, Rollout]], steps: Sequence[int], with_answers: bool
     ) -> tuple[Headers, int]:
-        """Score a share of what this engine has generated, and tell all ranks the headers.
+        """Score a share of this engine's rollouts and gather the headers of all ranks.
 
         Raises:
-            UserError: a source failed on some rank; raised on all of them.
+            UserError: a source failed on some rank; on every rank.
         """
         scorer, engines = self._rewards.scorer, self._generator.engines
         engine, place = engines.find(self._group.rank())
-        # The engine's first rank has begun already, or it alone knows how episodes ended.
+        # Only the engine's first rank has started scoring, or has the results of episodes.
         if scorer.is_concurrent or self._config.agents.has_episodes:
             mine = held if place == 0 else []
         else:
@@ -325,7 +296,7 @@ class Collector:
         scored, error = [], None
         try:
             scored = scorer.finish([rollout for _, rollout in mine], [steps[index] for index, _ in mine])
-        except Exception as caught:  # the other ranks must learn of it before they wait for this one
+        except Exception as caught:  # raised together, before other ranks wait for this one
             error = caught
         raise_together(error, self._group)
         self._failures |= {rollout.finish_reason in FAILED: rollout.failure for rollout in scored if rollout.failure}
@@ -338,21 +309,17 @@ class Collector:
         return gather_headers(headers, self._group)
 
     def close(self) -> None:
-        """End the workers of the reward sources, and release the engine."""
+        """Stop the workers of reward sources and close the engine."""
         self._rewards.scorer.close()
         self._generator.close()
 
 
 def describe_set(headers: Headers, group_size: int) -> dict[str, float]:
-    """What an evaluation says of a set beyond `compute_validation_metrics`.
-
-    Args:
-        headers: of rollouts, one row each.
-        group_size: responses to each prompt.
+    """Compute metrics of an evaluation set beyond `compute_validation_metrics`.
 
     Returns:
-        "prompts", their number; "truncated", the share of responses that were cut; and pass@j for the powers of two
-        below the number of responses to a prompt.
+        "prompts", their number; "truncated", the share of truncated responses; pass@j for powers of two below
+        `group_size`.
     """
     rewards = correctness_of(headers).reshape(-1, group_size)
     sizes = [2**power for power in range(group_size.bit_length()) if 2**power < group_size]
@@ -364,18 +331,16 @@ def describe_set(headers: Headers, group_size: int) -> dict[str, float]:
 
 
 def find_informative(headers: Headers, metric: str | None) -> list[bool]:
-    """Which groups have responses that differ in what `algorithm.dynamic_sampling_metric` names.
+    """Return for each group whether its responses differ in `algorithm.dynamic_sampling_metric`.
+
+    Rollouts without a reward (failed episode or reward service) are ignored.
 
     Args:
-        headers: of scored responses.
-        metric: None: the reward without the overlong punishment, by which all-wrong responses of different lengths
-            would differ; "reward": with it; else a number that the reward reports. A reward that reports no "acc" is
-            its own accuracy, as in verl.
-
-    Rollouts without a reward, whose episode or reward service has failed, are not looked at.
+        metric: `None` excludes the overlong penalty, because all-wrong responses of different lengths would differ in
+            it; "reward" includes it; otherwise a reported number, where "acc" defaults to the reward, as in verl.
 
     Raises:
-        UserError: the reward reports no such number; on every rank alike.
+        UserError: the reward does not report the number; on every rank.
     """
     rollouts = headers.rollouts
     values = rollouts["reward"] if metric == "reward" else correctness_of(rollouts)
@@ -394,5 +359,5 @@ def find_informative(headers: Headers, metric: str | None) -> list[bool]:
 
 
 def correctness_of(headers: Headers) -> np.ndarray:
-    """What responses are worth by themselves: the overlong punishment shapes training only."""
+    """Return rewards without the overlong penalty, which only shapes training."""
     return headers["reward"] - np.nan_to_num(headers.component(OVERLONG))

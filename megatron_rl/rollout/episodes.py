@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples that have begun: what an engine is asked for them, and what it has sampled.
+"""Begun samples of an engine. A plain response is an episode without an environment, which ends with its first reply.
 
-An environment answers each reply of an episode, and the engine is asked again, until it is done. A plain response is an
-episode without an environment, which ends with its first reply.
-
-Requests join the engine between two of its steps, and an episode that waits for its environment has no place in it.
-The engine waits in turn, before its next step, until the environments have answered all that it has finished: so what
-is computed together follows from what was sampled, and a run is reproducible bit by bit. The price is that nothing is
-sampled while an environment thinks.
+Before each step the engine waits until the environments have answered all finished replies, so batch composition
+depends only on sampled tokens and runs are bitwise reproducible. The price is that nothing is sampled while an
+environment computes.
 """
 
 from __future__ import annotations
@@ -50,12 +46,11 @@ _COUNTED = (
 
 @dataclass(frozen=True)
 class Following:
-    """What comes before the next step of an engine.
+    """Actions before the next step of an engine.
 
     Attributes:
-        requests: to add.
-        finished: keys of samples that are finished.
-        is_last: no request comes after these.
+        finished: keys of finished samples.
+        is_last: no further requests will follow.
     """
 
     requests: Sequence[Request]
@@ -65,13 +60,12 @@ class Following:
 
 @dataclass(frozen=True)
 class _Episode:
-    """One episode as its engine has it.
+    """State of one episode on its engine.
 
     Attributes:
-        recording: of it; with an environment, all that there is on other ranks than the first of the engine.
-        request: for the reply that comes next, from its beginning; None: nobody waits for one.
-        finish_reason: how its last reply ended.
-        rollout: of an episode that is over.
+        recording: with an environment, the only state on ranks other than the engine's first.
+        request: full request of the next reply, if one is due.
+        finish_reason: finish reason of the last reply.
     """
 
     recording: Recording
@@ -81,53 +75,45 @@ class _Episode:
 
 
 class Episodes:
-    """The samples of one engine that have begun and were not taken, by key; the same calls on each of its ranks.
+    """Begun, untaken samples of one engine by key; every rank of the engine makes the same calls.
 
-    A reply may be interrupted: the environment waits for the rest of it. All environments have answered before the
-    engine's next step, and when a phase is over. The engine's first rank has their processes, and knows how they end.
-
-    Args:
-        samples: what they are of.
-        run_seed: seed of the run, see `derive_seed`.
-        agents: whether they have an environment, and how many are open at a time.
-        processes: of their environments; None: they have none, or another rank of the engine has them.
+    Environment processes and episode results exist on the engine's first rank only.
 
     Attributes:
-        samples: see above.
-        counts: sums that `describe_episodes` makes metrics of.
+        counts: input of `describe_episodes`.
     """
 
     def __init__(self, samples: Samples, run_seed: int, agents: AgentsConfig, processes: AnyEpisodes | None) -> None:
         self.samples, self._run_seed, self._processes = samples, run_seed, processes
         self._is_plain, self._in_flight = not agents.has_episodes, agents.episodes_in_flight
         self._episodes: dict[int, _Episode] = {}
-        self._waiting: deque[int] = deque()  # that may be opened in the phase
+        self._waiting: deque[int] = deque()  # keys that may be opened in the phase
         self._open: set[int] = set()
-        self._requests: list[Request] = []  # that the phase starts with
-        self._late: dict[int, Answer] = {}  # that came behind the end of the last phase
+        self._requests: list[Request] = []  # first requests of the phase
+        self._late: dict[int, Answer] = {}  # answers received after the end of the last phase
         self.counts: dict[str, float] = dict.fromkeys(_COUNTED, 0.0)
         self._has_warned = False
 
     @property
     def keys(self) -> list[int]:
-        """Of all of them."""
+        """Keys of all samples."""
         return [*self._episodes]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that an engine returned for them."""
+        """Tokens sampled by engines so far."""
         return sum(episode.recording.num_sampled for episode in self._episodes.values())
 
     def begin(self, keys: Iterable[int]) -> None:
-        """Samples have begun."""
+        """Add new samples."""
         self._episodes |= {key: _Episode(Recording(*self.samples.sample_of(key))) for key in keys}
 
     def find_unfinished(self) -> list[int]:
-        """Keys of those to which something must be added; with an environment, only the first rank knows."""
+        """Return keys of unfinished samples; with an environment, valid on the first rank only."""
         return [key for key, episode in self._episodes.items() if episode.rollout is None]
 
     def start(self, keys: Iterable[int], sampling: SamplingConfig) -> None:
-        """A phase starts, in which these are continued."""
+        """Start a phase that continues the given samples."""
         self._sampling, self._started = sampling, time.monotonic()
         chosen = sorted({*keys} & {*self.find_unfinished()})
         if self._is_plain:
@@ -138,7 +124,7 @@ class Episodes:
         self._requests = [self._continue_reply(request) for request in requests if request is not None]
 
     def follow(self) -> Following:
-        """What comes next, at first what continues interrupted replies; on the first rank, waits for environments."""
+        """Return the next requests, first those of interrupted replies; the first rank waits for environments."""
         started, finished = time.monotonic(), list[int]()
         requests, self._requests = self._requests, []
         while self._processes is not None:
@@ -159,15 +145,12 @@ class Episodes:
         return {key: answer for (_, key), answer in processes.wait().items()}
 
     def ask(self, requests: Sequence[Request]) -> None:
-        """Requests are added to the engine."""
+        """Record requests added to the engine."""
         for request in () if self._is_plain else requests:
             self._episodes[request.key].recording.ask(request.tokens)
 
     def hear(self, sampled: Sampled, version: int) -> bool:
-        """Take what the engine has sampled with the weights of a version; return whether that ends the episode.
-
-        One with an environment is ended by it, see `follow`.
-        """
+        """Record sampled tokens with their policy version; return whether a plain response is finished."""
         key, is_whole = sampled.key, sampled.finish_reason != "interrupted"
         recording = self._episodes[key].recording
         recording.reply(
@@ -187,27 +170,24 @@ class Episodes:
         return is_whole and self._is_plain
 
     def stop(self) -> None:
-        """The phase is over."""
+        """End the phase, after all environments have answered."""
         if self._processes is not None:
             self._late |= self._wait(self._processes)
             self.counts["seconds"] += time.monotonic() - self._started
 
     def rollout(self, key: int) -> Rollout:
-        """A sample that is over, the same object each time; ranks that do not know how it ended say "stop"."""
+        """Return a finished sample; an unknown finish reason becomes "stop"."""
         episode = self._episodes[key]
         return episode.rollout or episode.recording.finish("stop")
 
     def drop(self, keys: Iterable[int]) -> None:
-        """These are taken, as far as they are here."""
+        """Remove taken samples, if they are here."""
         for key in keys:
             self._episodes.pop(key, None)
             self._close(key)
 
     def pack(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint has of them.
-
-        Of a response that is not over, the tokens that there are; an episode with an environment begins again.
-        """
+        """Return the checkpoint state; unfinished episodes with an environment are stored by key only."""
         from megatron_rl.rollout.packed_episodes import pack_rollouts
 
         rollouts = {
@@ -216,11 +196,11 @@ class Episodes:
             else one.rollout
             for key, one in self._episodes.items()
         }
-        counts = torch.tensor([*self.counts.values()], dtype=torch.float64)  # of a phase that is not described yet
+        counts = torch.tensor([*self.counts.values()], dtype=torch.float64)  # not yet reported as metrics
         return pack_rollouts(rollouts) | {"counts": counts}
 
     def load(self, state: Mapping[str, torch.Tensor], is_mine: Callable[[int], bool]) -> None:
-        """Add what `pack` made; only samples of some keys."""
+        """Add the samples of a `pack` result that `is_mine` selects."""
         from megatron_rl.rollout.packed_episodes import unpack_rollouts
 
         rollouts = unpack_rollouts(state, self.samples)
@@ -230,12 +210,12 @@ class Episodes:
             elif is_mine(key) and rollout is not None:
                 is_over = rollout.finish_reason != "interrupted"
                 self._episodes[key] = _Episode(Recording.of(rollout), rollout=rollout if is_over else None)
-        if "counts" in state and is_mine(min(rollouts)):  # one engine takes them
+        if "counts" in state and is_mine(min(rollouts)):  # exactly one engine adds the counts
             for name, value in zip(self.counts, state["counts"].tolist(), strict=True):
                 self.counts[name] += value
 
     def close(self) -> None:
-        """End the processes of episodes that are open; there are some after an error only."""
+        """Stop the processes of episodes left open by an error."""
         for key in [*self._open]:
             self._close(key)
 
@@ -250,7 +230,6 @@ class Episodes:
         return Request(key, prompt.tokens, self._seed(key, 0), self._sampling)
 
     def _continue_reply(self, request: Request) -> Request:
-        """The request for a reply, or for the rest of it."""
         recording = self._episodes[request.key].recording
         if not recording.interrupted:
             return request
@@ -258,12 +237,11 @@ class Episodes:
         return request.continued(tokens, self._seed(request.key, request.turn, len(tokens)))
 
     def _seed(self, key: int, turn: int, position: int = 0) -> int:
-        """Of what follows so many tokens of a reply."""
+        """Derive the seed of a reply's tokens from `position` on."""
         first = derive_seed(self._run_seed, *self.samples.seed_parts(key), position=0 if turn else position)
         return derive_seed(first, turn, 0, 0, position=position) if turn else first
 
     def _continue(self, key: int, answer: Answer) -> list[Request]:
-        """The request that follows an answer; none where the episode is over."""
         episode, sampling = self._episodes[key], self._sampling
         recording = episode.recording
         self.counts["environment_seconds"] += answer.seconds
@@ -312,7 +290,6 @@ class Episodes:
             self.counts[name] += value
 
     def _warn(self, rollout: Rollout, failure: str) -> None:
-        """Say how the first one failed; the others are counted."""
         if not self._has_warned:
             self._has_warned = True
             logging.getLogger(__name__).warning(
@@ -325,10 +302,10 @@ class Episodes:
 
 
 def describe_episodes(sums: Mapping[str, float]) -> dict[str, float]:
-    """The metrics `agents/...` of a generation, from the sums over all engines of what `Episodes` counts."""
+    """Compute the `agents/...` metrics from `Episodes.counts`, summed over all engines."""
     episodes = sums["episodes"]
     if not episodes:
-        return {}  # none has ended
+        return {}  # no episode has ended
     return {
         "agents/turns": sums["turns"] / episodes,
         "agents/forks": sums["forks"] / episodes,

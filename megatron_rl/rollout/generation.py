@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From prompts to rollouts: the one loop between the samples of an engine and its requests.
-
-A batch that begins and ends in one call, such as a validation set, is a phase that drains (`generate`); a run whose
-samples begin ahead of their step has phases of its own (`rollout.stream`).
-"""
+"""Generation of rollouts from prompts: the loop between an engine's samples and its requests."""
 
 from __future__ import annotations
 
@@ -35,11 +31,10 @@ if TYPE_CHECKING:
 
 
 class OpenRequests:
-    """Counts the requests of one engine in one generation.
+    """Request counts of one engine in one phase.
 
     Attributes:
-        running: by key.
-        asked, heard: how many there were, and responses.
+        running: unfinished requests by key.
     """
 
     def __init__(self) -> None:
@@ -48,12 +43,12 @@ class OpenRequests:
         self._sums = {"asked": 0.0, "cached": 0.0}
 
     def ask(self, requests: Sequence[Request]) -> None:
-        """Requests that the engine gets."""
+        """Record requests submitted to the engine."""
         self.running |= {request.key: request for request in requests}
         self.asked += len(requests)
 
     def hear(self, sampled: Sampled) -> Request | None:
-        """Return the request of a response, which runs no longer; None: it was not asked for."""
+        """Record a response and return its request, if any."""
         self.heard += 1
         request = self.running.pop(sampled.key, None)
         if request is not None and sampled.num_cached is not None:
@@ -62,11 +57,10 @@ class OpenRequests:
         return request
 
     def describe(self, counts: bool, group: dist.ProcessGroup) -> dict[str, float]:
-        """The metric rollout/prefix_cache_hits, or none if no engine says; collective.
+        """Compute rollout/prefix_cache_hits, the share of cached prompt tokens, if reported; collective.
 
         Args:
-            counts: this rank speaks for its engine.
-            group: all ranks.
+            counts: include this rank's counts.
         """
         mine = self._sums if counts else dict.fromkeys(self._sums, 0.0)
         sums = reduce_scalars(mine, dist.ReduceOp.SUM, group, torch.device("cpu"))
@@ -74,36 +68,24 @@ class OpenRequests:
 
 
 class HeldWeights(Protocol):
-    """What an engine's weights are: of which model, and after how many optimizer steps."""
+    """Model shape and policy version of an engine's weights."""
 
     shape: ModelShape
     policy_version: int
 
 
-# Told of a rollout that is finished, not decoded yet, and of the step that learns from it where none is dropped.
+# Callback with each finished, undecoded rollout and its training step, provided that no group is dropped.
 OnFinished = Callable[[Rollout, int], None]
 
 
 class RolloutGenerator:
-    """Generates rollouts with the weights that the engines hold; the same calls on every rank.
-
-    Args:
-        engine: this rank's share.
-        weights: that it holds.
-        channel: to the other ranks of the engine.
-        config: which samples go to which engine.
-        run_seed: seed of the run, see `derive_seed`.
-        group: all ranks.
-        progress: counts the responses.
-        agents: how episodes are played; by default responses are not answered.
-        processes: of this rank's environments.
+    """Rollout generation with the engines' current weights; every rank makes the same calls.
 
     Attributes:
-        engines: the ranks of each.
-        metrics: of the last generation, the same on every rank.
-        engine_index: of this rank's; -1: it has none.
-        is_first: this rank is its first, which speaks for it.
-        route_shape: of the routes that rollouts come with; None: they come without.
+        metrics: metrics of the last phase, equal on every rank.
+        engine_index: index of this rank's engine; -1 without one.
+        is_first: whether this rank is its engine's first.
+        route_shape: shape of recorded expert routes; `None` if they are not recorded.
     """
 
     def __init__(
@@ -128,18 +110,16 @@ class RolloutGenerator:
         self._name = f"rollout engine {self.engine_index} ({engine.kind}, {engine.ranks.describe(self.engine_index)})"
 
     def generate(self, groups: SampleGroups, on_finished: OnFinished | None = None) -> dict[int, Rollout]:
-        """Generate groups from their beginning to their end; collective.
+        """Generate complete groups; collective.
 
-        With an environment, `groups.sampling.max_tokens` bounds the tokens behind the prompt, observations included.
+        With an environment, `groups.sampling.max_tokens` bounds all tokens after the prompt, including observations.
 
         Args:
-            groups: what to generate.
-            on_finished: called on the first rank of an engine as soon as a rollout is there, while others are being
-                generated. Given on every rank or on none.
+            on_finished: called on an engine's first rank during generation; given on every rank or on none.
 
         Returns:
-            The rollouts of this rank's engine, on each of its ranks, by key; only the first one knows how episodes
-            with an environment ended.
+            Rollouts of this rank's engine by key; finish reasons of environment episodes are valid on the first rank
+            only.
 
         Raises:
             Exception: as `run`.
@@ -159,29 +139,26 @@ class RolloutGenerator:
         return {key: episodes.rollout(key) for key in mine}
 
     def open(self, samples: Samples) -> Episodes:
-        """Return the holder of the samples of this rank's engine."""
+        """Create the episode store of this rank's engine."""
         return Episodes(samples, self._run_seed, self._agents, self._processes if self.is_first else None)
 
     def assign(
         self, prompts: Sequence[Prompt], group_size: int, max_tokens: int, loads: np.ndarray | None = None
     ) -> list[int]:
-        """Return which samples of these prompts are of this rank's engine; arguments as of `assign_engines`."""
+        """Return the samples of this rank's engine; see `assign_engines`."""
         lengths = [len(prompt.tokens) for prompt in prompts]
         engines = assign_engines(self._dispatch, lengths, group_size, len(self.engines.of), max_tokens, loads)
         return np.flatnonzero(engines == self.engine_index).tolist()
 
     def run(self, episodes: Episodes, phase: Phase, on_finished: OnFinished | None, total: int | None) -> None:
-        """Serve what `episodes` ask for from the beginning of a phase to its end; collective.
+        """Serve the requests of `episodes` until the phase ends; collective.
 
         Args:
-            episodes: of this rank's engine, which have been started.
-            phase: when it ends.
-            on_finished: as in `generate`.
-            total: rollouts of all engines, which the progress counts; None: it does not.
+            total: rollouts of all engines, for the progress display, if any.
 
         Raises:
-            Exception: of the processes or of `on_finished`, after the phase, on every rank.
-            UserError: the engine returned something else than what it was asked for; on every rank.
+            Exception: error of an environment process or of `on_finished`, raised after the phase on every rank.
+            UserError: the engine's responses do not match its requests; on every rank.
         """
         samples, requests, error = episodes.samples, OpenRequests(), None
 
@@ -192,7 +169,7 @@ class RolloutGenerator:
                 on_finished(episodes.rollout(key), samples.step_of(key))
 
         def take(is_idle: bool) -> ControlMessage:
-            if is_idle and requests.running:  # nobody would end the wait for them
+            if is_idle and requests.running:  # the engine is idle, so these would never finish
                 raise miscounted(requests.heard, requests.asked, self._name)
             following = episodes.follow()
             for key in following.finished:
@@ -205,12 +182,12 @@ class RolloutGenerator:
 
         def listen(sampled: Sampled) -> None:
             request = requests.hear(sampled)
-            if request is not None:  # else the counts say so
+            if request is not None:  # otherwise the counts differ at the end
                 self._check(sampled, request, samples)
                 if episodes.hear(sampled, self._weights.policy_version):
                     end(sampled.key)
 
-        is_watching = self.is_first or self.engine_index < 0  # rank 0 shows the progress wherever the engines are
+        is_watching = self.is_first or self.engine_index < 0  # rank 0 displays the progress, with or without an engine
         in_flight = self._engine.requests.tokens_in_flight if is_watching else None
         with nullcontext() if total is None else self._progress.follow(total, in_flight):
             if self.engine_index >= 0:
@@ -235,7 +212,7 @@ class RolloutGenerator:
         )
 
     def close(self) -> None:
-        """End the processes of environments, and release the engine."""
+        """Stop the environment processes and close the engine."""
         if self._processes is not None:
             self._processes.close_all()
         self._engine.requests.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples by number: which prompt each one answers, and what its random numbers follow from."""
+"""Numbering of samples: the prompt and the seed of each sample key."""
 
 from __future__ import annotations
 
@@ -15,34 +15,29 @@ from megatron_rl.types import Prompt
 
 
 class Samples(Protocol):
-    """Samples by number, position of the prompt * group_size + sample_index; the same on every rank."""
+    """Samples by key, prompt position * group_size + sample_index; equal on every rank."""
 
     @property
     def group_size(self) -> int:
-        """Samples of a prompt."""
+        """Samples per prompt."""
         ...
 
     def sample_of(self, key: int) -> tuple[Prompt, int]:
-        """The prompt of a sample, and its place in the group."""
+        """Return a sample's prompt and its index in the group."""
         ...
 
     def step_of(self, key: int) -> int:
-        """The step that learns from a sample, where none is dropped."""
+        """Return a sample's training step, provided that no group is dropped."""
         ...
 
     def seed_parts(self, key: int) -> tuple[int, int, int, int]:
-        """The arguments of `derive_seed` behind the seed of the run: step, prompt_id, sample, round."""
+        """Return the arguments of `derive_seed` after the run's seed: step, prompt_id, sample, round."""
         ...
 
 
 @dataclass(frozen=True)
 class SampleGroups:
-    """Groups that begin and end in one generation.
-
-    Attributes:
-        prompts, group_size: one group each; its samples.
-        sampling, step, round: how to draw them; the last two are part of every sample's seed.
-    """
+    """Groups that begin and end in one generation."""
 
     prompts: Sequence[Prompt]
     group_size: int
@@ -64,7 +59,7 @@ class SampleGroups:
     def seed_parts(self, key: int) -> tuple[int, int, int, int]:
         """See `Samples.seed_parts`.
 
-        A prompt can come twice, at an epoch boundary, and must not get the same responses twice.
+        A prompt that occurs twice, at an epoch boundary, gets different seeds.
         """
         prompt, sample = self.sample_of(key)
         sample += self._occurrences[key // self.group_size] * self.group_size
@@ -76,16 +71,7 @@ class SampleGroups:
 
 
 class SampleOrder:
-    """The samples of a run in the order of its data.
-
-    Args:
-        prompts: the data order; its position says how many prompts have begun.
-        config: the resolved config.
-
-    Attributes:
-        prompts: see above.
-        group_size: samples of a prompt.
-    """
+    """Samples of a run in data order."""
 
     def __init__(self, prompts: PromptBatches[Prompt], config: RunConfig) -> None:
         self.prompts, self.group_size = prompts, config.rollout.n
@@ -106,7 +92,6 @@ class SampleOrder:
         return self.step_of(key), prompt.prompt_id, occurrence * self.group_size + key % self.group_size, 0
 
     def _prompt_of(self, key: int) -> tuple[Prompt, int]:
-        """The prompt of a sample, and how often the same one came before in its batch."""
         number, place = divmod(key // self.group_size, self._batch_size)
         return self._batch(number)[place]
 
@@ -117,7 +102,7 @@ class SampleOrder:
 
 
 def count_occurrences(prompts: Sequence[Prompt]) -> list[int]:
-    """How often each prompt came before in this batch (0 unless an epoch boundary repeats it)."""
+    """Count previous occurrences of each prompt in the batch (nonzero only at an epoch boundary)."""
     seen: dict[int, int] = {}
     counts = []
     for prompt in prompts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples in checkpoints: those that are over, parts of others, and the keys of those that begin again."""
+"""Serialization of samples for checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_rl.types import Branch, KeptSets, Rollout, Turn
 
 
 def pack_rollouts(rollouts: Mapping[int, Rollout | None]) -> dict[str, torch.Tensor]:
-    """Rollouts by key, not scored by reward sources, for `unpack_rollouts`; None: nothing is kept but the key."""
+    """Pack rollouts without scores for `unpack_rollouts`; a `None` value keeps only the key."""
     branches = [branch for rollout in rollouts.values() if rollout is not None for branch in rollout.branches]
     table = json.dumps([{"key": key} | ({} if one is None else _describe(one)) for key, one in rollouts.items()])
     packed = {
@@ -58,9 +58,9 @@ def _describe(rollout: Rollout) -> dict[str, Any]:
 
 
 def unpack_rollouts(tensors: Mapping[str, torch.Tensor], samples: Samples) -> dict[int, Rollout | None]:
-    """The rollouts by key, and None for each of which only the key was kept.
+    """Return rollouts by key, `None` for samples of which only the key was kept.
 
-    Also of older checkpoints, which have responses without their prompts in place of "episodes".
+    Older checkpoints contain responses without prompts in place of "episodes".
     """
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     bounds = np.cumsum(arrays["lengths"])[:-1]
@@ -110,7 +110,7 @@ def _read_response(
     kept: KeptSets | None,
     routes: np.ndarray | None,
 ) -> tuple[int, Rollout | None]:
-    """A response of an older checkpoint by its key; None: it had no token."""
+    """Build the rollout of a response in an older checkpoint, if it has tokens."""
     reasons = ("interrupted", "stop", "length")
     rollout = Rollout.from_response(*samples.sample_of(key), tokens, logprobs, reasons[reason], versions, kept)
     branch = replace(rollout.branches[0], routes=routes)

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a phase of generation waits for, and when it ends for all engines: every one of them has what the step needs.
+"""Phases of generation: the groups that a phase waits for, and its simultaneous end on all engines.
 
-An engine that is done keeps generating for later steps. How it learns that the others are done decides what is
-reproducible: with `StepCount` all engines end at the same multiple of decode steps, with `ByStore` as soon as it is so.
+Finished engines keep generating for later steps. With `StepCount` all engines end at the same multiple of decode steps,
+reproducibly; with `ByStore` as soon as possible.
 
-Which prompts of the data order may begin, and which of those that have begun a step takes, is a rule of numbers.
-With max_staleness k and B prompts per step, no prompt is learned from more than k steps after the one in which it may
-begin. Let a step that has taken c prompts so far, and needs n more, have the number s = c + n: B at first, B more in
-every further step, and more where dynamic sampling drops prompts. Prompt i may begin once i < s + k B - p; once
-i < s - p it must be taken. The second holds k steps after the first at the latest. Prompts that must be taken never
-outnumber those that are needed: s grows by what is needed from call to call.
+With max_staleness k and B prompts per step, no prompt is trained on more than k steps after the one in which it may
+begin. For a step that has taken c prompts so far and needs n more, let s = c + n: B at first, B more per step, and more
+if dynamic sampling drops prompts. Prompt i may begin once i < s + k B - p, and must be taken once i < s - p, at most k
+steps later. As s grows by the needed prompts per call, the prompts that must be taken never outnumber the needed ones.
 
-`schedule.order: stream` has p = 0: a step takes the next prompts. `whole` has p = k B / 2: a step takes what must be
-taken, and others whose responses are all there. As k B - p prompts are ahead at the end of a step, the mean staleness
-is k - p / B: half the bound with `whole`. With p = 0 it is the bound, so that no prompt can be passed over within it.
+`schedule.order: stream` has p = 0: a step takes the next prompts. `whole` has p = k B / 2: a step takes the prompts
+that must be taken, then complete groups. As k B - p prompts are ahead at the end of a step, the mean staleness is k - p
+/ B: half the bound with `whole`.
 """
 
 from __future__ import annotations
@@ -35,24 +33,24 @@ from megatron_rl.rollout.serving import ControlMessage
 
 _POLL_SECONDS = 0.02
 _LONGEST_POLL_SECONDS = 0.1
-_FAILURE_SECONDS = 1.0  # an engine whose own part is missing looks only for the failure of another one
+_FAILURE_SECONDS = 1.0  # poll of an unfinished engine, for failures only
 _IDLE_SECONDS = 0.002
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def find_window(open_: Sequence[int], begun: int, wanted: int, ahead: int, passed: int) -> tuple[int, range]:
-    """How many of the prompts that are open must be taken next, and which ones begin.
+    """Find the open prompts that must be taken next, and the new prompts that begin.
 
     Args:
-        open_: positions in the data order of those that have begun and were not taken, in order.
-        begun: prompts that have begun.
+        open_: ordered positions of begun, untaken prompts.
+        begun: number of prompts that have begun.
         wanted: prompts that the step needs.
-        ahead: prompts that may begin before their step, k B.
-        passed: of them, those that may be passed over.
+        ahead: prompts that may begin ahead of their step, k B.
+        passed: prompts that may be passed over, p.
 
     Returns:
-        The first so many of `open_` and the new ones; and the positions of the new ones.
+        Number of prompts to take from `open_` followed by the new ones; positions of the new ones.
     """
     end = begun - len(open_) + wanted - passed
     new = range(begun, max(begun, end + ahead))
@@ -61,13 +59,13 @@ def find_window(open_: Sequence[int], begun: int, wanted: int, ahead: int, passe
 
 @dataclass(frozen=True)
 class Goal:
-    """What a phase waits for.
+    """Groups that a phase waits for.
 
     Attributes:
-        needed: the first so many groups.
-        wanted: groups that are whole, those included.
-        left: [groups] samples that this engine has to finish.
-        holders: [groups] engines with samples to finish.
+        needed: number of leading groups that must be complete.
+        wanted: total number of groups that must be complete.
+        left: [groups] this engine's unfinished samples.
+        holders: [groups] number of engines with unfinished samples.
     """
 
     needed: int
@@ -76,46 +74,42 @@ class Goal:
     holders: np.ndarray
 
     def is_reached(self, left: np.ndarray) -> bool:
-        """Whether it is, with so many samples of each group to finish on all engines."""
+        """Return whether the goal is reached; `left`: [groups] unfinished samples of all engines."""
         return not left[: self.needed].any() and int(np.count_nonzero(left == 0)) >= self.wanted
 
     def choose(self, left: np.ndarray) -> list[int]:
-        """The groups that are taken then: the needed ones, and the first others that are whole."""
+        """Return the groups to take: needed ones, then other complete ones."""
         return np.flatnonzero(left == 0)[: self.wanted].tolist()
 
 
 class PhaseEnd(Protocol):
-    """Asked by the first rank of each engine, before each of its steps."""
+    """End condition of a phase, polled by each engine's first rank before each step."""
 
     def begin(self, goal: Goal) -> None:
-        """A phase begins; the same calls on every rank."""
+        """Begin a phase; every rank makes the same calls."""
 
     def is_over(self, left: np.ndarray) -> bool:
-        """Whether the phase is over; `left`: [groups] samples that this engine has to finish."""
+        """Return whether the phase is over; `left`: [groups] this engine's unfinished samples."""
         ...
 
     def give_up(self) -> None:
-        """This engine takes no further step: the phase is over for all."""
+        """End the phase for all engines after a failure."""
 
 
 class ByStore:
-    """By the clock: the engines count what is finished in a store; those that are done look fifty times a second.
+    """Phase end by wall clock: engines count finished work in a store, and finished engines poll it every 20 ms.
 
-    An engine counts itself once it has finished the needed groups. Of the others, where any of them may do, it counts
-    itself for each that it has finished its samples of: the last one to do so counts the group.
-
-    Args:
-        store: shared by the first ranks of all engines.
-        num_engines: to wait for.
+    For optional groups, each engine increments the group's counter once its own samples are done; the engine that
+    completes the count marks the group as finished.
     """
 
     def __init__(self, store: Store, num_engines: int) -> None:
         self._store, self._num_engines = store, num_engines
         self._phase = 0
-        self._mine: set[str] = set()  # keys of the phase that this engine was the first to count with
+        self._mine: set[str] = set()  # keys of the phase that this engine created
 
     def begin(self, goal: Goal) -> None:
-        """A phase begins; nobody counts for the one before any more."""
+        """Begin a phase."""
         for key in self._mine:
             self._store.delete_key(key)
         self._mine.clear()
@@ -126,7 +120,7 @@ class ByStore:
         self._looked = 0.0
 
     def is_over(self, left: np.ndarray) -> bool:
-        """Tell the others what is finished; look whether that is enough."""
+        """Publish finished work and return whether the phase is over."""
         has_news = False
         if not self._is_told and not left[: self._goal.needed].any():
             self._is_told = has_news = True
@@ -146,7 +140,7 @@ class ByStore:
         return self._is_over
 
     def give_up(self) -> None:
-        """Count for all engines."""
+        """End the phase for all engines."""
         self._count("over")
         self._is_over = True
 
@@ -164,27 +158,22 @@ class ByStore:
 
 
 class StepCount:
-    """By decode steps: after every so many of them the engines wait for each other.
-
-    Args:
-        every: steps.
-        group: of the first ranks of all engines; None: there is one engine.
-    """
+    """Phase end by decode steps: all engines synchronize after every `every` steps."""
 
     def __init__(self, every: int, group: dist.ProcessGroup | None) -> None:
         self._every, self._group = every, group
 
     def begin(self, goal: Goal) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         self._steps, self._goal = 0, goal
 
     def is_over(self, left: np.ndarray) -> bool:
-        """False between the multiples."""
+        """Count a step; return whether it ends the phase."""
         self._steps += 1
         return self._steps % self._every == 0 and self._meet(left, 0)
 
     def give_up(self) -> None:
-        """Meet the others at their next multiple."""
+        """End the phase at the next synchronization."""
         self._meet(np.zeros_like(self._goal.left), 1)
 
     def _meet(self, left: np.ndarray, failures: int) -> bool:
@@ -195,11 +184,10 @@ class StepCount:
 
 
 class TrainingEnd:
-    """The end of training beside which engines on ranks of their own generate: told by one rank, looked for by them.
+    """Signal that the training phase has ended: one training rank sets it, dedicated engines poll it.
 
     Args:
-        every: decode steps of each engine in that time, reproducible; None: until training has ended.
-        store: shared by all ranks.
+        every: fixed number of decode steps per engine, reproducible; until the end of training if `None`.
     """
 
     def __init__(self, every: int | None, store: Store) -> None:
@@ -207,41 +195,41 @@ class TrainingEnd:
         self._number = self._steps = 0
 
     def begin(self) -> None:
-        """Training may end from now on."""
+        """Begin a training phase."""
         self._number += 1
         self._steps, self._next_look = 0, 0.0
         self._begun = time.monotonic()
 
     def tell(self) -> None:
-        """It has ended."""
+        """Signal the end of training."""
         self._store.add(f"trained {self._number}", 1)
 
     def is_over(self, left: np.ndarray) -> bool:
-        """Whether it has, or the steps are made; whatever there is left to do."""
+        """Return whether training has ended or the steps are done."""
         self._steps += 1
         if self._every is not None:
             return self._steps > self._every
         now = time.monotonic()
         if now < self._next_look:
             return False
-        # Looking takes half a millisecond: the longer it has lasted, the less it matters to be late.
+        # A poll takes half a millisecond; the longer the phase, the less a late end matters.
         self._next_look = now + min(max(_POLL_SECONDS, (now - self._begun) / 50), _LONGEST_POLL_SECONDS)
         return self._store.add(f"trained {self._number}", 0) > 0
 
     def give_up(self) -> None:
-        """Nobody waits for an engine here."""
+        """Do nothing: no engine waits for another."""
 
 
 class Phase:
-    """What the first rank of an engine orders from the beginning of a phase to its end.
+    """Control of one engine during a phase, on its first rank.
 
     Args:
-        awaited: positions of the first prompts, which the step may take.
-        left: [groups] samples of each prompt that this engine has to finish.
-        end: of the phase; None: it drains, and ends when nothing follows.
+        awaited: positions of the leading prompts, which the step may take.
+        left: [groups] this engine's unfinished samples.
+        end: if `None`, the phase ends when no requests follow.
 
     Attributes:
-        num_steps: decode steps before its end.
+        num_steps: decode steps before the end.
     """
 
     def __init__(self, awaited: Sequence[int], left: np.ndarray, end: PhaseEnd | TrainingEnd | None) -> None:
@@ -251,13 +239,7 @@ class Phase:
         self._started, self._idle_seconds = time.monotonic(), 0.0
 
     def take(self, is_idle: bool, following: Following, running: Iterable[int]) -> ControlMessage:
-        """The next message, with what comes next as far as the phase is not over; see `rollout.serving.serve`.
-
-        Args:
-            is_idle: the engine has nothing to do.
-            following: what comes next.
-            running: keys of the requests that the engine has.
-        """
+        """Return the next message for `rollout.serving.serve`."""
         if self._end is None:
             return ControlMessage(requests=following.requests, stop=following.is_last)
         if self._has_begun:
@@ -272,14 +254,14 @@ class Phase:
         return ControlMessage(requests=following.requests)
 
     def finish(self, position: int) -> bool:
-        """A sample of a prompt is finished; whether the step may take it."""
+        """Record a finished sample; return whether the step may take its prompt."""
         place = self._places.get(position)
         if place is not None:
             self._left[place] -= 1
         return place is not None
 
     def guard(self, call: Callable[[T], R]) -> Callable[[T], R]:
-        """A callback whose error ends the phase for all engines."""
+        """Wrap a callback so that its error ends the phase for all engines."""
 
         def guarded(argument: T) -> R:
             try:
@@ -292,17 +274,15 @@ class Phase:
         return guarded
 
     def busy_share(self) -> float:
-        """Of the time since the beginning, the share in which the engine had requests."""
+        """Return the share of time in which the engine had requests."""
         return 1 - self._idle_seconds / max(time.monotonic() - self._started, _IDLE_SECONDS)
 
 
 def open_phase_end(every: int | None, engines: Sequence[Sequence[int]], timeout: timedelta | None) -> PhaseEnd:
-    """How the engines of a job end a phase together; collective over the job.
+    """Create the common phase end of all engines; collective over the job.
 
     Args:
-        every: decode steps; None: by the clock.
-        engines: the ranks of each.
-        timeout: of the group.
+        every: decode steps between synchronizations; by wall clock if `None`.
     """
     if every is None:
         return ByStore(open_store("phases", world()), len(engines))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only place that steps an engine: a loop over control messages, and a batch of requests as one use of it.
+"""The stepping loop of an engine. Its first rank broadcasts a control message before each step.
 
-The ranks of an engine stay equal only if they see the same requests between the same two steps: its first rank sends
-them a message before each.
+The ranks of an engine stay in sync only if they receive the same requests before the same step.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from megatron_rl.parallel.pairs import Pair, open_star
 
 @dataclass(frozen=True)
 class ControlMessage:
-    """Actions of the ranks of an engine before its next step, in this order.
+    """Actions of an engine's ranks before the next step, in field order.
 
     Attributes:
-        interrupts: keys of requests to end as they are.
-        requests: to add; in the order of (turn, key), whatever their order here.
-        stop: no message follows: what runs is run to its end.
+        interrupts: keys of requests to abort, keeping their partial results.
+        requests: requests to add, in the order of (turn, key).
+        stop: no message follows; running requests are completed.
     """
 
     interrupts: Sequence[int] = ()
@@ -36,17 +35,16 @@ class ControlMessage:
     stop: bool = False
 
     def is_empty(self) -> bool:
-        """True if there is nothing to do."""
+        """Return whether there is nothing to do."""
         return not self.interrupts and not self.requests and not self.stop
 
 
 class Channel:
-    """Brings the message of an engine's first rank to its other ranks: 8 bytes for an empty one.
+    """Broadcast channel from an engine's first rank to its other ranks: 8 bytes for an empty message.
 
     Args:
-        group: of the engine's ranks, moves CPU tensors; its first rank is the engine's. None: an engine of one rank, or
-            every rank has the same messages by itself.
-        star: the first rank's pairs with the others, the others' with the first; none: the group moves everything.
+        group: CPU group of the engine's ranks; `None` if a single rank, or every rank by itself, creates the messages.
+        star: faster connections between the first and each other rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, star: Sequence[Pair] = ()) -> None:
@@ -54,7 +52,7 @@ class Channel:
         self.is_first = group is None or group.rank() == 0
 
     def share(self, message: ControlMessage | None) -> ControlMessage:
-        """The message of the first rank; the others give None. Collective over the engine."""
+        """Return the first rank's message; collective over the engine."""
         if self._group is None:
             assert message is not None
             return message
@@ -82,7 +80,7 @@ class Channel:
 
 
 def open_channel(engines: EngineRanks, rank: int, timeout: timedelta | None = None) -> Channel:
-    """The channel of this rank's engine; of a rank without one, to itself. Collective over the job."""
+    """Open the channel of this rank's engine; collective over the job."""
     if engines.width == 1:
         return Channel()
     align_group_names()
@@ -101,23 +99,20 @@ def serve(
     channel: Channel | None = None,
     on_requests: Callable[[Sequence[Request]], None] | None = None,
 ) -> Exception | None:
-    """Step an engine until a message says stop and everything is finished; the same call on every rank of it.
+    """Step an engine until a stop message and completion of all requests; collective over the engine's ranks.
 
     Args:
-        engine: this rank's share.
-        take: called before each step on the first rank of the engine (without a channel on every rank, and must return
-            the same there); its argument: whether to wait, as nothing runs.
-        on_sampled: told of everything that is finished or interrupted, in the order of the engine, on every rank.
-        channel: to the other ranks of the engine.
-        on_requests: told of the requests of each message before they are added, on every rank.
+        take: called before each step on the first rank (without a channel on every rank, with equal results), with
+            whether the engine is idle.
+        on_sampled: called on every rank with each finished or interrupted result.
+        on_requests: called on every rank before requests are added.
 
     Returns:
-        The first exception of `take` or `on_sampled`. The engine has not been left in the middle: raised by `take`, all
-        requests are interrupted; so are they if `on_sampled` raised and "stop" had not been said. It is told of nothing
-        afterwards.
+        The first exception of `take` or `on_sampled`, which is not called afterwards. All requests are interrupted, or
+        completed if a stop message preceded.
 
     Raises:
-        Exception: what the engine raised; no request is left in the engine.
+        Exception: an error of the engine; all requests are interrupted.
     """
     loop = _Loop(engine, on_sampled)
     channel = channel or Channel()
@@ -140,7 +135,7 @@ def serve(
 
 
 class _Loop:
-    """Which requests run, and the first error of those who are called back."""
+    """Running requests of an engine, and the first callback error."""
 
     def __init__(self, engine: RolloutEngine, on_sampled: Listener) -> None:
         self._engine, self._on_sampled = engine, on_sampled
@@ -148,7 +143,7 @@ class _Loop:
         self.error: Exception | None = None
 
     def take(self, take: Callable[[bool], ControlMessage]) -> ControlMessage:
-        """The next message; the last one after an error."""
+        """Return the next message; after an error, interrupt everything and stop."""
         if self.error is None:
             try:
                 return take(not self._engine.has_requests())
@@ -157,18 +152,17 @@ class _Loop:
         return ControlMessage(interrupts=sorted(self.running), stop=True)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Add them in an order that does not depend on when they came."""
+        """Add requests in an order independent of their arrival."""
         if requests:
             self._engine.add(sorted(requests, key=lambda request: (request.turn, request.key)))
             self.running.update(request.key for request in requests)
 
     def step(self) -> None:
-        """One step, if there is something to do."""
         if self._engine.has_requests():
             self.tell(self._engine.step())
 
     def tell(self, sampled: Sequence[Sampled]) -> None:
-        """Hand on what is finished; an error must wait, or the other ranks of the engine would."""
+        """Pass results to the callback; errors are deferred, because other ranks would wait."""
         for one in sampled:
             self.running.discard(one.key)
             if self.error is None:
@@ -179,15 +173,12 @@ class _Loop:
 
 
 def close_batch(requests: Sequence[Request]) -> Callable[[bool], ControlMessage]:
-    """What `serve` takes to run these requests and no others."""
+    """Return a `take` callback for `serve` that runs exactly these requests."""
     return lambda wait: ControlMessage(requests=requests, stop=True)
 
 
 def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Sampled]:
-    """What an engine samples for a batch of requests, in their order; the same call on every rank of the engine.
-
-    Requests to which it returns nothing are left out.
-    """
+    """Generate results for a batch of requests, in their order; collective over the engine's ranks."""
     found: dict[int, Sampled] = {}
     error = serve(engine, close_batch(requests), lambda sampled: found.update({sampled.key: sampled}))
     if error is not None:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of bounded staleness: begun ahead of their step, carried from phase to phase, and never dropped.
+"""Samples of bounded staleness: begun ahead of their step, carried over phases, and never dropped.
 
-Prompt i of the data order may begin once i < (t + 1 + k) B, where t steps were taken and k is `schedule.max_staleness`;
-the step after them learns from the prompts t B .. (t + 1) B - 1. Therefore no response begins with weights that are
-more than k steps older than those that learn from it, every prompt is learned from once, and in the order of k = 0.
-`rollout.phase` has the general rule: with dynamic sampling, and with `schedule.order: whole`.
+Prompt i of the data order may begin once i < (t + 1 + k) B after t steps of B prompts, where k is
+`schedule.max_staleness`; the next step trains on prompts t B .. (t + 1) B - 1. Hence no response begins with weights
+more than k steps older than the weights trained on it, and every prompt is trained on once, in the order of k = 0.
+`rollout.phase` has the general rule.
 
-A phase ends when the batch of the step is whole. What is unfinished then keeps its tokens, their log-probs and the
-version that made each of them, on the ranks of its engine, and continues there in the next phase from a prefill. Seeds
-follow from the position in the data order and from the number of tokens that are there already: neither the engine
-nor the time of an interruption decides what a segment draws.
+Unfinished samples keep tokens, log-probs and policy versions and continue on their engine in the next phase. Seeds
+depend on the position in the data order and the number of existing tokens, not on the engine or the time of an
+interruption.
 """
 
 from __future__ import annotations
@@ -40,13 +39,12 @@ from megatron_rl.types import Prompt, Rollout, UserError
 
 @dataclass(frozen=True)
 class Taken:
-    """What a step learns from, or drops where it teaches nothing.
+    """Samples taken by a step, before groups without a signal are dropped.
 
     Attributes:
-        prompts: the same on every rank.
-        steps: of each prompt, the one that learns from it where none is dropped.
-        rollouts: of this rank's engine, with the index of their prompt.
-        metrics: of the schedule, the same on every rank.
+        prompts: equal on every rank.
+        steps: training step of each prompt, if none is dropped.
+        rollouts: (prompt index, rollout) of this rank's engine.
     """
 
     prompts: list[Prompt]
@@ -57,12 +55,10 @@ class Taken:
 
 @dataclass(frozen=True)
 class Clock:
-    """When the phases of a run end.
+    """End conditions of a run's phases.
 
     Attributes:
-        end: of a phase; asked on the first rank of each engine.
-        training: its end, where engines on ranks of their own generate beside it; None: they do not.
-        trace: of the ends of phases.
+        training: end of training, if dedicated engines generate meanwhile.
     """
 
     end: PhaseEnd
@@ -71,17 +67,10 @@ class Clock:
 
 
 class RolloutStream:
-    """The samples of a run in the order of its data; the same calls on every rank.
-
-    Args:
-        generator: the engines.
-        order: of the samples.
-        config: the resolved config.
-        clock: when phases end.
-        group: all ranks.
+    """Samples of a run in data order; every rank makes the same calls.
 
     Attributes:
-        runs_ahead: whether engines on ranks of their own generate beside training.
+        runs_ahead: dedicated engines generate during training.
     """
 
     def __init__(
@@ -97,16 +86,16 @@ class RolloutStream:
         self.runs_ahead = clock.training is not None
         self._schedule, self._rollout, self._agents = config.schedule, config.rollout, config.agents
         self._batch_size, self._group_size = config.data.train_batch_size, order.group_size
-        self._step = 0  # that the last phase belongs to
-        self._open: list[int] = []  # positions of prompts that have begun, and were not taken
+        self._step = 0  # step of the last phase
+        self._open: list[int] = []  # positions of begun, untaken prompts
 
     @property
     def is_in_use(self) -> bool:
-        """Whether samples are begun ahead of their step, or were and are still here."""
+        """Whether samples begin ahead of their step, or did and remain."""
         return self._schedule.max_staleness > 0 or bool(self._open)
 
     def next_batch(self) -> list[Prompt]:
-        """The next prompts of the order, for responses that begin and end in the step; the same on every rank."""
+        """Return the next prompts, for responses that begin and end in the step."""
         assert not self._open, "other prompts come first"
         return next(self._order.prompts)
 
@@ -117,13 +106,12 @@ class RolloutStream:
         count: int | None = None,
         round: int = 0,
     ) -> Taken:
-        """Generate until the next samples are whole; collective.
+        """Generate until the next groups are complete, and take them; collective.
 
         Args:
-            sampling: how to draw them.
-            on_finished: called on the first rank of an engine. Given on every rank or on none.
-            count: prompts to take; None: `data.train_batch_size`.
-            round: calls before this one in the step. A further one takes what is whole without generating.
+            on_finished: called on an engine's first rank; given on every rank or on none.
+            count: prompts to take; `data.train_batch_size` if `None`.
+            round: number of earlier calls in the step. Later rounds generate only if too few groups are complete.
 
         Raises:
             Exception: as `RolloutGenerator.run`.
@@ -144,7 +132,7 @@ class RolloutStream:
         generates = round == 0 or not goal.is_reached(missing)
         awaited = needed if needed == wanted else len(left)
         keys = self._carried.keys
-        if self._drains and self.runs_ahead:  # the others run beside training
+        if self._drains and self.runs_ahead:  # other samples continue during training
             positions = {*self._open[:awaited]}
             keys = [key for key in keys if key // self._group_size in positions]
         busy_share = None
@@ -161,7 +149,6 @@ class RolloutStream:
         return self._hand_out([self._open[group] for group in chosen], busy_share)
 
     def _hand_out(self, positions: Sequence[int], busy_share: float | None) -> Taken:
-        """The samples of prompts, which are not kept any more; collective."""
         keys = [position * self._group_size + sample for position in positions for sample in range(self._group_size)]
         held = {*self._carried.keys}
         rollouts = [
@@ -177,14 +164,14 @@ class RolloutStream:
         )
 
     def _count_unfinished(self) -> np.ndarray:
-        """Samples that this engine has to finish, [prompts that are open]."""
+        """Count this engine's unfinished samples, [open prompts]."""
         counts = Counter(key // self._group_size for key in self._carried.find_unfinished())
         return np.array([counts[position] for position in self._open], np.int64)
 
     def run_ahead(self, sampling: SamplingConfig, on_finished: OnFinished | None) -> None:
-        """Continue what has begun until training has ended, on ranks of the engines' own; collective.
+        """Continue begun samples on dedicated engines until rank 0 signals the end of training; collective.
 
-        Arguments and errors as of `take`. Rank 0, which trains, says that it has ended.
+        Arguments and errors as of `take`.
         """
         training, name = self._clock.training, "beside training"
         assert training is not None
@@ -204,7 +191,6 @@ class RolloutStream:
         self._clock.trace.write(self._step, name, phase.num_steps)
 
     def _begin(self, positions: range, max_tokens: int) -> None:
-        """Give the samples of new prompts to the engines that have least to do."""
         loads = np.zeros(len(self._generator.engines.of))
         loads[self._generator.engine_index] = len(self._carried.find_unfinished())
         mine = self._generator.assign(
@@ -216,7 +202,6 @@ class RolloutStream:
         self._carried.begin([positions.start * self._group_size + key for key in mine])
 
     def _sum_over_engines(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
-        """Sums of what the first ranks of all engines give; collective."""
         total = torch.zeros(len(values), dtype=torch.float64)
         if self._generator.is_first:
             total += torch.as_tensor(values, dtype=torch.float64)
@@ -224,7 +209,6 @@ class RolloutStream:
         return total.numpy()
 
     def _describe(self, busy_share: float | None) -> dict[str, float]:
-        """Metrics after a phase, None: there was none; collective."""
         counts, found = self._carried.counts, [len(self._carried.keys), self._carried.num_tokens, busy_share or 0.0]
         carried, tokens, busy, *sums = self._sum_over_engines([*found, *counts.values()]).tolist()
         metrics = {"schedule/carried": carried, "schedule/carried_tokens": tokens} | self._generator.metrics
@@ -235,9 +219,9 @@ class RolloutStream:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps, and which prompts have begun and were not taken; `rank_state` has what there is of them.
+        """Return the step and the open prompts, whose samples are in `rank_state`.
 
-        They are the last ones that have begun, but for `taken`, which is empty with `order: stream`.
+        These are the last begun prompts, except for `taken`, which is empty with `order: stream`.
         """
         begun = self._order.prompts.position
         span = range(min(self._open, default=begun), begun)
@@ -252,11 +236,11 @@ class RolloutStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state, after that of the prompts.
+        """Restore a saved state, after the state of the prompts.
 
         Raises:
-            UserError: a prompt has another number of responses now, or may be passed over, or truncated sampling is
-                off now, or there are episodes in place of responses or the reverse, and some have begun.
+            UserError: prompts have begun, and the group size has changed, `order` has become `whole`, truncated
+                sampling was switched off, or episodes and plain responses were exchanged.
         """
         group_size, taken = state["group_size"], state.get("taken", [])
         if state["open"] and group_size != self._group_size:
@@ -294,14 +278,14 @@ class RolloutStream:
         self._open = sorted({*range(begun - state["open"] - len(taken), begun)} - {*taken})
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """The samples that this rank speaks for; {}: there are none."""
+        """Return the samples of this rank's engine on its first rank, else nothing."""
         if not self._carried.keys or not self._generator.is_first:
             return {}
         place = torch.tensor([self._generator.engine_index, len(self._generator.engines.of)])
         return self._carried.pack() | {"engine": place}
 
     def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Take up the samples of all ranks: on the engine that they had, or evenly if there are more or fewer."""
+        """Load the samples of all ranks: on their previous engines, or evenly if the number of engines has changed."""
         mine, num_engines = self._generator.engine_index, len(self._generator.engines.of)
         self._carried.drop(self._carried.keys)
         for state in states:
@@ -325,13 +309,11 @@ def open_stream(
     """Build the stream; collective.
 
     Args:
-        generator, prompts, config: of the run.
-        is_apart: the engines have ranks of their own.
-        timeout: of groups.
-        trace: directory of the schedule's trace; None: none is written.
+        is_apart: the engines have dedicated ranks.
+        trace: output directory of the schedule trace, if any.
 
     Raises:
-        UserError: the run whose trace is to be replayed has none, or had other engines; on every rank.
+        UserError: the trace to replay is missing or has other engines; on every rank.
     """
     every = config.schedule.steps_per_update
     end = open_phase_end(every, generator.engines.of, timeout)
@@ -342,7 +324,6 @@ def open_stream(
 
 
 def _open_trace(schedule: ScheduleConfig, generator: RolloutGenerator, directory: Path | None) -> ScheduleTrace:
-    """It is written where the engines look at the clock."""
     num_engines, replayed = len(generator.engines.of), None
     if schedule.replay is not None:
         replayed = read_trace(Path(schedule.replay), num_engines)

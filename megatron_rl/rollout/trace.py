@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the clock decides in a run: the decode steps that each engine makes in each phase, written and replayed.
+"""Record and replay of timing-dependent decisions: the decode steps of each engine in each phase.
 
     <run_dir>/schedule/engine_<i>.jsonl   {"step": 3, "phase": "rollout", "decode_steps": 41, "engines": 2}
 
-The first rank of an engine appends a line at the end of a phase: the decode steps behind the first one, which every
-phase makes. "rollout 1", "rollout 2" are further rounds of dynamic sampling; "beside training" is that of engines on
-ranks of their own, behind the rollout of the step. A step that is done again, after a kill, has its lines again: the
-last one of a phase counts.
+`decode_steps` excludes the first step, which every phase runs. "rollout 1", "rollout 2" are further rounds of dynamic
+sampling; "beside training" is generation on dedicated ranks. A step repeated after a restart appends its lines again;
+the last line counts.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ DecodeSteps = Mapping[tuple[int, str], int]  # by step and phase
 
 
 class ScheduleTrace:
-    """Decode steps of phases; the same calls on every rank.
+    """Recorder and replayer of decode steps; every rank makes the same calls.
 
     Args:
-        num_engines: of the run.
-        engine: whose first rank this is; None: of none.
-        directory: that is written, `<run_dir>/schedule`; None: nothing is.
-        replayed: from `read_trace`; None: phases end by themselves.
+        engine: engine whose first rank this is, else `None`.
+        directory: nothing is written if `None`.
+        replayed: result of `read_trace`; no replay if `None`.
     """
 
     def __init__(
@@ -43,10 +41,10 @@ class ScheduleTrace:
         self._num_engines, self._engine, self._directory, self._replayed = num_engines, engine, directory, replayed
 
     def find_end(self, step: int, phase: str) -> PhaseEnd | None:
-        """The end of a phase as it was; None where it is not replayed.
+        """Return the recorded end of a phase, or `None` without replay.
 
         Raises:
-            UserError: the trace does not have it; on every rank.
+            UserError: the trace does not contain the phase; on every rank.
         """
         if self._replayed is None:
             return None
@@ -61,7 +59,7 @@ class ScheduleTrace:
         return _AfterSteps(0 if self._engine is None else self._replayed[self._engine][step, phase])
 
     def write(self, step: int, phase: str, decode_steps: int) -> None:
-        """Add the end of a phase."""
+        """Append the end of a phase."""
         if self._directory is None or self._engine is None:
             return
         line = {"step": step, "phase": phase, "decode_steps": decode_steps, "engines": self._num_engines}
@@ -71,28 +69,28 @@ class ScheduleTrace:
 
 
 class _AfterSteps:
-    """The end of a phase after so many decode steps of this engine."""
+    """End of a phase after a number of decode steps."""
 
     def __init__(self, steps: int) -> None:
         self._left = steps
 
     def begin(self, goal: Goal) -> None:
-        """Nobody is asked."""
+        """Do nothing."""
 
     def is_over(self, left: np.ndarray) -> bool:
-        """Whether they are made."""
+        """Count a step; return whether all steps are done."""
         self._left -= 1
         return self._left < 0
 
     def give_up(self) -> None:
-        """Nobody waits for an engine."""
+        """Do nothing: no engine waits for another."""
 
 
 def read_trace(run_dir: Path, num_engines: int) -> list[DecodeSteps]:
-    """What a run has written, per engine.
+    """Read the trace of a run, per engine.
 
     Raises:
-        UserError: there is no trace, or it is of another number of engines.
+        UserError: no valid trace, or another number of engines.
     """
     found: list[DecodeSteps] = []
     for index in range(num_engines):

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models on megatron-core: their weights in a layout, what is made of their hidden states, and optimizer steps."""
+"""Training of packed megatron-core models: heads, optimizers, and the roles built on them."""
 
 import megatron_rl.parallel  # noqa: F401  installs the CPU runtime before this room imports megatron.core

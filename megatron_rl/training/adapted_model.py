@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of a model: their first values, what is trained of it, and the parameters that a checkpoint holds."""
+"""LoRA adapters of a model: initialization, norm and parameter tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_rl.weights.shard_box import ShardBox, box_slices, check_placements
 
 
 class FilledModel(Protocol):
-    """A model on its ranks."""
+    """Model with allocated stages on its ranks."""
 
     shape: ModelShape
     adapters: AdapterShape | None
@@ -38,29 +38,25 @@ class FilledModel(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank of the layout."""
+        """This rank within the layout."""
         ...
 
     def placements(self, rank: int) -> PlacementTable:
-        """Of any rank of the layout, without adapters."""
+        """Return a rank's box table, without adapters."""
         ...
 
     def shard_key(self, rank: int) -> Hashable:
-        """Ranks with equal keys have equal tables."""
+        """Return a key, equal for equal box tables."""
         ...
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """The parameters of a rank that are trained; a `SavedModel`.
+    """Trained parameters of a rank: adapters and the score head, if any; a `SavedModel`.
 
     Attributes:
-        shape: of the adapters.
-        groups: process groups of the role.
-        stages: the model that they are in.
-        params: this rank's, by name; with the score head where the model has one.
-        placements: their table on any rank of the layout.
-        shard_key: ranks with equal keys have equal tables.
+        placements: box table of the adapters for any rank of the layout.
+        shard_key: equal for ranks with equal tables.
     """
 
     shape: AdapterShape
@@ -72,17 +68,17 @@ class Adapters:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Of the role."""
+        """Layout of the role."""
         return self.groups.layout
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model."""
+        """Dtype of the adapters."""
         return next(iter(self.params.values())).dtype
 
     @classmethod
     def of(cls, model: FilledModel, shape: AdapterShape) -> Adapters:
-        """The adapters of a model."""
+        """Collect the adapters of a model."""
         trained: Any = {name: p for name, p in list_matrices(model.stages, torch.detach).items() if is_trained(name)}
         return cls(
             shape,
@@ -94,7 +90,7 @@ class Adapters:
         )
 
     def scale(self) -> SourceParams:
-        """The parameters, B with the scale that the product of both is multiplied by."""
+        """Return the parameters, B multiplied by the LoRA scale."""
         return {
             name: ScaledParam(param, self.shape.scale) if name.endswith("lora_B") else param
             for name, param in self.params.items()
@@ -102,9 +98,9 @@ class Adapters:
 
     @torch.no_grad()
     def measure_norm(self) -> torch.Tensor:
-        """[] float64, Frobenius norm of all s B A together, how far the model has been moved; collective over the role.
+        """Compute the Frobenius norm of all s B A, [] float64; collective over the role.
 
-        |B A|^2 is the sum of (A A^T) * (B^T B), of r x r numbers each, which add up over tensor parallel ranks.
+        |B A|^2 is the sum of (A A^T) * (B^T B), both r x r, which add up over tensor parallel ranks.
         """
         squares = {is_expert: torch.zeros((), device=next(self.stages.parameters()).device) for is_expert in (0, 1)}
         for name, module in self.stages.named_modules():
@@ -117,14 +113,10 @@ class Adapters:
         return self.shape.scale * (squares[0].double() + squares[1].double()).clamp(min=0.0).sqrt()
 
     def fill(self, rank: int, path: str | None, seed: int) -> None:
-        """Give the adapters their first values: those in PEFT's files, or A at random and B of zeros.
-
-        A is uniform in +-1/sqrt(in), as PEFT draws it, and the same in every layout.
+        """Initialize from PEFT files, or B with zeros and A uniform in +-1/sqrt(in) like PEFT's, equal in every layout.
 
         Args:
-            rank: this one.
-            path: directory that PEFT has saved; None: draw them.
-            seed: of the run.
+            path: directory saved by PEFT; random initialization if `None`.
         """
         if path is not None:
             load_adapters(path, self.placements(rank), self.params)
@@ -139,19 +131,12 @@ class Adapters:
 
 
 def list_params(stages: torch.nn.Module) -> dict[str, torch.Tensor | QuantizedMatrix]:
-    """The parameters of a model by name, without its adapters; those in NF4 are among them."""
+    """List a model's parameters by name, including NF4 matrices, excluding adapters."""
     return {name: p for name, p in list_matrices(stages, local_values).items() if not name.endswith(HALVES)}
 
 
 def fill_adapted(model: FilledModel, params: SourceParams, spec: RoleSpec, seed: int) -> None:
-    """Give a model with adapters the weights of its path, freeze it, and give the adapters their first values.
-
-    Args:
-        model: whose parameters are undefined.
-        params: its own, without adapters.
-        spec: of its role.
-        seed: of the run.
-    """
+    """Load and freeze the base weights, and initialize the adapters."""
     assert model.adapters is not None and spec.lora is not None
     _load(Path(spec.path), model.shape, model.placements(model.rank), params, spec.may_lack)
     freeze_model(model.stages)
@@ -164,7 +149,7 @@ def fill_adapted(model: FilledModel, params: SourceParams, spec: RoleSpec, seed:
 def _load(
     path: Path, shape: ModelShape, placements: PlacementTable, params: SourceParams, may_lack: Collection[str]
 ) -> None:
-    """Read the weights; those that are quantized layer by layer, so that no more of them are ever here in full."""
+    """Read the weights, so that at most one layer's quantized matrices exist unquantized."""
     whole = {name: param for name, param in params.items() if isinstance(param, torch.Tensor)}
     quantized = {name: param for name, param in params.items() if isinstance(param, QuantizedMatrix)}
     boxes: dict[str, list[ShardBox]] = {}
@@ -180,12 +165,11 @@ def _load(
 
 
 def _find_layer(param: str) -> str:
-    """Chunk and layer of a parameter, `0.decoder.layers.3`."""
     return ".".join(param.split(".")[:4])
 
 
 def merge_adapters(stages: torch.nn.Module) -> dict[str, MergedParam]:
-    """The weights that have adapters, by name, with them."""
+    """Map each adapted weight's name to its lazily merged parameter."""
     return {
         matrix.param: MergedParam(matrix.weight, matrix.scale, matrix.parts)
         for name, module in stages.named_modules()

@@ -1,23 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer step replayed from CUDA graphs: one per shape for a microbatch, and one that finishes the step.
+"""Optimizer step replayed from CUDA graphs: one per microbatch shape, and one for the end of the step.
 
-The contract of what is captured: it reads the static inputs of its shape, the weights and a few tensors that stay (KL
-coefficient, learning rates, `is_sound`); it adds to the gradient buffers, or updates weights and Adam's states in
-place. megatron-core's DDP and optimizer keep all of these where they are, so graphs survive updates, and a rollout
-engine that shares the weights sees every one.
+Captured functions access only memory that megatron-core never reallocates: static inputs, weights, gradient buffers,
+Adam's states and a few persistent tensors (KL coefficient, learning rates, `is_sound`). Graphs thus stay valid across
+updates, and a rollout engine that shares the weights sees every update.
 
-Order of an optimizer step:
+New shapes are captured largest first in one memory pool: a smaller graph reuses the memory of a larger one, because
+graphs never run concurrently. Warm-up runs settle kernel selection, NCCL connections and the allocator.
 
-1. `prepare`: shapes that the minibatch brings for the first time are captured, largest first, in one memory pool (a
-   smaller graph reuses the memory of a larger one; graphs never run at the same time). Before each, the function runs
-   a few times on the stream of the capture: kernels are chosen, NCCL connects, the allocator settles. What that leaves
-   in the gradient buffers is cleared after `prepare`.
-2. `run`: copy a microbatch into its buffers, replay, take the metrics out before the next replay overwrites them.
-3. `finish`: the learning rates and `is_sound` are on the device already; replay.
-
-Gradients accumulate on the stream on which DDP was built: it must be the one of the capture (`PackedModel.stream`).
-With `overlap_grad_reduce` the last microbatch has a graph of its own per shape, which reduces the gradients as well
-(`reduction.py`); all data parallel ranks capture theirs as soon as one of them needs one.
+DDP must be built on the capture stream (`PackedModel.stream`), because gradients accumulate there. With
+`overlap_grad_reduce` the last microbatch has a separate graph that also reduces the gradients; all data parallel ranks
+capture it when any of them needs it.
 """
 
 from __future__ import annotations
@@ -43,35 +36,33 @@ from megatron_rl.training.step import Shape, StaticStep, StepLoss, describe_shap
 from megatron_rl.types import UserError
 
 _WARM_UPS = 3
-_OF_MODES = ("__torch_dispatch__", "__torch_function__")  # what looks on is not what called the operation
+_OF_MODES = ("__torch_dispatch__", "__torch_function__")  # frames of dispatch modes, which are not callers
 _GIB = 1 << 30
 
-Key = tuple[str, Shape, int]  # loss, shape, and what tells graphs of one shape apart
+Key = tuple[str, Shape, int]  # loss name, shape, and is_last or the pipeline slot
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Captured:
-    """A graph, the tensor that each replay writes its result into, and memory of others that it gathers into."""
+    """CUDA graph with its result and gather buffers."""
 
     graph: torch.cuda.CUDAGraph
     result: torch.Tensor
     buffers: list[torch.Tensor]
 
     def replay(self) -> torch.Tensor:
-        """Run it; the result is a copy, since the next replay of any graph may overwrite the memory."""
+        """Replay the graph and return a copy of the result, which the next replay may overwrite."""
         self.graph.replay()
         return self.result.clone()
 
 
 class GraphStep(StaticStep):
-    """`StaticStep` with its functions replayed from graphs.
+    """`StaticStep` replayed from CUDA graphs.
 
     Args:
-        model: one pipeline stage that knows the stream of its gradients.
-        head, optimizer: what is trained with it.
-        memory_gib: once the graphs hold so much, further shapes run without capture; None: no limit.
+        memory_gib: graph memory in GiB beyond which new shapes run uncaptured; no limit if `None`.
     """
 
     def __init__(self, model: PackedModel, head: Head, optimizer: Optimizer, memory_gib: float | None) -> None:
@@ -79,7 +70,7 @@ class GraphStep(StaticStep):
         assert model.stream is not None
         self._stream = model.stream
         self._pools: dict[int, Any] = {}
-        self._graphs: dict[Key, Any] = {}  # what `_capture_microbatch` returns
+        self._graphs: dict[Key, Any] = {}  # results of `_capture_microbatch`
         self._uncaptured: set[Key] = set()
         self._finish: Captured | None = None
         self._settings: dict[str, Any] = {}
@@ -87,7 +78,7 @@ class GraphStep(StaticStep):
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory that the graphs hold."""
+        """Device memory held by the graphs."""
         if not self._pools:
             return 0
         pools = {tuple(pool) for pool in self._pools.values()}
@@ -95,11 +86,11 @@ class GraphStep(StaticStep):
 
     @property
     def num_graphs(self) -> int:
-        """Graphs of microbatches."""
+        """Number of microbatch graphs."""
         return len(self._graphs)
 
     def prepare(self, minibatch: TrainBatch, loss: StepLoss) -> None:
-        """Capture what the minibatch needs and is not captured yet; leaves arbitrary values in the gradients."""
+        """Capture the missing graphs of a minibatch; leaves arbitrary values in the gradient buffers."""
         if self._finish is None:
             self._make_rng_capturable()
         if self._settings.setdefault(loss.name, loss.settings) != loss.settings:
@@ -110,7 +101,7 @@ class GraphStep(StaticStep):
         for key, microbatch in sorted(missing.items(), key=lambda item: -len(item[1].tokens)):
             self._prepare_shape(key, microbatch, loss)
         if self._finish is None:
-            self.optimizer.is_sound.fill_(False)  # Adam makes its states, and changes nothing
+            self.optimizer.is_sound.fill_(False)  # Adam allocates its states and changes no weight
             self._warm_up(self.optimizer.finish)
             self._finish = self._record(self.optimizer.finish, "the end of the optimizer step")
 
@@ -120,14 +111,14 @@ class GraphStep(StaticStep):
         for key in filter(self._reduces, needed):
             if self._agree(key in missing, self.model.groups.dp):
                 missing.add(key)
-        return {key: needed[key] for key in needed if key in missing}  # in one order on all ranks
+        return {key: needed[key] for key in needed if key in missing}  # equal order on all ranks
 
     def _list_needed(self, minibatch: TrainBatch, loss: StepLoss) -> dict[Key, TrainBatch]:
         marked = self._mark_last(minibatch.microbatches())
         return {(loss.name, find_shape(microbatch), is_last): microbatch for microbatch, is_last in marked}
 
     def _reduces(self, key: Key) -> bool:
-        """Whether it has collectives with all data parallel ranks."""
+        """Whether the graph contains collectives over all data parallel ranks."""
         return self.model.reduces_early and bool(key[-1])
 
     def _prepare_shape(self, key: Key, microbatch: TrainBatch, loss: StepLoss) -> None:
@@ -150,7 +141,7 @@ class GraphStep(StaticStep):
         return self._record(forward_backward, name)
 
     def _is_full(self, key: Key) -> bool:
-        """The same on all ranks whose collectives run during the capture."""
+        """Return whether any rank in the capture's collectives has reached the memory limit."""
         if self._memory_limit is None:
             return False
         groups = self.model.groups
@@ -158,7 +149,6 @@ class GraphStep(StaticStep):
         return self._agree(self.memory_bytes >= self._memory_limit, group)
 
     def _agree(self, found: bool, group: dist.ProcessGroup) -> bool:
-        """Whether it is so on any rank of the group."""
         if group.size() == 1:
             return found
         anywhere = torch.tensor(int(found), device=self.model.device)
@@ -173,12 +163,12 @@ class GraphStep(StaticStep):
         return metrics
 
     def finish(self) -> torch.Tensor:
-        """`Optimizer.finish` from its graph."""
+        """Replay `Optimizer.finish` from its graph."""
         assert self._finish is not None, "prepare comes first"
         return self._finish.replay()
 
     def _make_rng_capturable(self) -> None:
-        """Generators in a form that a capture can hold; dropout is 0, so their states do not matter."""
+        """Make the RNG generators capturable; dropout is 0, so their states do not matter."""
         at, expert_at = self.model.groups.at, self.model.groups.expert_at
         model_parallel_cuda_manual_seed(
             torch.cuda.initial_seed() % (1 << 31),
@@ -190,7 +180,6 @@ class GraphStep(StaticStep):
         )
 
     def _warm_up(self, *functions: Callable[[], torch.Tensor]) -> None:
-        """Run functions a few times in their order, on the stream of the captures."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -201,49 +190,38 @@ class GraphStep(StaticStep):
         gc.collect()
 
     def _record(self, function: Callable[[], torch.Tensor], name: str, pool: int = 0) -> Captured:
-        """Capture a function without arguments, which has run before.
-
-        Args:
-            function: whose result is a tensor that stays.
-            name: in errors.
-            pool: number of the memory pool.
-        """
         graph, ops = torch.cuda.CUDAGraph(), OpRecorder()
         for state in (get_all_rng_states() or {}).values():
             graph.register_generator_state(state)
         if pool not in self._pools:
             self._pools[pool] = torch.cuda.graph_pool_handle()
-        # thread_local: NCCL's watchdog may look at its events meanwhile.
+        # thread_local: NCCL's watchdog may query its events during the capture.
         options: dict[str, Any] = dict(stream=self._stream, capture_error_mode="thread_local")
         try:
             with torch.cuda.graph(graph, pool=self._pools[pool], **options), ops:
                 result = function()
         except Exception as error:
             raise explain_capture_failure(error, ops.last, name) from error
-        return Captured(graph, result, list_gather_buffers())  # megatron-core replaces them by larger ones
+        return Captured(graph, result, list_gather_buffers())  # megatron-core may replace the buffers
 
 
 class OpRecorder(TorchDispatchMode):
-    """Remembers the last operation that was started, also in backward.
-
-    Attributes:
-        last: its name, e.g. "aten.nonzero.default".
-    """
+    """Dispatch mode that records the last operation started, such as "aten.nonzero.default"."""
 
     def __init__(self) -> None:
         super().__init__()
         self.last = "none"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the operation and run it."""
+        """Record the operation and run it."""
         self.last = str(func)
         return func(*args, **(kwargs or {}))
 
 
 def explain_capture_failure(error: BaseException, last_op: str, name: str) -> UserError:
-    """The error of a failed capture: what was captured, the operation, and the line that called it."""
+    """Build the error of a failed capture, with the operation and its calling line."""
     cause: BaseException = error
-    while cause.__context__ is not None:  # the end of a capture that went wrong raises as well
+    while cause.__context__ is not None:  # ending a failed capture raises as well
         cause = cause.__context__
     calls = takewhile(lambda f: f.name not in _OF_MODES, traceback.extract_tb(cause.__traceback__))
     frames = [f for f in calls if "/torch/" not in f.filename]

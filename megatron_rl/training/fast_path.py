@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which fast paths of a training step are active here, which are missing, and what the missing ones would bring.
-
-Libraries of kernels are tried once on a few elements; no process group is needed.
-"""
+"""Report of the active and missing fast paths of a training step; needs no process group."""
 
 from __future__ import annotations
 
@@ -23,14 +20,12 @@ from megatron_rl.models.transformer_config import DTYPES
 
 @dataclass(frozen=True)
 class FastPath:
-    """One of them.
+    """Status of one fast path.
 
     Attributes:
-        part: of the step.
-        active: what is in use.
-        is_fast: nothing better is known here.
-        brings: where it is not fast, what the missing one would do.
-        advice: and how to get it; empty where it cannot be had here.
+        is_fast: no better implementation exists for this machine.
+        brings: benefit of the missing one.
+        advice: how to enable it; empty if unavailable here.
     """
 
     part: str
@@ -43,15 +38,7 @@ class FastPath:
 def find_fast_paths(
     config: TrainedConfig, dtype: str, transformer_impl: str = "auto", dp_size: int = 1, bitwise: bool = False
 ) -> list[FastPath]:
-    """Look at everything that a role's step may use.
-
-    Args:
-        config: of the role.
-        dtype: model.dtype.
-        transformer_impl: model.transformer_impl.
-        dp_size: data parallel ranks, over which gradients are reduced.
-        bitwise: rollout.bitwise.
-    """
+    """List all fast paths that a role's step may use."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return [
         *_find_arithmetic(dtype, device),
@@ -76,7 +63,7 @@ def _find_arithmetic(dtype: str, device: torch.device) -> Iterator[FastPath]:
 
 
 def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwise: bool = False) -> Iterator[FastPath]:
-    """Fast paths of the computation itself, whatever a role's settings are; arguments as in `find_fast_paths`."""
+    """List the fast paths that do not depend on a role's settings."""
     is_cpu = device.type == "cpu"
     attention = "tiled" if bitwise else choose_attention_backend(device, DTYPES[dtype])
     yield from _find_broken(dtype, transformer_impl, device)
@@ -112,7 +99,7 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwis
 
 
 def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Iterator[FastPath]:
-    """Libraries that are installed, would be used, and failed when they were tried."""
+    """List kernel libraries that are installed but fail."""
     if device.type == "cpu":
         return
     chosen, broken = choose_attention_backend(device, DTYPES[dtype]), {}
@@ -170,7 +157,7 @@ def _find_overlaps(config: TrainedConfig, dp_size: int, device: torch.device) ->
 
 
 def format_table(paths: Iterable[FastPath]) -> list[str]:
-    """Lines of a table: part, what is active, and what the missing one would bring."""
+    """Format fast paths as table lines."""
     rows = [("fast path", "active", "missing")]
     for path in paths:
         missing = "" if path.is_fast else f"{path.brings} ({path.advice})" if path.advice else path.brings

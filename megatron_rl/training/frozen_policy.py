@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy says of a few sequences, beside the samples of a step; and a frozen policy to ask."""
+"""Frozen policies, and log-probs of a few sequences outside of a step's samples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build_policy(
     *,
     sequence_parallel: bool,
 ) -> PackedModel:
-    """A frozen model with these weights on all ranks; collective."""
+    """Build a frozen model on all ranks; collective."""
     config = LayoutConfig(
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
@@ -56,13 +56,12 @@ def build_policy(
 def score_sequences(
     policy: PackedModel, sequences: Sequence[np.ndarray], skip: Sequence[int], temperature: float = 1.0
 ) -> list[torch.Tensor]:
-    """Log-probs of the tokens from `skip` on; every DP replica scores all sequences. Collective.
+    """Compute log-probs of the tokens from `skip` on; every DP replica scores all sequences. Collective.
 
     Args:
-        policy: a language model.
         sequences: [s] int32 each.
-        skip: tokens at the beginning of each that are not scored.
-        temperature: divides the logits.
+        skip: unscored leading tokens per sequence.
+        temperature: divisor of the logits.
     """
     packed = [Branch.of_response(tokens, first) for tokens, first in zip(sequences, skip, strict=True)]
     lengths = [len(tokens) for tokens in sequences]

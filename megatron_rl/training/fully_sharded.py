@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO-3 (1910.02054) on torch's FSDP2: data and context parallel ranks share the rows of every parameter.
+"""ZeRO-3 (1910.02054) with torch's FSDP2: data and context parallel ranks shard the rows of every parameter.
 
-A layer is gathered when it runs and is in parts again afterwards; what is outside of the layers (embedding, last norm,
-output layer) stays whole until the pass ends. Experts that are spread over ranks are gathered from their replicas
-only. Gradients are summed into shards during the backward of every microbatch. What no gradient trains (biases of
-routers, a few float32 numbers) every rank has whole.
-
-Weights are read straight into the shards: the model is built without storage. Of a bfloat16 model that is trained the
-shards are float32, and what is gathered is their bfloat16 value. For where the rows are see `weights/row_shards.py`.
+Embedding, last norm and output layer stay gathered until the pass ends. Expert-parallel experts are gathered from their
+replicas only. Gradients are reduced in every microbatch's backward. Parameters without gradients (router biases, a few
+float32 values) are replicated. A trained bfloat16 model has float32 shards, cast to bfloat16 for the gather. For the
+placement of rows see `weights/row_shards.py`.
 """
 
 from __future__ import annotations
@@ -33,13 +30,10 @@ from megatron_rl.parallel.groups import ParallelGroups
 def build_sharded(
     build: Callable[[], torch.nn.ModuleList], groups: ParallelGroups, dtype: torch.dtype, *, is_trained: bool
 ) -> torch.nn.ModuleList:
-    """The stages of a rank with shards of their parameters, whose values are undefined; collective over the role.
+    """Build this rank's stages with sharded, uninitialized parameters; collective over the role.
 
     Args:
-        build: makes the stages.
-        groups: of the role.
-        dtype: that the model computes in.
-        is_trained: shards are float32, and gradients of shards are summed.
+        is_trained: keep shards in float32 and sum their gradients.
     """
     with _without_storage():
         stages = build()
@@ -51,7 +45,7 @@ def build_sharded(
         if not p.requires_grad
     ]
     for module, name, _ in untrained:
-        delattr(module, name)  # FSDP does not see them
+        delattr(module, name)  # hidden from FSDP
     for p in stages.parameters() if is_trained else ():
         p.data = p.data.float()
     stages.requires_grad_(is_trained)
@@ -66,7 +60,7 @@ def build_sharded(
             if groups.layout.has_expert_replicas and hasattr(layer.mlp, "experts"):
                 fully_shard(layer.mlp.experts, mesh=experts, mp_policy=policy, shard_placement_fn=_cut_matrices)
             fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=_cut_matrices)
-        fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # the head reads it after that
+        fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # the head needs the weights
     stages.to_empty(device=device)
     for name, p in stages.named_parameters():
         _note(p, attributes[name])
@@ -79,13 +73,13 @@ def build_sharded(
 
 
 def _cut_matrices(param: torch.nn.Parameter) -> Shard | None:
-    """Rows of every expert, as of any other matrix."""
+    """Shard experts [e, m, n] by rows m."""
     return Shard(1) if param.ndim == 3 else None
 
 
 @contextmanager
 def _without_storage() -> Iterator[None]:
-    """Parameters that are trained lose their storage when they are registered: no more than one of them has it."""
+    """Move trained parameters to the meta device at registration, one at a time."""
 
     def forget(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> Any:  # annotated as None
         if param is None or not param.requires_grad:
@@ -102,7 +96,7 @@ def _without_storage() -> Iterator[None]:
 
 
 def _note(param: torch.nn.Parameter, attributes: dict[str, Any]) -> None:
-    """What megatron-core has noted of a parameter it stands for; its own attributes stay (fake tensors have some)."""
+    """Copy megatron-core's attributes to a replacement parameter."""
     vars(param).update(attributes | vars(param))
 
 
@@ -111,20 +105,17 @@ def _list_units(stages: torch.nn.ModuleList) -> list[FSDPModule]:
 
 
 def reshard(stages: torch.nn.ModuleList) -> None:
-    """Give back what is still gathered."""
+    """Free all gathered parameters."""
     for module in _list_units(stages):
         module.reshard()
 
 
 class ShardedAdam(FP32Optimizer):
-    """megatron-core's optimizer of float32 parameters, for the shards of a rank.
+    """megatron-core's float32 optimizer for parameter shards.
 
     Args:
-        stages: from `build_sharded`, with weights.
-        groups: of the role.
-        config: megatron-core's.
-        make_adam: (parameter groups) -> torch's optimizer.
-        is_tied: the embedding is the output layer as well.
+        make_adam: (parameter groups) -> torch optimizer.
+        is_tied: whether embedding and output layer share weights.
     """
 
     def __init__(
@@ -138,7 +129,7 @@ class ShardedAdam(FP32Optimizer):
     ) -> None:
         self._groups, self._has_copies = groups, is_tied and groups.layout.pp_size > 1
         self._sequence_parallel = cast(Any, stages[0]).config.sequence_parallel
-        self._has_head_norms = cast(Any, stages[0]).config.qk_layernorm  # latents have norms of these names, too
+        self._has_head_norms = cast(Any, stages[0]).config.qk_layernorm  # MLA's latent norms have the same names
         self._shards = [(name, p, _make_shard(p)) for name, p in stages.named_parameters() if p.requires_grad]
         matrices, vectors = ([shard for *_, shard in self._shards if (shard.ndim > 1) == n] for n in (True, False))
         adam = make_adam([_make_group(matrices, config, 1.0), _make_group(vectors, config, 0.0)])
@@ -146,13 +137,13 @@ class ShardedAdam(FP32Optimizer):
         self.tp_group, self.grad_stats_parallel_group = groups.tp, groups.world
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Give the gradients back."""
+        """Free the gradients."""
         for _, p, shard in self._shards:
             p.grad = shard.grad = None
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Hand the gradients of the shards to Adam, complete; collective over the role. Returns False."""
+        """Complete the shards' gradients for Adam and return False; collective over the role."""
         parts: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
         for name, p, shard in self._shards:
@@ -170,7 +161,6 @@ class ShardedAdam(FP32Optimizer):
 
 
 def _make_shard(param: torch.nn.Parameter) -> torch.nn.Parameter:
-    """The shard of a parameter as a parameter, with what megatron-core has noted of it; its `main_param`."""
     shard = torch.nn.Parameter(local_values(param))
     _note(shard, vars(param))
     vars(param)["main_param"] = shard
@@ -178,7 +168,6 @@ def _make_shard(param: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def _make_group(params: list[torch.nn.Parameter], config: OptimizerConfig, wd_mult: float) -> dict[str, Any]:
-    """As megatron-core's schedule wants it, which multiplies the weight decay by `wd_mult`."""
     return dict(
         params=params,
         betas=(config.adam_beta1, config.adam_beta2),
@@ -191,11 +180,11 @@ def _make_group(params: list[torch.nn.Parameter], config: OptimizerConfig, wd_mu
 
 
 def _keep(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
-    """States are made in the first step."""
+    """Do nothing: states are allocated in the first step."""
 
 
 def _sum(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Over a group whose ranks have the same rows of the same parameters."""
+    """All-reduce tensors in one flat message."""
     found = [x for x in tensors if x.numel()]
     if found:
         flat = torch.cat([x.flatten() for x in found])

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that wait on the host while others need the device.
-
-One block of page-locked memory per owner, made once: copies out of it and into it run at the speed of the link and are
-queued all together; the host waits once, not for each tensor.
-"""
+"""Pinned host memory for offloaded tensors, page-locked once and reused."""
 
 from __future__ import annotations
 
@@ -16,18 +12,14 @@ _ALIGNMENT = 512
 
 
 class HostMemory:
-    """The block of one owner; it grows with what is stored, and is kept for the next time.
-
-    Args:
-        device: where the tensors work.
-    """
+    """Pinned block of one owner, which grows on demand."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def store(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies on the host, complete on return; they last until the next call."""
+        """Copy tensors to the host; the copies are complete on return and valid until the next call."""
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         self._reserve(sum(sizes))
         copies = []
@@ -39,7 +31,7 @@ class HostMemory:
         return copies
 
     def load(self, copies: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """New tensors on the device; what the device does next waits for them, the host does not."""
+        """Copy tensors to new device tensors, asynchronously to the host."""
         return [copy.to(self._device, non_blocking=True, copy=True) for copy in copies]
 
     def _reserve(self, size: int) -> None:
@@ -47,7 +39,7 @@ class HostMemory:
             return
         is_gpu = self._device.type == "cuda"
         if is_gpu and len(self._block):
-            torch.cuda.synchronize(self._device)  # it may still be read
+            torch.cuda.synchronize(self._device)  # a copy may still be reading it
             unpin_memory(self._block.data_ptr())
         self._block = torch.empty(size, dtype=torch.uint8)
         if is_gpu:

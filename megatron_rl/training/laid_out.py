@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank of the job knows of a model, whether it holds a part of it or not."""
+"""Shape and layout of a model, available on every rank of the job."""
 
 from __future__ import annotations
 
@@ -22,24 +22,22 @@ from megatron_rl.weights.row_shards import find_shard_key, training_placements
 
 @dataclass(frozen=True)
 class LaidOutAdapters:
-    """What every rank of the job knows of the adapters of a model."""
+    """Shape and layout of a model's adapters, without weights."""
 
     shape: AdapterShape
     layout: ParallelLayout
 
 
 class LaidOutModel:
-    """A model by its shape and its layout: which rank holds what, and which microbatches it takes.
+    """Shape and layout of a model: parameter placement and accepted microbatch shapes.
 
     Attributes:
-        shape: the architecture.
-        layout: on the ranks of the role.
-        params: parameters of this rank by name, without adapters; none outside of the role.
-        adapters: on the model, and trained in its place; None: there are none.
-        dp_rank: of this rank; None outside of the role.
-        buckets: the shapes that its training step takes; None: any.
-        batch_invariant: the bits of a token do not depend on what is computed beside it.
-        is_fully_sharded: data parallel ranks share the rows of every parameter (ZeRO-3).
+        params: this rank's parameters by name, without adapters; empty outside of the role.
+        adapters: trained adapters; `None` without LoRA.
+        dp_rank: `None` outside of the role.
+        buckets: shapes accepted by the training step; `None` accepts any.
+        batch_invariant: the bits of a token's results do not depend on the rest of the batch.
+        is_fully_sharded: data parallel ranks shard the rows of every parameter (ZeRO-3).
     """
 
     def __init__(self, spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dp_rank: int | None = None) -> None:
@@ -56,54 +54,54 @@ class LaidOutModel:
             )
 
     def placements(self, rank: int) -> PlacementTable:
-        """ShardBox table of any rank of the layout, without adapters."""
+        """Return a rank's `ShardBox` table, without adapters."""
         return training_placements(self.shape, self.layout, rank, is_fully_sharded=self.is_fully_sharded)
 
     @property
     def trained(self) -> Any:
-        """What training changes: the model, or its adapters."""
+        """Trained part: the model, or its adapters."""
         return self if self.adapters is None else LaidOutAdapters(self.adapters, self.layout)
 
     @property
     def merged_params(self) -> frozenset[str]:
-        """Parameters of any rank that adapters are added to."""
+        """Names of adapted parameters on any rank."""
         if self.adapters is None:
             return frozenset()
         return adapted_parameters(self.adapters, self.placements(self.layout.first_rank))
 
     @property
     def quantized_params(self) -> frozenset[str]:
-        """Parameters of any rank that are in NF4."""
+        """Names of NF4 parameters on any rank."""
         if self.adapters is None or not self.adapters.is_quantized:
             return frozenset()
         return list_quantized(self.placements(self.layout.first_rank))
 
     def merge(self) -> SourceParams:
-        """The parameters of this rank with their adapters, added when a piece is read."""
+        """Return this rank's parameters, with adapters merged lazily on read."""
         return self.params
 
     def scale_adapters(self) -> SourceParams:
-        """The adapters of this rank, B with their scale."""
+        """Return this rank's adapters, B multiplied by the LoRA scale."""
         return {}
 
     def shard_key(self, rank: int) -> Hashable:
-        """Ranks with equal keys have equal placement tables."""
+        """Return a key, equal for equal box tables."""
         return find_shard_key(self.layout, rank, is_fully_sharded=self.is_fully_sharded)
 
     @property
     def pad_multiple(self) -> int:
-        """Every microbatch's token count is a multiple of this."""
+        """Divisor of every microbatch's token count."""
         sp_size = self.layout.tp_size if self._sequence_parallel else 1
         return find_pad_multiple(self.layout.cp_size, sp_size, self.batch_invariant)
 
     @property
     def attention_ratio(self) -> float:
-        """Cost of attention in units of the linear layers, see `compute_attention_ratio`."""
+        """Relative cost of attention; see `compute_attention_ratio`."""
         shape = self.shape
         linear = shape.attention_elements + 3 * shape.hidden_size * shape.active_columns
         return compute_attention_ratio(linear, shape.num_heads, shape.head_dim, shape.value_dim)
 
     @property
     def microbatch_count_multiple(self) -> int:
-        """The number of microbatches is a multiple of this (interleaved schedules go by pipeline size)."""
+        """Divisor of the number of microbatches, for interleaved schedules."""
         return self.layout.pp_size if self.layout.vpp_size > 1 else 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction: the layer behind a model's last, over the hidden states and tokens of its own pass.
+"""Multi-token prediction: the layer after the model's last, trained on hidden states and tokens of the model's pass.
 
-Row i of a sequence is given the hidden state of token i and the embedding of token i + 1, and predicts token i + 2
-(DeepSeek-V3, arXiv 2412.19437, section 2.2). A sequence ends with a row that has no token behind it: attention is
-causal, so nothing sees that row, and it predicts nothing.
+Row i of a sequence combines the hidden state of token i with the embedding of token i + 1 and predicts token i + 2
+(DeepSeek-V3, arXiv 2412.19437, section 2.2). The last row predicts nothing and, as attention is causal, affects no
+other.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.types import LossLedger
 
-_OF_ROWS = ("tokens", "position_ids", "sequence_ids", "rollout_logprobs")  # columns that stay as they are
+_OF_ROWS = ("tokens", "position_ids", "sequence_ids", "rollout_logprobs")  # columns that `shift_targets` keeps
 
 
 class MtpInputs(NamedTuple):
-    """What the layer works with; nothing on other stages than the last.
+    """Inputs of the MTP layer, by microbatch; empty on all but the last stage.
 
     Attributes:
-        hidden: of each microbatch, [t/cp, 1, h], or [t/cp/tp, 1, h] under TP-SP.
-        embedded: the same of the tokens that follow these.
-        output_weight: [v/tp, h] of the model.
+        hidden: [t/cp, 1, h] each, or [t/cp/tp, 1, h] under TP-SP.
+        embedded: embeddings of the next tokens, of equal shapes.
+        output_weight: [v/tp, h], the model's output layer.
     """
 
     hidden: Sequence[torch.Tensor]
@@ -40,50 +40,44 @@ class MtpInputs(NamedTuple):
 
 
 class MtpPackedModel(PackedModel):
-    """The layer on the ranks of its model's last pipeline stage."""
+    """MTP layer on the ranks of the last pipeline stage."""
 
     def __init__(self, setup: RoleSetup) -> None:
         super().__init__(setup)
         self._inputs: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter(())
 
     def take(self, inputs: MtpInputs) -> None:
-        """What the next pass works with."""
+        """Set the inputs of the next pass."""
         (stage,) = self.stages
         assert isinstance(stage, MtpModel) and inputs.output_weight is not None, "it is on the model's last stage"
         self._inputs = zip(inputs.hidden, inputs.embedded, strict=True)
         stage.lend(inputs.output_weight)
 
     def call_stage(self, module: torch.nn.Module, microbatch: TrainBatch, packed: PackedSequences) -> torch.Tensor:
-        """The output of `module` for the next of the inputs, which are `microbatch`'s."""
+        """Return the output of `module` for the next inputs."""
         hidden, embedded = next(self._inputs)
         return module(hidden, embedded, packed)
 
 
 class HiddenStatesKept:
-    """A head that keeps what it is given: the hidden states of each microbatch, without their gradient."""
+    """Head wrapper that stores detached hidden states."""
 
     def __init__(self, head: Head) -> None:
         self._head, self._kept = head, list[torch.Tensor]()
 
     def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:
-        """What the head gives."""
+        """Store the hidden states and return the wrapped head's outputs."""
         self._kept.append(hidden.detach())
         return self._head(hidden, microbatch)
 
     def pop(self) -> list[torch.Tensor]:
-        """What was kept since the last call, in the order of the microbatches."""
+        """Return the hidden states stored since the last call."""
         kept, self._kept = self._kept, []
         return kept
 
 
 def list_inputs(model: PackedModel, hidden: Sequence[torch.Tensor], minibatch: TrainBatch) -> MtpInputs:
-    """What the layer behind a model works with; collective over its pipeline.
-
-    Args:
-        model: that has just run the minibatch.
-        hidden: of its last stage, by microbatch.
-        minibatch: of this rank.
-    """
+    """Collect the inputs of the MTP layer; collective over the model's pipeline."""
     embedded, stage = _embed_successors(model, minibatch.microbatches()), model.stages[-1]
     if not model.groups.is_last_stage:
         return MtpInputs((), (), None)
@@ -93,7 +87,7 @@ def list_inputs(model: PackedModel, hidden: Sequence[torch.Tensor], minibatch: T
 
 @torch.no_grad()
 def _embed_successors(model: PackedModel, microbatches: Iterable[TrainBatch]) -> list[torch.Tensor]:
-    """On the last stage the embeddings of each row's next token; the first stage has the weights."""
+    """Send the embeddings of each row's next token from the first to the last stage."""
     groups, found = model.groups, []
     for microbatch in microbatches:
         embedded = torch.empty(0)
@@ -114,20 +108,18 @@ def _embed_successors(model: PackedModel, microbatches: Iterable[TrainBatch]) ->
 
 
 def find_successors(tokens: torch.Tensor, predecessors: torch.Tensor) -> torch.Tensor:
-    """The token behind each of a microbatch in its sequence, [t]; 0 behind the last one."""
+    """Return each token's successor in its sequence, [t]; 0 for the last one."""
     rows = torch.arange(len(tokens) - 1, device=tokens.device)
     return torch.cat([torch.where(predecessors[1:] == rows, tokens[1:], 0), tokens.new_zeros(1)])
 
 
 def shift_targets(minibatch: TrainBatch, group: dist.ProcessGroup) -> TrainBatch:
-    """The minibatch as the layer learns from it; collective over the data parallel ranks.
+    """Return the minibatch with the MTP layer's targets and loss weights; collective over DP.
 
-    A token is predicted by the row two before it. The loss is the mean over all tokens of the policy's loss that have
-    such a row.
+    The loss is the mean over tokens in the policy's loss from the third of a sequence on.
 
     Args:
-        minibatch: of this rank, whose sequences share no rows.
-        group: its data parallel ranks.
+        minibatch: must not share rows between sequences.
     """
     starts = [torch.full_like(minibatch.tokens[s.start : s.stop], s.start) for s in minibatch.slices]
     offsets = torch.cat(starts)

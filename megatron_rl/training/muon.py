@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon on the matrices of the layers, AdamW on all else (embedding, output layer, heads, norms, biases).
+"""Muon for the matrices of the layers, AdamW for all other parameters (embedding, output layer, heads, norms, biases).
 
-Muon (K. Jordan, 2024, kellerjordan.github.io/posts/muon) moves a matrix by its momentum, all of whose singular values
-are brought near 1. The matrix is the logical tensor of the checkpoint: q, k, v, gate, up and each expert are matrices
-of their own, and an update does not depend on the layout. Updates are scaled to the size of AdamW's (arXiv 2502.16982,
-equation 4), so that one learning rate serves both.
-
-Every rank keeps the momentum of the elements that it updates: under ZeRO-1 a range of each bucket. The data parallel
-ranks exchange it through the gradient buffers, which hold nothing else at that time, and the tensor parallel ranks
-matrix by matrix. A rank computes the matrices whose elements it updates.
+Muon (K. Jordan, 2024, kellerjordan.github.io/posts/muon) updates a matrix by its orthogonalized momentum. Its unit is
+the logical tensor of the checkpoint (q, k, v, gate, up and each expert), so an update does not depend on the layout.
+Updates are scaled to the RMS of AdamW's (arXiv 2502.16982, equation 4), so that both share a learning rate.
 """
 
 from __future__ import annotations
@@ -28,17 +23,13 @@ from megatron_rl.weights.families import is_layer_matrix
 from megatron_rl.weights.fused_experts import find_fused
 from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices
 
-MOMENTUM = 0.95  # of the gradients, looked ahead as Nesterov does
+MOMENTUM = 0.95  # Nesterov momentum
 _COEFFICIENTS, _ITERATIONS, _EPSILON = (3.4445, -4.7750, 2.0315), 5, 1e-7
 _RMS_OF_ADAM = 0.2
 
 
 class AdamAndMuon(torch.optim.AdamW):
-    """Fused AdamW but for the parameters of `matrices`, whose gradients are their updates already.
-
-    Attributes:
-        matrices: that it leaves to Muon; `Muon` says which.
-    """
+    """Fused AdamW that applies the gradients of `matrices` directly as updates."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,16 +37,16 @@ class AdamAndMuon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step of both."""
+        """Apply Muon's updates and one AdamW step."""
         updates = {p: p.grad for group in self.param_groups for p in group["params"] if p in self.matrices}
-        found_inf = vars(self)["found_inf"]  # 0-d, 1: nothing may be changed; torch's kernels read it too
+        found_inf = vars(self)["found_inf"]  # 0-d; 1 skips the update, also in torch's kernels
         for group in self.param_groups:
             for p in group["params"]:
                 update = updates.get(p)
                 if update is not None:
                     moved = p * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update
                     p.copy_(torch.where(found_inf > 0, p, moved))
-                    p.grad = None  # AdamW passes by
+                    p.grad = None  # AdamW skips it
         loss = super().step(closure)
         for p, update in updates.items():
             p.grad = update
@@ -64,12 +55,11 @@ class AdamAndMuon(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A parameter that Muon updates.
+    """Parameter updated by Muon.
 
     Attributes:
-        shard: what this rank updates of it.
-        param: the parameter itself; its `main_grad` is in a gradient buffer.
-        tables: its boxes on each tensor parallel rank.
+        shard: elements that this rank updates.
+        tables: boxes per tensor parallel rank.
     """
 
     shard: StateShard
@@ -78,12 +68,10 @@ class _Matrix:
 
 
 class Muon:
-    """What comes before a step of `AdamAndMuon`: the gradients of matrices become their updates.
+    """Conversion of matrix gradients into Muon updates before a step of `AdamAndMuon`.
 
     Args:
-        model: that is trained, or its adapters.
-        ddp: wrappers of its stages, which have the gradient buffers.
-        shards: what this rank updates.
+        ddp: wrappers of the stages, which own the gradient buffers.
     """
 
     def __init__(self, model: SavedModel, ddp: Sequence[Any], shards: Iterable[StateShard]) -> None:
@@ -102,7 +90,7 @@ class Muon:
         for matrix in self._matrices:
             assert isinstance(matrix.shard.optimizer, AdamAndMuon)
             matrix.shard.optimizer.matrices.add(matrix.shard.main)
-        # ZeRO-1: the buckets that have a matrix, and the ranks that share each.
+        # ZeRO-1: buckets that contain a matrix, with the group that shards each.
         moved = {params[name] for name in params if is_matrix.get(name)}
         self._buckets = [
             (bucket.grad_data, group.intra_distributed_optimizer_instance_group)
@@ -115,10 +103,10 @@ class Muon:
 
     @torch.no_grad()
     def update_gradients(self, found_inf: torch.Tensor) -> None:
-        """Turn gradients that have been reduced and clipped into updates of unit learning rate; collective.
+        """Replace reduced and clipped gradients by updates for a learning rate of 1; collective.
 
         Args:
-            found_inf: 0-d, more than 0 where the momentum may not change either.
+            found_inf: 0-d; a positive value keeps the momentum unchanged.
         """
         for matrix in self._matrices:
             state, gradient = matrix.shard.optimizer.state[matrix.shard.main], matrix.shard.main.grad
@@ -135,7 +123,6 @@ class Muon:
             self._orthogonalize(matrix)
 
     def _orthogonalize(self, matrix: _Matrix) -> None:
-        """Write the update of what this rank owns of a parameter into its gradient."""
         shard, own = matrix.shard, matrix.tables[self._tp.rank()]
         local = matrix.param.main_grad
         parts = self._gather(local) if any(not self._is_whole(box) for box in own) else [local] * self._tp.size()
@@ -164,13 +151,7 @@ class Muon:
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix with its singular vectors and singular values between about 0.7 and 1.2.
-
-    Five steps of a Newton-Schulz iteration of degree five, in the type of the matrix.
-
-    Args:
-        matrix: [m, n].
-    """
+    """Bring the singular values of a matrix [m, n] to between about 0.7 and 1.2, keeping its singular vectors."""
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
@@ -182,7 +163,7 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _group_by_param(table: Iterable[ShardBox]) -> dict[str, list[ShardBox]]:
-    """Of a parameter of experts the boxes have the expert in front."""
+    """Group boxes by parameter, with the expert index as leading dimension."""
     found: dict[str, list[ShardBox]] = {}
     for box in table:
         param, expert = find_fused(box.param)

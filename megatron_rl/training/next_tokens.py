@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The next tokens of responses, drawn from the last stage's hidden states and scored as training scores them."""
+"""Sampling of next tokens, scored by the trainer's log-prob formula."""
 
 from __future__ import annotations
 
@@ -29,26 +29,24 @@ def draw_next_tokens(
     generators: Sequence[torch.Generator],
     places: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, KeptSets | None]:
-    """Draw one token per response; collective over TP, whose ranks have a part of the logits each.
+    """Sample one token per response; collective over TP.
 
     Args:
-        model: a language model whose last pipeline stage is here.
-        hidden: [t, 1, h] of that stage, or [t/tp, 1, h] under TP-SP.
-        last: [b] int64, the rows that predict the tokens.
-        sampling: how to draw; greedy: the most likely token, scored at temperature 1.
-        generators: of each response, equal on all TP ranks.
-        places: tokens that each response has.
+        hidden: [t, 1, h] of the last stage, or [t/tp, 1, h] under TP-SP.
+        last: [b] int64, rows of `hidden` that predict the tokens.
+        sampling: greedy sampling scores at temperature 1.
+        generators: [b], equal on all TP ranks.
+        places: [b], number of tokens that each response already has.
 
     Returns:
-        Tokens [b] int64, their log-probs [b] float32 by the trainer's formula, and what they were drawn from, where
-        sampling is truncated; the same on all TP ranks.
+        Tokens [b] int64, log-probs [b] float32, and kept sets if sampling is truncated; equal on all TP ranks.
     """
     tp_group, stage = model.groups.tp, model.stages[-1]
     assert isinstance(stage, HiddenStatesModel), "a language model"
     weight = stage.output_weight
     shard = find_vocab_shard(model.shape.vocab_size, len(weight), tp_group.rank())
     whole = gather_for_vocab_shards(hidden, sequence_parallel=model.config.sequence_parallel, tp_group=tp_group)
-    count, padding = len(last), max(0, MIN_ROWS - len(last))  # for the bits of rows in any company
+    count, padding = len(last), max(0, MIN_ROWS - len(last))  # batch invariance
     z = scale_logits(whole[F.pad(last, (0, padding))], weight[: shard.width], sampling.temperature or 1.0)  # [b, v/tp]
     scores = z
     if tp_group.size() > 1:

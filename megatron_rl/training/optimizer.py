@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """megatron-core's optimizer (ZeRO-1 or replicated) and its learning-rate schedule.
 
-The end of an optimizer step (reduce gradients, norm, clip, Adam, gather weights) looks at no number on the host:
-`finish` is the same function in every step mode, and a CUDA graph can hold it. Where the step is not sound (a loss or a
-norm that is not finite, a wrong count) Adam is told so on the device and leaves weights and states as they are;
-the caller reads the numbers afterwards and raises. Adam is torch's fused one, on CPU and GPU: it takes the learning
-rate and that flag from the device, and needs neither apex nor Transformer Engine. Muon takes the matrices of the layers
-where the config says so (`muon.py`).
+The end of a step needs no host sync and can be captured in a CUDA graph. For an unsound step (non-finite loss or norm,
+wrong token count) a device flag makes Adam leave weights and states unchanged; the caller raises afterwards. Adam is
+torch's fused implementation, because it reads learning rate and flag from the device and needs neither apex nor
+Transformer Engine.
 """
 
 from __future__ import annotations
@@ -33,20 +31,16 @@ _ADAM_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "
 
 
 class Optimizer:
-    """The optimizer of a model that is trained, and its learning-rate schedule; building it is collective.
+    """Optimizer of a trained model and its learning-rate schedule; construction is collective.
 
     Args:
-        model: with `spec.trainable`.
-        config: the section of its role.
-        total_steps: length of the learning-rate schedule, in optimizer steps.
+        total_steps: length of the schedule in optimizer steps.
 
     Attributes:
-        megatron: megatron-core's optimizer.
-        scheduler: of its learning rate.
-        adams: torch's optimizers of this rank: of dense parameters, and of experts.
+        adams: torch optimizers of dense and of expert parameters.
         kind: "adam" or "muon".
-        is_sound: 0-d bool on the device, read by `finish`: whether the weights may be changed.
-        steps: how many have changed the weights.
+        is_sound: 0-d device bool; `finish` changes weights only if it is true.
+        steps: completed optimizer steps.
     """
 
     def __init__(self, model: PackedModel, config: TrainedConfig, total_steps: int) -> None:
@@ -77,22 +71,22 @@ class Optimizer:
         ]
 
     def moments(self, main: torch.Tensor) -> tuple[str, ...]:
-        """Names of the states of a parameter that it updates."""
-        is_matrix = any(main in getattr(adam, "matrices", ()) for adam in self.adams)  # those of Muon
+        """Return the names of the optimizer states of a parameter."""
+        is_matrix = any(main in getattr(adam, "matrices", ()) for adam in self.adams)  # updated by Muon
         return MOMENTS[:1] if is_matrix else MOMENTS
 
     def count_step(self) -> None:
-        """Say that a step has changed the weights."""
+        """Count a step that has changed the weights."""
         self.steps += 1
 
     def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
-        """Continue after `steps` steps from a saved schedule, whose shape may have differed."""
+        """Continue at a saved position of the schedule, whose shape may have changed."""
         self.steps = steps
         self.scheduler.num_steps = schedule["num_steps"]
-        self.scheduler.step(0)  # the learning rate of this step; its shape is that of the present config
+        self.scheduler.step(0)  # recomputes the learning rate by the present config
 
     def release(self) -> None:
-        """Give back what generation does not need, as configured; gradients are lost, states go to the host."""
+        """Drop gradients and offload states for generation, as configured."""
         if self._offloads_gradients:
             if not self._ddp:
                 self.megatron.zero_grad()
@@ -109,7 +103,7 @@ class Optimizer:
         self._is_released = True
 
     def restore(self) -> None:
-        """Take it back before an update; does nothing if nothing was released."""
+        """Reload released memory, if any, before an update."""
         if not self._is_released:
             return
         if self._offloads_gradients:
@@ -123,7 +117,7 @@ class Optimizer:
         self._is_released = False
 
     def _list_states(self) -> list[torch.Tensor]:
-        """Adam's moments, and the float32 weights where they are not the model's own."""
+        """List Adam's moments and the float32 master weights."""
         of_model = {local_values(p).untyped_storage().data_ptr() for p in self._stages.parameters()}
         groups = [group for adam in self.adams for group in adam.param_groups]
         weights = [p for group in groups for p in group["params"]]
@@ -137,8 +131,8 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def advance_schedule(self) -> float:
-        """The learning rate of the next update, which `finish` will read from the device."""
-        # Before the update, so that step k of a W-step warm-up uses lr * k / W (the first is not lost on lr 0).
+        """Return the learning rate of the next update."""
+        # Before the update, so that step k of a W-step warm-up uses lr * k / W: the first step is not wasted on lr 0.
         # The schedule also applies the per-group weight decay multipliers.
         self.scheduler.step(increment=1)
         for tensor, group in zip(self._learning_rates, self.megatron.param_groups, strict=True):
@@ -147,12 +141,10 @@ class Optimizer:
 
     @torch.no_grad()
     def finish(self) -> torch.Tensor:
-        """Reduce, clip and update where `is_sound` and the norm is finite; no host sync, collective over the role.
-
-        Gradients are summed over microbatches and DP; the loss weights hold the denominator.
+        """Reduce, clip and update if `is_sound` and the norm is finite; no host sync, collective over the role.
 
         Returns:
-            The global gradient norm before clipping, 0-d float32.
+            Global gradient norm before clipping, 0-d float32.
         """
         if self._ddp:
             finalize_model_grads(self._ddp, None, pg_collection=self._collection)
@@ -173,7 +165,6 @@ class Optimizer:
         return norm
 
     def _compute_norm(self) -> torch.Tensor:
-        """Of all parameters of the role, each counted once."""
         by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
         for part in self._parts:
             by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(_list_grads_of_norm(part))
@@ -190,7 +181,7 @@ class Optimizer:
 
     @contextmanager
     def _learning_rates_on_device(self) -> Iterator[None]:
-        """Groups hold tensors in the block, and numbers outside of it (for the schedule and for checkpoints)."""
+        """Set the groups' learning rates to device tensors within the block."""
         groups = self.megatron.param_groups
         numbers = [group["lr"] for group in groups]
         for group, tensor in zip(groups, self._learning_rates, strict=True):
@@ -236,7 +227,7 @@ def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimiz
 
 @contextmanager
 def _job_of(group: dist.ProcessGroup) -> Iterator[None]:
-    """megatron-core asks all ranks of the job for their parameter groups, and means the role's ranks."""
+    """Restrict megatron-core's job-wide gathers to the ranks of the role."""
     real = dist.get_world_size, dist.all_gather_object
     dist.get_world_size = lambda group=group: real[0](group)
     dist.all_gather_object = lambda found, value, group=group: real[1](found, value, group)
@@ -268,14 +259,13 @@ def _list_parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def _list_grads_of_norm(part: Any) -> list[torch.Tensor]:
-    """Gradients that count for the norm, by either of megatron-core's names of the question."""
+    """List gradients by the method that this megatron-core version has."""
     if hasattr(part, "get_grads_for_grad_norm"):
         return part.get_grads_for_grad_norm()
     return part.get_main_grads_for_grad_norm()
 
 
 def _use_fused_adam(part: MegatronOptimizer, kind: type[torch.optim.AdamW], *, is_capturable: bool) -> None:
-    """Put torch's fused AdamW in the place of the one that megatron-core chose (apex's, TE's or torch's)."""
     part.optimizer = _make_fused_adam(part.optimizer.param_groups, kind, is_capturable=is_capturable)
 
 
@@ -285,7 +275,7 @@ def _make_fused_adam(
     *,
     is_capturable: bool = False,
 ) -> torch.optim.AdamW:
-    # The groups hold shards of parameters, which the constructor would refuse: they are put in afterwards.
+    # The constructor would reject the groups' parameter shards, so they are set afterwards.
     adam = kind([torch.zeros(1)], lr=0.0, fused=True, capturable=is_capturable)
     adam.param_groups = [
         {**adam.defaults, **{key: value for key, value in group.items() if key not in _ADAM_FLAGS}} for group in groups

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A megatron-core model over packed batches: what all roles (actor, reference, critic, reward model) have in common.
-
-The schedule is megatron-core's (no pipelining, 1F1B or interleaved). The last pipeline stage ends in hidden states;
-a head (`token_heads.py`) says what is made of them, and only that stage ever has it.
-"""
+"""Megatron-core model over packed batches, the base of all roles; heads (`token_heads.py`) follow its last stage."""
 
 from __future__ import annotations
 
@@ -47,20 +43,18 @@ if TYPE_CHECKING:
 
 # (hidden states of the last stage, microbatch) -> tensors [t, ...] of the whole microbatch; see `token_heads.py`
 Head = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, ...]]
-# (microbatch, *what the head gives [t]) -> loss and the sums (or maxima, "max/...") that make up its metrics
+# (microbatch, *head outputs [t]) -> loss, and the sums (or maxima, "max/...") for its metrics
 LossFunction = Callable[..., tuple[torch.Tensor, Any]]
 
 
 class PackedModel(LaidOutModel):
-    """This rank's stages of one model, complete with its weights; collective over the role.
+    """This rank's stages of one model, with weights loaded; construction is collective over the role.
 
     Attributes:
-        groups: process groups of the role.
-        device: of the weights.
-        stages: model chunks (`vpp_size` of them).
-        ddp: wrappers of the stages of a model that is trained; none where its ranks share the weights (ZeRO-3).
-        routing: its routers; None: it has none.
-        stream: CUDA stream on which its gradients accumulate, and on which graphs are captured; None: the current one.
+        stages: `vpp_size` model chunks.
+        ddp: wrappers of trained stages; empty under ZeRO-3.
+        routing: `None` without experts.
+        stream: CUDA stream of gradient accumulation and graph capture; `None` is the current stream.
     """
 
     def __init__(self, setup: RoleSetup) -> None:
@@ -117,29 +111,28 @@ class PackedModel(LaidOutModel):
         self.params = self._list_params()
         trained = [p for p in self.stages.parameters() if p.requires_grad]
         for shard in map(local_values, trained) if self.is_fully_sharded else ():
-            shard.copy_(shard.to(self.dtype))  # the optimizer starts from what the model computes with
+            shard.copy_(shard.to(self.dtype))  # the optimizer starts from the values that the model computes with
         self._host_memory = HostMemory(self.device)
-        self._on_host: list[torch.Tensor] = []  # copies of the weights, once they have been offloaded
+        self._on_host: list[torch.Tensor] = []  # copies of offloaded weights
         if spec.offload:
             self.offload()
 
     @property
     def reduces_early(self) -> bool:
-        """Whether the function of the last microbatch reduces the gradients; see `reduction.py`."""
+        """Whether the last microbatch reduces the gradients; see `reduction.py`."""
         return any(isinstance(stage, EarlyReduction) for stage in self.ddp)
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """What the schedule runs."""
+        """Modules that the schedule runs."""
         return list(self.ddp or self.stages)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That the model computes in; shards of one that is trained are float32."""
+        """Compute dtype; trained ZeRO-3 shards are float32."""
         return self.config.params_dtype
 
     def _fill(self, spec: RoleSpec, seed: int) -> None:
-        """Give the parameters, which are undefined, the weights of the role's path."""
         params: dict[str, Any] = {**self._list_params()}
         placements = self.placements(self.rank)
         check_placements(
@@ -157,7 +150,7 @@ class PackedModel(LaidOutModel):
         fill_adapted(self, params, spec, seed)
 
     def _list_params(self) -> SourceParams:
-        """Return the parameters by name, without adapters; those in NF4 are among them."""
+        """Return the parameters by name, including NF4 matrices, excluding adapters."""
         if self.adapters is None and not self.shape.num_experts:
             return {name: local_values(p) for name, p in self.stages.named_parameters()}
         from megatron_rl.training.adapted_model import list_params
@@ -166,13 +159,13 @@ class PackedModel(LaidOutModel):
 
     @property
     def rank(self) -> int:
-        """This rank of the layout."""
+        """This rank within the layout."""
         at = self.groups.at
         return self.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
 
     @property
     def trained(self) -> PackedModel | Adapters:
-        """What training changes and a checkpoint holds: the model, or its adapters."""
+        """Trained and checkpointed part: the model, or its adapters."""
         if self.adapters is None:
             return self
         from megatron_rl.training.adapted_model import Adapters
@@ -180,7 +173,7 @@ class PackedModel(LaidOutModel):
         return Adapters.of(self, self.adapters)
 
     def merge(self) -> SourceParams:
-        """The parameters of this rank with their adapters, added when a piece is read."""
+        """Return this rank's parameters, with adapters merged lazily on read."""
         if self.adapters is None:
             return self.params
         from megatron_rl.training.adapted_model import merge_adapters
@@ -188,18 +181,18 @@ class PackedModel(LaidOutModel):
         return {**self.params, **merge_adapters(self.stages)}
 
     def scale_adapters(self) -> SourceParams:
-        """The adapters of this rank, B with their scale."""
+        """Return this rank's adapters, B multiplied by the LoRA scale."""
         return {} if self.adapters is None else cast("Adapters", self.trained).scale()
 
     @property
     def attention_backend(self) -> str | None:
-        """Of `build_packed_sequences`; None: the fastest."""
+        """Backend argument of `build_packed_sequences`; `None` is the fastest."""
         return "tiled" if self.batch_invariant else None
 
     def offload(self) -> None:
-        """Keep the weights on the host and give their device memory back, until `restore`.
+        """Free the device memory of the weights until `restore`.
 
-        They are copied to the host once: for models whose weights do not change.
+        Only for models whose weights do not change, since they are copied to the host once.
         """
         if not self._on_host:
             self._on_host = self._host_memory.store([p.data for p in self.stages.parameters()])
@@ -208,7 +201,7 @@ class PackedModel(LaidOutModel):
         self.params = {}
 
     def restore(self) -> None:
-        """Bring offloaded weights back; does nothing if they are here."""
+        """Reload offloaded weights, if any."""
         if self.params:
             return
         for p, weights in zip(self.stages.parameters(), self._host_memory.load(self._on_host), strict=True):
@@ -217,7 +210,7 @@ class PackedModel(LaidOutModel):
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Weights that were offloaded are here meanwhile, and go back to the host afterwards."""
+        """Reload offloaded weights for the duration of the block."""
         was_offloaded = not self.params
         self.restore()
         try:
@@ -227,19 +220,16 @@ class PackedModel(LaidOutModel):
                 self.offload()
 
     def own_rows(self, microbatch: TrainBatch) -> slice:
-        """Of the rows that are computed of a microbatch, those that this context parallel rank holds."""
+        """Return this context parallel rank's computed rows of a microbatch."""
         return shard_rows(microbatch.num_computed, self.layout.cp_size, self.groups.at.cp)
 
     def count_rows(self, num_tokens: int) -> int:
-        """Rows of the hidden states of so many tokens on one rank, between two stages."""
+        """Return the rows of hidden states per rank between two stages."""
         return num_tokens // (self.layout.cp_size * (self.layout.tp_size if self.config.sequence_parallel else 1))
 
     @torch.no_grad()
     def compute_forward(self, batch: TrainBatch, head: Head, *size: int) -> torch.Tensor:
-        """The first thing that the head gives, [t, *size] float32 for a packed batch, the same on all of the replica.
-
-        Weights that were offloaded come for that time.
-        """
+        """Return the head's first output for a packed batch, [t, *size] float32, on every rank of the replica."""
         with self.on_device():
             results = self.run_microbatches(batch.microbatches(), head)
         if self.groups.is_last_stage:
@@ -259,14 +249,12 @@ class PackedModel(LaidOutModel):
         """Run microbatches through the pipeline.
 
         Args:
-            microbatches: of one minibatch (or more, forward only).
-            head: what is made of the hidden states.
-            loss_function: forward and backward with this loss, or None for forward only.
-            forward_step: what the schedule calls in the place of this model's `forward_step`.
+            loss_function: forward only if `None`.
+            forward_step: replacement for this model's `forward_step`.
 
         Returns:
-            On the last stage one entry per microbatch: the loss's metrics, or the first tensor [t] that the head gives
-            when `loss_function` is None; empty on other stages.
+            On the last stage, the loss's metrics or, forward only, the head's first output [t] per microbatch; else
+            empty.
         """
         layout = self.layout
         is_forward_only = loss_function is None
@@ -298,13 +286,13 @@ class PackedModel(LaidOutModel):
 
             reshard(self.stages)
         for stage in cast(Iterable[Any], self.stages):
-            stage.set_input_tensor(None)  # the last message, which would stay with its gradient
+            stage.set_input_tensor(None)  # frees the last received tensor and its gradient
         return found
 
     def forward_step(
         self, head: Head, loss_function: LossFunction | None, batches: Iterator[TrainBatch], module: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """megatron-core's forward step function: the output of `module`, and what makes a loss or a result of it."""
+        """Return the output of `module` and a function that computes loss or result."""
         microbatch = next(batches)
         position_ids = microbatch.computed(microbatch.position_ids)
         packed = build_packed_sequences(
@@ -326,13 +314,13 @@ class PackedModel(LaidOutModel):
                 return found[0]
             assert loss_function is not None
             loss, metrics = loss_function(microbatch, *found)
-            # The loss carries its global denominator already: no token count to divide by.
+            # The loss already contains its global denominator, so there is no token count to divide by.
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
         return output, finish
 
     def call_stage(self, module: torch.nn.Module, microbatch: TrainBatch, packed: PackedSequences) -> torch.Tensor:
-        """The output of `module` for a microbatch, whose rows are described by `packed`."""
+        """Return the output of `module` for a microbatch."""
         mine = self.own_rows(microbatch)
         return module(
             microbatch.computed(microbatch.tokens)[None, mine],
@@ -343,14 +331,13 @@ class PackedModel(LaidOutModel):
 
 
 class PlannedCommunicator(P2PCommunicator):
-    """Messages between stages of a schedule that is not interleaved, whose shapes both sides know from the plan.
+    """Stage-to-stage communication of a non-interleaved schedule, with shapes known from the plan.
 
-    megatron-core sends the shape of each message ahead of it, and waits for the GPU when it has. Two stages on one host
-    without a GPU are a pair.
+    megatron-core would send each shape ahead of its message and synchronize with the GPU. Two stages on one host
+    without a GPU communicate as a pair.
 
     Args:
-        shapes: of the hidden states of each microbatch on one rank; gradients have them too, and come in that order.
-        pp_group, config: megatron-core's.
+        shapes: shapes of hidden states and of their gradients, by microbatch.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], pp_group: dist.ProcessGroup, config: Any) -> None:
@@ -364,7 +351,7 @@ class PlannedCommunicator(P2PCommunicator):
     ) -> tuple[Sequence[int], Sequence[int]]:
         return next(self._hidden) if recv_prev else (), next(self._gradients) if recv_next else ()
 
-    def _communicate(self, **request: Any) -> tuple[Any, ...]:  # annotated as two by megatron-core, which returns three
+    def _communicate(self, **request: Any) -> tuple[Any, ...]:  # megatron-core annotates two values and returns three
         if self._pair is None:
             return super()._communicate(**request)
         for name in ("tensor_send_next", "tensor_send_prev"):
@@ -381,7 +368,7 @@ class PlannedCommunicator(P2PCommunicator):
 
 @contextmanager
 def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Work that follows what is queued, on another stream, and that what comes next waits for."""
+    """Run the block on `stream`, ordered with the current stream."""
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream) if stream is not None else nullcontext():

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts with the policy itself: the actor's own modules, a paged cache, and the trainer's log-prob formula.
+"""Rollout engine that runs the actor's own modules, with a paged KV cache and the trainer's log-prob formula.
 
-There is no second copy of the weights in any layout, so nothing moves before a rollout. What is sampled is scored as
-training scores it: this engine is the reference for the others, and serves every family that can be trained. It is
-slow: eager, one pipeline stage at a time, attention by the trainer's backends.
+Nothing is transferred before a rollout, samples are scored exactly as in training, and every trainable family is
+supported: the reference for other engines. It is slow: eager, one pipeline stage at a time, attention by the trainer's
+backends.
 
-The ranks that hold the model once are one engine (`ParallelLayout.model_copies`), and make the same calls. Context
-parallel ranks have whole copies: they are engines of their own, like data parallel ones. Expert parallel ranks share
-experts and compute the same rows. One rank of the last stage draws the tokens, and its word counts.
+An engine consists of the ranks that hold one copy of the model (`ParallelLayout.model_copies`); data and context
+parallel ranks are separate engines.
 """
 
 from __future__ import annotations
@@ -40,12 +39,7 @@ _MAX_CPU_CACHE_BYTES = 1 << 30
 
 
 class PolicyEngine:
-    """One rank of an engine that is the policy.
-
-    Attributes:
-        params, shared_params: the actor's parameters, all of them.
-        engine_ranks: the ranks of every engine.
-    """
+    """One rank of an engine that runs the policy's modules."""
 
     def __init__(self, spec: EngineSpec) -> None:
         model = spec.model
@@ -62,7 +56,7 @@ class PolicyEngine:
         self._layer_numbers = [layer.layer_number for layer in layers]
         self._heads = model.shape.num_kv_heads // model.groups.layout.tp_size
         num_blocks = self._count_blocks(spec)
-        self._num_slots = num_blocks * _BLOCK_SIZE + model.pad_multiple  # those behind the last block are of padding
+        self._num_slots = num_blocks * _BLOCK_SIZE + model.pad_multiple  # slots behind the last block hold padding
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._batch = ContinuousBatch(
             num_blocks=num_blocks,
@@ -74,7 +68,7 @@ class PolicyEngine:
         self._route_shape = spec.route_shape
 
     def _count_blocks(self, spec: EngineSpec) -> int:
-        """Room for `max_num_seqs` full sequences, as far as it may be taken; the same on every rank of the engine."""
+        """Return the number of cache blocks, at most for `max_num_seqs` full sequences."""
         config, device = spec.config, spec.process.device
         longest = -(-(spec.max_prompt_length + spec.max_response_length) // _BLOCK_SIZE)
         per_block = 2 * len(self._layer_numbers) * self._heads * self._model.shape.head_dim * self._dtype.itemsize
@@ -96,42 +90,42 @@ class PolicyEngine:
         return max(longest, min(room // per_block, longest * config.max_num_seqs))
 
     def shard_key(self, rank: int) -> Hashable:
-        """Ranks with equal keys have equal placement tables."""
+        """Return a key, equal for equal box tables."""
         return self._model.shard_key(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """The actor's table."""
+        """Return the actor's box table of a rank."""
         return self._model.placements(rank)
 
     def begin_weight_update(self) -> None:
-        """Nothing to do: the actor's updates are in place."""
+        """Do nothing: the actor updates the weights in place."""
 
     def end_weight_update(self) -> None:
-        """Nothing of older weights may be in use."""
+        """Check that no request holds cache entries of older weights."""
         assert not self.has_requests(), "weights change between responses only"
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Take requests in; they run from the next step on, as far as there is room."""
+        """Queue requests for the next steps."""
         self._batch.add(requests)
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Forget requests and return what they have."""
+        """Remove requests and return their partial results."""
         return self._batch.interrupt(keys)
 
     def has_requests(self) -> bool:
-        """True if something runs or waits."""
+        """Return whether any request is running or waiting."""
         return self._batch.has_requests()
 
     def tokens_in_flight(self) -> int:
-        """Tokens sampled so far for responses that are not finished."""
+        """Count tokens sampled so far for unfinished responses."""
         return self._batch.count_tokens()
 
     @torch.no_grad()
     def step(self) -> list[Sampled]:
-        """One forward for everything that runs: a token each."""
+        """Run one forward and sample a token for each running request."""
         if not self.has_requests():
             return []
-        rows = self._batch.plan(self._model.pad_multiple)  # the same lengths of rows as in training
+        rows = self._batch.plan(self._model.pad_multiple)  # padded as in training
         used = self._make_room(rows)
         hidden = self._run_stages(rows, used)
         found, kept = torch.empty(2, len(rows.running), dtype=torch.float64), None  # exact for tokens and for float32
@@ -147,19 +141,18 @@ class PolicyEngine:
         return self._batch.record(rows, [int(token) for token in tokens], logprobs, kept)
 
     def _make_room(self, rows: PagedRows) -> torch.Tensor | None:
-        """For the experts of the rows, [t, layers, choices]; None: nobody asks."""
+        """Allocate a buffer for expert choices, [t, layers, choices], if routes are recorded."""
         if self._route_shape is None:
             return None
         return torch.from_numpy(self._route_shape.unknown(len(rows.tokens))).to(self._model.device)
 
     def _combine(self, used: torch.Tensor) -> np.ndarray:
-        """What the ranks of the engine have chosen, each in its layers and for its rows: what is unknown is larger."""
+        """Combine the ranks' expert choices; "unknown" is the largest value."""
         found = used.int()
         dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
         return found.to(used.dtype).cpu().numpy()
 
     def _share_kept(self, kept: KeptSets) -> KeptSets:
-        """Only the rank that draws reads them; of the others the number of rows counts."""
         counts = torch.from_numpy(kept.counts)
         broadcast_tensors([counts], self._leader, self._group)
         size = int(counts.sum())
@@ -168,7 +161,7 @@ class PolicyEngine:
         return KeptSets(ids.numpy(), counts.numpy())
 
     def _run_stages(self, rows: PagedRows, used: torch.Tensor | None) -> torch.Tensor | None:
-        """Hidden states [t, 1, h] ([t/tp, 1, h] under TP-SP) on the last pipeline stage; None elsewhere."""
+        """Return hidden states [t, 1, h] ([t/tp, 1, h] under TP-SP) on the last pipeline stage, else `None`."""
         model, groups = self._model, self._model.groups
         tokens, positions = (move_to_device(values, model.device) for values in (rows.tokens, rows.positions))
         packed = self._describe(rows, positions)
@@ -179,7 +172,7 @@ class PolicyEngine:
         for module in model.modules:
             module.eval()
         hidden, stages = None, cast(Iterable[Any], model.stages)
-        for chunk, stage in enumerate(stages):  # a ring of the stages, once round for each chunk
+        for chunk, stage in enumerate(stages):  # one pass through the ring of stages per chunk
             if chunk or groups.at.pp:
                 hidden = torch.empty(size, 1, model.shape.hidden_size, dtype=self._dtype, device=model.device)
                 dist.recv(hidden, group=groups.pp, group_src=(groups.at.pp - 1) % groups.layout.pp_size)
@@ -191,7 +184,6 @@ class PolicyEngine:
         return hidden if groups.is_last_stage else None
 
     def _describe(self, rows: PagedRows, positions: torch.Tensor) -> PackedSequences:
-        """What attention must know of the rows."""
         device, shape = self._model.device, self._model.shape
         if not self._layers:
             size = (2, self._num_slots, self._heads, shape.head_dim)
@@ -208,7 +200,6 @@ class PolicyEngine:
         return replace(packed, cache=CachedRows(self._layers, slots))
 
     def _draw(self, hidden: torch.Tensor, rows: PagedRows) -> tuple[torch.Tensor, torch.Tensor, KeptSets | None]:
-        """The next token of each response, its log-prob [b], and what it was drawn from."""
         last = move_to_device(rows.last, hidden.device)
         return draw_next_tokens(
             self._model,
@@ -220,9 +211,9 @@ class PolicyEngine:
         )
 
     def sleep(self) -> None:
-        """Give the cache back until the next step."""
+        """Free the cache until the next step."""
         self._layers = {}
 
     def close(self) -> None:
-        """Forget the model."""
+        """Release the cache and the references to the parameters."""
         self._layers, self.params = {}, {}

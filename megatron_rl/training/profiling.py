@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of chosen steps on chosen ranks: torch's profiler, CUDA's memory history, and named ranges per phase.
+"""Profiles of selected steps on selected ranks: torch's profiler, CUDA memory history, and a named range per phase.
 
     <run_dir>/profile/step_<N>_rank_<R>.json.gz      for chrome://tracing or ui.perfetto.dev
     <run_dir>/profile/step_<N>_rank_<R>.pickle       for pytorch.org/memory_viz (CUDA only)
 
-Phases (rollout, update, ...) are ranges in both, and NVTX ranges for Nsight Systems on CUDA in every step.
+On CUDA every step also has NVTX ranges for Nsight Systems.
 """
 
 from __future__ import annotations
@@ -19,15 +19,7 @@ _MAX_MEMORY_EVENTS = 100_000
 
 
 class StepProfiler:
-    """Profiles the steps that were asked for on this rank.
-
-    Args:
-        directory: of the run.
-        steps: to profile.
-        ranks: that do.
-        rank: this one.
-        device: its device.
-    """
+    """Profiler of selected steps on this rank."""
 
     def __init__(
         self, directory: Path, *, steps: Sequence[int], ranks: Sequence[int], rank: int, device: torch.device
@@ -37,18 +29,18 @@ class StepProfiler:
 
     @property
     def is_used(self) -> bool:
-        """Whether ranges have a reader: a profiled step on this rank, or NVTX."""
+        """Whether ranges are recorded on this rank."""
         return bool(self._steps) or self._is_cuda
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A named range."""
+        """Mark the block as a named range."""
         with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if self._is_cuda else nullcontext():
             yield
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile the block if this step is one of those; its files are there afterwards, also after an error."""
+        """Profile the block if step `number` is selected, writing files even after an error."""
         if number not in self._steps:
             yield
             return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the gradients of an optimizer step are reduced over its data parallel ranks.
+"""Timing of the gradient reduction over data parallel ranks.
 
-By default at the end of the step. With `overlap_grad_reduce` a part of the gradient buffers is sent as soon as the
-backward of the last microbatch has completed it. In `step_mode` eager the end of the step waits for what was sent; in
-static and graph the function that computes the last microbatch does, since a CUDA graph must hold both.
+With `overlap_grad_reduce` gradients are reduced during the backward of the last microbatch. The end of the step waits
+for them in `step_mode` eager; in static and graph the function of the last microbatch does, since a CUDA graph must
+contain both send and wait.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from megatron_rl.config.schema import TrainedConfig
 
 
 class EarlyReduction(DistributedDataParallel):
-    """A stage whose gradients are reduced where the last microbatch is computed, not at the end of the step."""
+    """DDP-wrapped stage whose gradients are reduced within the last microbatch."""
 
     @contextmanager
     def reduced(self) -> Iterator[None]:
-        """A backward in this block sends gradients on its way; at the end of the block all have arrived."""
+        """Send gradients during the backward in this block and wait for all of them at its end."""
         for part in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
-            part.reset()  # its counts: a function that is captured runs several times
+            part.reset()  # bucket counters: a captured function runs several times
         yield
         super().finish_grad_sync()
 
     def finish_grad_sync(self, *unused: Any, **options: Any) -> None:
-        """The end of the step has nothing to wait for."""
+        """Do nothing: `reduced` has already waited."""
 
 
 def wrap_stages(
@@ -41,15 +41,9 @@ def wrap_stages(
     training: TrainedConfig,
     groups: ProcessGroupCollection,
 ) -> list[DistributedDataParallel]:
-    """Wrap stages in DDP, which moves the parameters into buffers.
+    """Wrap stages in DDP, which moves the parameters into contiguous buffers.
 
     Gradients are summed (not averaged) over microbatches and DP, in float32; see `transformer_config`.
-
-    Args:
-        stages: of this rank.
-        config: theirs; its schedule is told when gradients are not to be reduced.
-        training: section of the role.
-        groups: of its layout.
     """
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -70,7 +64,7 @@ def wrap_stages(
 
 @contextmanager
 def reduce_early(stages: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Gradients of these stages that are to be reduced early are whole at the end of the block."""
+    """Complete the reduction of all `EarlyReduction` stages before the end of the block."""
     with ExitStack() as stack:
         for stage in stages:
             if isinstance(stage, EarlyReduction):

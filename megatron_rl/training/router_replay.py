@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the routers of a model replay and did: the rows of this rank, and metrics over all of them."""
+"""Replay of expert routes, and routing metrics."""
 
 from __future__ import annotations
 
@@ -18,17 +18,10 @@ THIRDS = ("first", "middle", "last")  # of the layers with experts
 
 
 class Routing:
-    """The routers of the stages of this rank.
+    """Routers of this rank's pipeline stages.
 
-    Every choice of a token in a layer is made on one rank of a role: layers are shared by pipeline stages, rows by data
-    and context parallel ranks, and by tensor parallel ranks too (experts under TP need sequence parallelism). So
-    counts are summed over all ranks of the role.
-
-    Args:
-        shape: of the model.
-        groups: of the role.
-        sequence_parallel: tensor parallel ranks share the rows.
-        device: of the model.
+    Each routing decision is made on one rank of the role, since experts under TP need sequence parallelism; counts are
+    therefore summed over all ranks.
     """
 
     def __init__(
@@ -40,18 +33,18 @@ class Routing:
         self._counts = RoutingCounts.zeros(self._shape.layers, self._shape.experts, device)
 
     def own_rows(self, length: int) -> slice:
-        """The rows of a microbatch of so many that the layers of this rank are given."""
+        """Return this rank's rows of a microbatch of `length` rows."""
         layout, at = self._groups.layout, self._groups.at
         shard = shard_rows(length, layout.cp_size, at.cp)
         return self.shard(shard.start, shard.stop)
 
     def shard(self, start: int, stop: int) -> slice:
-        """Of the rows that tensor parallel ranks have in common, those that the layers of this rank are given."""
+        """Return this rank's part of rows [start, stop), split by TP under sequence parallelism."""
         part = shard_rows(stop - start, self._tp_size, self._groups.at.tp if self._tp_size > 1 else 0)
         return slice(start + part.start, start + part.stop)
 
     def describe(self, microbatch: TrainBatch) -> RowRoutes:
-        """What the layers must know of the rows of a microbatch."""
+        """Build the routing inputs of this rank's rows."""
         mine, counts = self.own_rows(microbatch.num_computed), None if microbatch.flipped is None else self._counts
         counted = None if counts is None else microbatch.computed(microbatch.loss_mask)[mine]
         if microbatch.slices[0].computed is not None:
@@ -65,22 +58,20 @@ class Routing:
         return RowRoutes(given, used, counted, flipped, counts)
 
     def make_room(self, batch: TrainBatch) -> torch.Tensor:
-        """For the experts that a pass chooses, [t, layers, choices]; unknown so far."""
+        """Allocate an "unknown"-filled buffer for expert choices, [t, layers, choices]."""
         nothing = torch.from_numpy(self._shape.unknown(1)).to(batch.tokens.device)
         return nothing.repeat(len(batch.tokens), 1, 1)
 
     def clear(self) -> None:
-        """Count from zero."""
+        """Reset the counts."""
         for counts in self._counts.tensors():
             counts.zero_()
 
     def finish(self, minibatch: TrainBatch, stages: torch.nn.Module, bias_rate: float) -> dict[str, float]:
-        """Metrics of the update of a minibatch, `moe/...`, the same on every rank; collective over the role.
+        """Shift router biases and compute the update's `moe/...` metrics, on every rank; collective.
 
         Args:
-            minibatch: of this rank.
-            stages: of the model, whose biased routers balance the loads of the update.
-            bias_rate: how far their biases move; 0: they stay.
+            bias_rate: size of the bias update; 0 for none.
         """
         totals = self._reduce(minibatch)
         loads = RoutingCounts(*_split(totals, self._counts)).loads
@@ -93,14 +84,14 @@ class Routing:
             squares[layer] = router.expert_bias.double().square().sum()
         if self._has_biases:
             dist.all_reduce(squares, group=self._groups.pp)
-        found, squares = torch.cat([totals, squares]).cpu().split([len(totals), len(squares)])  # the only wait for it
+        found, squares = torch.cat([totals, squares]).cpu().split([len(totals), len(squares)])  # the only host sync
         counts = RoutingCounts(*_split(found, self._counts))
         return describe_routing(counts, self._shape.choices, squares, float(found[-1]))
 
     def _reduce(self, minibatch: TrainBatch) -> torch.Tensor:
-        """The counts of all ranks, flat, and the number of tokens that were flipped; float64."""
+        """Sum counts and flipped tokens over all ranks; flat float64."""
         groups, found = self._groups, self._counts
-        flipped = minibatch.column("flipped").to(torch.uint8)  # of this rank's layers
+        flipped = minibatch.column("flipped").to(torch.uint8)  # in this rank's layers
         if groups.pp.size() > 1:
             dist.all_reduce(flipped, op=dist.ReduceOp.MAX, group=groups.pp)
         flips = (flipped.bool() & minibatch.loss_mask).sum() if groups.is_last_stage else flipped.new_zeros(())
@@ -110,7 +101,6 @@ class Routing:
 
 
 def _split(totals: torch.Tensor, like: RoutingCounts) -> list[torch.Tensor]:
-    """Flat numbers as counts, float64."""
     parts = totals[:-1].split([x.numel() for x in like.tensors()])
     return [part.view(x.shape) for part, x in zip(parts, like.tensors(), strict=True)]
 
@@ -118,22 +108,21 @@ def _split(totals: torch.Tensor, like: RoutingCounts) -> list[torch.Tensor]:
 def describe_routing(
     counts: RoutingCounts, choices: int, squares: torch.Tensor, num_flipped: float
 ) -> dict[str, float]:
-    """Metrics of the routers, and `<metric>/<third>` of each third of the layers but for `moe/flipped_tokens`.
+    """Compute router metrics, plus `<metric>/<third>` per third of the layers for all but `moe/flipped_tokens`.
 
     Args:
-        counts: over all ranks.
-        choices: experts of a token.
-        squares: [layers] float64, the sum over each router's biases; [0]: they have none.
-        num_flipped: tokens for which a router would have chosen other experts in some layer than it replayed.
+        choices: experts per token.
+        squares: [layers] float64, sum of squared biases per router; [0] without biases.
+        num_flipped: tokens that a router would have sent to other experts in some layer.
 
     Returns:
-        moe/max_load: tokens of the busiest expert of all layers, over the tokens of each expert under an even load.
-        moe/mean_load: the same of the busiest expert of each layer, mean over layers.
-        moe/dead_experts: experts without a token, over all layers.
-        moe/entropy: of the gates' distributions over that of even ones, mean over tokens and layers.
-        moe/bias_norm: of all biases.
-        moe/agreement: with routes to replay, choices of a token in a layer that the router alone would have made.
-        moe/flipped_tokens: with routes to replay, tokens whose experts would have been others in some layer.
+        moe/max_load: tokens of the busiest expert of all layers, relative to an even load.
+        moe/mean_load: the same per layer, mean over layers.
+        moe/dead_experts: experts without a token.
+        moe/entropy: gate entropy relative to a uniform gate; mean over tokens and layers.
+        moe/bias_norm: L2 norm of all biases.
+        moe/agreement: share of replayed choices that equal the router's own.
+        moe/flipped_tokens: share of replayed tokens that are flipped.
     """
     assert not float(counts.strayed), f"{int(counts.strayed)} tokens went to other experts than their routes say"
     metrics = _describe_layers(counts, choices, squares)
@@ -147,7 +136,7 @@ def describe_routing(
 
 
 def split_layers(num_layers: int) -> dict[str, slice]:
-    """The thirds of the layers with experts, the last ones the larger; none of fewer than three layers."""
+    """Split the layers with experts into thirds, later ones the larger; empty for fewer than three layers."""
     ends = [num_layers * i // len(THIRDS) for i in range(len(THIRDS) + 1)]
     return {third: slice(*ends[i : i + 2]) for i, third in enumerate(THIRDS) if num_layers >= len(THIRDS)}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a role is built from."""
+"""Inputs from which a role is built."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_rl.weights.families import ModelShape
 
 @dataclass(frozen=True)
 class LearnedTeacher:
-    """What a policy that learns from distributions must know before it is built.
+    """Teacher settings of a policy that learns from distributions.
 
     Attributes:
-        config: kind full or top_k.
-        path, shape: of the teacher, for kind full.
+        config: distillation of kind full or top_k.
+        path: the teacher's weights, read for kind full only.
     """
 
     config: DistillationConfig
@@ -28,18 +28,15 @@ class LearnedTeacher:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSetup:
-    """What a role is built from; the same on all of its ranks, but for `groups`.
+    """Inputs of a role's construction, equal on all of its ranks except for `groups`.
 
     Attributes:
-        spec: weights, layout and head, and whether it is trained.
         model: dtype and implementation of the layers.
-        shape: the architecture; with a score head (`load_model_shape(path, head="score")`) unless `spec.head` is
-            "logprob".
-        groups: process groups of its layout.
-        seed: of megatron-core's RNG streams.
-        temperature: that the logits of a language model are divided by.
+        shape: with a score head (`load_model_shape(path, head="score")`) unless `spec.head` is "logprob".
+        seed: seed of megatron-core's RNG streams.
+        temperature: divisor of a language model's logits.
         total_optimizer_steps: length of the learning-rate schedule.
-        teacher: whose distributions the actor learns from; None: at most from log-probs.
+        teacher: `None` unless the actor learns from a teacher's distributions.
     """
 
     spec: RoleSpec

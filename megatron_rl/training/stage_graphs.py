@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of one pipeline stage: forward and backward of a microbatch are two, since messages travel between them.
+"""CUDA graphs of one pipeline stage: separate graphs for forward and backward, with messages in between.
 
-megatron-core's schedule runs and sends; where it would compute, a graph is replayed. What forward leaves for backward
-stays in memory meanwhile. A stage has at most as many microbatches under way as there are stages from it on, and they
-come back in their order (1F1B): each of these slots has buffers, graphs and a memory pool of its own. Hidden states and
-their gradients come and leave through buffers that all shapes share.
+Under 1F1B a stage has at most as many microbatches in flight as there are stages from it on, and they return in order:
+each of these slots has its own buffers, graphs and memory pool.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from megatron_rl.training.step import StepLoss, find_shape
 
 @dataclass
 class StageGraphs:
-    """Two graphs of one shape in one slot.
+    """Forward and backward graph of one shape in one slot.
 
     Attributes:
-        forward_graph: its result is what the stage sends, [t, 1, h], or the packed metrics on the last one.
-        backward_graph: its result is the gradient of what the stage has received; nothing of use on the first one.
-        received: what its forward reads, [t, 1, h]; None: the first stage.
-        gradient: what backward reads, [t, 1, h]; None: the last stage.
+        forward_graph: returns the tensor to send, [t, 1, h], or the packed metrics on the last stage.
+        backward_graph: returns the gradient of `received`; a dummy on the first stage.
+        received: input of forward, [t, 1, h]; `None` on the first stage.
+        gradient: input of backward, [t, 1, h]; `None` on the last stage.
     """
 
     forward_graph: Captured
@@ -41,13 +39,13 @@ class StageGraphs:
     gradient: torch.Tensor | None
 
     def run_forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Replay it on what has arrived."""
+        """Replay forward on received hidden states."""
         if self.received is not None:
             self.received.copy_(hidden)
         return self.forward_graph.replay()
 
     def run_backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Replay it on what has arrived."""
+        """Replay backward on a received gradient."""
         if self.gradient is not None:
             self.gradient.copy_(gradient)
         found = self.backward_graph.replay()
@@ -66,7 +64,7 @@ class _Replayed(torch.autograd.Function):
 
 
 class StageGraphStep(GraphStep):
-    """`GraphStep` of one stage of several, which are not interleaved; arguments as there."""
+    """`GraphStep` of one stage of a non-interleaved pipeline."""
 
     def __init__(self, model: PackedModel, head: Head, optimizer: Optimizer, memory_gib: float | None) -> None:
         super().__init__(model, head, optimizer, memory_gib)
@@ -78,10 +76,10 @@ class StageGraphStep(GraphStep):
         self._received = [make() for _ in range(0 if self._is_first else self._num_slots)]
         self._sent, self._gradient, self._sent_back = make(), make(), make()
         self._one = torch.ones((), device=model.device)
-        self._root = torch.zeros((), device=model.device, requires_grad=True)  # of a first stage's graph of autograd
+        self._root = torch.zeros((), device=model.device, requires_grad=True)  # autograd root of a first stage
 
     def run(self, minibatch: TrainBatch, loss: StepLoss) -> list[torch.Tensor]:
-        """Forward and backward; packed metrics of each microbatch, empty on all but the last stage."""
+        """Run forward and backward; return packed metrics per microbatch, empty before the last stage."""
         slots = cycle(range(self._num_slots))
         return self.model.run_microbatches(
             minibatch.microbatches(), self._head, loss, partial(self._step_forward, loss, slots)
@@ -90,7 +88,7 @@ class StageGraphStep(GraphStep):
     def _step_forward(
         self, loss: StepLoss, slots: Iterator[int], batches: Iterator[TrainBatch], module: Any
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """megatron-core's forward step function; see `PackedModel.forward_step`."""
+        """See `PackedModel.forward_step`."""
         microbatch, slot = next(batches), next(slots)
         static = self._inputs.load(microbatch, slot)
         graphs = self._graphs.get((loss.name, find_shape(microbatch), slot))
@@ -99,7 +97,7 @@ class StageGraphStep(GraphStep):
         else:
             output: Any = _Replayed.apply(self._root if self._is_first else module.module.decoder.input_tensor, graphs)
             compute = _count_nothing
-        if not self._is_last:  # megatron-core finishes on the last stage only
+        if not self._is_last:  # megatron-core calls `finish` on the last stage only
             microbatch.take_updates(static)
 
         def finish(output: torch.Tensor) -> Any:
@@ -151,5 +149,5 @@ class StageGraphStep(GraphStep):
 
 
 def _count_nothing(metrics: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What megatron-core takes for a loss, which backward does not read; a number of tokens; and the metrics."""
+    """Return a dummy loss, a token count of 0, and the metrics."""
     return metrics.sum(), torch.zeros((), dtype=torch.int, device=metrics.device), metrics.detach()

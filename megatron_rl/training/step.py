@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward over the microbatches of a minibatch, in three modes that agree to the last bit.
+"""Forward and backward over the microbatches of a minibatch, in three modes with bitwise equal results.
 
     eager    megatron-core's schedule on the tensors of the batch
-    static   the same model on buffers that stay: a microbatch is copied into the buffers of its shape; one function of
-             them alone does forward, loss and backward
-    graph    that function as a CUDA graph per shape (`cuda_graph.py`)
+    static   the same model on static buffers, one set per microbatch shape
+    graph    the static step as one CUDA graph per shape (`cuda_graph.py`)
 
-What the function reads besides weights and inputs (the KL coefficient, the learning rate) are tensors that stay, too.
-Its results are gradients, added to megatron-core's gradient buffers, and the packed metrics.
+Values that change between steps (KL coefficient, learning rate) are persistent device tensors.
 """
 
 from __future__ import annotations
@@ -29,23 +27,21 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 
 Shape = tuple[Any, ...]
-_GROUPED_KERNELS = (9, 10)  # major compute capabilities for which torch's `grouped_mm` does not read on the host
+_GROUPED_KERNELS = (9, 10)  # major compute capabilities on which torch's `grouped_mm` needs no host sync
 
 
 class StepLoss:
-    """A loss of an optimizer step; called by the schedule with a microbatch and what the head gives.
+    """Loss of an optimizer step, called by the schedule with a microbatch and the head's outputs.
 
     Args:
-        name: one loss has one name.
-        function: (settings, microbatch, *what the head gives) -> the loss, and its metrics by name: sums, and maxima
-            whose names begin with "max/"; always the same names.
-        device: of the model.
+        name: unique per role; part of the key of captured graphs.
+        function: (settings, microbatch, *head outputs) -> scalar loss and metrics by name: sums, or maxima if the name
+            begins with "max/"; the same names for every microbatch.
 
     Attributes:
-        settings: what the function takes from the config as numbers; a graph holds for one value of it.
-        metric_names: of the packed metrics, sums first; known after the first call.
-        num_sums: how many of them are sums.
-        is_pulled: 0-d bool on the device: whether the loss had a gradient at what the head gives, since it was cleared.
+        settings: Python numbers from the config; changing them invalidates captured graphs.
+        metric_names: sums first; empty before the first call.
+        is_pulled: 0-d device bool: a head output received a nonzero gradient.
     """
 
     def __init__(
@@ -59,7 +55,7 @@ class StepLoss:
         self.is_pulled = torch.zeros((), dtype=torch.bool, device=device)
 
     def __call__(self, microbatch: TrainBatch, *found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss (scalar), and its metrics packed in one tensor [num_metrics] float64."""
+        """Return the scalar loss and its metrics packed in one float64 tensor [num_metrics]."""
         for values in found:
             if values.requires_grad:
                 values.register_hook(self._note_gradient)
@@ -78,7 +74,7 @@ class StepLoss:
         return loss, torch.stack([metrics[name].detach().double() for name in self.metric_names])
 
     def share_names(self, group: dist.ProcessGroup, source: int) -> None:
-        """Tell the other stages what the packed metrics are called, once for these settings; collective."""
+        """Broadcast the metric names from the last stage, once per settings."""
         if not self._are_names_shared:
             self._set_names(share_object(self.metric_names, group, source))
             self._are_names_shared = True
@@ -88,51 +84,45 @@ class StepLoss:
         self.num_sums = sum(not name.startswith("max/") for name in names)
 
     def set_settings(self, settings: Any) -> None:
-        """For the steps that follow; another loss reports other metrics."""
+        """Set the settings of the following steps."""
         if settings != self.settings:
             self.settings, self.metric_names, self.num_sums = settings, (), 0
             self._are_names_shared = False
 
     def _note_gradient(self, gradient: torch.Tensor) -> None:
-        self.is_pulled.logical_or_(gradient.any())  # on the device, and part of a captured step
+        self.is_pulled.logical_or_(gradient.any())  # on the device: part of a captured step
 
 
 class EagerStep:
-    """megatron-core's schedule, on microbatches as they are.
-
-    Args:
-        model: that is trained.
-        head: what the loss is of.
-        optimizer: of the model.
-    """
+    """Step in megatron-core's schedule on the tensors of the batch."""
 
     def __init__(self, model: PackedModel, head: Head, optimizer: Optimizer) -> None:
         self.model, self.optimizer, self._head = model, optimizer, head
 
     def prepare(self, minibatch: TrainBatch, loss: StepLoss) -> None:
-        """What must be done before the gradients are cleared; may leave arbitrary values in them."""
+        """Prepare the step before gradients are cleared; may leave arbitrary values in the gradient buffers."""
 
     def run(self, minibatch: TrainBatch, loss: StepLoss) -> list[torch.Tensor]:
-        """Forward and backward; packed metrics of each microbatch, empty on all but the last stage."""
+        """Run forward and backward; return packed metrics per microbatch, empty before the last stage."""
         return self.model.run_microbatches(minibatch.microbatches(), self._head, loss)
 
     def finish(self) -> torch.Tensor:
-        """`Optimizer.finish`."""
+        """End the step; see `Optimizer.finish`."""
         return self.optimizer.finish()
 
 
 class StaticStep(EagerStep):
-    """One function of static buffers per microbatch; under pipelining megatron-core's schedule on static buffers."""
+    """Step on static buffers."""
 
     def __init__(self, model: PackedModel, head: Head, optimizer: Optimizer) -> None:
         super().__init__(model, head, optimizer)
         self._inputs = StaticInputs()
 
     def run(self, minibatch: TrainBatch, loss: StepLoss) -> list[torch.Tensor]:
-        """Forward and backward; packed metrics of each microbatch, empty on all but the last stage."""
+        """Run forward and backward; return packed metrics per microbatch, empty before the last stage."""
         microbatches = minibatch.microbatches()
         if self.model.groups.layout.pp_size > 1:
-            # Several are under way at once: each needs buffers of its own.
+            # Several microbatches are in flight at once: each needs its own buffers.
             static = [self._inputs.load(microbatch, slot) for slot, microbatch in enumerate(microbatches)]
             with reduce_early(self.model.ddp):
                 metrics = self.model.run_microbatches(static, self._head, loss)
@@ -142,7 +132,7 @@ class StaticStep(EagerStep):
         return [self._run_one(microbatch, loss, is_last) for microbatch, is_last in self._mark_last(microbatches)]
 
     def _mark_last(self, microbatches: Sequence[TrainBatch]) -> list[tuple[TrainBatch, bool]]:
-        """Each with whether its function reduces the gradients: one at most, the last."""
+        """Pair each microbatch with whether it reduces the gradients."""
         last = len(microbatches) - 1 if self.model.reduces_early else None
         return [(microbatch, index == last) for index, microbatch in enumerate(microbatches)]
 
@@ -153,13 +143,7 @@ class StaticStep(EagerStep):
         return metrics
 
     def forward_backward(self, static: TrainBatch, loss: StepLoss, is_last: bool) -> torch.Tensor:
-        """Add the gradient of one microbatch to the gradient buffers; returns its packed metrics.
-
-        Args:
-            static: the microbatch, in its buffers.
-            loss: of the step.
-            is_last: reduce the gradients as well.
-        """
+        """Add the gradient of one microbatch to the gradient buffers and return its packed metrics."""
         (module,) = self.model.ddp
         if not module.training:
             module.train()
@@ -171,13 +155,13 @@ class StaticStep(EagerStep):
 
 
 class StaticInputs:
-    """Buffers for microbatches: one set per shape and slot, made from the first microbatch of that shape."""
+    """Static microbatch buffers, one set per shape and slot."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Shape, int], TrainBatch] = {}
 
     def load(self, microbatch: TrainBatch, slot: int = 0) -> TrainBatch:
-        """Copy a microbatch into the buffers of its shape; returns them."""
+        """Copy a microbatch into the buffers of its shape and return them."""
         assert microbatch.slices[0].is_bucketed, "step_mode static and graph take bucketed microbatches"
         key = (find_shape(microbatch), slot)
         if key not in self._buffers:
@@ -185,18 +169,18 @@ class StaticInputs:
         else:
             _copy(_list_tensors(microbatch), _list_tensors(self._buffers[key]))
         buffers, kept = self._buffers[key], microbatch.kept
-        return buffers if kept is None else replace(buffers, kept=kept)  # of no fixed size: it is not captured
+        return buffers if kept is None else replace(buffers, kept=kept)  # varies in size, so it is not captured
 
 
 def find_shape(microbatch: TrainBatch) -> Shape:
-    """All that a graph depends on besides the values: sizes, bounds, and which tensors there are."""
+    """Return the sizes, bounds and present tensors that a graph depends on."""
     piece = microbatch.slices[0]
     sizes = tuple(None if x is None else len(x) for x in _list_optional(microbatch))
     return (*sizes, piece.max_seqlen, piece.keys.max_seqlen if piece.keys else None)
 
 
 def describe_shape(microbatch: TrainBatch) -> str:
-    """A shape in words."""
+    """Format a shape for log messages."""
     piece = microbatch.slices[0]
     keys = "" if piece.keys is None else f" and {len(piece.keys.index)} keys"
     return f"{len(microbatch.tokens)} tokens in up to {len(piece.cu_seqlens) - 1} sequences{keys}"
@@ -223,7 +207,6 @@ def _map_tensors(microbatch: TrainBatch, function: Callable[[torch.Tensor], torc
 
 
 def _copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
-    """One launch per type on a GPU."""
     by_type: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for source, destination in zip(sources, destinations, strict=True):
         pair = by_type.setdefault(source.dtype, ([], []))
@@ -234,15 +217,10 @@ def _copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor])
 
 
 def check_step_mode(spec: RoleSpec, shape: ModelShape, dtype: str) -> None:
-    """Refuse a step mode that this machine cannot run.
-
-    Args:
-        spec: of a role that is trained.
-        shape: of its model.
-        dtype: of its model.
+    """Reject a step mode that this machine cannot run.
 
     Raises:
-        UserError: graph without CUDA, or with experts for which this GPU has no kernel.
+        UserError: mode graph without CUDA, or with experts for which this GPU has no kernel.
     """
     if spec.training.step_mode != "graph":
         return

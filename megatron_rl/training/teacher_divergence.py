@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The divergence between the policy and a teacher, of the distributions that tokens come from, as a part of a loss."""
+"""Divergence between the policy's and a teacher's token distributions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,10 @@ from megatron_rl.weights.megatron_layout import megatron_placements
 
 
 class TeacherDivergence:
-    """Divergences from what a teacher has left in a microbatch; nothing where it has left nothing.
+    """Divergence of the policy from the teacher outputs in a microbatch.
 
-    With kind full the policy's last stage has a copy of the teacher's output weights, cut as its own are: so the
-    teacher may live anywhere, in any layout, and its hidden states are all that travels.
-
-    Args:
-        model: the policy.
-        teacher: that it learns from.
+    For kind full the policy's last stage holds the teacher's output weights in its own sharding, so that only the
+    teacher's hidden states are transferred.
     """
 
     def __init__(self, model: PackedModel, teacher: LearnedTeacher) -> None:
@@ -45,7 +41,11 @@ class TeacherDivergence:
         microbatch: TrainBatch,
         places: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Divergences [n] of the distributions of states [n, h], differentiable; the first of them are of `places`."""
+        """Compute differentiable divergences [n] for policy states [n, h]; rows behind those of `places` are padding.
+
+        Returns:
+            `None` if the microbatch has no teacher outputs.
+        """
         if microbatch.teacher_top_k is not None:
             ids, logprobs = _take(microbatch.teacher_top_k, places, len(states)).unbind(1)
             found = compute_linear_logprobs_of(states, weight, ids[:, :-1].long(), softmax)
@@ -58,13 +58,13 @@ class TeacherDivergence:
 
 
 def _take(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """The rows of `values` at places, of which one behind the end stands for nothing, and zeros up to `count` rows."""
+    """Gather rows of `values`, zero-padded to `count` rows; a place behind the end is a dummy."""
     found = values[places.clamp(max=len(values) - 1)]
     return F.pad(found, [0, 0] * (found.dim() - 1) + [0, count - len(found)])
 
 
 def _load_output_weight(model: PackedModel, teacher: LearnedTeacher) -> torch.Tensor:
-    """[v/tp, its h]: the teacher's rows for the tokens that this rank has rows of; zeros as padding."""
+    """Load the teacher's output rows for this rank's vocabulary shard, [v/tp, teacher's h]."""
     tp_size, shape = model.layout.tp_size, replace(teacher.shape, vocab_size=model.shape.vocab_size)
     source = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
     table = megatron_placements(shape, ParallelLayout(tp_size, tp_size=tp_size), model.groups.at.tp)

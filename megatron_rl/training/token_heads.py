@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a role makes of the last stage's hidden states: log-probs, values or scores of tokens.
+"""Heads that compute log-probs, values or scores of tokens from the last stage's hidden states.
 
-A head gets hidden states [t/cp, 1, h] (or [t/cp/tp, 1, h] under TP-SP) of one microbatch, and gives tensors [t] of the
-whole microbatch, the same on every context parallel rank: a loss knows nothing of shards. Several heads may share one
-model.
+A head maps hidden states [t/cp, 1, h] ([t/cp/tp, 1, h] under TP-SP) of a microbatch to tensors [t], equal on every
+context parallel rank, so that losses are independent of sharding.
 """
 
 from __future__ import annotations
@@ -31,13 +30,11 @@ if TYPE_CHECKING:
 
 
 class LogprobHead:
-    """Log-probs of tokens; logits exist for a chunk of tokens at a time.
+    """Head for token log-probs, with logits for one chunk at a time.
 
     Args:
-        model: a language model.
-        temperature: that the logits are divided by.
-        chunk_tokens: tokens of a chunk.
-        divergence: of the distributions from a teacher's; None: there is none to learn from.
+        temperature: divisor of the logits.
+        chunk_tokens: tokens per chunk.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class LogprobHead:
         divergence: TeacherDivergence | None = None,
     ) -> None:
         self._model, self._divergence = model, divergence
-        # Rows are padded below, so that in every chunk there are as many as a row needs to keep its bits.
+        # Rows are padded to this multiple, because batch invariance needs a minimum number of rows per chunk.
         self._multiple = MIN_ROWS if model.batch_invariant else 1
         self._softmax = OutputSoftmax(
             vocab_size=model.shape.vocab_size,
@@ -58,10 +55,7 @@ class LogprobHead:
         )
 
     def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:
-        """Log-probs [t] of the tokens in the loss, and entropy [t] of what they came from; 0 elsewhere.
-
-        Where the microbatch has what a teacher says, the divergence [t] from it as a third.
-        """
+        """Return log-probs [t], entropies [t] and, with teacher outputs, divergences [t]; 0 outside of the loss."""
         places, rows, targets = _find_predicted(self._model, microbatch)
         states, count, kept = self._gather(hidden)[rows], len(targets), microbatch.find_kept(places)
         if padding := -count % self._multiple:
@@ -74,7 +68,7 @@ class LogprobHead:
         return tuple(_combine(self._model, values[:count], places, microbatch) for values in found)
 
     def compute_sum_pi_squared(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
-        """A head too: sum [t] over the vocabulary of the squared probabilities that the tokens came from."""
+        """Return the sum over the vocabulary of squared probabilities, [t]."""
         places, rows, _ = _find_predicted(self._model, microbatch)
         kept = microbatch.find_kept(places)
         squares = compute_linear_sum_pi_squared(self._gather(hidden)[rows], self._output_weight, self._softmax, kept)
@@ -83,7 +77,7 @@ class LogprobHead:
     def compute_top_k(
         self, k: int, vocab_size: int, hidden: torch.Tensor, microbatch: TrainBatch
     ) -> tuple[torch.Tensor]:
-        """A head too: the k likeliest of the first `vocab_size` tokens, [t, 2, k + 1]; see `compute_linear_top_k`."""
+        """Return the k most likely of the first `vocab_size` tokens, [t, 2, k + 1]; see `compute_linear_top_k`."""
         from megatron_rl.parallel.chunked_divergence import compute_linear_top_k
 
         places, rows, _ = _find_predicted(self._model, microbatch)
@@ -92,7 +86,7 @@ class LogprobHead:
         return (_combine(self._model, found, places, microbatch),)
 
     def select_hidden(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
-        """A head too: the hidden states [t, h] float32 that the tokens in the loss are predicted from; 0 elsewhere."""
+        """Return the hidden states [t, h] float32 that predict the tokens in the loss; 0 elsewhere."""
         places, rows, _ = _find_predicted(self._model, microbatch)
         return (_combine(self._model, self._gather(hidden)[rows].float(), places, microbatch),)
 
@@ -103,33 +97,33 @@ class LogprobHead:
         return stage.output_weight
 
     def _gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[t/cp, h]."""
+        """Return [t/cp, h]."""
         return gather_for_vocab_shards(
             hidden, sequence_parallel=self._model.config.sequence_parallel, tp_group=self._model.groups.tp
         )
 
 
 class ValueHead:
-    """Values of the states in which tokens were chosen, of a model with a score head."""
+    """Head for state values."""
 
     def __init__(self, model: PackedModel) -> None:
         self._model = model
 
     def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
-        """Values [t] of the tokens in the loss: the scores of the positions that predict them; 0 elsewhere."""
+        """Return values [t], the scores of the positions that predict the tokens in the loss; 0 elsewhere."""
         places, rows, _ = _find_predicted(self._model, microbatch)
         scores = _score(self._model, hidden)
         return (_combine(self._model, scores[rows], places, microbatch),)
 
 
 class PositionScoreHead:
-    """Scores of all positions, of a model with a score head."""
+    """Head for the scores of all positions."""
 
     def __init__(self, model: PackedModel) -> None:
         self._model = model
 
     def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
-        """Scores [t]."""
+        """Return scores [t]."""
         mine = self._model.own_rows(microbatch)
         places = torch.arange(mine.start, mine.stop, device=hidden.device)
         scores = _score(self._model, hidden)
@@ -137,7 +131,6 @@ class PositionScoreHead:
 
 
 def _score(model: PackedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """Scores of the rows of a rank's shard."""
     stage = model.stages[-1]
     assert isinstance(stage, ScoreModel)
     return stage.score(hidden)
@@ -146,14 +139,11 @@ def _score(model: PackedModel, hidden: torch.Tensor) -> torch.Tensor:
 def _find_predicted(
     model: PackedModel, microbatch: TrainBatch
 ) -> tuple[torch.Tensor, torch.Tensor | slice, torch.Tensor]:
-    """Tokens that this context parallel rank predicts: those in the loss, or where shapes must be fixed all.
-
-    Of a bucketed microbatch all rows predict, each its successor; where prompts are shared (which takes cp = 1)
-    all places are predicted, each by its predecessor. What is not in the loss is dropped by `_combine`.
+    """Find the tokens that this context parallel rank predicts: tokens in the loss, or all in a bucketed microbatch.
 
     Returns:
-        Their places in the microbatch [k]; the rows of the rank's shard whose hidden states predict them [k]; the
-        tokens [k]. Place t, behind the end, stands for nothing.
+        Places [k] in the microbatch, where place t, behind the end, is a dummy; rows [k] of this rank's shard that
+        predict them; tokens [k].
     """
     mine, predecessors = model.own_rows(microbatch), microbatch.predecessors
     tokens, piece = microbatch.tokens, microbatch.slices[0]
@@ -169,7 +159,7 @@ def _find_predicted(
 
 
 def _combine(model: PackedModel, values: torch.Tensor, places: torch.Tensor, microbatch: TrainBatch) -> torch.Tensor:
-    """Values [k, ...] of every context parallel rank at their places: [t, ...], 0 where no rank has one."""
+    """Combine values [k, ...] of all context parallel ranks into [t, ...]."""
     length = len(microbatch.tokens)
     if not microbatch.slices[0].is_bucketed:
         return combine_shards(values, places, length, model.groups.cp)

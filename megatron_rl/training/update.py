@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step over a minibatch, the same for every role that is trained.
-
-Numbers stay on the device until the step is done, and are read once.
-Whether the step may change the weights is decided there. The inputs of a step are read only to explain an unsound one.
-"""
+"""One optimizer step over a minibatch, shared by all trained roles, with a single host sync."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ _GROWTH = (
     "lower {role}.lr or {role}.clip_grad, and look at the last lines of metrics.jsonl for a growing loss, "
     "gradient norm, KL or mismatch; model.dtype=float32 tells an overflow from a wrong number"
 )
-# What enters a loss, in the order in which it is made -> what to do where it is not finite.
+# Inputs of a loss in the order of their computation -> advice if one is not finite.
 _INPUTS = {
     "rollout_logprobs": "the engine's log-probs: set hybrid.verify=full to rule out its weights",
     "old_logprobs": _GROWTH,
@@ -38,7 +34,7 @@ _INPUTS = {
     "importance_weights": "the gap between engine and trainer: look at mismatch/max in metrics.jsonl",
     "returns": "look at the rewards, and at the critic's values",
     "advantages": "look at the rewards in rollouts/, and at algorithm.adv_estimator where it is your own",
-    "update_logprobs": _GROWTH,  # of this very step, where they are recorded
+    "update_logprobs": _GROWTH,  # recorded during this step, if at all
 }
 _MOST_NAMED = 8
 
@@ -53,15 +49,11 @@ def explain_unsound(
     losses: list[float],
     groups: ParallelGroups,
 ) -> UserError:
-    """The error that names role, microbatch and sequences; collective over the role, the same on every rank.
+    """Build the error that names role, microbatches and sequences; collective over the role.
 
     Args:
-        quantity, value: what is not finite: "loss" or "gradient norm".
+        quantity: "loss" or "gradient norm", whichever is not finite.
         optimizer_step: counted from 1.
-        role: section of the config.
-        minibatch: of the step.
-        losses: of this rank's microbatches; empty where it has none.
-        groups: of the role.
     """
     found = _find_bad_inputs(minibatch) if groups.is_last_stage_leader else {}
     bad = [index for index, loss in enumerate(losses) if not abs(loss) < float("inf")]
@@ -82,7 +74,7 @@ def explain_unsound(
 
 
 def explain_lost_gradient(optimizer_step: int, role: str) -> UserError:
-    """The error of a norm of exactly 0 although the loss changes with the log-probs (or values) of the model."""
+    """Build the error of a gradient norm of exactly 0 although the loss has a gradient at the head's outputs."""
     return UserError(
         f"the gradient norm of optimizer step {optimizer_step} is exactly 0, and the gradient of the loss is not",
         source=f"{role}, the backward pass",
@@ -94,7 +86,7 @@ def explain_lost_gradient(optimizer_step: int, role: str) -> UserError:
 
 
 def _find_bad_inputs(minibatch: TrainBatch) -> dict[str, list[int]]:
-    """Inputs that are not finite inside of the loss -> the sequences to which they belong."""
+    """Map each non-finite input to the affected sequences."""
     found = {}
     for name in _INPUTS:
         values: torch.Tensor | None = getattr(minibatch, name)
@@ -106,7 +98,7 @@ def _find_bad_inputs(minibatch: TrainBatch) -> dict[str, list[int]]:
 
 
 def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: TrainedConfig) -> EagerStep:
-    """How the microbatches of a role run, by `step_mode`."""
+    """Build the microbatch runner for the configured `step_mode`."""
     if config.step_mode == "graph":
         from megatron_rl.training.cuda_graph import GraphStep
         from megatron_rl.training.stage_graphs import StageGraphStep
@@ -118,15 +110,12 @@ def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: Tra
 
 @dataclass(frozen=True)
 class StepResult:
-    """An optimizer step that was taken; the same on every rank.
+    """Result of an optimizer step, equal on every rank except for `minibatch`.
 
     Attributes:
-        totals: the loss's metrics summed (or "max/...": their maxima) over microbatches and DP ranks.
-        grad_norm: the global gradient norm before clipping.
-        lr: the learning rate.
-        loss: whose gradients were used.
-        minibatch: of this rank.
-        adapter_norm: of the adapters after the step; None: there are none.
+        totals: metrics over microbatches and DP ranks: sums, or maxima for "max/...".
+        grad_norm: global gradient norm before clipping.
+        adapter_norm: norm of the adapters after the step; `None` without adapters.
     """
 
     totals: dict[str, float]
@@ -138,22 +127,17 @@ class StepResult:
 
 
 class OptimizerStep:
-    """One optimizer step of a role in its two halves, each collective over the role.
-
-    Args:
-        step: how the microbatches run.
-        role: section of the config, for messages.
-    """
+    """Optimizer step of a role in two halves, each collective over the role."""
 
     def __init__(self, step: EagerStep, role: str) -> None:
         self._step, self._role = step, role
         self._pending: tuple[TrainBatch, StepLoss, list[torch.Tensor], torch.Tensor] | None = None
 
     def forward_backward(self, minibatch: TrainBatch, loss: StepLoss) -> None:
-        """Leave the gradients of a loss over a minibatch in the gradient buffers.
+        """Accumulate the gradients of a loss over a minibatch.
 
         Raises:
-            UserError: gradients are there that `optim_step` has not used; on every rank.
+            UserError: unused gradients of an earlier call exist; on every rank.
         """
         if self._pending is not None:
             raise UserError(
@@ -174,12 +158,12 @@ class OptimizerStep:
         self._pending = minibatch, loss, rows, totals
 
     def optim_step(self) -> StepResult:
-        """Update the weights with these gradients.
+        """Update the weights with the accumulated gradients.
 
         Raises:
-            LedgerError: the loss did not count the tokens or weights that the minibatch has; on every rank.
-            UserError: on every rank; there are no gradients that were not used yet, the loss or the gradient norm is
-                not finite (the weights are kept), or the norm is 0 while the loss has a gradient.
+            LedgerError: the loss did not count the minibatch's tokens or weights; on every rank.
+            UserError: no unused gradients, a non-finite loss or gradient norm (the weights are kept), or a norm of 0
+                although the loss has a gradient; on every rank.
         """
         if self._pending is None:
             raise UserError(
@@ -195,7 +179,7 @@ class OptimizerStep:
         grad_norm = self._step.finish()
         adapters: Any = self._step.model.trained
         moved = [] if self._step.model.adapters is None else [adapters.measure_norm()[None]]
-        read = torch.cat([totals, grad_norm.double()[None], *moved]).tolist()  # the only wait for the device
+        read = torch.cat([totals, grad_norm.double()[None], *moved]).tolist()  # the only host sync
         values, norm, moved = read[: len(totals)], read[len(totals)], read[len(totals) + 1 :]
         found = dict(zip(loss.metric_names, values, strict=True))
         for ledger in minibatch.ledgers:
@@ -224,7 +208,7 @@ def _is_pulled_anywhere(loss: StepLoss, group: dist.ProcessGroup) -> bool:
 
 
 def _reduce(rows: list[torch.Tensor], loss: StepLoss, groups: ParallelGroups, device: torch.device) -> torch.Tensor:
-    """Sums and maxima over microbatches and DP ranks, from the last stage to all: [num_metrics] float64."""
+    """Reduce metrics over microbatches, DP and stages: [num_metrics] float64."""
     totals = torch.empty(0, dtype=torch.float64, device=device)
     if groups.is_last_stage:
         table = torch.stack(rows)
@@ -243,7 +227,6 @@ def _reduce(rows: list[torch.Tensor], loss: StepLoss, groups: ParallelGroups, de
 
 
 def _is_sound(totals: torch.Tensor, loss: StepLoss, ledgers: Sequence[LossLedger]) -> torch.Tensor:
-    """0-d bool: the loss is finite and counted what it should; on the device."""
     found = dict(zip(loss.metric_names, totals.unbind(), strict=True))
     sound = found["loss"].isfinite()
     for ledger in ledgers:
@@ -252,7 +235,7 @@ def _is_sound(totals: torch.Tensor, loss: StepLoss, ledgers: Sequence[LossLedger
 
 
 def describe_ledgers(result: StepResult) -> dict[str, float]:
-    """Numerator and denominator of each loss term of a minibatch, `ledger/...`; empty where none is kept."""
+    """Return numerator and denominator of each loss term as `ledger/...`; empty if the minibatch has no ledgers."""
     return {
         name: value
         for ledger in result.minibatch.ledgers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A role on a rank that is not one of its own."""
+"""Stand-in for a role on ranks outside of it."""
 
 from __future__ import annotations
 
@@ -12,36 +12,33 @@ from megatron_rl.training.laid_out import LaidOutModel
 
 
 class AbsentRole:
-    """Stands for a role where it is not: its model by shape and layout, no weights, and nothing to do.
+    """Stand-in for a role on a rank outside of it, without weights.
 
-    Its calls return at once. They are made all the same: a report of a hang compares the phases of all ranks.
-
-    Args:
-        model: without parameters here.
+    Its methods are called nonetheless, because hang reports compare the phases of all ranks.
     """
 
-    policy_version = -1  # of no weights
+    policy_version = -1  # no weights
 
     def __init__(self, model: LaidOutModel) -> None:
         self.model, self.optimizer = model, self
         self.mtp: AbsentRole | None = None
 
     def release(self) -> None:
-        """There is nothing that generation does not need."""
+        """Do nothing."""
 
     def attach_mtp(self, mtp: AbsentRole) -> None:
-        """What stands for the layer behind the policy's last one."""
+        """Set the stand-in for the policy's MTP layer."""
         self.mtp = mtp
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Of no token, [0] float32."""
+        """Return an empty tensor, [0] float32."""
         return torch.empty_like(batch.loss_weights)
 
     compute_sum_pi_squared = compute_values = compute_logprobs
 
     def forward_backward(self, minibatch: TrainBatch, loss: Any = None) -> None:
-        """There is nothing to learn."""
+        """Do nothing."""
 
     def optim_step(self) -> dict[str, float]:
-        """No metrics."""
+        """Return no metrics."""
         return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor: the policy in training."""
+"""The actor: the trained policy."""
 
 from __future__ import annotations
 
@@ -22,21 +22,18 @@ from megatron_rl.training.step import StepLoss
 from megatron_rl.training.token_heads import LogprobHead
 from megatron_rl.training.update import OptimizerStep, build_step, describe_ledgers
 
-# A loss of the user's: (microbatch, logprobs [t], entropy [t]) -> the loss, a scalar whose sum over all microbatches is
-# made smaller, and metrics by name: sums over the tokens in the loss, or maxima whose names begin with "max/".
-# `microbatch.loss_weights` [t] times a token loss, summed, is its mean over the minibatch by `algorithm.loss_agg_mode`.
+# User-defined loss: (microbatch, logprobs [t], entropy [t]) -> scalar loss, whose sum over microbatches is minimized,
+# and metrics by name: sums over the tokens in the loss, or maxima if the name begins with "max/". The sum of
+# token losses times `microbatch.loss_weights` [t] is their mean over the minibatch by `algorithm.loss_agg_mode`.
 LossFunction = Callable[[TrainBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 _COUNTED = ("loss", "tokens", "weights")
 
 
 class Actor:
-    """A language model with an optimizer; building it is collective.
+    """Language model with an optimizer; construction is collective.
 
     Attributes:
-        model, head, optimizer: its parts.
-        step: how its microbatches run.
-        mtp: the layer behind its last stage, in training (`Mtp`, or what stands for it on other stages); None: it is
-            not trained.
+        mtp: MTP layer, or its stand-in on other stages; `None` if it is not trained.
     """
 
     def __init__(self, setup: RoleSetup) -> None:
@@ -65,38 +62,38 @@ class Actor:
 
     @property
     def policy_version(self) -> int:
-        """Optimizer steps behind the weights."""
+        """Number of optimizer steps in the weights."""
         return self.optimizer.steps
 
     def attach_mtp(self, mtp: Any) -> None:
-        """Train the layer behind the last one from now on."""
+        """Train the given MTP layer from now on."""
         self.mtp = mtp
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Log-probs of the tokens in the loss, [t] float32, the same on every rank of the replica; 0 elsewhere."""
+        """Compute log-probs [t] float32, 0 outside of the loss, on every rank of the replica."""
         return self.model.compute_forward(batch, self.head)
 
     def record_routes(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with room for the experts that the next pass over it chooses; itself where there are none."""
+        """Add a buffer for expert choices to the batch, if the model has experts."""
         routing = self.model.routing
         return batch if routing is None else replace(batch, routes_used=routing.make_room(batch))
 
     def compute_sum_pi_squared(self, batch: TrainBatch) -> torch.Tensor:
-        """Sum over the vocabulary of squared probabilities where the tokens in the loss came from; as above."""
+        """Compute the sum over the vocabulary of squared probabilities, [t] float32."""
         return self.model.compute_forward(batch, self.head.compute_sum_pi_squared)
 
     def forward_backward(self, minibatch: TrainBatch, loss: AlgorithmConfig | LossFunction) -> None:
-        """The gradients of a loss over a minibatch, summed over microbatches and DP replicas.
+        """Compute the gradients of a loss over a minibatch, summed over microbatches and DP replicas.
 
         Args:
-            minibatch: of this rank, with the columns that the loss reads. Without `old_logprobs` the policy loss takes
-                the log-probs that it is given, detached, and the importance weights that follow from them.
-            loss: the policy loss of an algorithm, or a function; see `LossFunction`.
+            minibatch: without `old_logprobs` the policy loss uses its own detached log-probs and the importance weights
+                that follow from them.
+            loss: policy loss of an algorithm, or a function; see `LossFunction`.
         """
         if isinstance(loss, AlgorithmConfig):
-            self._kl_coef.fill_(loss.kl_coef)  # it moves during a run: it is read from the device
+            self._kl_coef.fill_(loss.kl_coef)  # may change during a run, so it is a device tensor
             self._is_first_pass.fill_(minibatch.old_logprobs is None)
-            if minibatch.old_logprobs is None:  # what is computed keeps its inputs: others stand for them
+            if minibatch.old_logprobs is None:  # placeholders: a captured graph's inputs must exist in each step
                 others = minibatch.rollout_logprobs
                 weights = others if has_importance_weights(loss) else None
                 minibatch = replace(minibatch, old_logprobs=others, importance_weights=weights)
@@ -114,9 +111,9 @@ class Actor:
             self.mtp.forward_backward(minibatch, list_inputs(self.model, hidden, minibatch))
 
     def optim_step(self) -> dict[str, float]:
-        """Use these gradients; returns metrics, the same on every rank.
+        """Update the weights and return metrics, equal on every rank.
 
-        For a function: its loss and the mean per token of each metric it reports, as `<its name>/<metric>`.
+        Metrics of a user-defined loss are means per token, as `<function name>/<metric>`.
         """
         result = self._update.optim_step()
         routing = self.model.routing
@@ -169,7 +166,7 @@ class Actor:
         old_logprobs = torch.where(self._is_first_pass, logprobs.detach(), microbatch.column("old_logprobs"))
         weights = microbatch.importance_weights
         if weights is not None:
-            responses = Responses.of_sequences(microbatch.sequence_ids)  # of one branch each where these weights count
+            responses = Responses.of_sequences(microbatch.sequence_ids)  # weighted ones have one branch
             own, _ = compute_importance_weights(
                 old_logprobs, microbatch.rollout_logprobs, microbatch.loss_mask, responses, settings
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The critic: a model that tells the value of every state, trained towards the returns."""
+"""The critic: a value model trained towards the returns."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ from megatron_rl.training.update import OptimizerStep, build_step, describe_ledg
 
 
 class Critic:
-    """A model with a score head and an optimizer, in a layout of its own; building it is collective.
+    """Model with a score head and an optimizer; construction is collective.
 
     Args:
-        setup: `spec.path` holds a language model (the head starts at zero, and so do all values), or a
+        setup: `spec.path` contains a language model (the head, and thus all values, start at zero), or a
             `*ForSequenceClassification` or `*ForTokenClassification` with one label.
-
-    Attributes:
-        model, head, optimizer: its parts.
-        step: how its microbatches run.
     """
 
     def __init__(self, setup: RoleSetup) -> None:
@@ -40,23 +36,18 @@ class Critic:
         self._value_loss = StepLoss("value", self._compute_value_loss, self.model.device)
 
     def compute_values(self, batch: TrainBatch) -> torch.Tensor:
-        """Values of a packed batch, [t] float32, the same on every rank of the replica.
+        """Compute values [t] float32, 0 outside of the loss, on every rank of the replica.
 
-        `values[i]` is the value of the state in which `tokens[i]` was chosen, of everything before it; 0
-        outside of the loss.
+        `values[i]` is the value of the state before `tokens[i]`.
         """
         return self.model.compute_forward(batch, self.head)
 
     def forward_backward(self, minibatch: TrainBatch) -> None:
-        """The gradients of the squared distance to `minibatch.returns`, clipped about `minibatch.values`."""
+        """Compute the gradients of the squared error to `minibatch.returns`, clipped around `minibatch.values`."""
         self._update.forward_backward(minibatch, self._value_loss)
 
     def optim_step(self) -> dict[str, float]:
-        """Use these gradients.
-
-        Returns:
-            Metrics, the same on every rank; the explained variance is that of the values before the update.
-        """
+        """Update the weights and return metrics; the explained variance refers to the values before the update."""
         result = self._update.optim_step()
         totals = result.totals
         return {

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer that predicts further tokens, in training: it learns to draft what the policy samples.
+"""The trained multi-token prediction (MTP) layer, which learns to draft the policy's samples.
 
-It is trained on the policy's own responses and hidden states with an optimizer of its own. No gradient goes back into
-the policy, whose steps are the same with and without it, bit for bit.
+No gradient flows back into the policy, whose steps are bitwise equal with and without the layer.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from megatron_rl.training.update import OptimizerStep, build_step
 
 
 class Mtp:
-    """The layer with its optimizer, on the ranks of the policy's last pipeline stage; building it is collective."""
+    """MTP layer with its optimizer, on the policy's last pipeline stage; construction is collective."""
 
     def __init__(self, setup: RoleSetup) -> None:
         section = setup.spec.layout
@@ -36,17 +35,12 @@ class Mtp:
         self._loss = StepLoss("MTP", _compute_loss, self.model.device)
 
     def forward_backward(self, minibatch: TrainBatch, inputs: MtpInputs) -> None:
-        """The gradients of the negative log-likelihood of the tokens after the next.
-
-        Args:
-            minibatch: of the policy.
-            inputs: of the pass of the policy over it.
-        """
+        """Compute the gradients of the negative log-likelihood of the tokens after the next."""
         self.model.take(inputs)
         self._update.forward_backward(shift_targets(minibatch, self.model.groups.dp), self._loss)
 
     def optim_step(self) -> dict[str, float]:
-        """Use these gradients; returns metrics, the same on every rank of the layer."""
+        """Update the weights and return metrics, equal on every rank of the layer."""
         result = self._update.optim_step()
         tokens = max(result.totals["tokens"], 1.0)
         return {
@@ -60,6 +54,6 @@ def _compute_loss(
     settings: None, microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss, metrics = compute_sft_loss(logprobs, microbatch.loss_mask, microbatch.loss_weights)
-    # The share of drafts that are accepted is the sum of min(p, q): the mean of min(1, q / p) over tokens drawn from p.
+    # The acceptance rate of drafts is the sum of min(p, q), i.e. the mean of min(1, q / p) over tokens sampled from p.
     accepted = (logprobs.detach() - microbatch.rollout_logprobs).clamp(max=0).exp()
     return loss, metrics | {"accepted": torch.where(microbatch.loss_mask, accepted, 0.0).sum()}

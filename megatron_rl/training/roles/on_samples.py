@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles as the main loop calls them: they are given samples, pack them privately, and leave columns behind.
+"""Roles as called by the main loop: they pack samples and store their results as columns.
 
-Every rank makes the same calls. On a rank that is not one of a role's own, its calls take part in the exchange of
-columns and return: roles on different ranks work at the same time.
+Every rank makes the same calls; outside of a role they only exchange columns, so roles on disjoint ranks run
+concurrently.
 """
 
 from __future__ import annotations
@@ -27,67 +27,62 @@ from megatron_rl.types import Rollout, UserError
 
 
 class RoleOnSamples:
-    """A role with its way of packing; the methods that take samples are collective over all ranks.
-
-    Attributes:
-        role: works on packed batches.
-        packer: packs for it.
-    """
+    """Role together with its packer; methods that take samples are collective over all ranks."""
 
     def __init__(self, role: Any, packer: Packer) -> None:
         self.role, self.packer = role, packer
 
     @property
     def model(self) -> PackedModel:
-        """The role's model, on its own ranks."""
+        """The role's model; with weights only on its own ranks."""
         return self.role.model
 
     @property
     def is_here(self) -> bool:
-        """True on the role's own ranks."""
+        """Whether this rank belongs to the role."""
         return self.packer.model.dp_rank is not None
 
     def read(self, samples: Experience, *names: str) -> TrainBatch:
-        """Its share of the samples, with some columns where there are such."""
+        """Return this rank's share of the samples, with the named columns that exist."""
         return samples.read(self.packer, names)
 
     def describe_packing(self, samples: Experience) -> dict[str, float]:
-        """Metrics of its packing."""
+        """Return metrics of the packing."""
         return samples.pack(self.packer).metrics
 
     def minibatches(self, samples: Experience, epochs: int = 1) -> Iterator[Minibatch]:
-        """One per optimizer step, each of `plan.rollouts_per_minibatch` rollouts, in as many passes as epochs."""
+        """Yield one minibatch per optimizer step, over `epochs` passes."""
         for _ in range(epochs):
             for index in range(len(samples.pack(self.packer).batch.minibatch_sizes)):
                 yield Minibatch(samples, index)
 
     def as_column(self, samples: Experience, values: torch.Tensor | None) -> Column | None:
-        """Values [t] of its batch as a column of the samples; None stays None."""
+        """Wrap values [t] of the role's batch as a column; `None` stays `None`."""
         return None if values is None else Column(values, samples.pack(self.packer))
 
     def compute(self, function: Callable[[TrainBatch], torch.Tensor], samples: Experience) -> Column:
-        """The column that a function of its batch makes."""
+        """Apply a function to the role's batch; return a column."""
         return Column(function(self.read(samples)), samples.pack(self.packer))
 
     def _read_minibatch(self, minibatch: Minibatch, names: Sequence[str] = ()) -> TrainBatch:
-        """Its share of a minibatch; no token where the role is not."""
+        """Return this rank's share of a minibatch; empty outside of the role."""
         batch = self.read(minibatch.samples, *names)
         return batch.minibatch(minibatch.index) if self.is_here else batch
 
 
 class PolicyOnSamples(RoleOnSamples):
-    """Scores tokens: the reference, and what the actor has in common with it."""
+    """Role that scores tokens: reference and actor."""
 
     def logprobs(self, samples: Experience) -> Column:
-        """Log-probs of the tokens in the loss; 0 elsewhere."""
+        """Compute log-probs of the tokens in the loss; 0 elsewhere."""
         return self.compute(self.role.compute_logprobs, samples)
 
 
 class ActorOnSamples(PolicyOnSamples):
-    """The policy in training.
+    """The trained policy.
 
     Attributes:
-        records_routes: updates replay the experts that `logprobs` chose.
+        records_routes: updates replay the experts chosen in `logprobs`.
     """
 
     def __init__(self, role: Any, packer: Packer) -> None:
@@ -95,14 +90,14 @@ class ActorOnSamples(PolicyOnSamples):
         self.records_routes = getattr(packer.config, "router_replay", "off") == "trainer"
 
     def read(self, samples: Experience, *names: str) -> TrainBatch:
-        """Its share of the samples, with the experts to replay where they are known."""
+        """Return this rank's share of the samples, with replayed routes, if any."""
         packing = samples.pack(self.packer)
         if samples.replayed_routes is None and packing.routes is not None:
             samples.replayed_routes = Column(packing.routes, packing)
         return super().read(samples, *names, "replayed_routes")
 
     def logprobs(self, samples: Experience) -> Column:
-        """Log-probs of the tokens in the loss, 0 elsewhere; the experts chosen for them are noted to be replayed."""
+        """Compute log-probs of the tokens in the loss, and record expert choices if updates replay them."""
         if not (self.records_routes and self.is_here and samples.replayed_routes is None):
             return super().logprobs(samples)
         batch = self.role.record_routes(self.read(samples))
@@ -112,22 +107,22 @@ class ActorOnSamples(PolicyOnSamples):
         return found
 
     def sum_pi_squared(self, samples: Experience) -> Column:
-        """Sum over the vocabulary of squared probabilities where the tokens in the loss came from."""
+        """Compute the sum over the vocabulary of squared probabilities."""
         return self.compute(self.role.compute_sum_pi_squared, samples)
 
     def as_update(self, samples: Experience, values: torch.Tensor) -> Column:
-        """Values [t] that only the last pipeline stage knows, as a column."""
+        """Wrap values [t] of the last pipeline stage as a column."""
         packing, layout = samples.pack(self.packer), self.packer.model.layout
         last_stage = [[layout.rank(dp=dp, pp=layout.pp_size - 1)] for dp in range(layout.dp_size)]
         return Column(values, packing, Holders(packing.holders.replica_of, np.array(last_stage)))
 
     def forward_backward(self, minibatch: Minibatch, loss: AlgorithmConfig | LossFunction) -> None:
-        """The gradients of a policy loss, or of a function (see `roles.actor.LossFunction`), over a minibatch.
+        """Compute the gradients of a policy loss, or of a function (see `roles.actor.LossFunction`), over a minibatch.
 
-        A policy loss gives the samples what it has seen of the policy, and `old_logprobs` where they have none.
+        A policy loss also records its log-probs and entropies, and `old_logprobs` if they are missing.
 
         Raises:
-            UserError: they have none, and the loss needs them before its first pass; on every rank.
+            UserError: `old_logprobs` are missing and needed before the first pass; on every rank.
         """
         samples = minibatch.samples
         if isinstance(loss, AlgorithmConfig):
@@ -157,7 +152,7 @@ class ActorOnSamples(PolicyOnSamples):
             samples.old_logprobs = self.as_column(samples, seen)
 
     def _make_room(self, samples: Experience, loss: AlgorithmConfig) -> None:
-        """For what the last stage will see of the policy in an update."""
+        """Allocate columns that the last stage fills during an update."""
         batch = self.read(samples)
         has_branches = len(samples.headers) > len(samples.headers.rollouts)
         reader = find_early_reader_of_loss(loss, len(batch.minibatch_sizes), has_branches=has_branches)
@@ -174,38 +169,38 @@ class ActorOnSamples(PolicyOnSamples):
             samples.update_entropy = self.as_update(samples, nothing.clone())
 
     def optim_step(self) -> dict[str, float]:
-        """Update the weights with these gradients; returns metrics, the same on all of the role's ranks."""
+        """Update the weights; return metrics, equal on the role's ranks."""
         return self.role.optim_step()
 
 
 def sft(
     microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of supervised fine-tuning: the negative log-likelihood of the tokens in the loss."""
+    """Compute the negative log-likelihood of the tokens in the loss."""
     return compute_sft_loss(logprobs, microbatch.loss_mask, microbatch.loss_weights)
 
 
 class CriticOnSamples(RoleOnSamples):
-    """Tells the value of every state."""
+    """The critic on samples."""
 
     def values(self, samples: Experience) -> Column:
-        """The value of the state in which each token in the loss was chosen; 0 elsewhere."""
+        """Compute the value before each token in the loss; 0 elsewhere."""
         return self.compute(self.role.compute_values, samples)
 
     def forward_backward(self, minibatch: Minibatch) -> None:
-        """The gradients of the distance to the returns over a minibatch."""
+        """Compute the gradients of the value loss over a minibatch."""
         self.role.forward_backward(self._read_minibatch(minibatch, ("values", "returns")))
 
     def optim_step(self) -> dict[str, float]:
-        """Update the weights with these gradients; returns metrics, the same on all of the role's ranks."""
+        """Update the weights; return metrics, equal on the role's ranks."""
         return self.role.optim_step()
 
 
 class RewardModelOnSamples(RoleOnSamples):
-    """Scores whole responses."""
+    """The reward model on samples."""
 
     def __call__(self, samples: Experience) -> np.ndarray:
-        """The score at the end of each rollout, [num_rollouts] float64; the same on every rank."""
+        """Return the score at the end of each rollout, [num_rollouts] float64, equal on every rank."""
         batch, layout = self.read(samples), self.packer.model.layout
         scores = self.role.compute_scores(batch).double().cpu().numpy() if self.is_here else None
         if layout.world_size < world().size():
@@ -217,6 +212,6 @@ class RewardModelOnSamples(RoleOnSamples):
 def score_all_rollouts(
     score: Callable[[Sequence[Rollout]], Sequence[float]], decode: Callable[[list[int]], str], samples: Experience
 ) -> Sequence[float]:
-    """The scores of a function that is handed all rollouts on every rank; collective."""
+    """Apply a scoring function to all rollouts on every rank; collective."""
     rollouts = samples.fetch_rollouts(range(len(samples.rewards)), decode, on_all=True)
     return score([rollout for rollout, _ in rollouts])

@@ -17,17 +17,13 @@ from megatron_rl.training.token_heads import LogprobHead
 
 
 class BaseOfActor:
-    """The model under the actor's adapters, which shares the actor's weights.
-
-    Attributes:
-        model, head: the actor's.
-    """
+    """Reference policy made of the actor's base weights, without adapters."""
 
     def __init__(self, actor: Actor) -> None:
         self.model, self.head = actor.model, actor.head
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """As `Reference` does, with the adapters left out."""
+        """Compute log-probs like `Reference`, with adapters disabled."""
         from megatron_rl.models.lora_linears import without_adapters
 
         with without_adapters(self.model.stages):
@@ -35,42 +31,31 @@ class BaseOfActor:
 
 
 class NoOptimizer:
-    """Stands for the optimizer of a model that is saved and not trained.
-
-    Attributes:
-        megatron, scheduler: this object, a stub of either.
-        steps: none were taken.
-        kind: that of every role by default.
-    """
+    """Stand-in for the optimizer of a checkpointed, untrained model."""
 
     is_stub_optimizer, steps, kind = True, 0, "adam"
 
     @property
     def megatron(self) -> Any:
-        """A stub: it updates no parameter."""
+        """Stub optimizer without parameters."""
         return self
 
     scheduler = megatron
 
     def state_dict(self) -> dict[str, Any]:
-        """There is no schedule."""
+        """Return an empty schedule state."""
         return {}
 
     def moments(self, main: torch.Tensor) -> tuple[str, ...]:
-        """There are none."""
+        """Return no state names."""
         return ()
 
     def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
-        """There is nothing to resume."""
+        """Do nothing."""
 
 
 class Reference:
-    """A language model without gradients; building it is collective.
-
-    Attributes:
-        model, head: its parts.
-        optimizer: none, as a checkpoint sees it.
-    """
+    """Frozen language model; construction is collective."""
 
     def __init__(self, setup: RoleSetup) -> None:
         self.model = PackedModel(setup)
@@ -79,10 +64,10 @@ class Reference:
 
     @torch.no_grad()
     def become(self, policy: PackedModel) -> None:
-        """Take over the weights of a policy in the same layout (ProRL, arXiv 2505.24864)."""
+        """Copy the weights of a policy in the same layout (ProRL, arXiv 2505.24864)."""
         for mine, theirs in zip(self.model.stages.parameters(), policy.stages.parameters(), strict=True):
             local_values(mine).copy_(local_values(theirs))
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Log-probs of the tokens in the loss, [t] float32, the same on every rank of the replica; 0 elsewhere."""
+        """Compute log-probs [t] float32, 0 outside of the loss, on every rank of the replica."""
         return self.model.compute_forward(batch, self.head)

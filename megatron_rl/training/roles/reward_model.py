@@ -13,27 +13,20 @@ from megatron_rl.training.token_heads import PositionScoreHead
 
 
 class RewardModel:
-    """A model with a score head, without gradients or optimizer, in a layout of its own; building it is collective.
-
-    Attributes:
-        model, head: its parts.
-    """
+    """Frozen model with a score head; construction is collective."""
 
     def __init__(self, setup: RoleSetup) -> None:
         self.model = PackedModel(setup)
         self.head = PositionScoreHead(self.model)
 
     def compute_scores(self, batch: TrainBatch) -> torch.Tensor:
-        """The score at the last token of every sequence; collective over the role.
+        """Compute the score at the last token of every sequence, [num_rollouts] float32 on every rank; collective.
 
-        transformers takes the last token that is not `pad_token_id`, which is the same for sequences that do not
-        end in that token.
+        transformers instead scores the last token that is not `pad_token_id`: the same, unless a sequence ends in that
+        token.
 
         Args:
-            batch: of this DP rank; all of them together hold the rollouts 0, 1, ... once each.
-
-        Returns:
-            [num_rollouts] float32 by rollout, of all DP ranks, the same on every rank.
+            batch: this DP rank's share; over all DP ranks, each of the rollouts 0, 1, ... appears once.
         """
         scores, group = self.model.compute_forward(batch, self.head), self.model.groups.dp
         ends = torch.cat([piece.start + piece.cu_seqlens[1:].long() - 1 for piece in batch.slices])

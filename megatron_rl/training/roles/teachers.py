@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The teachers of a run as the main loop calls them: each scores its responses, and the policy learns of it."""
+"""Teachers of a run as called by the main loop."""
 
 from __future__ import annotations
 
@@ -25,13 +25,10 @@ from megatron_rl.training.roles.on_samples import ActorOnSamples, RoleOnSamples
 
 @dataclass(frozen=True)
 class _Lesson:
-    """What a teacher has made of some of the samples.
+    """Output of one teacher for its part of the samples.
 
     Attributes:
-        teacher: its name.
-        part: those samples.
-        order: where each of their sequences stands in all of them.
-        column: of `part`.
+        order: index of each sequence of `part` among all sequences.
     """
 
     teacher: str
@@ -41,14 +38,7 @@ class _Lesson:
 
 
 class TeachersOnSamples:
-    """The teachers of a run; the methods are collective over all ranks.
-
-    Args:
-        teachers: roles by name, `Teacher` or `AbsentTeacher`.
-        packers: of each.
-        policy: that learns from them.
-        config: of the run.
-    """
+    """All teachers of a run; the methods are collective over all ranks."""
 
     def __init__(
         self, teachers: Mapping[str, Any], packers: Mapping[str, Packer], policy: ActorOnSamples, config: RunConfig
@@ -57,11 +47,11 @@ class TeachersOnSamples:
         self._teachers = {name: RoleOnSamples(role, packers[name]) for name, role in teachers.items()}
 
     def score(self, samples: Experience) -> None:
-        """Let each teacher score its samples; the policy has nothing of it until `teach`."""
+        """Run each teacher on its samples, for `teach`."""
         chosen = choose_teachers(self._config, samples.prompts)
         parts = {name: samples.select(groups) for name, groups in chosen.items() if groups}
         for name, (part, _) in parts.items():
-            self._teachers[name].read(part)  # tokens to all of them before one computes
+            self._teachers[name].read(part)  # send tokens to all teachers before one computes
         samples.lessons = [
             _Lesson(name, part, order, self._teachers[name].compute(partial(self._compute, name), part))
             for name, (part, order) in parts.items()
@@ -72,18 +62,18 @@ class TeachersOnSamples:
         return ask_teacher(self._teachers[name].role, self._config.algorithm.distillation, vocab_size, batch)
 
     def teach(self, samples: Experience) -> dict[str, float]:
-        """Bring what the teachers have found to the policy, as a column.
+        """Transfer the teachers' outputs to the policy, as a column of the samples.
 
         Returns:
-            Mean log-prob of the policy minus that of the teachers, `distill/kl`, and of each of several by its name;
-            nothing where distributions are compared, whose divergence the update measures.
+            `distill/kl`, the mean log-prob of the policy minus the teachers', also per teacher if there are several;
+            empty if distributions are compared, whose divergence the update measures.
         """
         packer = self._policy.packer
         found = {
             lesson.teacher: samples.take(lesson.column, lesson.order, lesson.part, packer) for lesson in samples.lessons
         }
         kind = self._config.algorithm.distillation.kind
-        if kind != "sampled":  # one teacher for a token
+        if kind != "sampled":  # each token has one teacher
             column = self._policy.as_column(samples, _lay_together(list(found.values())).nan_to_num(0.0))
             if kind == "full":
                 samples.teacher_hidden = column
@@ -111,14 +101,7 @@ class TeachersOnSamples:
 
 
 def ask_teacher(role: Any, distillation: DistillationConfig, vocab_size: int, batch: TrainBatch) -> torch.Tensor:
-    """What a teacher says of a batch, as the policy's update wants it.
-
-    Args:
-        role: `Teacher` or `AbsentTeacher`.
-        distillation: what is asked for.
-        vocab_size: of the policy.
-        batch: of the teacher.
-    """
+    """Compute the teacher output for the configured kind of distillation."""
     if distillation.kind == "full":
         return role.compute_hidden(batch)
     if distillation.kind == "top_k":
@@ -128,7 +111,7 @@ def ask_teacher(role: Any, distillation: DistillationConfig, vocab_size: int, ba
 
 
 def _lay_together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Tensors [t, ...] that have values at different tokens, and NaN elsewhere, as one."""
+    """Merge tensors [t, ...] that have values at disjoint tokens and NaN elsewhere."""
     whole = parts[0]
     for part in parts[1:]:
         whole = torch.where(whole.isnan(), part, whole)
