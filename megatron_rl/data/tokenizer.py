@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
         ...
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """Render as `apply_chat_template` for `encode_rendered`: special tokens in contents get guards (see `marks`)."""
+        """Render as `apply_chat_template`, with guards in special tokens of contents (see `marks`)."""
         ...
 
 
