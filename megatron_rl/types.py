@@ -23,8 +23,8 @@ class UserError(ValueError):
     """An error that the user can fix; entry points print it without a traceback and exit with 2.
 
     Args:
-        found: the finding, with numbers, in one sentence.
-        source: its origin (config key, file and line, command line, rank).
+        found: one sentence with the numbers.
+        source: config key, file and line, command line, or rank.
         expected: accepted values.
         hint: suggested change.
     """
@@ -106,15 +106,15 @@ class Prompt:
     """One task for the policy.
 
     Attributes:
-        prompt_id: row index over all data files, before filtering; stable across runs and layouts.
+        prompt_id: row index over all data files, before filtering.
         tokens: [s] int32.
         text: with the chat template applied.
         ground_truth: reference for the reward: a text, or a list or dict if the reward function takes it.
-        data_source: data set name (selects the scorer with reward.rule=by_data_source).
+        data_source: selects the scorer with reward.rule=by_data_source.
         extra_info: further columns for the reward function.
         row: all columns except the prompt's.
-        messages: chat messages before the template, or `None` for plain text.
-        tools: in OpenAI format, for the template.
+        messages: before the template, or `None` for plain text.
+        tools: in OpenAI format.
     """
 
     prompt_id: int
@@ -199,11 +199,11 @@ class RouteShape:
 def complete_routes(
     first: np.ndarray | None, later: np.ndarray | None, *, has_moved: bool = False
 ) -> np.ndarray | None:
-    """Merge a sequence's routes of two forward passes, [s, layers, choices]; the first pass takes precedence.
+    """Merge a sequence's routes of two forward passes, [s, layers, choices]; the first takes precedence.
 
     Args:
-        first: of a prefix, or `None`.
-        later: of the whole sequence, or `None`.
+        first: of a prefix.
+        later: of the whole sequence.
         has_moved: the weights changed in between, so the later pass takes precedence: its samples depend on it.
     """
     if first is None or later is None:
@@ -221,11 +221,11 @@ class Branch:
         tokens: [s] int32, prompt, sampled tokens and observations.
         sampled: [s] bool, sampled by the policy in this branch; only these are trained on.
         logprobs: [s] float32 behavior log-probs if `sampled`, else 0.
-        versions: [s] int32 policy version (number of optimizer steps) if `sampled`, else undefined.
+        versions: [s] int32 policy version (optimizer steps) if `sampled`, else undefined.
         num_prompt_tokens: length of the task's prompt at the start.
-        kept: [s] sets that tokens were sampled from; `None` means the whole vocabulary.
-        rewards: [s] float32 turn rewards, at the last token of each turn, or `None`.
-        routes: [s, layers, choices] experts chosen by the engine (`RouteShape`), or `None` if unknown.
+        kept: [s] sampling sets; `None` means the whole vocabulary.
+        rewards: [s] float32 turn rewards, at the last token of each turn.
+        routes: [s, layers, choices] experts chosen by the engine (`RouteShape`).
     """
 
     tokens: np.ndarray
@@ -291,8 +291,6 @@ class Rollout:
 
     Attributes:
         sample_index: position in the group, 0 <= sample_index < group_size.
-        branches: context windows.
-        turns: in order.
         finish_reason: "stop" (EOS or stop token) or "length" (token limit); with an environment also "turns" (turn
             limit), "timeout" or "error" (failed, excluded from training).
         response: text of the last turn.
@@ -365,10 +363,9 @@ class LossLedger:
     """Global counts of one minibatch, to check the loss's divisor.
 
     Attributes:
-        mode: `algorithm.loss_agg_mode`.
         num_tokens: tokens in the loss.
         num_sequences: responses, including those without loss tokens.
-        denominator: divisor of the sum over tokens (for seq-mean-token-mean, of the sum of sequence means).
+        denominator: divisor of the sum over tokens (for seq-mean-token-mean, of sequence means).
         weight_sum: sum of `loss_weights` over tokens in the loss.
         metrics: of the aggregation, by name.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps a program's requests to exact tokens; earlier replies keep their sampled tokens.
 
-A program sends the whole conversation with each request. The longest prefix that was seen before and ends with a reply
-is reused; only the rest is rendered (see `transcript`). Without such a prefix, the episode forks.
+A program sends the whole conversation each time. The longest prefix that was seen before and ends with a reply is
+reused; only the rest is rendered (see `transcript`). Without such a prefix, the episode forks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ class Context:
 
 @dataclass(frozen=True)
 class _Said:
-    """A conversation that ends with a reply."""
-
     context: Context
     reply: list[int]
 
@@ -105,7 +103,6 @@ class Conversations:
 
 
 def _name_prefixes(messages: Sequence[Message], tools: list[Any]) -> list[str]:
-    """Return digests of the tools and the first i messages, at index i."""
     names = [json.dumps(tools, sort_keys=True)]
     for message in messages:
         names.append(_digest(names[-1], message))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parsing and validation of requests to an episode's endpoint; pure functions.
 
-The run's settings fix how replies are sampled, because training uses the same ones. A request may repeat or omit them;
-the error for any other value names the setting.
+The run's settings fix how replies are sampled, because training uses the same ones; the error for any other value names
+the setting.
 """
 
 from __future__ import annotations

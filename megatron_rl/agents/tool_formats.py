@@ -73,7 +73,6 @@ class ToolFormat:
 
 
 def _find_blocks(read: Callable[[str, Schemas], ToolCall]) -> Callable[[str, Schemas], list[_Found]]:
-    """Return a `find` for formats with each call between <tool_call> and </tool_call>."""
     return lambda text, schemas: [
         (begin, end, read(inside.strip(), schemas))
         for begin, end, inside in _find_between(text, "<tool_call>", "</tool_call>")
@@ -81,7 +80,6 @@ def _find_blocks(read: Callable[[str, Schemas], ToolCall]) -> Callable[[str, Sch
 
 
 def _find_between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, str]]:
-    """Yield the spans of pairs of marks and the text between them."""
     begin = text.find(opening)
     while begin >= 0 and (end := text.find(closing, begin + len(opening))) >= 0:
         yield begin, end + len(closing), text[begin + len(opening) : end]
@@ -176,7 +174,7 @@ FORMATS = {
 
 
 class ToolReader:
-    """Parser of replies' tool calls; with the format `None` it finds none."""
+    """Parser of replies' tool calls; none are found if the format is `None`."""
 
     def __init__(self, tokenizer: Tokenizer, name: str | None) -> None:
         self._tokenizer, self._format = tokenizer, FORMATS[name] if name else None

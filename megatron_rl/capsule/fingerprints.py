@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of parameters: compact and independent of layout, yet enough to compare tensors and locate differences.
+"""Fingerprints of parameters: compact, independent of layout, sufficient to compare tensors and locate differences.
 
 Of each logical tensor (HF names and shapes; optimizer states as `optimizer.exp_avg.<name>`):
 
@@ -7,8 +7,7 @@ Of each logical tensor (HF names and shapes; optimizer states as `optimizer.exp_
     total    sum of bits(x_i)             modulo 2^64
     norm, highest |x_i|, and the values of 64 elements at positions derived from the name
 
-A single changed element can be located: if the totals differ by d, the digests differ by d * (2 i + 1), which gives i
-and the element's previous value.
+If one element changed, totals differ by d and digests by d * (2 i + 1), which gives i and the previous value.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class StoredRole:
         self._table = megatron_global_placements(shape)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a whole weight or optimizer state."""
+        """Read a weight or optimizer state."""
         is_state = name.startswith(STATE_PREFIX)
         key = name if is_state else self._table[name][0].key
         if key not in self._reader.tensors:
@@ -152,7 +151,7 @@ class StoredRole:
 def fingerprint_pieces(
     shapes: Mapping[str, tuple[int, ...]], pieces: Iterable[Piece], group: dist.ProcessGroup | None
 ) -> Fingerprints:
-    """Compute fingerprints from pieces that cover each element once, summed over `group` if given."""
+    """Compute fingerprints from pieces that cover each element once over `group` (or locally)."""
     rows, names = {name: row for row, name in enumerate(shapes)}, list(shapes)
     places = {}
     bits = torch.zeros(len(names), 3, dtype=torch.int64)  # digest, total, elements
@@ -194,7 +193,6 @@ def _sum_bits(data: torch.Tensor) -> int:
 
 
 def _pick(data: torch.Tensor, piece: Piece, places: np.ndarray) -> torch.Tensor:
-    """Return the sampled elements within a piece, 0 elsewhere, [64] float64."""
     inner = places - np.array(piece.offset)[:, None]
     is_here = ((inner >= 0) & (inner < np.array(data.shape)[:, None])).all(0)
     found = torch.zeros(NUM_SAMPLES, dtype=torch.float64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of one step, in order of computation and independent of layout, that a capsule stores.
+"""The numbers of one step that a capsule stores, in order of computation and independent of layout.
 
 A section is a table of parameters or a list of quantities. Token values are indexed by rollout and position in the
 response, never by position in a packed batch.
@@ -92,7 +92,7 @@ class StepObserver:
 
         Args:
             decode: response tokens -> text.
-            counted: metric -> its values in this step, in order.
+            counted: metric -> its values in this step.
 
         Returns:
             On rank 0 the rollouts and all sections; on other ranks no rollouts and the parameter sections.
@@ -135,7 +135,6 @@ class StepObserver:
 
 
 def _describe_rollouts(samples: Experience, rollouts: Sequence[Rollout]) -> list[Values]:
-    """Return the rollout data that training reads."""
     headers = samples.headers.rollouts
     lengths = np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64)
     found = [

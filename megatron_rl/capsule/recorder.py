@@ -9,7 +9,7 @@
         state/step_<N-1>/    checkpoint from which the step started
     <run_dir>/capsules/step_<N>.partial/   being written; never read
 
-The directory is renamed once complete. If writing fails, the run logs the error and continues.
+The directory is renamed once complete. A failed write is logged and the run continues.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class CapsuleRecorder:
     """Writes the step `trainer.capture_step` as a capsule; methods are collective.
 
     Args:
-        plan: batch arithmetic.
         roles: see `StepObserver`.
         save_state: writes the last step's end as a checkpoint into a directory; returns an error, if any.
         decode: response tokens -> text.

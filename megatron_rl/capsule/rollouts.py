@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File of a step's scored rollouts, and the stand-in for engine and rewards that replays it.
+"""The file of a step's scored rollouts, and the stand-in for engine and rewards in a replay.
 
-One JSON object per rollout, group by group; floats are written losslessly. The columns `prompt` and `answer` make the
-file a valid data file for the replay.
+One JSON object per rollout, group by group, with lossless floats. Its columns `prompt` and `answer` also make it a data
+file.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience)
 
 
 def _write_kept(rollout: Rollout) -> dict[str, list[int]]:
-    """Encode the truncated sampling sets; {} for the whole vocabulary."""
     parts = [branch.kept for branch in rollout.branches if branch.kept is not None]
     if not parts:
         return {}
@@ -71,7 +70,6 @@ def _write_kept(rollout: Rollout) -> dict[str, list[int]]:
 
 
 def _write_routes(rollout: Rollout) -> dict[str, Any]:
-    """Encode expert routes in base64; {} if unknown."""
     routes = rollout.branches[0].routes
     if routes is None:
         return {}

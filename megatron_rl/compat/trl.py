@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translation of Hugging Face `TrainingArguments` and TRL `GRPOConfig` names, which recipes give without a section.
 
-As in `verl/name_tables.py`, each name is renamed, ignored with a reason, or accepted only with values that match this
-program's behavior. ms-swift uses most of them as flags. A test compares this table with docs/migrating.md, which has
-the units. Source: trl/trainer/grpo_config.py at commit 006d32c.
+As in `verl/name_tables.py`, names are renamed, ignored with a reason, or accepted only with values that match this
+program. ms-swift uses most of them as flags. A test compares this table with docs/migrating.md, which has the units.
+Source: trl/trainer/grpo_config.py at commit 006d32c.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _combine_correction(parts: Parts) -> Combined:
 
 
 def _combine_batches(parts: Parts) -> Combined:
-    """Require batch sizes in prompts: per-device counts of completions mean nothing without the number of processes."""
+    """Require batch sizes in prompts, because per-device sizes depend on the number of processes."""
     given = [part for name, part in parts.items() if name not in (_PROMPTS, _MINIBATCH) and part.value is not None]
     if given and not {_PROMPTS, _MINIBATCH} <= parts.keys():
         raise UserError(

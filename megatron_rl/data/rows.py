@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and checks rows of JSONL and parquet files, each with its location for errors.
 
-Parquet is streamed by `datasets` without preparation on disk, so ranks can read concurrently and the home directory
-stays untouched. JSONL is decoded line by line: errors can quote a line by number, and a columnar reader would drop
-columns missing in the first line and cast mixed types.
+Parquet is streamed by `datasets` without preparation on disk, so ranks can read concurrently. JSONL is decoded by line:
+errors can quote a line, and a columnar reader would drop columns missing in the first line and cast mixed types.
 
-Invariants: rows keep the order of the files; `index` counts over all files; blank lines are skipped. Accessors of `Row`
-return checked values or raise a UserError with file and line.
+Invariants: rows keep the order of the files; blank lines are skipped; accessors of `Row` return checked values or raise
+a UserError with file and line.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class ChildProcess:
     """The parent's end of one child process.
 
     Args:
-        module: run by the child with the connection's file descriptor as `sys.argv[1]`.
+        module: gets the connection's file descriptor as `sys.argv[1]`.
         secrets: environment variables to pass on anyway.
     """
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weighted sum of reward sources.
+"""The weighted sum of reward sources; pure except for loading user code.
 
     reward = sum_i weight_i * score_i  (+ weight_model * score_model)  + soft overlong punishment
 
-The reward model scores elsewhere and collectively, so `compute_reward` sums the local sources, and `add_model_scores`
-follows. Pure except for loading user code.
+The reward model scores elsewhere and collectively, so `add_model_scores` follows `compute_reward`.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class RewardPlan:
     Attributes:
         sources: rules, functions and services.
         model_weight: `None` without a reward model.
-        is_sum: whether `reward.components` is set; raw scores are then logged by source name.
+        is_sum: whether `reward.components` is set; scores are then logged by source.
         max_response_length: tokens.
         overlong_buffer_length, overlong_penalty: see `compute_overlong_penalty`; off if the length is 0.
     """
@@ -81,7 +80,7 @@ def build_reward_plan(
         function: used instead of loading `config.function`.
 
     Raises:
-        UserError: a component is not "WEIGHT SOURCE", a function or URL is unusable, or there are two models.
+        UserError: a component is malformed, a function or URL is unusable, or there are two models.
     """
     if config.components:
         setting = "reward.components"
@@ -120,9 +119,6 @@ def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) 
 
     In a sum, a source's score is logged as "source" and its components as "source/component"; a single source's
     components keep their names unless another metric has them.
-
-    Args:
-        scores: one per local source, in the plan's order.
 
     Raises:
         UserError: the sum is not finite or too large.

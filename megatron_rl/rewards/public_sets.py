@@ -170,7 +170,7 @@ def find_scorer(data_source: str) -> Callable[[str, Any], float | dict[str, floa
 
 
 def _last_box(text: str) -> str | None:
-    """Return the last box's content by Hendrycks' rules; `None` also if his code fails."""
+    """Return the last box's content by Hendrycks' code; `None` if that code fails."""
     bare = "\\boxed "
     if bare in text:
         return text.rpartition(bare)[2].partition("$")[0]

@@ -70,8 +70,8 @@ class FunctionInWorker:
 class Scorer:
     """The local reward sources of one rank; no communication with other ranks.
 
-    With reward.workers=0, rules and functions run in the rank during `finish`, and a function that hangs blocks the run
-    until the collective timeout.
+    With reward.workers=0, rules and functions run during `finish`, and a function that hangs blocks the run until the
+    collective timeout.
 
     Args:
         decode: response tokens -> text.
@@ -118,9 +118,9 @@ class Scorer:
         self._begun[id(rollout)] = rollout, decoded, waits  # an id is unique only while its object exists
 
     def finish(self, rollouts: Sequence[Rollout], step: int | Sequence[int] = 0) -> list[Rollout]:
-        """Return the rollouts with `response`, `reward` and `reward_components`, without the reward model's part.
+        """Return the rollouts with response and reward, without the reward model's part.
 
-        The component `RESTATES` is 1.0 if an answer that restates the prompt got a positive reward, else absent.
+        The component `RESTATES` is 1.0 if an answer that restates the prompt got a positive reward.
 
         Args:
             rollouts: of this rank; not begun ones are begun with `step`, one for all or one per rollout.

@@ -124,7 +124,7 @@ def _number(value: Any, name: str) -> float:
 
 
 def _scalar(value: Any) -> float | None:
-    """Convert a Python, numpy or torch number or bool to float; `None` for anything else."""
+    """Convert a Python, numpy or torch number or bool to float, else return `None`."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, bool | int | float | np.bool_):

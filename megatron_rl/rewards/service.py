@@ -6,8 +6,8 @@
     200  {"scores": [number | {"score": number, component: number, ...}, ...]}    one per sample, in order
 
 Batches follow the order in which responses finish, so each sample must be scored independently. Connection errors,
-timeouts, 429, 5xx and malformed answers are retried; any other status means a wrong request. urllib3's `Retry` is not
-used: its pauses cannot be interrupted, and it does not check answers.
+timeouts, 429, 5xx and malformed answers are retried; any other status means a wrong request. urllib3's `Retry` could
+not be interrupted, and does not check answers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OK, _TOO_MANY_REQUESTS = 200, 429
 
 
 class _RequestFailed(Exception):
-    """A failed attempt; `retry` is true if another one could succeed."""
+    """A failed attempt."""
 
     def __init__(self, what: str, *, retry: bool) -> None:
         super().__init__(what)
@@ -87,7 +87,6 @@ class RewardService:
                 future.set_result(score)
 
     def _request_scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """Post with retries; apply `service_on_failure` if all fail."""
         config, attempt = self._config, 1
         while True:
             try:
@@ -145,7 +144,6 @@ class RewardService:
 
 
 def _parse_answer(answer: Any, num_samples: int) -> list[Score]:
-    """Parse the response body; ValueError if it is malformed."""
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list):
         raise ValueError(f'no list "scores" in {shorten(repr(answer))}')
@@ -168,5 +166,5 @@ def _describe(rollout: Rollout) -> dict[str, Any]:
 
 
 def _to_json(value: Any) -> Any:
-    """Convert numpy values to lists and numbers, and others, such as dates, to text."""
+    """Convert numpy values to lists and numbers, and other types, such as dates, to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

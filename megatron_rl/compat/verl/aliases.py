@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translates verl and TRL setting names to this package's.
+"""Translates verl and TRL setting names.
 
 verl's tables are in `name_tables.py` (single names) and `name_groups.py` (names read together), from which
 `docs/verl_keys.md` is generated; TRL's are in `compat/trl.py`. Invariant: nothing is dropped silently; a setting
-without effect yields a note, and one that would change the result raises an error.
+without effect yields a note, and one that would change the result raises.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def alias_names() -> list[str]:
 
 
 def alias_target(name: str) -> str | None:
-    """Return the setting that a name is simply renamed to, or `None`."""
+    """Return the setting to which a name is simply renamed, or `None`."""
     alias = _ALIASES.get(name)
     if isinstance(alias, Renamed):
         return alias.target
@@ -124,7 +124,7 @@ def translate(
 
 
 def _expand_home(value: Any) -> Any:
-    """Expand `~/`, which verl's recipes use for the user's files."""
+    """Expand `~/`, which stands for the user's home in verl's recipes."""
     if isinstance(value, list):
         return [_expand_home(item) for item in value]
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
@@ -190,7 +190,6 @@ def _ignore_all(pattern: str, members: Sequence[Setting]) -> str:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Compare with True distinct from 1."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 

@@ -2,7 +2,7 @@
 """Translation of verl's two KL terms.
 
 verl has a KL term in the loss (`use_kl_loss`, `kl_loss_coef`, `kl_loss_type`) and one in the reward
-(`use_kl_in_reward`, `kl_penalty`, `kl_ctrl.*`), each with its own switch; here one term has a choice of place.
+(`use_kl_in_reward`, `kl_penalty`, `kl_ctrl.*`); here a single term has a choice of place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VERL_KL_PENALTY = "k1"
 
 
 def combine_kl(parts: Parts) -> Combined:
-    """Translate the enabled KL term, if any, and report settings of the disabled one."""
+    """Translate the enabled KL term; report settings of the disabled one."""
     in_loss, in_reward = (name in parts and read_boolean(parts[name]) for name in (_USE_KL_LOSS, _USE_KL_IN_REWARD))
     if in_loss and in_reward:
         raise UserError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translation of verl's advantage estimators and policy losses: the loss, its dual clip, and its aggregation.
+"""Translation of verl's estimators and policy losses, with dual clip and aggregation.
 
 Two of verl's rules are in its code, not its settings: `vanilla` always has a dual clip, and some losses are averaged
 over sequences regardless of `loss_agg_mode`.

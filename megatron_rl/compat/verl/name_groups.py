@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translation of verl settings whose meaning depends on each other.
 
-A group combines its given settings into translated ones and notes, by verl's rules: `kl_loss_coef` needs `use_kl_loss`,
-`filter_overlong_prompts` runs before `truncation`, `do_sample=False` overrides the validation temperature, and a
-micro-batch of k sequences becomes a budget of k maximum-length ones. KL is in `kl_names.py`, losses in `loss_names.py`.
+Groups follow verl's rules: `kl_loss_coef` needs `use_kl_loss`, `filter_overlong_prompts` runs before `truncation`,
+`do_sample=False` overrides the validation temperature, and a micro-batch of k sequences becomes a budget of k
+maximum-length ones. KL is in `kl_names.py`, losses in `loss_names.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AliasGroup:
     """Names that are read together.
 
     Attributes:
-        meaning: resulting settings, for `--help` and the table of names.
+        meaning: resulting settings, for `--help` and docs.
         combine: translates those that were given.
         reads: further names that `combine` reads; they keep their own meaning.
         targets: verl name -> equivalent setting, for flags without a value.
@@ -109,7 +109,7 @@ def _combine_overlong(parts: Parts) -> Combined:
 
 
 def _combine_reward_key(parts: Parts) -> Combined:
-    """Select verl's default reward; a reward function or service in the recipe overrides it, as in verl."""
+    """Select verl's default reward; a reward function or service in the recipe overrides it."""
     key = parts[_REWARD_KEY]
     if key.value == "data_source":
         yield replace(key, name="reward.rule", value="by_data_source", text=None, weak=True)
@@ -168,7 +168,7 @@ def _combine_resume(parts: Parts) -> Combined:
 
 
 def _budget_group(prefix: str, role: str) -> AliasGroup:
-    """Build the group of a role's token budget, given in tokens or as a number of sequences."""
+    """Build the group of a role's token budget."""
     tokens, dynamic = f"{prefix}.ppo_max_token_len_per_gpu", f"{prefix}.use_dynamic_bsz"
     sequences, target = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{role}.max_tokens_per_microbatch"
 
@@ -211,7 +211,7 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
 
 
 def _sequence_parallel_group(prefix: str, role: str) -> AliasGroup:
-    """Build the group of sequence parallelism, which verl enables at any TP size but needs TP > 1 here."""
+    """Build the group of sequence parallelism, which verl enables even without TP."""
     name, target = f"{prefix}.megatron.sequence_parallel", f"{role}.sequence_parallel"
     sizes = (f"{prefix}.megatron.tensor_model_parallel_size", f"{role}.tensor_model_parallel_size")
 
@@ -245,7 +245,7 @@ def _betas_group(prefix: str, role: str) -> AliasGroup:
 
 
 def _overlong_buffer_group(prefix: str) -> AliasGroup:
-    """Build the group of DAPO's soft overlong punishment, whose place differs between verl versions."""
+    """Build the group of DAPO's overlong punishment; its place differs between verl versions."""
     enable, length, penalty, log = (f"{prefix}.{leaf}" for leaf in ("enable", "len", "penalty_factor", "log"))
 
     def combine(parts: Parts) -> Combined:

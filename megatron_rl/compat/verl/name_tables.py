@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translation table of single verl names.
+"""Translation table of single verl names; data only.
 
-Data only. Each name is `Renamed` (with a value table if values differ), `Ignored` with a reason, accepted `Only` with
-values that match this program's behavior, or the `SameAs` another setting. `PATTERNS` cover whole sections on Ray, FSDP
-or profilers. Names that depend on each other are in `name_groups.py`.
+Each name is `Renamed` (with a value table if values differ), `Ignored` with a reason, accepted `Only` with matching
+values, or the `SameAs` another setting. `PATTERNS` cover whole sections on Ray, FSDP or profilers. Names that depend on
+each other are in `name_groups.py`.
 """
 
 from __future__ import annotations
