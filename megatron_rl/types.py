@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared data types: prompts, rollouts, user errors, and exit codes.
 
-Shape legend, used in every docstring of the package (Megatron brackets, sharding by division):
+Shape legend of the package (Megatron brackets, sharding by division):
 
     t   packed tokens of one microbatch        h   hidden size          v   vocabulary
     s   sequence length, b sequences           n   attention heads      np  heads per TP rank
@@ -25,8 +25,6 @@ class UserError(ValueError):
     Args:
         found: one sentence with the numbers.
         source: config key, file and line, command line, or rank.
-        expected: accepted values.
-        hint: suggested change.
     """
 
     def __init__(self, found: str, *, source: str, expected: str, hint: str) -> None:
@@ -34,17 +32,13 @@ class UserError(ValueError):
         super().__init__(f"{found}\n  source:   {source}\n  expected: {expected}\n  hint:     {hint}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with all parts, so that the error can be sent between ranks."""
+        """Pickle with all parts, to be sent between ranks."""
         parts = dict(source=self.source, expected=self.expected, hint=self.hint)
         return _rebuild_user_error, (self.found, parts)
 
 
 class UserErrors(UserError):
-    """Several user errors at once, numbered in the text; each part joins the parts of all errors.
-
-    Args:
-        errors: at least one.
-    """
+    """Several user errors, numbered in the text; each part joins the parts of all errors."""
 
     def __init__(self, errors: Sequence[UserError]) -> None:
         parts = {part: "; ".join(getattr(error, part) for error in errors) for part in ("source", "expected", "hint")}
@@ -59,7 +53,7 @@ class UserErrors(UserError):
 
 
 class Preempted(Exception):
-    """A signal stopped the run after its state was saved; entry points exit with EXIT_PREEMPTED."""
+    """A signal stopped the run, and its state is saved; entry points exit with EXIT_PREEMPTED."""
 
 
 # Nonzero exit codes of a rank; see docs/checkpoints.md.
@@ -79,12 +73,12 @@ def text_of(error: BaseException) -> str:
 
 
 def mark_reported(error: BaseException, code: int) -> None:
-    """Mark an exception as printed: handlers print nothing and exit with `code`."""
+    """Mark an exception as printed: handlers only exit with `code`."""
     vars(error)["reported_code"] = code
 
 
 def reported_code(error: BaseException) -> int | None:
-    """Return the exit code of an exception that was reported, else `None`."""
+    """Return the exit code of a reported exception, else `None`."""
     return getattr(error, "reported_code", None)
 
 
@@ -97,7 +91,7 @@ SERVICE_FAILURES = "service_failures"  # reward component that counts failed ser
 
 
 def has_reward(finish_reason: str, components: Mapping[str, Any]) -> bool:
-    """Return whether the reward is valid: neither the episode nor a reward service failed."""
+    """Return whether the reward is valid: no failed episode or reward service."""
     return finish_reason not in FAILED and not components.get(SERVICE_FAILURES)
 
 
@@ -130,7 +124,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class KeptSets:
-    """For each token, the set it was sampled from, if sampling was truncated (top-p and its relatives).
+    """For each token, the set from which truncated sampling (top-p and its relatives) drew it.
 
     Attributes:
         ids: [k] int32 token ids, concatenated sets.
@@ -142,7 +136,7 @@ class KeptSets:
 
     @classmethod
     def whole(cls, length: int) -> KeptSets:
-        """Return sets for `length` tokens that were sampled from the whole vocabulary or not sampled."""
+        """Return whole-vocabulary sets for `length` tokens."""
         return cls(np.empty(0, np.int32), np.zeros(length, np.int32))
 
     @classmethod
@@ -172,7 +166,7 @@ class KeptSets:
 
 @dataclass(frozen=True)
 class RouteShape:
-    """The shape of MoE routes: `choices` out of `experts` expert indices in each of `layers`, per token.
+    """The shape of MoE routes: per token, `choices` of `experts` in each of `layers`.
 
     Routes are arrays [s, layers, choices] of `dtype`; its maximum marks an unknown choice.
     """
@@ -250,7 +244,7 @@ class Branch:
 
         Args:
             tokens: [s] prompt and response.
-            logprobs: [s - num_prompt_tokens] of the response; zeros if `None`.
+            logprobs: [s - num_prompt_tokens]; zeros if `None`.
             versions: policy version of the response, or [s - num_prompt_tokens].
             kept: [s - num_prompt_tokens]; `None` means the whole vocabulary.
         """
@@ -272,7 +266,7 @@ class Branch:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Return the number of tokens in the loss: sampled ones, except at position 0, which has no prediction."""
+        """Return the number of sampled tokens, except at position 0, which has no prediction."""
         return int(np.count_nonzero(self.sampled[1:]))
 
 
@@ -320,7 +314,7 @@ class Rollout:
         versions: int | np.ndarray = 0,
         kept: KeptSets | None = None,
     ) -> Rollout:
-        """Build a rollout from one response; arguments as in `Branch.of_response`."""
+        """Build a rollout from one response; see `Branch.of_response`."""
         tokens, start = np.concatenate([prompt.tokens, response_tokens]), len(prompt.tokens)
         branch = Branch.of_response(tokens, start, logprobs, versions, kept)
         return cls(prompt, sample_index, [branch], [Turn(0, start, len(tokens))], finish_reason)
@@ -331,7 +325,7 @@ class Rollout:
 
     @property
     def response_tokens(self) -> np.ndarray:
-        """Return all sampled tokens in order, including a sampled EOS, [s] int32."""
+        """Return all sampled tokens, including EOS, in order, [s] int32."""
         return np.concatenate([branch.tokens[branch.sampled] for branch in self.branches])
 
     @property

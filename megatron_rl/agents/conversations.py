@@ -80,9 +80,9 @@ class Conversations:
         return Context(self._tokenizer.encode_rendered(text), names[-1], transcript)
 
     def show_text(self, text: str) -> Context:
-        """Return the context of plain text, reusing the tokens of an earlier prompt and reply that it begins with.
+        """Return the context of plain text, reusing tokens of an earlier prompt and reply at its start.
 
-        The program rendered the text, so its special tokens are encoded as such.
+        Special tokens in the text are recognized, because the program rendered it.
         """
         known = max((key for key in self._texts if text.startswith(key)), key=len, default=None)
         if known is not None:

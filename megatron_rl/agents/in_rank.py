@@ -86,11 +86,7 @@ AnyEpisodes = EpisodeProcesses | EpisodesInRank
 def choose_episodes(
     config: RunConfig, tokenizer: str, stop_token_ids: tuple[int, ...], is_debugged: bool
 ) -> AnyEpisodes:
-    """Return the rank's episode runner; programs run in separate processes even on a debugged rank.
-
-    Args:
-        tokenizer: path of its file or directory.
-    """
+    """Return the rank's episode runner; programs run in separate processes even on a debugged rank."""
     agents, data = config.agents, config.data
     setup = Setup(
         environment=agents.environment,

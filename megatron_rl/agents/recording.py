@@ -170,7 +170,7 @@ class _Context:
             self._routed_by = version
 
     def as_branch(self, prompt: np.ndarray) -> Branch:
-        """Build the branch up to its last reply; without replies, the prompt's last token becomes the response."""
+        """Build the branch up to its last reply; without any, the prompt's last token becomes the response."""
         tokens, stop, place = self.joined, self._replied or self.length, 0
         sampled, versions = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int32)
         for part in self._parts:

@@ -145,7 +145,7 @@ def _find_mistral(text: str, _: Schemas) -> list[_Found]:
 
 
 def _find_llama(text: str, _: Schemas) -> list[_Found]:
-    """Find objects with a name and `parameters` (or `arguments`) anywhere; stop after too many parse failures."""
+    """Find objects with a name and `parameters` (or `arguments`); stop after too many parse failures."""
     found: list[_Found] = []
     failures, work, stop = 0, 0, 0
     while failures < _MOST_FAILURES and work <= _MOST_WORK * len(text) and (begun := _OBJECT.search(text, stop)):
@@ -225,7 +225,7 @@ def find_tool_format(tokenizer: Tokenizer, options: Mapping[str, Any]) -> str | 
 
 
 def require_format(name: str | None, source: str) -> str:
-    """Return the tool-call format (UserError if it is `None`, that is, unsupported)."""
+    """Return the tool-call format (UserError if unsupported, that is, `None`)."""
     if name is None:
         raise UserError(
             "the chat template writes tool calls in a format that is not known",
@@ -295,7 +295,6 @@ def _type_arguments(name: str, pairs: Sequence[tuple[str, str]], schemas: Schema
 
 
 def _read_value(text: str, schema: Any) -> Any:
-    """Convert a text to the first matching type of its schema, if any."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -70,7 +70,7 @@ def sample_places(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprints:
-    """Fingerprint a role's weights; collective over `group`, which may exceed the role's ranks; equal on every rank."""
+    """Fingerprint a role's weights, equal on every rank; collective over `group`, which may exceed the role's ranks."""
     shapes, rank = role.model.shape.logical_tensors(), group.rank()
     saved = choose_saved(role, find_holders(role), rank) if rank in role.model.layout.ranks else []
 
@@ -105,13 +105,10 @@ def fingerprint_optimizer(role: SavedRole, group: dist.ProcessGroup) -> Fingerpr
 
 
 class StoredRole:
-    """The logical tensors of a role in a checkpoint.
+    """The logical tensors of a role in a checkpoint; every method raises UserError if the files cannot be read.
 
     Args:
-        directory: of the role in the checkpoint.
-
-    Raises:
-        UserError: (also by every method) the files cannot be read.
+        directory: of the role.
     """
 
     def __init__(self, directory: Path, shape: ModelShape) -> None:

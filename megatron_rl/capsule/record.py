@@ -37,7 +37,7 @@ class Values:
     Attributes:
         index: owner of each element: a response token, rollout, group, optimizer step of a role, or the step.
         array: [k].
-        lengths: for tokens, the number per rollout.
+        lengths: tokens per rollout.
     """
 
     name: str
@@ -73,7 +73,7 @@ class StepObserver:
     """Collects the sections of a step; methods are collective.
 
     Args:
-        roles: trained roles by name ("actor", "critic"); the keys are equal on every rank.
+        roles: trained roles by name, with equal keys on every rank.
         group: all ranks.
     """
 

@@ -90,7 +90,7 @@ class CapturedRollouts:
 
     Attributes:
         rollouts: (group index, rollout).
-        baselines: [num_groups] rewards of greedy responses (ReMax), or `None`.
+        baselines: [num_groups] rewards of greedy responses (ReMax).
     """
 
     rollouts: list[tuple[int, Rollout]]

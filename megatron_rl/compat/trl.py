@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translation of Hugging Face `TrainingArguments` and TRL `GRPOConfig` names, which recipes give without a section.
 
-As in `verl/name_tables.py`, names are renamed, ignored with a reason, or accepted only with values that match this
-program. ms-swift uses most of them as flags. A test compares this table with docs/migrating.md, which has the units.
-Source: trl/trainer/grpo_config.py at commit 006d32c.
+The kinds are those in `verl/kinds.py`. ms-swift uses most of these names as flags. A test compares this table with
+docs/migrating.md, which has the units. Source: trl/trainer/grpo_config.py at commit 006d32c.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ _PROMPTS, _MINIBATCH = "data.train_batch_size", "actor.ppo_mini_batch_size"
 
 
 def _combine_correction(parts: Parts) -> Combined:
-    """Map TRL's importance-sampling correction, which has only an upper bound (3 by default)."""
+    """Map TRL's importance-sampling correction, which has only an upper bound."""
     given = {name: setting for name, setting in parts.items() if setting.value is not None}
     switch, mode = given.get(_CORRECTION), given.get(_MODE)
     if switch is not None and not read_boolean(switch):

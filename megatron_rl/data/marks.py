@@ -30,8 +30,8 @@ _NAMES = ("role", "type")  # fields whose values templates compare
 def is_mark(text: str, is_special: bool) -> bool:
     """Return whether a token is a control token: declared special, or spelled <|...|>.
 
-    DeepSeek does not declare the mark of a user turn. Tags such as <think> and <tool_call> are mostly neither, and
-    remain tokens in contents.
+    DeepSeek does not declare the mark of a user turn. Tags such as <think> are mostly neither, and remain tokens in
+    contents.
     """
     return is_special or _BARS.fullmatch(text) is not None
 
@@ -104,7 +104,7 @@ class Marks:
 
     @cached_property
     def _controls(self) -> set[int]:
-        """Return tokens that only the template may write, without the unknown token: it is special but no mark."""
+        """Return tokens that only the template may write; excludes the unknown token, which is no mark."""
         return set(self._marks.values()) - {piece.id for piece in self._encoder.model.tokenize(GUARD)}
 
     def _spell(self, token: int) -> list[int]:
@@ -122,7 +122,7 @@ class Marks:
         return GUARD.join(text[start:stop] for start, stop in pairwise([0, *(i + 1 for i in places), len(text)]))
 
     def _begins_mark(self, text: str, place: int, end: int) -> bool:
-        """Return whether a mark starts here, or the text ends inside a mark that the next text could complete."""
+        """Return whether a mark starts here, or may be completed by the next text."""
         is_whole = any(text[place : place + length] in self._marks for length in self._lengths)
         return is_whole or (end - place < self._lengths[-1] and text[place:end] in self._begun)
 

@@ -32,7 +32,7 @@ _OPTIONS = "chat_template_kwargs"  # column with template arguments for its row
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a list of files, with counts of truncated and dropped ones.
+    """Prompts of a list of files, with counts of truncated and dropped ones.
 
     Attributes:
         file_starts: `prompt_id` of each file's first row.
@@ -51,7 +51,7 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class SftSet:
-    """The SFT examples of a list of files, with counts of truncated and dropped prompts.
+    """SFT examples of a list of files, with counts of truncated and dropped prompts.
 
     Attributes:
         examples: the response is the target, with EOS.
@@ -136,7 +136,7 @@ def load_prompts(
 
 
 def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -> SftSet:
-    """Read, check and tokenize prompts with their responses (column response_key, else answer_key).
+    """Read, check and tokenize prompts with responses (column response_key, else answer_key).
 
     Raises:
         UserError: as `load_prompts`; also a response longer than `max_response_length` with its EOS.

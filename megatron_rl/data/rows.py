@@ -29,7 +29,7 @@ class Row:
     """One row of a data file.
 
     Attributes:
-        index: over all files read together, from 0.
+        index: over all files, from 0.
         file: index of its file, from 0.
         location: "file:line" (JSONL) or "file:row N" (parquet), from 1.
     """
@@ -66,7 +66,7 @@ class Row:
 
 
 def as_text(value: Any, column: str, location: str) -> str:
-    """Return a text unchanged and a finite number as Python prints it (UserError otherwise)."""
+    """Return a text, or a finite number as Python prints it (UserError otherwise)."""
     if isinstance(value, str):
         return value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -76,7 +76,7 @@ def as_text(value: Any, column: str, location: str) -> str:
 
 
 def wrong_type(column: str, value: Any, location: str, expected: str) -> UserError:
-    """Build the error for a value of the wrong type or shape."""
+    """Build the error for a wrong value."""
     return UserError(
         f'column "{column}" holds {excerpt(repr(value))} ({type(value).__name__})',
         source=location,

@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """Render a conversation up to the start of the assistant's reply; `options` are template arguments."""
+        """Render a conversation up to the start of the assistant's reply."""
         ...
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -265,7 +265,7 @@ def find_stop_tokens(
 
 
 def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Refuse stop strings that cannot occur in a response: empty, or text of special tokens (UserError)."""
+    """Refuse stop strings that cannot occur in a response: empty, or special tokens (UserError)."""
     for string in strings:
         if not string or string not in tokenizer.decode(tokenizer.encode(string)):
             raise UserError(
@@ -277,7 +277,7 @@ def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer) -> None:
 
 
 def _without_marks(model: sentencepiece.SentencePieceProcessor) -> sentencepiece.SentencePieceProcessor:
-    """Return the model without user-defined symbols that are marks; control symbols never result from text."""
+    """Return the model without user-defined symbols that are marks."""
     if not any(is_mark(model.id_to_piece(i), is_special=False) for i in range(model.vocab_size())):
         return model
     messages: Any = import_module("sentencepiece.sentencepiece_model_pb2")
@@ -307,7 +307,6 @@ def _read_hugging_face(directory: Path) -> Any:
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
-    """Read special_tokens_map.json, used without a tokenizer_config.json."""
     file = directory / "special_tokens_map.json"
     entries = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     texts = {name: value["content"] if isinstance(value, dict) else value for name, value in entries.items()}

@@ -72,5 +72,5 @@ class ChildProcess:
 
 
 def environment_without_secrets(kept: Collection[str] = ()) -> dict[str, str]:
-    """Return the environment without variables named like a key, token, secret or password, except `kept`."""
+    """Return the environment without variables named like secrets, except `kept`."""
     return {name: value for name, value in os.environ.items() if name in kept or not _SECRET.search(name)}

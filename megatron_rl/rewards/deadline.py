@@ -101,7 +101,7 @@ def post_within(url: str, body: bytes, seconds: float, max_answer_bytes: int) ->
     Args:
         url: http or https; `user:password@` becomes basic authentication.
         seconds: for the whole request except the DNS lookup.
-        max_answer_bytes: limit on the decompressed body.
+        max_answer_bytes: of the decompressed body.
 
     Raises:
         DeadlineExceeded, TooLarge: the request exceeded a limit.

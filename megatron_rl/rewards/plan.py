@@ -143,7 +143,7 @@ def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) 
 
 
 def keep_reward(plan: RewardPlan, rollout: Rollout) -> tuple[float, dict[str, float]]:
-    """Return reward and components of a rollout rewarded by its environment; errors as in `compute_reward`."""
+    """Return reward and components of a rollout rewarded by its environment; raises as `compute_reward`."""
     punishment, components = compute_reward(replace(plan, sources=()), [], rollout)
     reward = rollout.reward + punishment
     if not abs(reward) <= LARGEST:
@@ -180,11 +180,11 @@ def compute_overlong_penalty(
 def add_model_scores(
     plan: RewardPlan, rewards: np.ndarray, scores: np.ndarray, name: Callable[[int], str]
 ) -> np.ndarray:
-    """Add the reward model's weighted scores to the rewards from `compute_reward`.
+    """Add the reward model's weighted scores to rewards from `compute_reward`.
 
     Args:
         rewards, scores: [num_rollouts] float64.
-        name: index -> description of a rollout for errors.
+        name: index -> description of a rollout.
 
     Raises:
         UserError: a score is missing or not finite, or a sum is too large.

@@ -134,8 +134,7 @@ class Quantity:
     def equals(self, other: Quantity) -> bool:
         """Return whether both mean the same number.
 
-        A scale of only one may have been omitted in the other. A decimal of six or more places equals a number that it
-        rounds.
+        One side may omit a scale. A decimal of six or more places equals a number that it rounds.
         """
         if self.name and other.name and self.name != other.name:
             return False
@@ -148,7 +147,7 @@ class Quantity:
 
 
 def clean(text: str) -> str:
-    """Return the text without fonts, spacing commands and currency signs, and with ASCII digits."""
+    """Return the text with ASCII digits and without fonts, spacing commands and currency signs."""
     if not text.isascii():
         text = _SUPERSCRIPTS.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
         text = _VULGAR_FRACTION.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0])}", text)

@@ -46,7 +46,7 @@ class RewardSource(Protocol):
 
 
 class FunctionInRank:
-    """A rule or function that runs in this process when its score is awaited; it cannot be interrupted."""
+    """A rule or function run in this process when its score is awaited; it cannot be interrupted."""
 
     def __init__(self, function: RewardFunction) -> None:
         self._function = function
@@ -110,7 +110,7 @@ class Scorer:
     def begin(self, rollout: Rollout, step: int = 0) -> None:
         """Decode the last turn and start scoring it (step 0: validation); `finish` must get the same object.
 
-        A reward given by the rollout's environment is kept.
+        The reward of an environment is kept.
         """
         decoded = replace(rollout, response=self._decode(rollout.answer_tokens.tolist()))
         sources = self._sources if math.isnan(rollout.reward) else []

@@ -41,11 +41,7 @@ class _RequestFailed(Exception):
 
 
 class RewardService:
-    """A reward source that posts batches to an HTTP service from threads.
-
-    Args:
-        setting: source of the URL, for errors.
-    """
+    """A reward source that posts batches to an HTTP service from threads."""
 
     def __init__(self, url: str, config: RewardConfig, setting: str) -> None:
         self._url, self._config, self._setting = url, config, setting
@@ -137,7 +133,6 @@ class RewardService:
         return [self._count(Score(self._config.service_fallback_reward, failure=found), 1.0) for _ in rollouts]
 
     def _count(self, score: Score, failures: float) -> Score:
-        """Add the failure count, a component of every response if a fallback is configured."""
         if self._config.service_on_failure == "stop":
             return score
         return replace(score, components={**score.components, SERVICE_FAILURES: failures})

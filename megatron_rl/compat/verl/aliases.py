@@ -47,7 +47,7 @@ _GROUPS = (*name_groups.GROUPS, *trl.GROUPS)
 
 
 def alias_names() -> list[str]:
-    """Return all accepted foreign names, including those in groups."""
+    """Return all accepted foreign names."""
     return [*_ALIASES, *(name for group in _GROUPS for name in group.names)]
 
 
@@ -60,7 +60,7 @@ def alias_target(name: str) -> str | None:
 
 
 def find_ranks(settings: Sequence[Setting]) -> int | None:
-    """Return a verl recipe's number of ranks, `trainer.nnodes * trainer.n_gpus_per_node`, or `None`."""
+    """Return the ranks of a verl recipe, `trainer.nnodes * trainer.n_gpus_per_node`, or `None`."""
     values = {setting.name: setting.value for setting in settings}
     nodes, gpus = values.get("trainer.nnodes", 1), values.get("trainer.n_gpus_per_node")
     counted = all(isinstance(number, int) and number > 0 for number in (nodes, gpus))
@@ -70,15 +70,12 @@ def find_ranks(settings: Sequence[Setting]) -> int | None:
 def translate(
     settings: Sequence[Setting], fields: Mapping[str, FieldInfo], mistakes: Mistakes
 ) -> tuple[list[Setting], list[str]]:
-    """Translate foreign setting names.
+    """Translate foreign setting names; return the settings and a note per setting without effect.
 
     Args:
         settings: in order; the later of two equal names wins.
         fields: this package's settings by full name.
         mistakes: collects errors for unknown names and unsupported values.
-
-    Returns:
-        Translated settings, and a note per setting without effect.
     """
     latest: dict[str, Setting] = {}
     for setting in settings:
@@ -164,7 +161,6 @@ def _ignore(setting: Setting, alias: Ignored | Only) -> list[str]:
 
 
 def _compare(setting: Setting, alias: SameAs, translated: Sequence[Setting]) -> list[str]:
-    """Accept a repetition; refuse a contradiction."""
     value = next((ours for theirs, ours in alias.values if _same(setting.value, theirs)), setting.value)
     strongest = max(
         (other for other in translated if other.name == alias.target),
@@ -194,7 +190,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def format_names(width: int = 100) -> str:
-    """Format the verl names for `--help` in lines of `width` columns."""
+    """Format the verl names for `--help`."""
     renamed = [(name, alias.target) for name, alias in name_tables.ALIASES.items() if isinstance(alias, Renamed)]
     pairs = [(name, target) for name, target in renamed if name != target]
     pairs += [(" + ".join(group.names), group.meaning) for group in name_groups.GROUPS]

@@ -25,7 +25,7 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Only:
-    """A name accepted only with values that match the fixed behavior (null always does), and the reason."""
+    """A name accepted only with values that match the fixed behavior (or null), and the reason."""
 
     allowed: tuple[Any, ...]
     reason: str

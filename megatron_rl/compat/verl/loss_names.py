@@ -58,10 +58,7 @@ _BY_SEQUENCE, _SEQUENCE_MEAN = ("gspo", "sapo", "geo_mean"), "seq-mean-token-mea
 
 
 def find_defaults(settings: Sequence[Setting]) -> list[Setting]:
-    """Return verl defaults that differ from ours, for recipes that give the policy model by verl's name.
-
-    Overrides on the command line do not make a recipe verl's.
-    """
+    """Return verl defaults that differ from ours, if the recipe itself names the policy model as verl does."""
     lowest = min((setting.layer for setting in settings), default=ASSUMED)
     is_verl = any(setting.name == _MODEL_PATH and setting.layer == lowest for setting in settings)
     return [Setting(_LOSS_MODE, "vanilla", "verl's default", ASSUMED)] if is_verl else []
@@ -127,7 +124,6 @@ def _combine_aggregation(parts: Parts, mode: Setting | None) -> Combined:
 
 
 def _combine_covariance(parts: Parts, mode: Setting | None) -> Combined:
-    """Merge verl's token ratios, one per loss, into one setting."""
     for owner, name in _COV_RATIOS.items():
         if name in parts and mode is not None and mode.value == owner:
             yield replace(parts[name], name="algorithm.cov_ratio")

@@ -90,7 +90,7 @@ def _combine_reward_model(parts: Parts) -> Combined:
 
 
 def _combine_overlong(parts: Parts) -> Combined:
-    """Translate long-prompt handling; filtering runs before truncation, which then has no effect."""
+    """Translate long-prompt handling; filtering makes truncation ineffective."""
     truncation, filtering = parts.get(_TRUNCATION), parts.get(_FILTER)
     if filtering is not None and read_boolean(filtering):
         yield replace(filtering, name="data.overlong_prompts", value="drop", text=None)
