@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment `calculator`: evaluates expressions that the policy sends; any other reply is its final answer.
+"""The environment `calculator`: evaluates expressions; any other reply is the final answer.
 
-In a chat, a reply calls the function `calculate(expression)` (see `TOOL`). If the prompt is plain text, the reply ends
-with an expression in brackets: "[12*34]" is answered by "[408]". The run's reward sources score the final answer.
+In a chat, a reply calls the function `calculate(expression)` (see `TOOL`). After a plain-text prompt, it ends with an
+expression in brackets: "[12*34]" is answered by "[408]".
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _LONGEST = 200  # characters; bounds the size of products
 
 
 class Calculator:
-    """An environment with one tool, an arithmetic calculator."""
+    """An environment with one tool."""
 
     def reset(self, task: Task) -> Observation:
-        """Return no messages; the task's own suffice."""
+        """Return no messages."""
         return Observation([])
 
     def step(self, reply: Reply) -> Observation | Done:
-        """Return one message per evaluated expression, or `Done` if the reply contains none."""
+        """Evaluate a reply's expressions, or end the episode."""
         results = [
             calculate(str((call.arguments or {}).get("expression", ""))) if call.name == "calculate" else "error"
             for call in reply.tool_calls

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps a program's requests to exact tokens; earlier replies keep their sampled tokens.
 
-A program sends the whole conversation with each request. The longest prefix that was seen before and ends with a reply
-is reused; only the rest is rendered (see `transcript`). Without such a prefix, the episode forks.
+A program sends the whole conversation each time. The longest prefix that was seen before and ends with a reply is
+reused; only the rest is rendered (see `transcript`). Without such a prefix, the episode forks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ class Context:
 
 @dataclass(frozen=True)
 class _Said:
-    """A conversation that ends with a reply."""
-
     context: Context
     reply: list[int]
 
@@ -82,9 +80,9 @@ class Conversations:
         return Context(self._tokenizer.encode_rendered(text), names[-1], transcript)
 
     def show_text(self, text: str) -> Context:
-        """Return the context of plain text, reusing the tokens of an earlier prompt and reply that it begins with.
+        """Return the context of plain text, reusing tokens of an earlier prompt and reply at its start.
 
-        The program rendered the text, so its special tokens are encoded as such.
+        Special tokens in the text are recognized, because the program rendered it.
         """
         known = max((key for key in self._texts if text.startswith(key)), key=len, default=None)
         if known is not None:
@@ -105,7 +103,6 @@ class Conversations:
 
 
 def _name_prefixes(messages: Sequence[Message], tools: list[Any]) -> list[str]:
-    """Return digests of the tools and the first i messages, at index i."""
     names = [json.dumps(tools, sort_keys=True)]
     for message in messages:
         names.append(_digest(names[-1], message))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request handling of an episode's OpenAI-compatible endpoint: each request is a turn of the episode.
+"""Request handling of an episode's OpenAI-compatible endpoint, one request (a turn) at a time.
 
     GET  /v1/models
     POST /v1/chat/completions     messages and tools; streaming
     POST /v1/completions          text or tokens; streaming
     POST /inference/v1/generate   tokens in, tokens and log-probs out, as in vLLM
 
-One request at a time. A repeated request (a retry) gets the first answer again. `endpoint_server` does the HTTP.
+A repeated request (a retry) gets the first answer again.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Answered:
-    """A request and its reply; `number` is the request's index in the episode."""
-
     number: int
     prompt: list[int]
     sample: Sample
@@ -55,14 +53,14 @@ class _Answered:
 
 
 class Endpoint:
-    """Request handler of one episode's endpoint.
+    """Request handler of one episode.
 
     Args:
-        sample: (prompt tokens, maximum number of reply tokens) -> reply.
+        sample: (prompt tokens, limit of reply tokens) -> reply.
         lock: held while a request is answered.
 
     Attributes:
-        refusal: error of a request whose tools the run cannot show or parse, or `None`.
+        refusal: error of a request whose tools the run cannot show or parse.
     """
 
     def __init__(
@@ -84,11 +82,7 @@ class Endpoint:
         return {"object": "list", "data": [model | {"max_model_len": self._setup.context_length}]}
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the response body of a request, in its non-streaming form.
-
-        Raises:
-            BadRequest: the request has unsupported fields or values.
-        """
+        """Return the response body, without streaming (BadRequest if unsupported)."""
         key = path + json.dumps({k: v for k, v in body.items() if not k.startswith("stream")}, sort_keys=True)
         with self._lock:
             if (found := self._answered.get(key)) is None:
@@ -128,7 +122,7 @@ class Endpoint:
         return _Answered(len(self._answered), context.tokens, sample, message)
 
     def _require_tools(self) -> None:
-        """Refuse a request's tools if the template does not show them or calls cannot be parsed (BadRequest)."""
+        """Refuse tools that the template does not show or replies cannot call (BadRequest)."""
         source, options = "the tools of a request to the endpoint (agents.program)", self._setup.options
         try:
             require_shown(shows_tools(self._tokenizer, options), source)

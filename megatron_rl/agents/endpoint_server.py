@@ -89,7 +89,6 @@ class _Handler(BaseHTTPRequestHandler):
         return self._is_welcome() and super().handle_expect_100()
 
     def _read_body(self) -> bytes | None:
-        """Return the body, or `None` if the request was refused."""
         return self.rfile.read(int(self.headers.get("Content-Length") or 0)) if self._is_welcome() else None
 
     def _is_welcome(self) -> bool:

@@ -70,7 +70,7 @@ class Observation:
 
     Attributes:
         messages: shown to the policy next, with "role" and "content".
-        reward: of this turn, if any.
+        reward: of this turn.
     """
 
     messages: list[Message]
@@ -82,8 +82,8 @@ class Done:
     """The end of an episode.
 
     Attributes:
-        reward: of the last turn. The episode's reward is the sum over turns; if no turn has one, the run's reward
-            sources score the last reply.
+        reward: of the last turn. Rewards of turns are summed; without any, the run's reward sources score the last
+            reply.
         components: name -> value, logged as reward/<name>.
     """
 

@@ -25,8 +25,8 @@ class Setup:
 
     Attributes:
         environment, program, tools: settings in `agents`; exactly one is set.
-        tokenizer: path of its directory or file.
-        options: arguments of the chat template.
+        tokenizer: path.
+        options: template arguments.
         follows_template: whether `agents.history` is "template".
         context_length: maximum tokens of a prompt and its response.
         tool_format: `agents.tool_format`; workers resolve "auto".
@@ -49,7 +49,7 @@ class Setup:
 
     @property
     def source(self) -> str:
-        """Return the setting that selects the environment, program or tools."""
+        """Return the setting that is used, with its value."""
         settings = {"environment": self.environment, "program": self.program, "tools": ", ".join(self.tools)}
         return next(f"agents.{name} = {value}" for name, value in settings.items() if value)
 
@@ -83,12 +83,12 @@ class Answer:
     """An episode's answer to a reply; the first answer precedes any reply.
 
     Attributes:
-        tail: tokens of the next request after the reply, or `None` if the episode is over.
-        reward: of the reply, or `None` if the environment gave none.
+        tail: tokens before the next reply, or `None` at the end.
+        reward: of the reply, if any.
         seconds: time spent in the environment.
-        finish_reason: "turns", "timeout" or "error" if the environment did not end the episode itself; after "timeout"
-            and "error" only `failure` is valid.
-        max_tokens: limit of the next reply, or `None` if only the context limits it.
+        finish_reason: "turns", "timeout" or "error" if the environment did not end the episode; after the last two only
+            `failure` is valid.
+        max_tokens: limit of the next reply, or `None` for the context limit.
     """
 
     tail: Tail | None = None

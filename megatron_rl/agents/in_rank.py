@@ -26,14 +26,12 @@ _Answers = Generator[Answer, tuple[list[int], str]]
 
 
 class _Episode:
-    """An environment with its own random state."""
-
     def __init__(self, answers: _Answers, seed: int) -> None:
         self._answers = answers
         self._python, self._numpy = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
 
     def ask(self, question: Callable[[_Answers], Answer]) -> Answer:
-        """Advance the episode under its random state; return its answer or its error."""
+        """Advance the episode under its own random state."""
         with keep_random_streams():
             random.setstate(self._python)
             np.random.set_state(self._numpy)
@@ -67,7 +65,7 @@ class EpisodesInRank:
         self._answers[key] = self._episodes[key].ask(lambda answers: answers.send((tokens, finish_reason)))
 
     def wait(self) -> dict[Any, Answer]:
-        """Return the answers since the last call, by key."""
+        """Return new answers, by key."""
         found, self._answers = self._answers, {}
         return found
 
@@ -88,11 +86,7 @@ AnyEpisodes = EpisodeProcesses | EpisodesInRank
 def choose_episodes(
     config: RunConfig, tokenizer: str, stop_token_ids: tuple[int, ...], is_debugged: bool
 ) -> AnyEpisodes:
-    """Return the rank's episode runner; programs run in separate processes even on a debugged rank.
-
-    Args:
-        tokenizer: path of its file or directory.
-    """
+    """Return the rank's episode runner; programs run in separate processes even on a debugged rank."""
     agents, data = config.agents, config.data
     setup = Setup(
         environment=agents.environment,

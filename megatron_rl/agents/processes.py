@@ -37,7 +37,6 @@ class _Running:
             worker.tell("begin", theirs.fileno())
 
     def ask(self, message: object) -> None:
-        """Send a message and start the clock of its answer."""
         self._asked = time.monotonic()
         self.connection.send(message)
 
@@ -51,7 +50,6 @@ class _Running:
         return message
 
     def deadline(self, turn_seconds: float) -> float:
-        """Return the monotonic time at which the answer is late."""
         return self._asked + min(self.seconds, turn_seconds)
 
 

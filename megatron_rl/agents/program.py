@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a user's program as the agent: `agent(task, base_url) -> reward`, in its episode's process.
 
-The program uses any OpenAI client with the episode's endpoint. OPENAI_BASE_URL and OPENAI_API_KEY are set, so
-`openai.OpenAI()` needs no arguments.
+OPENAI_BASE_URL and OPENAI_API_KEY are set for the episode's endpoint, so `openai.OpenAI()` needs no arguments.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def find_program(name: str) -> Program:
 
 
 class _Rank:
-    """An episode's connection to the rank, which samples one request at a time."""
+    """An episode's connection to the rank."""
 
     def __init__(self, connection: Connection, max_turns: int) -> None:
         self._connection, self._max_turns = connection, max_turns
@@ -86,19 +85,17 @@ class _Rank:
         return found
 
     def end(self, done: Done) -> None:
-        """Send the program's result to the rank."""
         components = {name: float(value) for name, value in done.components.items()}
         reward = None if done.reward is None else float(done.reward)
         self._connection.send(Answer(None, reward, components, time.monotonic() - self._since))
 
 
 def run_program(connection: Connection, program: Program, setup: Setup, tokenizer: Tokenizer, opening: Opening) -> None:
-    """Run an episode.
+    """Run an episode; raises any error of the program.
 
     Raises:
         TypeError, ValueError: the program returned no valid reward.
         UserError: it failed after the endpoint refused its tools.
-        Exception: any error of the program.
     """
     rank, lock = _Rank(connection, setup.max_turns), threading.Lock()
     conversations = Conversations(tokenizer, setup, opening)

@@ -14,12 +14,12 @@ class Recording:
     """The token-level record of one episode.
 
     A request that starts with all tokens of a branch continues the longest such branch; the rest is an observation. Any
-    other request starts a branch, or replaces a prompt without replies. So a token is trained on exactly once if the
-    engine returned it, and never otherwise.
+    other request starts a branch, or replaces a prompt without replies. So tokens are trained on exactly once if the
+    engine returned them, and never otherwise.
 
     Attributes:
-        reward: sum over turns, or `None` if no turn has a reward.
-        interrupted: number of tokens of a reply that will be continued, or 0.
+        reward: sum over turns, or `None` without any.
+        interrupted: number of tokens of a reply that will be continued.
     """
 
     def __init__(self, prompt: Prompt, sample_index: int) -> None:
@@ -46,12 +46,12 @@ class Recording:
 
     @property
     def num_forks(self) -> int:
-        """Return the number of branches beyond the first."""
+        """Return the number of branches after the first."""
         return len(self._contexts) - 1
 
     @property
     def tokens(self) -> np.ndarray:
-        """Return the tokens of the last request and its reply, [s] int32."""
+        """Return the last request and its reply, [s] int32."""
         return self._contexts[self._current].joined
 
     @property
@@ -118,7 +118,7 @@ class Recording:
 
 
 class _Part(NamedTuple):
-    """A run of tokens; further fields as in `Branch`, `logprobs` is `None` if no engine sampled it."""
+    """A run of tokens; `logprobs` is `None` if no engine sampled it."""
 
     tokens: np.ndarray
     logprobs: np.ndarray | None = None
@@ -128,8 +128,6 @@ class _Part(NamedTuple):
 
 
 class _Context:
-    """A branch as a list of parts."""
-
     def __init__(self, *parts: _Part) -> None:
         self._parts: list[_Part] = []
         self.rewards: dict[int, float] = {}  # by token index
@@ -141,7 +139,6 @@ class _Context:
 
     @classmethod
     def of(cls, branch: Branch) -> _Context:
-        """Continue a branch."""
         found = cls(_Part(branch.tokens, branch.logprobs, branch.versions, branch.sampled, branch.kept))
         if branch.routes is not None:
             found.add_routes(branch.routes, int(branch.versions[-1]))
@@ -168,13 +165,12 @@ class _Context:
             self._replied = self.length
 
     def add_routes(self, routes: np.ndarray | None, version: int) -> None:
-        """Merge routes of all tokens so far."""
         if routes is not None:
             self._routes = complete_routes(self._routes, routes, has_moved=version != self._routed_by)
             self._routed_by = version
 
     def as_branch(self, prompt: np.ndarray) -> Branch:
-        """Build the branch up to its last reply; without replies, the prompt's last token becomes the response."""
+        """Build the branch up to its last reply; without any, the prompt's last token becomes the response."""
         tokens, stop, place = self.joined, self._replied or self.length, 0
         sampled, versions = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int32)
         for part in self._parts:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parsing and validation of requests to an episode's endpoint; pure functions.
 
-The run's settings fix how replies are sampled, because training uses the same ones. A request may repeat or omit them;
-the error for any other value names the setting.
+The run's settings fix how replies are sampled, because training uses the same ones; the error for any other value names
+the setting.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def _get(body: Mapping[str, Any], field: str) -> Any:
-    """Return a field's value or `None`; raises BadRequest for a wrong type."""
+    """Return a field's value or `None`; BadRequest for a wrong type."""
     value, kind = body.get(field), _KINDS[field]
     if value is not None and not isinstance(value, kind):
         raise BadRequest(f"{field} = {value!r} is no {kind.__name__}", field)
@@ -93,7 +93,7 @@ def check_fields(body: Mapping[str, Any], known: Collection[str], temperature: f
 
 
 def read_chat(body: Mapping[str, Any], temperature: float) -> tuple[list[Message], list[Any]]:
-    """Return messages and tools of a /v1/chat/completions request, in chat-template form; raises BadRequest."""
+    """Return messages and tools of a /v1/chat/completions request for the chat template; raises BadRequest."""
     check_fields(body, _CHAT, temperature)
     given = body.get("messages")
     if not isinstance(given, list) or not given:
@@ -177,7 +177,6 @@ def _read_content(message: dict[str, Any]) -> str:
 
 
 def _read_call(call: Any) -> dict[str, Any]:
-    """Convert a call's arguments from JSON text (the API) to an object (chat templates)."""
     function = _read_function(call)
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):

@@ -66,7 +66,6 @@ def _describe_calls(
 
 
 def _check_tools(prompts: PromptSet, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
-    """Refuse prompts that cannot show tools (UserError)."""
     texts = [prompt for prompt in prompts.prompts if prompt.messages is None]
     shown = prompts.prompts[0]
     hides = not texts and shown.text == tokenizer.apply_chat_template(shown.messages or [], **options)

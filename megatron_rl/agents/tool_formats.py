@@ -73,7 +73,6 @@ class ToolFormat:
 
 
 def _find_blocks(read: Callable[[str, Schemas], ToolCall]) -> Callable[[str, Schemas], list[_Found]]:
-    """Return a `find` for formats with each call between <tool_call> and </tool_call>."""
     return lambda text, schemas: [
         (begin, end, read(inside.strip(), schemas))
         for begin, end, inside in _find_between(text, "<tool_call>", "</tool_call>")
@@ -81,7 +80,6 @@ def _find_blocks(read: Callable[[str, Schemas], ToolCall]) -> Callable[[str, Sch
 
 
 def _find_between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, str]]:
-    """Yield the spans of pairs of marks and the text between them."""
     begin = text.find(opening)
     while begin >= 0 and (end := text.find(closing, begin + len(opening))) >= 0:
         yield begin, end + len(closing), text[begin + len(opening) : end]
@@ -147,7 +145,7 @@ def _find_mistral(text: str, _: Schemas) -> list[_Found]:
 
 
 def _find_llama(text: str, _: Schemas) -> list[_Found]:
-    """Find objects with a name and `parameters` (or `arguments`) anywhere; stop after too many parse failures."""
+    """Find objects with a name and `parameters` (or `arguments`); stop after too many parse failures."""
     found: list[_Found] = []
     failures, work, stop = 0, 0, 0
     while failures < _MOST_FAILURES and work <= _MOST_WORK * len(text) and (begun := _OBJECT.search(text, stop)):
@@ -176,7 +174,7 @@ FORMATS = {
 
 
 class ToolReader:
-    """Parser of replies' tool calls; with the format `None` it finds none."""
+    """Parser of replies' tool calls; none are found if the format is `None`."""
 
     def __init__(self, tokenizer: Tokenizer, name: str | None) -> None:
         self._tokenizer, self._format = tokenizer, FORMATS[name] if name else None
@@ -227,7 +225,7 @@ def find_tool_format(tokenizer: Tokenizer, options: Mapping[str, Any]) -> str | 
 
 
 def require_format(name: str | None, source: str) -> str:
-    """Return the tool-call format (UserError if it is `None`, that is, unsupported)."""
+    """Return the tool-call format (UserError if unsupported, that is, `None`)."""
     if name is None:
         raise UserError(
             "the chat template writes tool calls in a format that is not known",
@@ -297,7 +295,6 @@ def _type_arguments(name: str, pairs: Sequence[tuple[str, str]], schemas: Schema
 
 
 def _read_value(text: str, schema: Any) -> Any:
-    """Convert a text to the first matching type of its schema, if any."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -51,7 +51,7 @@ class Transcript(Protocol):
 
 
 class TextTranscript:
-    """A transcript of plain text; message contents are never encoded as special tokens."""
+    """A transcript of plain text; contents never become special tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -69,7 +69,6 @@ class ChatTranscript:
     """A transcript of chat messages.
 
     Args:
-        messages: the task's messages.
         options: template arguments, including the tools.
         stop_token_ids: after a reply that ends with one, the template's own end-of-turn token is left out; a truncated
             reply gets it.
@@ -123,7 +122,7 @@ class ChatTranscript:
 def render_tail(
     tokenizer: Tokenizer, task: Sequence[Message], messages: Sequence[Message], options: Mapping[str, Any]
 ) -> str:
-    """Render the template's text between a reply and the next one, with guards (see `data.marks`).
+    """Render the template's text between a reply and the next one, with guards.
 
     Raises:
         UserError: the template rejects the messages, or does not render contents verbatim.

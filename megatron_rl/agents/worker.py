@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process from which episodes are forked: `python -m megatron_rl.agents.worker FILE_DESCRIPTOR`.
 
-It imports the environment and loads the tokenizer, has one thread, and runs no other user code. A hang or crash of an
-episode affects no other one; an episode is killed with its descendants. The started process forks the worker and stays
-to clean up if the worker is killed.
+It imports the environment and loads the tokenizer, has one thread, and runs no other user code. Hangs and crashes stay
+within an episode, which is killed with its descendants. The started process forks the worker and stays to clean up
+after it.
 """
 
 from __future__ import annotations
@@ -119,7 +119,6 @@ def find_environments(setup: Setup) -> Callable[[], Environment]:
 
 
 def _run(connection: Connection, setup: Setup, player: Player, tokenizer: Tokenizer) -> NoReturn:
-    """Run an episode in the forked process, and exit."""
     try:
         os.setsid()
         _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -140,7 +139,7 @@ def _run(connection: Connection, setup: Setup, player: Player, tokenizer: Tokeni
 
 
 def _end(pid: int, running: set[int]) -> None:
-    """Kill an episode's process and its descendants, and reap them."""
+    """Kill a process and its descendants, and reap them."""
     if pid in running:
         running.discard(pid)
         _kill(pid)

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a run in a directory, to be done again elsewhere and compared number by number (docs/replay.md)."""
+"""Captures one step of a run, to repeat it elsewhere and compare it number by number (docs/replay.md)."""
 
 import megatron_rl.parallel  # noqa: F401  installs the CPU runtime before this room imports megatron.core

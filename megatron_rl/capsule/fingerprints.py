@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of a parameter: enough to say in any layout whether it is the same, nearly the same, or where it is not.
+"""Fingerprints of parameters: compact, independent of layout, sufficient to compare tensors and locate differences.
 
-Of every logical tensor (HF's names and shapes, whatever the layout; optimizer states as `optimizer.exp_avg.<name>`):
+Of each logical tensor (HF names and shapes; optimizer states as `optimizer.exp_avg.<name>`):
 
-    digest   sum of bits(x_i) * (2 i + 1) modulo 2^64, that of the reshard's certificate
+    digest   sum of bits(x_i) * (2 i + 1) modulo 2^64, as in the reshard's certificate
     total    sum of bits(x_i)             modulo 2^64
-    norm, highest |x_i|, and the values of 64 elements at places that its name decides
+    norm, highest |x_i|, and the values of 64 elements at positions derived from the name
 
-Equal bits give equal sums. One changed element is located by them: its bits changed by the difference d of the totals,
-the digest changed by d * (2 i + 1), and i follows from the quotient; so does the value it had.
+If one element changed, totals differ by d and digests by d * (2 i + 1), which gives i and the previous value.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _WRAP = 1 << 64
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Of n logical tensors.
+    """Fingerprints of n logical tensors.
 
     Attributes:
         shapes: by name, in checkpoint order.
@@ -66,12 +65,12 @@ class Fingerprints:
 
 
 def sample_places(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """[64] int64: elements of a tensor, by their row-major position, whose values are kept."""
+    """Return the row-major positions of a tensor's sampled elements, [64] int64."""
     return np.random.default_rng(zlib.crc32(name.encode())).integers(np.prod(shape), size=NUM_SAMPLES)
 
 
 def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprints:
-    """Of the weights of a role, the same on every rank; collective over `group`, which may be more than its ranks."""
+    """Fingerprint a role's weights, equal on every rank; collective over `group`, which may exceed the role's ranks."""
     shapes, rank = role.model.shape.logical_tensors(), group.rank()
     saved = choose_saved(role, find_holders(role), rank) if rank in role.model.layout.ranks else []
 
@@ -95,7 +94,7 @@ def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprin
 
 
 def fingerprint_optimizer(role: SavedRole, group: dist.ProcessGroup) -> Fingerprints:
-    """Of the optimizer states of a role, the same on every rank; none before its first step; collective, as above."""
+    """Fingerprint a role's optimizer states (empty before its first step); collective as `fingerprint_weights`."""
     shapes = {
         f"{STATE_PREFIX}{state}.{name}": shape
         for name, shape in role.model.shape.logical_tensors().items()
@@ -106,14 +105,10 @@ def fingerprint_optimizer(role: SavedRole, group: dist.ProcessGroup) -> Fingerpr
 
 
 class StoredRole:
-    """The logical tensors of a role in the files of a checkpoint.
+    """The logical tensors of a role in a checkpoint; every method raises UserError if the files cannot be read.
 
     Args:
-        directory: of the role, in a checkpoint.
-        shape: its architecture.
-
-    Raises:
-        UserError: (every method, too) the files do not read.
+        directory: of the role.
     """
 
     def __init__(self, directory: Path, shape: ModelShape) -> None:
@@ -121,7 +116,7 @@ class StoredRole:
         self._table = megatron_global_placements(shape)
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole weight or optimizer state."""
+        """Read a weight or optimizer state."""
         is_state = name.startswith(STATE_PREFIX)
         key = name if is_state else self._table[name][0].key
         if key not in self._reader.tensors:
@@ -144,7 +139,7 @@ class StoredRole:
         return tensor
 
     def fingerprint(self, shapes: Mapping[str, tuple[int, ...]]) -> Fingerprints:
-        """Of the tensors that `shapes` names, read one by one."""
+        """Fingerprint the named tensors, reading one at a time."""
         return fingerprint_pieces(
             shapes, (Piece(name, size, (0,) * len(size), self.read(name)) for name, size in shapes.items()), None
         )
@@ -153,11 +148,11 @@ class StoredRole:
 def fingerprint_pieces(
     shapes: Mapping[str, tuple[int, ...]], pieces: Iterable[Piece], group: dist.ProcessGroup | None
 ) -> Fingerprints:
-    """From pieces that hold every element once; over all ranks of `group`, where there is one."""
+    """Compute fingerprints from pieces that cover each element once over `group` (or locally)."""
     rows, names = {name: row for row, name in enumerate(shapes)}, list(shapes)
     places = {}
     bits = torch.zeros(len(names), 3, dtype=torch.int64)  # digest, total, elements
-    numbers = torch.zeros(len(names), 1 + NUM_SAMPLES, dtype=torch.float64)  # square of the norm, samples
+    numbers = torch.zeros(len(names), 1 + NUM_SAMPLES, dtype=torch.float64)  # squared norm, samples
     highest = torch.zeros(len(names), dtype=torch.float64)
     for piece in pieces:
         if not box_volume(piece.box):
@@ -187,7 +182,6 @@ def fingerprint_pieces(
 
 
 def _sum_bits(data: torch.Tensor) -> int:
-    """Sum of the bit patterns, in the range of int64."""
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     integers = data.view(_INTEGERS[data.element_size()])
     for rows in integers.split(max(1, _CHUNK_ELEMENTS // max(1, integers[0].numel()))):
@@ -196,7 +190,6 @@ def _sum_bits(data: torch.Tensor) -> int:
 
 
 def _pick(data: torch.Tensor, piece: Piece, places: np.ndarray) -> torch.Tensor:
-    """[64] float64: the sampled elements that lie in a piece; 0 for the others."""
     inner = places - np.array(piece.offset)[:, None]
     is_here = ((inner >= 0) & (inner < np.array(data.shape)[:, None])).all(0)
     found = torch.zeros(NUM_SAMPLES, dtype=torch.float64)
@@ -206,19 +199,18 @@ def _pick(data: torch.Tensor, piece: Piece, places: np.ndarray) -> torch.Tensor:
 
 
 def locate_change(before: Sequence[int], after: Sequence[int], shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """The one element whose change explains that of the sums: its row-major position, and what its bits grew by.
+    """Locate the single element whose change explains the difference of two fingerprints.
 
     Args:
         before, after: digest and total.
-        shape: of the tensor.
 
     Returns:
-        None if no single element explains it.
+        Its row-major position and the increase of its bits, or `None` if no single element explains it.
     """
     digest, total = (int(b) - int(a) & _WRAP - 1 for a, b in zip(before, after, strict=True))
     if total == 0:
         return None
-    twos = (total & -total).bit_length() - 1  # digest = total * (2 i + 1) is solved modulo 2^(64 - twos)
+    twos = (total & -total).bit_length() - 1  # solves digest = total * (2 i + 1) modulo 2^(64 - twos)
     modulus = _WRAP >> twos
     factor = (digest >> twos) * pow(total >> twos, -1, modulus) % modulus
     index, volume = factor // 2, int(np.prod(shape))
@@ -228,7 +220,7 @@ def locate_change(before: Sequence[int], after: Sequence[int], shape: tuple[int,
 
 
 def value_before(value: torch.Tensor, growth: int) -> float | None:
-    """What an element (0-d) was before its bits grew by that much; None if no bits could have."""
+    """Return an element's (0-d) value before its bits grew by `growth`, or `None` if out of range."""
     kind = _INTEGERS[value.element_size()]
     old, limits = int(value.view(kind)) - growth, torch.iinfo(kind)
     return torch.tensor(old, dtype=kind).view(value.dtype).item() if limits.min <= old <= limits.max else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of one step in the order in which it computes them, whatever the layout: what a capsule keeps of it.
+"""The numbers of one step that a capsule stores, in order of computation and independent of layout.
 
-A section is a table of parameters or a list of quantities. Values of tokens go by rollout and by position in the
-response, never by their place in a packed batch.
+A section is a table of parameters or a list of quantities. Token values are indexed by rollout and position in the
+response, never by position in a packed batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.samples.experience import Experience
 from megatron_rl.types import Rollout
 
-# Columns of the samples, by the section that they are computed in.
+# Sample columns, by the section that computes them.
 _FORWARD = ("old_logprobs", "ref_logprobs", "values")
 _ESTIMATE = ("importance_weights", "advantages", "returns")
 _UPDATE = ("update_logprobs", "update_entropy")
@@ -35,11 +35,9 @@ class Values:
     """One quantity.
 
     Attributes:
-        name: of it.
-        index: what its elements belong to: tokens of the responses, rollouts, groups, optimizer steps of a role, or
-            the step.
+        index: owner of each element: a response token, rollout, group, optimizer step of a role, or the step.
         array: [k].
-        lengths: for tokens: how many of each rollout.
+        lengths: tokens per rollout.
     """
 
     name: str
@@ -48,7 +46,7 @@ class Values:
     lengths: np.ndarray | None = None
 
     def describe_place(self, position: int) -> str:
-        """What an element belongs to, in words."""
+        """Describe an element's owner for a message."""
         if self.index == "token":
             assert self.lengths is not None, "tokens have them"
             ends = np.cumsum(self.lengths)
@@ -59,11 +57,10 @@ class Values:
 
 @dataclass(frozen=True)
 class Section:
-    """What one part of the step works on or computes.
+    """Inputs or results of one part of the step.
 
     Attributes:
-        name: of the part.
-        is_input: it must be the same in any layout, bit by bit.
+        is_input: must be bitwise equal in any layout.
         content: parameters, or quantities in order.
     """
 
@@ -73,11 +70,10 @@ class Section:
 
 
 class StepObserver:
-    """Takes the sections of a step; its methods are collective.
+    """Collects the sections of a step; methods are collective.
 
     Args:
-        roles: that are trained, by name: "actor" and, where there is one, "critic"; the same on every rank, also on
-            those that a role is not on.
+        roles: trained roles by name, with equal keys on every rank.
         group: all ranks.
     """
 
@@ -86,21 +82,20 @@ class StepObserver:
         self._before: list[Section] = []
 
     def begin(self) -> None:
-        """The step is about to begin."""
+        """Record the parameters before the step."""
         self._before = self._take_parameters("before", True)
 
     def end(
         self, samples: Experience, decode: Callable[[list[int]], str], counted: Mapping[str, Sequence[float]]
     ) -> tuple[list[Rollout], list[Section]]:
-        """The step has taken its last optimizer step.
+        """Record the results after the step's last optimizer step.
 
         Args:
-            samples: with all that was computed.
             decode: response tokens -> text.
-            counted: every metric with the values that it had in this step, in order.
+            counted: metric -> its values in this step.
 
         Returns:
-            On rank 0 the rollouts and the sections, elsewhere only the parameters.
+            On rank 0 the rollouts and all sections; on other ranks no rollouts and the parameter sections.
         """
         after = self._take_parameters("after", False)
         columns = {name: samples.columns[name] for name in (*_FORWARD, *_ESTIMATE, *_UPDATE) if name in samples.columns}
@@ -140,7 +135,6 @@ class StepObserver:
 
 
 def _describe_rollouts(samples: Experience, rollouts: Sequence[Rollout]) -> list[Values]:
-    """What learning takes from the rollouts."""
     headers = samples.headers.rollouts
     lengths = np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64)
     found = [
@@ -166,7 +160,7 @@ def _describe_rollouts(samples: Experience, rollouts: Sequence[Rollout]) -> list
 
 
 def encode_sections(sections: Sequence[Section]) -> tuple[list[dict[str, Any]], bytes]:
-    """What of the sections is JSON, and the arrays as the content of a safetensors file."""
+    """Return the sections' JSON part, and their arrays as safetensors bytes."""
     entries: list[dict[str, Any]] = []
     arrays: dict[str, np.ndarray] = {}
     for number, section in enumerate(sections):
@@ -186,7 +180,7 @@ def encode_sections(sections: Sequence[Section]) -> tuple[list[dict[str, Any]], 
 
 
 def decode_sections(entries: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> list[Section]:
-    """The inverse of `encode_sections`, from the JSON and the loaded arrays."""
+    """Invert `encode_sections`."""
     sections = []
     for number, entry in enumerate(entries):
         if "shapes" in entry:

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the capsule of a step while the run continues.
+"""Writes the capsule of a step while the run continues.
 
     <run_dir>/capsules/step_<N>/
-        manifest.json        config, layouts, packages, batch plan, metrics; what values.safetensors holds
+        manifest.json        config, layouts, packages, batch plan, metrics; index of values.safetensors
         rollouts.jsonl       the scored rollouts
         values.safetensors   every number that is compared, see record.py
-        SHA256SUMS           digests of the above and of the state's own SHA256SUMS
-        state/step_<N-1>/    the checkpoint that the step began with
+        SHA256SUMS           digests of these files and of the state's own SHA256SUMS
+        state/step_<N-1>/    checkpoint from which the step started
     <run_dir>/capsules/step_<N>.partial/   being written; never read
 
-Like a checkpoint it gets its name when all of it is on the disk. One that cannot be written is reported; the run goes
-on.
+The directory is renamed once complete. A failed write is logged and the run continues.
 """
 
 from __future__ import annotations
@@ -40,14 +39,11 @@ CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE, STATE = "capsule", "rollouts.jsonl", "
 
 
 class CapsuleRecorder:
-    """Writes one step of a run, `trainer.capture_step`, as a capsule; its methods are collective.
+    """Writes the step `trainer.capture_step` as a capsule; methods are collective.
 
     Args:
-        config: the resolved config.
-        plan: the batch arithmetic.
-        run: whose directory it is written into.
-        roles: of `StepObserver`.
-        save_state: writes the end of the last step as a checkpoint below a directory; the error, if there was one.
+        roles: see `StepObserver`.
+        save_state: writes the last step's end as a checkpoint into a directory; returns an error, if any.
         decode: response tokens -> text.
     """
 
@@ -65,7 +61,7 @@ class CapsuleRecorder:
         self._observer: StepObserver | None = None
 
     def begin(self, step: int) -> None:
-        """Before a step: if it is the one, save the state that it begins with."""
+        """Save the state before the captured step."""
         if step != self._config.trainer.capture_step:
             return
         partial = self._partial(step)
@@ -80,7 +76,7 @@ class CapsuleRecorder:
             self._observer.begin()
 
     def end(self, step: int, samples: Experience) -> None:
-        """After its last optimizer step: add what it computed, and give the capsule its name."""
+        """Add the results of the captured step and publish the capsule."""
         if self._observer is None:
             return
         with self._run.timers.phase("capture", swallow=True):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scored rollouts of a step in a file, and what stands for engine and rewards when they are learned from again.
+"""The file of a step's scored rollouts, and the stand-in for engine and rewards in a replay.
 
-One JSON object per rollout, groups one after another; floats are written in full, so reading gives the same bits. With
-its columns `prompt` and `answer` the file is a data file, too: a replay needs no other.
+One JSON object per rollout, group by group, with lossless floats. Its columns `prompt` and `answer` also make it a data
+file.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from megatron_rl.types import KeptSets, Prompt, Rollout, UserError
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience) -> FileRecord:
-    """Write what learning needs of the rollouts (a prompt's `extra_info`, which rewards are made of, is not).
+    """Write the rollout data needed for training; omits `extra_info`, which only rewards use.
 
     Args:
-        path: of the file.
-        rollouts: all of them.
-        samples: to which they belong.
+        samples: supply groups and greedy baselines.
     """
     lines = []
     for number, rollout in zip(samples.headers.rollouts["group"].tolist(), rollouts, strict=True):
@@ -60,11 +58,10 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience)
             )
             + "\n"
         )
-    return write_file(path, "".join(lines).encode("utf-8", "backslashreplace"))  # half a character: its escape
+    return write_file(path, "".join(lines).encode("utf-8", "backslashreplace"))  # escapes lone surrogates
 
 
 def _write_kept(rollout: Rollout) -> dict[str, list[int]]:
-    """What its tokens were drawn from; {}: the whole vocabulary."""
     parts = [branch.kept for branch in rollout.branches if branch.kept is not None]
     if not parts:
         return {}
@@ -73,7 +70,6 @@ def _write_kept(rollout: Rollout) -> dict[str, list[int]]:
 
 
 def _write_routes(rollout: Rollout) -> dict[str, Any]:
-    """The experts of its tokens, bytes in base64; {}: not known."""
     routes = rollout.branches[0].routes
     if routes is None:
         return {}
@@ -93,8 +89,8 @@ class CapturedRollouts:
     """The rollouts of a capsule.
 
     Attributes:
-        rollouts: with the index of their group.
-        baselines: [num_groups] rewards of greedy responses (ReMax), or None.
+        rollouts: (group index, rollout).
+        baselines: [num_groups] rewards of greedy responses (ReMax).
     """
 
     rollouts: list[tuple[int, Rollout]]
@@ -102,11 +98,7 @@ class CapturedRollouts:
 
 
 def read_rollouts(path: Path) -> CapturedRollouts:
-    """What `write_rollouts` wrote.
-
-    Raises:
-        UserError: the file does not read.
-    """
+    """Read a file from `write_rollouts` (UserError if that fails)."""
     try:
         rows = [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
         prompts = {row["group"]: _read_prompt(row) for row in rows}
@@ -145,11 +137,11 @@ def _read_rollout(row: dict[str, Any], prompt: Prompt) -> Rollout:
 
 
 class RecordedRollouts:
-    """Stands for the hybrid engine and for the collector: no engine, no rewards, the rollouts of a capsule.
+    """Replays a capsule in place of the hybrid engine and the collector: no engine, no rewards.
 
     Args:
-        recording: what `collect` returns, whatever the step.
-        mask_truncated: keep responses that were cut at the limit out of the loss.
+        recording: returned by `collect` for any step.
+        mask_truncated: exclude truncated responses from the loss.
     """
 
     transport, reshard_stats, verified_tensors, runs_ahead = "none", ReshardStats(), 0, False
@@ -159,11 +151,11 @@ class RecordedRollouts:
 
     @contextmanager
     def rollout_mode(self) -> Iterator[RecordedRollouts]:
-        """The weights stay where they are."""
+        """Do nothing; weights are not moved."""
         yield self
 
     def collect(self, step: int) -> Experience:
-        """The recorded rollouts, which every rank has read."""
+        """Return the recorded rollouts; every rank has read them."""
         prompts = {group: rollout.prompt for group, rollout in self._recording.rollouts}
         return replicate(
             self._recording.rollouts,
@@ -174,8 +166,8 @@ class RecordedRollouts:
         )
 
     def state_dict(self) -> dict[str, int]:
-        """There is nothing to remember."""
+        """Return an empty state."""
         return {}
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Do nothing."""

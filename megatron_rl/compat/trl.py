@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of Hugging Face's `TrainingArguments` and TRL's `GRPOConfig`, which stand in a recipe without a section.
+"""Translation of Hugging Face `TrainingArguments` and TRL `GRPOConfig` names, which recipes give without a section.
 
-Data like verl's (`verl/tables.py`), of the same kinds: each name is renamed, ignored with the reason, or accepted with
-the values that mean what this program does. ms-swift uses most of them as flags. The table of docs/migrating.md has the
-units; a test compares both. Source: trl/trainer/grpo_config.py at commit 006d32c.
+The kinds are those in `verl/kinds.py`. ms-swift uses most of these names as flags. A test compares this table with
+docs/migrating.md, which has the units. Source: trl/trainer/grpo_config.py at commit 006d32c.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ _PROMPTS, _MINIBATCH = "data.train_batch_size", "actor.ppo_mini_batch_size"
 
 
 def _combine_correction(parts: Parts) -> Combined:
-    """TRL's modes have an upper bound only, which is 3 by default."""
+    """Map TRL's importance-sampling correction, which has only an upper bound."""
     given = {name: setting for name, setting in parts.items() if setting.value is not None}
     switch, mode = given.get(_CORRECTION), given.get(_MODE)
     if switch is not None and not read_boolean(switch):
@@ -145,7 +144,7 @@ def _combine_correction(parts: Parts) -> Combined:
 
 
 def _combine_batches(parts: Parts) -> Combined:
-    """Completions per device and step say nothing before the number of processes is known."""
+    """Require batch sizes in prompts, because per-device sizes depend on the number of processes."""
     given = [part for name, part in parts.items() if name not in (_PROMPTS, _MINIBATCH) and part.value is not None]
     if given and not {_PROMPTS, _MINIBATCH} <= parts.keys():
         raise UserError(
@@ -160,7 +159,7 @@ def _combine_batches(parts: Parts) -> Combined:
 
 
 def _combine_epsilon(parts: Parts) -> Combined:
-    """One number for both sides, unless the upper one is given."""
+    """Use one value for both sides, unless the upper one is given."""
     given = parts["epsilon"]
     return (
         Setting(f"algorithm.clip_eps_{side}", given.value, given.source, given.layer, given.text, weak=True)

@@ -61,11 +61,10 @@ def shorten_messages(
     options: Mapping[str, Any],
     place: str,
 ) -> tuple[str, list[int]]:
-    """Cut the longest contents to a common length, so that the rendered conversation has at most `limit` tokens.
+    """Cut the longest contents to a common length, so that the conversation has at most `limit` tokens.
 
     Args:
         messages: with text contents.
-        limit: tokens.
         policy: see `keep_tokens`.
         options: template arguments.
         place: file and line, for the error.

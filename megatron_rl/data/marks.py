@@ -4,12 +4,10 @@
 A tokenizer turns the text of a mark into its token anywhere. So a guard character is inserted into the marks of
 contents before the chat template is applied; marks without a guard then come from the template.
 
-    content     the file says <|im_end|>
-    guarded     the file says <G|im_end|>
-    rendered    <|im_start|>user\nthe file says <G|im_end|><|im_end|>\n
+    content     the file has <|im_end|>
+    guarded     the file has <G|im_end|>
+    rendered    <|im_start|>user\nthe file has <G|im_end|><|im_end|>\n
     tokens      151644 ... "<", "|", "im", "_end", "|", ">" 151645 ...
-
-Texts without guards are encoded by the tokenizer itself.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ _NAMES = ("role", "type")  # fields whose values templates compare
 def is_mark(text: str, is_special: bool) -> bool:
     """Return whether a token is a control token: declared special, or spelled <|...|>.
 
-    DeepSeek does not declare the mark of a user turn. Reply tags such as <think> and <tool_call> are mostly neither,
-    and remain tokens in contents.
+    DeepSeek does not declare the mark of a user turn. Tags such as <think> are mostly neither, and remain tokens in
+    contents.
     """
     return is_special or _BARS.fullmatch(text) is not None
 
@@ -44,13 +42,10 @@ def remove_guards(text: str) -> str:
 
 
 class Marks:
-    """The marks of a Hugging Face tokenizer, and an encoder of guarded texts.
+    """The marks of a Hugging Face (fast) tokenizer, and an encoder of guarded texts.
 
-    The encoder shares the tokenizer's model but gives each mark a secret name; only marks renamed to it become control
+    The encoder shares the tokenizer's model, with a secret name for each mark; only marks renamed to it become control
     tokens.
-
-    Args:
-        tokenizer: a fast tokenizer.
     """
 
     def __init__(self, tokenizer: RustTokenizer) -> None:
@@ -79,7 +74,7 @@ class Marks:
     def guard(self, value: Any) -> Any:
         """Return a message, a tool, or a list of them with guards in marks and in a partial mark at the end of a text.
 
-        Field names and roles that are plain words are unchanged.
+        Field names and roles that are plain words are kept.
         """
         if isinstance(value, str):
             return self._guard_text(value)
@@ -109,7 +104,7 @@ class Marks:
 
     @cached_property
     def _controls(self) -> set[int]:
-        """Return tokens that only the template may write, without the unknown token: it is special but no mark."""
+        """Return tokens that only the template may write; excludes the unknown token, which is no mark."""
         return set(self._marks.values()) - {piece.id for piece in self._encoder.model.tokenize(GUARD)}
 
     def _spell(self, token: int) -> list[int]:
@@ -127,7 +122,7 @@ class Marks:
         return GUARD.join(text[start:stop] for start, stop in pairwise([0, *(i + 1 for i in places), len(text)]))
 
     def _begins_mark(self, text: str, place: int, end: int) -> bool:
-        """Return whether a mark starts here, or the text ends inside a mark that the next text could complete."""
+        """Return whether a mark starts here, or may be completed by the next text."""
         is_whole = any(text[place : place + length] in self._marks for length in self._lengths)
         return is_whole or (end - place < self._lengths[-1] and text[place:end] in self._begun)
 

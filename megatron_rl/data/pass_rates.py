@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filters training prompts by pass rate, as measured with `tools/evaluate.py --rollouts`.
 
-If all responses to a prompt are correct or all wrong, estimators with a group baseline learn nothing from it.
+Estimators with a group baseline learn nothing from prompts whose responses are all correct or all wrong.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ def list_pass_rate_files(cfg: DataConfig) -> dict[str, Path]:
 
 
 def select_by_pass_rate(train: PromptSet, cfg: DataConfig, shaping: str) -> tuple[PromptSet, list[str]]:
-    """Keep the prompts whose pass rate lies in `pass_rate_range` (inclusive); return them and a note.
+    """Keep prompts with a pass rate in `pass_rate_range` (inclusive); return them and a note.
 
-    Without `cfg.pass_rates` all prompts are kept and there is no note.
+    Without `cfg.pass_rates` all prompts are kept, without a note.
 
     Args:
-        train: from `cfg.train_files`.
         shaping: reward component to subtract, because it does not measure correctness.
 
     Raises:
@@ -77,7 +76,6 @@ def _read(path: Path, shaping: str) -> Measured:
 
 
 def _parse(row: Row, shaping: str) -> tuple[int, str, bool | None]:
-    """Return the prompt's row, its text, and whether the response is correct (`None` without a reward)."""
     columns = row.columns
     try:
         components = columns["reward_components"]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endless order of training prompts: the prompt at position i depends only on (seed, i), so access is random.
+"""The endless order of training prompts: the prompt at position i depends only on (seed, i).
 
 Each prompt occurs once per epoch, of all files together or, with `data.weights`, of its file. With weights, files
-alternate in a fixed pattern: after n prompts a file with share w has provided n w of them, within less than one (the
-chairman assignment of R. Tijdeman, Discrete Mathematics 32, 1980).
+alternate in a fixed pattern: n prompts include n w of a file with share w, within less than one (the chairman
+assignment of R. Tijdeman, Discrete Mathematics 32, 1980).
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ T = TypeVar("T")
 
 
 class EpochOrder:
-    """The numbers 0 to size - 1, epoch after epoch, with a new permutation each.
-
-    Args:
-        seed: combined with the epoch.
-        shuffle: if false, the numbers are in order.
-    """
+    """The numbers 0 to size - 1, epoch after epoch, each in its own permutation (or in order without `shuffle`)."""
 
     def __init__(self, size: int, seed: Sequence[int], shuffle: bool) -> None:
         self._size, self._seed, self._shuffle = size, tuple(seed), shuffle
@@ -65,8 +60,8 @@ class Turns:
 def _take_turns(shares: Sequence[int]) -> list[int]:
     """Compute a period: of the eligible parties, the one with the earliest deadline takes the turn.
 
-    With D = sum(shares) and d = 1 / (2 parties - 2), a party with c turns becomes eligible at the first n with n share
-    / D - c >= d, and its deadline is the last n with n share / D - c <= 1 - d.
+    With D = sum(shares) and d = 1 / (2 parties - 2), a party with c turns is eligible from the first n with n share / D
+    - c >= d; its deadline is the last n with n share / D - c <= 1 - d.
     """
     if len(shares) == 1:
         return [0] * shares[0]
@@ -87,9 +82,8 @@ class PromptStream(Generic[T]):
 
     Args:
         prompts: file after file.
-        shuffle: permute each epoch; if false, keep the order of the files.
-        weights: relative share of each file, `data.weights`; `None` treats all files as one set.
-        file_sizes: number of prompts per file, needed with weights.
+        weights: relative share of each file; `None` treats all files as one set.
+        file_sizes: prompts per file, needed with weights.
     """
 
     def __init__(
@@ -116,13 +110,10 @@ class PromptStream(Generic[T]):
 
 
 class PromptBatches(Generic[T]):
-    """Batches of a prompt stream.
-
-    A batch may span the end of an epoch, so no prompt is dropped or repeated within an epoch, but such a batch can
-    contain a prompt twice.
+    """Batches of a prompt stream; a batch that spans two epochs may contain a prompt twice.
 
     Attributes:
-        position: of the first prompt in the stream that was not returned yet.
+        position: of the next prompt in the stream.
 
     Raises:
         UserError: the data set has fewer prompts than a batch.
@@ -150,16 +141,12 @@ class PromptBatches(Generic[T]):
         self.position += count
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position as epoch and offset, and the data set size that defines an epoch."""
+        """Return epoch, offset, and the data set size that defines an epoch."""
         epoch, offset = divmod(self.position, self.stream.num_prompts)
         return {"epoch": epoch, "offset": offset, "num_prompts": self.stream.num_prompts}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore `state_dict` (same prompts, shuffle and seed; batch_size may differ).
-
-        Raises:
-            UserError: the size of the data set has changed.
-        """
+        """Restore `state_dict` (UserError if the size of the data set has changed); batch_size may differ."""
         if state["num_prompts"] != self.stream.num_prompts:
             found = f"the checkpoint was made with {state['num_prompts']} prompts, there are {self.stream.num_prompts}"
             raise UserError(

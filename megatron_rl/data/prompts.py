@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads prompts and SFT examples from data files.
 
-Each row has the plain schema (`prompt`, `answer`; names from the config) or verl's (`prompt` as chat messages,
+Rows have the plain schema (`prompt`, `answer`; names from the config) or verl's (`prompt` as chat messages,
 `data_source`, `reward_model.ground_truth`, `extra_info`). Text prompts are used verbatim, including special tokens.
-Chat messages are rendered by the chat template, which truncation leaves whole; in their contents, and in SFT responses
-to them, the text of special tokens stays text.
+Chat messages are rendered by the chat template, which truncation leaves whole; special tokens in their contents, and in
+SFT responses to them, stay text.
 
-Invariants: `prompt_id` is the row index over all files, before any row is dropped. Prompts that are too long are
-refused, cut or dropped by the config, and counted.
+Invariants: `prompt_id` is the row index over all files, before any row is dropped. Too long prompts are counted, and
+refused, cut or dropped by the config.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ _OPTIONS = "chat_template_kwargs"  # column with template arguments for its row
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a list of files, with counts of truncated and dropped ones.
+    """Prompts of a list of files, with counts of truncated and dropped ones.
 
     Attributes:
-        prompts: in file and row order.
         file_starts: `prompt_id` of each file's first row.
     """
 
@@ -52,10 +51,10 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class SftSet:
-    """The SFT examples of a list of files, with counts of truncated and dropped prompts.
+    """SFT examples of a list of files, with counts of truncated and dropped prompts.
 
     Attributes:
-        examples: rollouts whose response is the target, ending with EOS.
+        examples: the response is the target, with EOS.
         file_starts: `prompt_id` of each file's first row.
     """
 
@@ -98,8 +97,7 @@ def load_prompts(
     """Read, check and tokenize prompts.
 
     Args:
-        files: .jsonl and .parquet files.
-        limit: keep only the first N prompts that are not dropped; `None` keeps all.
+        limit: keep only the first N prompts.
         tools: default for rows without a column `tools`.
 
     Raises:
@@ -138,7 +136,7 @@ def load_prompts(
 
 
 def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -> SftSet:
-    """Read, check and tokenize prompts with their responses (column response_key, else answer_key).
+    """Read, check and tokenize prompts with responses (column response_key, else answer_key).
 
     Raises:
         UserError: as `load_prompts`; also a response longer than `max_response_length` with its EOS.
@@ -172,8 +170,6 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
 
 @dataclass(frozen=True)
 class _Fitted:
-    """A prompt of at most `max_prompt_length` tokens."""
-
     text: str
     tokens: np.ndarray
     is_truncated: bool
@@ -181,7 +177,7 @@ class _Fitted:
 
 
 def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: list[Any]) -> _Fitted | None:
-    """Tokenize a prompt and apply the policy for long ones; return `None` if the row is dropped."""
+    """Tokenize a prompt under the policy for long ones; return `None` to drop the row."""
     value, limit = row.require(cfg.prompt_key), cfg.max_prompt_length
     messages = read_messages(value, row, cfg.prompt_key) if isinstance(value, list) else None
     own_options = row.optional(_OPTIONS, dict, {})  # parquet fills in keys from other rows with null
@@ -221,10 +217,7 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: lis
 
 
 def _ground_truth(row: Row, cfg: DataConfig) -> Any:
-    """Return verl's `reward_model.ground_truth` if present, else the answer column.
-
-    Lists and dicts are kept for reward functions that take them.
-    """
+    """Return verl's `reward_model.ground_truth`, else the answer column; lists and dicts are kept."""
     value, column = row.optional("reward_model", dict, {}).get("ground_truth"), "reward_model.ground_truth"
     if value is None:
         value, column = row.require(cfg.answer_key), cfg.answer_key
@@ -232,7 +225,7 @@ def _ground_truth(row: Row, cfg: DataConfig) -> Any:
 
 
 def _extra_info(row: Row, cfg: DataConfig) -> dict[str, Any]:
-    """Merge all columns without a meaning of their own with verl's `extra_info`, which takes precedence."""
+    """Merge columns without a meaning of their own with verl's `extra_info`, which takes precedence."""
     known = {cfg.prompt_key, cfg.answer_key, cfg.response_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
     further = {name: value for name, value in row.columns.items() if name not in known}
     return further | row.optional("extra_info", dict, {})

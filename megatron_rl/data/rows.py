@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and checks rows of JSONL and parquet files, each with its location for errors.
 
-Parquet is streamed by `datasets` without preparation on disk, so ranks can read concurrently and the home directory
-stays untouched. JSONL is decoded line by line: errors can quote a line by number, and a columnar reader would drop
-columns missing in the first line and cast mixed types.
+Parquet is streamed by `datasets` without preparation on disk, so ranks can read concurrently. JSONL is decoded by line:
+errors can quote a line, and a columnar reader would drop columns missing in the first line and cast mixed types.
 
-Invariants: rows keep the order of the files; `index` counts over all files; blank lines are skipped. Accessors of `Row`
-return checked values or raise a UserError with file and line.
+Invariants: rows keep the order of the files; blank lines are skipped; accessors of `Row` return checked values or raise
+a UserError with file and line.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Row:
     """One row of a data file.
 
     Attributes:
-        index: over all files read together, from 0.
+        index: over all files, from 0.
         file: index of its file, from 0.
         location: "file:line" (JSONL) or "file:row N" (parquet), from 1.
     """
@@ -67,7 +66,7 @@ class Row:
 
 
 def as_text(value: Any, column: str, location: str) -> str:
-    """Return a text unchanged and a finite number as Python prints it (UserError otherwise)."""
+    """Return a text, or a finite number as Python prints it (UserError otherwise)."""
     if isinstance(value, str):
         return value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -77,7 +76,7 @@ def as_text(value: Any, column: str, location: str) -> str:
 
 
 def wrong_type(column: str, value: Any, location: str, expected: str) -> UserError:
-    """Build the error for a value of the wrong type or shape."""
+    """Build the error for a wrong value."""
     return UserError(
         f'column "{column}" holds {excerpt(repr(value))} ({type(value).__name__})',
         source=location,

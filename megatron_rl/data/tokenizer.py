@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A common interface over sentencepiece and Hugging Face tokenizers, both read from local files only.
+"""A common interface over sentencepiece and Hugging Face tokenizers, read from local files only.
 
 Invariants: `encode` adds neither BOS nor EOS. `decode` skips special tokens and ids beyond the vocabulary, which a
 model may pad. The text of a special token becomes that token in `encode`, but stays text in message contents. There is
-always an EOS, because rollouts must be able to end; without a padding token EOS pads, which is safe because padding
-never enters a loss.
+always an EOS, because rollouts must end; it replaces a missing padding token, which is safe because padding never
+enters a loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text without adding special tokens; text of special tokens becomes these tokens."""
+        """Encode a text without adding special tokens; those in the text are recognized."""
         ...
 
     def encode_content(self, text: str) -> list[int]:
@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """Render a conversation up to the start of the assistant's reply; `options` are template arguments."""
+        """Render a conversation up to the start of the assistant's reply."""
         ...
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -64,7 +64,7 @@ class SentencePieceTokenizer:
     """A sentencepiece model.
 
     Args:
-        reads_marks: encode special tokens in contents as tokens.
+        reads_marks: recognize special tokens in contents.
 
     Raises:
         UserError: the file is missing or broken, or the model defines no EOS.
@@ -105,7 +105,7 @@ class SentencePieceTokenizer:
         return {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
 
     def decode(self, ids: Sequence[int], keep: Collection[str] = ()) -> str:
-        """See `Tokenizer.decode`; sentencepiece has no text for special tokens, so `keep` is ignored."""
+        """See `Tokenizer.decode`; special tokens have no text, so `keep` is ignored."""
         return self._model.decode([int(i) for i in ids if i not in self._special and 0 <= i < self.vocab_size])
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -122,7 +122,7 @@ class HuggingFaceTokenizer:
 
     Args:
         directory: with tokenizer.json and usually tokenizer_config.json.
-        reads_marks: encode special tokens in contents as tokens.
+        reads_marks: recognize special tokens in contents.
 
     Raises:
         UserError: the files are missing or broken, or define no EOS token.
@@ -163,7 +163,6 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _special(self) -> dict[int, str]:
-        """Return the special tokens as defined by `skip_special_tokens`."""
         return {i: token.content for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -204,15 +203,12 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(path: Path, *, reads_marks: bool = False) -> Tokenizer:
-    """Load the tokenizer at `path`.
+    """Load the tokenizer at `path` (UserError if there is none, or it cannot be read).
 
     Args:
         path: a directory with tokenizer.json or tokenizer_config.json (Hugging Face) or only tokenizer.model
             (sentencepiece), or a .model file.
         reads_marks: `data.special_tokens_in_contents`.
-
-    Raises:
-        UserError: there is no tokenizer, or it cannot be read.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".model":
@@ -233,14 +229,14 @@ def load_tokenizer(path: Path, *, reads_marks: bool = False) -> Tokenizer:
 def find_stop_tokens(
     tokenizer: Tokenizer, model: Path, vocab_size: int, further: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the token ids that end a response: the tokenizer's EOS, those in generation_config.json, and `further`.
+    """Return the token ids that end a response: EOS, those in generation_config.json, and `further`.
 
     Args:
         model: directory of the model.
         further: `rollout.stop_token_ids`.
 
     Raises:
-        UserError: the file cannot be read, or a listed id is not in the model's vocabulary.
+        UserError: the file cannot be read, or an id is not in the vocabulary.
     """
     file = model / "generation_config.json"
     try:
@@ -269,7 +265,7 @@ def find_stop_tokens(
 
 
 def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Refuse stop strings that cannot occur in a response: empty, or text of special tokens (UserError)."""
+    """Refuse stop strings that cannot occur in a response: empty, or special tokens (UserError)."""
     for string in strings:
         if not string or string not in tokenizer.decode(tokenizer.encode(string)):
             raise UserError(
@@ -281,7 +277,7 @@ def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer) -> None:
 
 
 def _without_marks(model: sentencepiece.SentencePieceProcessor) -> sentencepiece.SentencePieceProcessor:
-    """Return the model without user-defined symbols that are marks; control symbols never result from text."""
+    """Return the model without user-defined symbols that are marks."""
     if not any(is_mark(model.id_to_piece(i), is_special=False) for i in range(model.vocab_size())):
         return model
     messages: Any = import_module("sentencepiece.sentencepiece_model_pb2")
@@ -311,7 +307,6 @@ def _read_hugging_face(directory: Path) -> Any:
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
-    """Read special_tokens_map.json, used without a tokenizer_config.json."""
     file = directory / "special_tokens_map.json"
     entries = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     texts = {name: value["content"] if isinstance(value, dict) else value for name, value in entries.items()}
@@ -319,7 +314,7 @@ def _special_tokens(directory: Path) -> dict[str, str]:
 
 
 def _require_eos(eos: int | None, pad: int | None, source: str) -> tuple[int, int]:
-    """Return EOS and the padding token, or EOS twice; sentencepiece uses -1 for an undefined token."""
+    """Return EOS and padding; sentencepiece uses -1 for undefined tokens."""
     if eos is None or eos < 0:
         raise UserError(
             "the tokenizer defines no end-of-sequence token",

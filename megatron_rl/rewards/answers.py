@@ -53,8 +53,8 @@ def read_to_closing_brace(text: str) -> str | None:
 def restates_prompt(response: str, prompt: str, truths: Sequence[str], data_source: str = "") -> bool:
     """Return whether a response's answer is copied from a prompt that contains none of the ground truths.
 
-    A marked answer needs at least two words or numbers. Without a mark, the answer is the last operation of the
-    response ("9 + 10 + 22"), if the ground truths are numbers.
+    A marked answer needs at least two words or numbers. Without a mark, the answer is the last operation ("9 + 10 +
+    22"), if the ground truths are numbers.
 
     Args:
         response, prompt: compared without case and whitespace.
@@ -75,7 +75,6 @@ def restates_prompt(response: str, prompt: str, truths: Sequence[str], data_sour
 
 
 def _last_operation(tokens: Sequence[str]) -> list[str]:
-    """Return the tokens around the last number, up to the nearest word; empty without an operator."""
     numbers = [place for place, token in enumerate(tokens) if token[0].isdigit()]
     if not numbers:
         return []

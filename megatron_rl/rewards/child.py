@@ -27,7 +27,7 @@ class ChildProcess:
     """The parent's end of one child process.
 
     Args:
-        module: run by the child with the connection's file descriptor as `sys.argv[1]`.
+        module: gets the connection's file descriptor as `sys.argv[1]`.
         secrets: environment variables to pass on anyway.
     """
 
@@ -72,5 +72,5 @@ class ChildProcess:
 
 
 def environment_without_secrets(kept: Collection[str] = ()) -> dict[str, str]:
-    """Return the environment without variables named like a key, token, secret or password, except `kept`."""
+    """Return the environment without variables named like secrets, except `kept`."""
     return {name: value for name, value in os.environ.items() if name in kept or not _SECRET.search(name)}

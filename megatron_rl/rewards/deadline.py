@@ -31,8 +31,6 @@ class TooLarge(Exception):
 
 
 class _Deadline:
-    """Shuts down a request's sockets when its time is over."""
-
     def __init__(self, seconds: float) -> None:
         self._sockets: list[socket.socket] = []
         self._lock, self.is_over = threading.Lock(), False
@@ -52,7 +50,7 @@ class _Deadline:
                 self._sockets.pop().close()
 
     def watch(self, connection: socket.socket) -> None:
-        """Register a duplicate of a socket, which stays valid when TLS takes the original over."""
+        """Register a socket's duplicate, which stays valid when TLS takes the socket over."""
         with self._lock:
             self._sockets.append(connection.dup())
             if self.is_over:
@@ -103,7 +101,7 @@ def post_within(url: str, body: bytes, seconds: float, max_answer_bytes: int) ->
     Args:
         url: http or https; `user:password@` becomes basic authentication.
         seconds: for the whole request except the DNS lookup.
-        max_answer_bytes: limit on the decompressed body.
+        max_answer_bytes: of the decompressed body.
 
     Raises:
         DeadlineExceeded, TooLarge: the request exceeded a limit.

@@ -2,8 +2,8 @@
 """Loading and checking of reward functions: built-in rules, or the user's code.
 
 A reward function has verl's signature (data_source, solution_str, ground_truth, extra_info), is called by keyword, and
-returns a number, or a dict with "score" and further numbers to log. It also receives the `FURTHER_ARGUMENTS` in its
-signature, or all of them as **kwargs.
+returns a number, or a dict with "score" and further numbers to log. It also receives the `FURTHER_ARGUMENTS` that it
+takes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class RewardFunction(Protocol):
 def load_reward_function(
     name: str, setting: str = "reward.function", answer: AnswerPolicy = "marked"
 ) -> RewardFunction:
-    """Load a rule or a user's function.
+    """Load a rule, or a function from "path.py:name" relative to the working directory.
 
     Args:
-        name: a rule, or "path.py:name" relative to the working directory.
         setting: source of the name, for errors.
         answer: answers that the rule "math" accepts.
 

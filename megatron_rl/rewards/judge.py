@@ -49,12 +49,12 @@ class Judge:
                 return "timeout"
 
     def close(self) -> None:
-        """End the child; the next comparison starts a new one."""
+        """End the child."""
         with self._lock:
             self._end()
 
     def forget(self) -> None:
-        """Drop the child after a fork: two processes must not share its connection."""
+        """Drop the child after a fork, because two processes must not share it."""
         self._lock, self._child = threading.Lock(), None
 
     def _end(self) -> None:

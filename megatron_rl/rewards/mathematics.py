@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparison of an answer with the ground truth by meaning.
 
-Exact comparisons come first: equal texts, then numbers with units and separators (`quantities.py`). If the ground truth
-is a number, the answer must be a number without an operation left to compute. Everything else goes to math-verify
-(`judge.py`).
+Equal texts and numbers with units (`quantities.py`) come first. If the ground truth is a number, the answer must be a
+number without an operation left to compute. Everything else goes to math-verify (`judge.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def compare_answers(answer: str, truth: str, *, is_named: bool = True) -> Verdic
 
 
 def is_readable(truth: str) -> bool:
-    """Return whether a ground truth has content and balanced braces; otherwise it is compared as text only."""
+    """Return whether a ground truth has content and balanced braces; else it is compared as text only."""
     depth = 0
     for character in re.sub(r"\\[{}]", "", truth):
         depth += (character == "{") - (character == "}")
@@ -68,7 +67,7 @@ def _is_words(text: str) -> bool:
 def _as_latex(answer: str) -> str:
     r"""Box an answer, because math-verify parses bare LaTeX such as x^2+1 only inside an environment.
 
-    Sentences are left alone: in a box, their words would be read as products.
+    Sentences are left alone: in a box, words would be read as products.
     """
     answer = _UNIT_BEHIND.sub("", answer)
     words = [word for word in _WORD.findall(re.sub(r"\\[a-z]+\s*\{[^{}]*\}", "", answer)) if word not in _MATH_WORDS]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weighted sum of reward sources.
+"""The weighted sum of reward sources; pure except for loading user code.
 
     reward = sum_i weight_i * score_i  (+ weight_model * score_model)  + soft overlong punishment
 
-The reward model scores elsewhere and collectively, so `compute_reward` sums the local sources, and `add_model_scores`
-follows. Pure except for loading user code.
+The reward model scores elsewhere and collectively, so `add_model_scores` follows `compute_reward`.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class RewardPlan:
     Attributes:
         sources: rules, functions and services.
         model_weight: `None` without a reward model.
-        is_sum: whether `reward.components` is set; raw scores are then logged by source name.
+        is_sum: whether `reward.components` is set; scores are then logged by source.
         max_response_length: tokens.
         overlong_buffer_length, overlong_penalty: see `compute_overlong_penalty`; off if the length is 0.
     """
@@ -81,7 +80,7 @@ def build_reward_plan(
         function: used instead of loading `config.function`.
 
     Raises:
-        UserError: a component is not "WEIGHT SOURCE", a function or URL is unusable, or there are two models.
+        UserError: a component is malformed, a function or URL is unusable, or there are two models.
     """
     if config.components:
         setting = "reward.components"
@@ -121,9 +120,6 @@ def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) 
     In a sum, a source's score is logged as "source" and its components as "source/component"; a single source's
     components keep their names unless another metric has them.
 
-    Args:
-        scores: one per local source, in the plan's order.
-
     Raises:
         UserError: the sum is not finite or too large.
     """
@@ -147,7 +143,7 @@ def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) 
 
 
 def keep_reward(plan: RewardPlan, rollout: Rollout) -> tuple[float, dict[str, float]]:
-    """Return reward and components of a rollout rewarded by its environment; errors as in `compute_reward`."""
+    """Return reward and components of a rollout rewarded by its environment; raises as `compute_reward`."""
     punishment, components = compute_reward(replace(plan, sources=()), [], rollout)
     reward = rollout.reward + punishment
     if not abs(reward) <= LARGEST:
@@ -184,11 +180,11 @@ def compute_overlong_penalty(
 def add_model_scores(
     plan: RewardPlan, rewards: np.ndarray, scores: np.ndarray, name: Callable[[int], str]
 ) -> np.ndarray:
-    """Add the reward model's weighted scores to the rewards from `compute_reward`.
+    """Add the reward model's weighted scores to rewards from `compute_reward`.
 
     Args:
         rewards, scores: [num_rollouts] float64.
-        name: index -> description of a rollout for errors.
+        name: index -> description of a rollout.
 
     Raises:
         UserError: a score is missing or not finite, or a sum is too large.

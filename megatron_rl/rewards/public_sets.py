@@ -2,8 +2,7 @@
 r"""Scorers for public data sets, selected by the column `data_source`.
 
 They equal verl's `default_compute_score`, including its quirks: GSM8K compares the characters after "####", MATH uses
-Hendrycks' normalization, and DAPO and AIME take the last "Answer:" after Minerva's and give -1 if wrong. The rule
-`math` compares by meaning instead.
+Hendrycks' normalization, and DAPO and AIME take the last "Answer:" after Minerva's and give -1 if wrong.
 """
 
 from __future__ import annotations
@@ -170,7 +169,7 @@ def find_scorer(data_source: str) -> Callable[[str, Any], float | dict[str, floa
 
 
 def _last_box(text: str) -> str | None:
-    """Return the last box's content by Hendrycks' rules; `None` also if his code fails."""
+    """Return the last box's content by Hendrycks' code; `None` if that code fails."""
     bare = "\\boxed "
     if bare in text:
         return text.rpartition(bare)[2].partition("$")[0]

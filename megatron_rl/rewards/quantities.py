@@ -2,8 +2,8 @@
 r"""Parser for a single number in any notation: "$1,072.50", "18 dollars", "1 000", "2\frac{1}{2}", "1e3", "50\%".
 
 Units and currencies are ignored. An ambiguous dot or comma is read as in English ("1.000" is 1); a comma before other
-than three digits is a decimal comma only if the caller permits it, because "1,5" may be two answers. Several numbers, a
-variable or an operator make no quantity; "84/7" is one with an unfinished division.
+than three digits is a decimal comma only if the caller permits it ("1,5" may be two answers). Several numbers, a
+variable or an operator make no quantity; "84/7" is an unfinished division.
 """
 
 from __future__ import annotations
@@ -134,8 +134,7 @@ class Quantity:
     def equals(self, other: Quantity) -> bool:
         """Return whether both mean the same number.
 
-        A scale of only one may have been omitted in the other. A decimal of six or more places equals a number that it
-        rounds.
+        One side may omit a scale. A decimal of six or more places equals a number that it rounds.
         """
         if self.name and other.name and self.name != other.name:
             return False
@@ -148,7 +147,7 @@ class Quantity:
 
 
 def clean(text: str) -> str:
-    """Return the text without fonts, spacing commands and currency signs, and with ASCII digits."""
+    """Return the text with ASCII digits and without fonts, spacing commands and currency signs."""
     if not text.isascii():
         text = _SUPERSCRIPTS.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
         text = _VULGAR_FRACTION.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0])}", text)
@@ -167,7 +166,7 @@ def read_quantity(text: str, *, is_answer: bool = False) -> Quantity | None:
     """Parse the single number that a text means; return `None` if there is none.
 
     Args:
-        text: an answer, with its unit, currency, name ("x = 5") or surrounding words.
+        text: an answer, with its unit, currency, name ("x = 5") or words.
         is_answer: the text comes from a response: "1,5" is one number, and of "2x + 1 = 5" only the 5 counts.
     """
     if len(text) > _LONGEST:
@@ -213,7 +212,7 @@ def read_last_quantity(text: str) -> Quantity | None:
 
 
 def _unwrap(text: str) -> str:
-    """Remove brackets around the whole text, except around several numbers."""
+    """Remove brackets around the whole text, unless it has several numbers."""
     while wrapped := _WRAPPED.fullmatch(text):
         inside = next(part for part in wrapped.groups() if part is not None).strip()
         if "," in inside and not _PLAIN.fullmatch(inside):
@@ -223,7 +222,6 @@ def _unwrap(text: str) -> str:
 
 
 def _read_number(text: str, decimal_comma: bool) -> tuple[Quantity | None, int]:
-    """Parse the number at the start, without sign and scale; return it and its end."""
     match = _FRACTION.match(text)
     if match:
         whole, *parts = match.groups()
@@ -245,7 +243,6 @@ def _read_number(text: str, decimal_comma: bool) -> tuple[Quantity | None, int]:
 
 
 def _to_fraction(text: str) -> Fraction:
-    """Convert a number of the form `_DIGITS`, or with a decimal comma."""
     sign, text = (-1, text[1:]) if text.startswith("-") else (1, text)
     grouped = re.sub(r"[ ']", "", text)
     if grouped != text and "," in grouped:
@@ -270,7 +267,6 @@ def _read_rest(rest: str) -> Fraction | None:
 
 
 def _is_unit(rest: str) -> bool:
-    """Return whether the text after a number is empty or a unit with words, but no second answer."""
     rest = rest.strip(" .,;:)") if not rest.strip(" .,;:)") else rest
     unit = _UNIT.fullmatch(rest)
     if not rest or unit is None:

@@ -31,7 +31,6 @@ def score_math(
 
     Args:
         ground_truth: an answer, a solution that marks it, or a list of alternatives.
-        data_source: see `extract_answer`.
         answer: "marked" accepts only a marked answer; "any" falls back to the last expression.
 
     Returns:

@@ -46,7 +46,7 @@ class RewardSource(Protocol):
 
 
 class FunctionInRank:
-    """A rule or function that runs in this process when its score is awaited; it cannot be interrupted."""
+    """A rule or function run in this process when its score is awaited; it cannot be interrupted."""
 
     def __init__(self, function: RewardFunction) -> None:
         self._function = function
@@ -70,8 +70,8 @@ class FunctionInWorker:
 class Scorer:
     """The local reward sources of one rank; no communication with other ranks.
 
-    With reward.workers=0, rules and functions run in the rank during `finish`, and a function that hangs blocks the run
-    until the collective timeout.
+    With reward.workers=0, rules and functions run during `finish`, and a function that hangs blocks the run until the
+    collective timeout.
 
     Args:
         decode: response tokens -> text.
@@ -110,7 +110,7 @@ class Scorer:
     def begin(self, rollout: Rollout, step: int = 0) -> None:
         """Decode the last turn and start scoring it (step 0: validation); `finish` must get the same object.
 
-        A reward given by the rollout's environment is kept.
+        The reward of an environment is kept.
         """
         decoded = replace(rollout, response=self._decode(rollout.answer_tokens.tolist()))
         sources = self._sources if math.isnan(rollout.reward) else []
@@ -118,9 +118,9 @@ class Scorer:
         self._begun[id(rollout)] = rollout, decoded, waits  # an id is unique only while its object exists
 
     def finish(self, rollouts: Sequence[Rollout], step: int | Sequence[int] = 0) -> list[Rollout]:
-        """Return the rollouts with `response`, `reward` and `reward_components`, without the reward model's part.
+        """Return the rollouts with response and reward, without the reward model's part.
 
-        The component `RESTATES` is 1.0 if an answer that restates the prompt got a positive reward, else absent.
+        The component `RESTATES` is 1.0 if an answer that restates the prompt got a positive reward.
 
         Args:
             rollouts: of this rank; not begun ones are begun with `step`, one for all or one per rollout.

@@ -36,7 +36,7 @@ def describe_rollout(rollout: Rollout) -> str:
 
 @dataclass(frozen=True)
 class Score:
-    """One source's score of a response, with named components and the failure that it replaces."""
+    """One source's score of a response; `failure` is set if it is a fallback."""
 
     value: float
     components: dict[str, float] = field(default_factory=dict)
@@ -124,7 +124,6 @@ def _number(value: Any, name: str) -> float:
 
 
 def _scalar(value: Any) -> float | None:
-    """Convert a Python, numpy or torch number or bool to float; `None` for anything else."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, bool | int | float | np.bool_):

@@ -6,8 +6,8 @@
     200  {"scores": [number | {"score": number, component: number, ...}, ...]}    one per sample, in order
 
 Batches follow the order in which responses finish, so each sample must be scored independently. Connection errors,
-timeouts, 429, 5xx and malformed answers are retried; any other status means a wrong request. urllib3's `Retry` is not
-used: its pauses cannot be interrupted, and it does not check answers.
+timeouts, 429, 5xx and malformed answers are retried; any other status means a wrong request. urllib3's `Retry` could
+not be interrupted, and does not check answers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OK, _TOO_MANY_REQUESTS = 200, 429
 
 
 class _RequestFailed(Exception):
-    """A failed attempt; `retry` is true if another one could succeed."""
+    """A failed attempt."""
 
     def __init__(self, what: str, *, retry: bool) -> None:
         super().__init__(what)
@@ -41,11 +41,7 @@ class _RequestFailed(Exception):
 
 
 class RewardService:
-    """A reward source that posts batches to an HTTP service from threads.
-
-    Args:
-        setting: source of the URL, for errors.
-    """
+    """A reward source that posts batches to an HTTP service from threads."""
 
     def __init__(self, url: str, config: RewardConfig, setting: str) -> None:
         self._url, self._config, self._setting = url, config, setting
@@ -87,7 +83,6 @@ class RewardService:
                 future.set_result(score)
 
     def _request_scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """Post with retries; apply `service_on_failure` if all fail."""
         config, attempt = self._config, 1
         while True:
             try:
@@ -138,14 +133,12 @@ class RewardService:
         return [self._count(Score(self._config.service_fallback_reward, failure=found), 1.0) for _ in rollouts]
 
     def _count(self, score: Score, failures: float) -> Score:
-        """Add the failure count, a component of every response if a fallback is configured."""
         if self._config.service_on_failure == "stop":
             return score
         return replace(score, components={**score.components, SERVICE_FAILURES: failures})
 
 
 def _parse_answer(answer: Any, num_samples: int) -> list[Score]:
-    """Parse the response body; ValueError if it is malformed."""
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list):
         raise ValueError(f'no list "scores" in {shorten(repr(answer))}')
@@ -168,5 +161,5 @@ def _describe(rollout: Rollout) -> dict[str, Any]:
 
 
 def _to_json(value: Any) -> Any:
-    """Convert numpy values to lists and numbers, and others, such as dates, to text."""
+    """Convert numpy values to lists and numbers, and other types, such as dates, to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -28,8 +28,8 @@ def compute_validation_metrics(
         correct_from: minimum reward of a correct response.
 
     Returns:
-        "accuracy", the mean reward. For k > 1 also "mean@k", the same; "pass@k", see `estimate_pass_at_k`; "best@k",
-        the mean of the best reward; "maj@k", the mean reward of the most frequent answer (the first on a tie).
+        "accuracy", the mean reward. For k > 1 also "mean@k", the same; "pass@k" (`estimate_pass_at_k`); "best@k", the
+        mean best reward; "maj@k", the mean reward of the most frequent answer (the first on a tie).
     """
     table = np.asarray(rewards, np.float64)
     k = table.shape[1]

@@ -4,8 +4,8 @@
 A worker is a new interpreter (`child.py`) that imports only this file, the rules and the user's file; module state
 persists between calls. One thread per worker sends it one rollout at a time.
 
-Invariants: each rollout gets a score or a UserError that names it, even if the function hangs (its worker is killed
-with all its processes) or the worker dies. A worker never outlives its rank.
+Invariants: each rollout gets a score or a UserError that names it, even if the function hangs (the worker is killed
+with its children) or the worker dies. No worker outlives its rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class WorkerPool:
     Args:
         functions: (name, setting) pairs for `load_reward_function`.
         timeout_seconds: limit for one rollout.
-        answer: see `load_reward_function`.
         secrets: see `ChildProcess`.
     """
 

@@ -34,7 +34,7 @@ class TextArenaGame:
         return Done(float(rewards[0]))
 
     def _observe(self) -> Observation:
-        """Return the new part of the observation; most games repeat the whole history."""
+        """Return the new part of the observation; most games repeat the history."""
         _, shown = self._game.get_observation()
         new, self._shown = shown.removeprefix(self._shown), shown
         return Observation([{"role": "user", "content": new}], 0.0)

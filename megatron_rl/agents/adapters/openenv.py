@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments served by OpenEnv: `openenv:http://HOST:PORT`. Their code runs on the server's machine.
+"""Environments on an OpenEnv server: `openenv:http://HOST:PORT`. Requires `websockets`, a dependency of vLLM.
 
 An episode is one WebSocket session on /ws with "reset" and "step" messages (openenv 0.10,
 https://github.com/meta-pytorch/OpenEnv). The server's action schema determines how a reply becomes an action:
 
-    tools (MCP)            each tool call of the reply is a step; a reply without calls ends the episode
+    tools (MCP)            each tool call is a step; a reply without calls ends the episode
     one text field         the reply's text
     otherwise              the reply's text, parsed as JSON
-
-Requires the package `websockets`, a dependency of vLLM.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ class InvalidAction(ValueError):
 
 
 class OpenEnvironment:
-    """A session of an OpenEnv server. Subclasses without arguments may override `read_action`, `write_observation`."""
+    """A session of a server. Subclasses without arguments may override `read_action` and `write_observation`."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
@@ -44,7 +42,7 @@ class OpenEnvironment:
         """Start the episode with the task's seed and the row's `extra_info.reset`.
 
         Raises:
-            RuntimeError: the server reports an error, or an episode that is already over.
+            RuntimeError: the server reports an error, or that the episode is over.
         """
         from websockets.sync.client import connect  # optional
 
@@ -83,7 +81,7 @@ class OpenEnvironment:
         return action
 
     def write_observation(self, observation: dict[str, Any]) -> str:
-        """Format an observation: its only field if that is text, else its non-empty fields as JSON."""
+        """Format an observation: its only field if that is text, else non-empty fields as JSON."""
         shown = {name: x for name, x in observation.items() if name != "metadata" and x not in (None, "", [], {})}
         texts = [*shown.values()]
         return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else json.dumps(shown, ensure_ascii=False)
@@ -110,7 +108,6 @@ class OpenEnvironment:
         return Observation(messages, reward) if messages else Done()
 
     def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Send a message; return the server's observation, reward and done."""
         from websockets.exceptions import ConnectionClosed
 
         with contextlib.suppress(ConnectionClosed):  # a full server sends an error and closes the connection
@@ -136,7 +133,7 @@ def _write_result(observation: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Server:
-    """A factory for a server's environments; `tools` goes to the chat template."""
+    """A factory for a server's environments."""
 
     url: str
     tools: list[dict[str, Any]]
@@ -160,7 +157,7 @@ def find_server(kind: str, url: str) -> Callable[[], Environment]:
 
 
 def read_schema(url: str) -> dict[str, Any]:
-    """Return the server's JSON schema of actions (OSError, ValueError, KeyError if unavailable)."""
+    """Return the server's JSON schema of actions (OSError, ValueError, KeyError)."""
     return _fetch(f"{url.rstrip('/')}/schema")["action"]
 
 
@@ -170,7 +167,6 @@ def takes_tools(schema: dict[str, Any]) -> bool:
 
 
 def _list_tools(url: str) -> list[dict[str, Any]]:
-    """Return the server's tools in OpenAI format."""
     found = _fetch(f"{url.rstrip('/')}/step", _LIST_TOOLS)["observation"]["tools"]
     functions = [
         {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]} for tool in found

@@ -4,9 +4,9 @@
     python -I -B confinement.py DIRECTORY SECONDS    runs the program on stdin
     python -I -B confinement.py DIRECTORY            prints "layer: reason" for each layer that the kernel lacks
 
-The layers are independent. Namespaces: no network, no visible processes, no survivors. Mounts: everything is read-only
-except the directory, which is limited in bytes and files. Landlock: only the interpreter and system libraries are
-readable. seccomp: no new processes, sockets, signals to other processes, or memory beyond the limit.
+The layers are independent. Namespaces: no network, no visible processes, no survivors. Mounts: read-only except the
+directory, which is limited in bytes and files. Landlock: only the interpreter and system libraries are readable.
+seccomp: no new processes, sockets, signals to others, or memory beyond the limit.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _limit(name: str, value: int) -> None:
 
 
 def _enter_namespaces(directory: str) -> None:
-    """Enter namespaces. A user namespace permits the rest; the next fork is pid 1 of the pid namespace."""
+    """Enter namespaces, permitted by an own user namespace; the next fork is pid 1 of the pid namespace."""
     identities = {"uid_map": f"{os.getuid()} {os.getuid()} 1", "gid_map": f"{os.getgid()} {os.getgid()} 1"}
     _call(_LIBC.unshare, _NEW_USERS | _NEW_PIDS | _NEW_NETWORK | _NEW_IPC)
     for name, text in {"setgroups": "deny", **identities}.items():
@@ -145,7 +145,6 @@ LAYERS_INSIDE = {"landlock": _enter_landlock, "seccomp": _enter_seccomp}
 
 
 def _enter(layers: Mapping[str, Callable[[str], None]], directory: str) -> dict[str, str]:
-    """Enter all available layers; return the reasons for missing ones."""
     missing = {}
     for name, enter in layers.items():
         try:
@@ -174,7 +173,7 @@ def _make_guard(directory: str) -> Callable[[str, tuple[Any, ...]], None]:
 
 
 def _supervise(child: int, seconds: float) -> NoReturn:
-    """Wait for the program up to its time limit; exit with its code."""
+    """Wait up to the time limit; exit with the program's code."""
     deadline, is_late = time.monotonic() + seconds, False
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         is_late = signal.sigtimedwait({signal.SIGCHLD}, max(deadline - time.monotonic(), 0)) is None

@@ -38,8 +38,6 @@ def list_mcp_tools(command: str) -> list[Tool]:
 
 
 class _Server:
-    """This process's server, started at the first call."""
-
     def __init__(self, command: str) -> None:
         self._command = command
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -43,7 +43,7 @@ class Bm25:
         self._found = {word: np.array(pairs, np.int32).T for word, pairs in found.items()}  # [2, n] text index, count
 
     def find(self, query: str, most: int) -> list[int]:
-        """Return indices of the best texts, best first; texts without a word of the query are excluded."""
+        """Return indices of the best texts, best first, that contain a word of the query."""
         total = len(self._penalties)
         scores = np.zeros(total, np.float64)
         for word in _WORD.findall(query.lower()):
@@ -61,7 +61,7 @@ def search(query: str, num_results: int = 3) -> str:
 
 
 def find_search(corpus: str) -> Tool:
-    """Return the tool for a corpus file with the columns `text` and optionally `title` (UserError if it is missing)."""
+    """Return the tool for a corpus file with columns `text` and optionally `title` (UserError if missing)."""
     if not Path(corpus).is_file():
         raise UserError(
             f"{corpus or 'no file'}: there is no such corpus",

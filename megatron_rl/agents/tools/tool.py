@@ -67,7 +67,7 @@ class ToolEnvironment:
 
 
 def describe_function(function: Call) -> dict[str, Any]:
-    """Build a tool spec from a function's name, the first paragraph of its docstring, and its type hints."""
+    """Build a tool spec from a function's name, first docstring paragraph, and type hints."""
     hints = typing.get_type_hints(function)
     parameters = inspect.signature(function).parameters.values()
     properties = {parameter.name: _describe_type(hints.get(parameter.name)) for parameter in parameters}
@@ -83,7 +83,7 @@ def describe_function(function: Call) -> dict[str, Any]:
 
 
 def _describe_type(hint: Any) -> dict[str, Any]:
-    """Convert a type hint to JSON schema; {} (any value) if there is no equivalent."""
+    """Convert a type hint to JSON schema, or {} (any value)."""
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         kinds = [argument for argument in arguments if argument is not type(None)]

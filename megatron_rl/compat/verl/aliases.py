@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the names that users of verl, and of TRL, know into ours.
+"""Translates verl and TRL setting names.
 
-verl's tables are in `name_tables.py` (one name at a time) and `name_groups.py` (names that are read together);
-`docs/verl_keys.md` is made from both. TRL's are in `compat/trl.py`. Invariant: nothing is dropped silently;
-whatever has no effect comes back as a note, and whatever would change the result is an error.
+verl's tables are in `name_tables.py` (single names) and `name_groups.py` (names read together), from which
+`docs/verl_keys.md` is generated; TRL's are in `compat/trl.py`. Invariant: nothing is dropped silently; a setting
+without effect yields a note, and one that would change the result raises.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megatron_rl.config.fields import FieldInfo, unknown_key_error
 from megatron_rl.config.sources import Setting, describe
 from megatron_rl.types import UserError
 
-# Hydra's mark for a value that must be given elsewhere, and an empty section that a reference left.
+# Hydra's mark for a mandatory value, and an empty section left by a reference.
 _NOTHING = ("???", {})
 _GONE = "the setting is gone, and what its default said is always done"
-# Settings of this program that are no more: the config.yaml of an earlier run has them all.
+# Removed settings, which config.yaml files of earlier runs contain.
 _EARLIER = {
     "checkpoint.keep_best": Only((True,), _GONE),
     "checkpoint.max_failed_saves": Only((3,), _GONE),
@@ -47,12 +47,12 @@ _GROUPS = (*name_groups.GROUPS, *trl.GROUPS)
 
 
 def alias_names() -> list[str]:
-    """Every accepted name that is not ours, those read in groups included."""
+    """Return all accepted foreign names."""
     return [*_ALIASES, *(name for group in _GROUPS for name in group.names)]
 
 
 def alias_target(name: str) -> str | None:
-    """Our name for a name that is simply renamed, else None."""
+    """Return the setting to which a name is simply renamed, or `None`."""
     alias = _ALIASES.get(name)
     if isinstance(alias, Renamed):
         return alias.target
@@ -60,7 +60,7 @@ def alias_target(name: str) -> str | None:
 
 
 def find_ranks(settings: Sequence[Setting]) -> int | None:
-    """The ranks that a verl recipe asks for, `trainer.nnodes * trainer.n_gpus_per_node`, or None."""
+    """Return the ranks of a verl recipe, `trainer.nnodes * trainer.n_gpus_per_node`, or `None`."""
     values = {setting.name: setting.value for setting in settings}
     nodes, gpus = values.get("trainer.nnodes", 1), values.get("trainer.n_gpus_per_node")
     counted = all(isinstance(number, int) and number > 0 for number in (nodes, gpus))
@@ -70,19 +70,16 @@ def find_ranks(settings: Sequence[Setting]) -> int | None:
 def translate(
     settings: Sequence[Setting], fields: Mapping[str, FieldInfo], mistakes: Mistakes
 ) -> tuple[list[Setting], list[str]]:
-    """Turn other names into ours.
+    """Translate foreign setting names; return the settings and a note per setting without effect.
 
     Args:
-        settings: settings in order; of two with the same name the later one is valid.
-        fields: our settings by full name.
-        mistakes: takes unknown names, and values that mean something that this program does not do.
-
-    Returns:
-        Settings with our names only, and one note for each setting that has no effect.
+        settings: in order; the later of two equal names wins.
+        fields: this package's settings by full name.
+        mistakes: collects errors for unknown names and unsupported values.
     """
     latest: dict[str, Setting] = {}
     for setting in settings:
-        latest.pop(setting.name, None)  # the later one also takes the later place
+        latest.pop(setting.name, None)  # so that a repeated name moves to its later position
         if setting.value not in _NOTHING:
             latest[setting.name] = replace(setting, value=_expand_home(setting.value))
     for default in find_defaults(settings):
@@ -124,7 +121,7 @@ def translate(
 
 
 def _expand_home(value: Any) -> Any:
-    """`~/data` names a file of the user's in verl's recipes."""
+    """Expand `~/`, which stands for the user's home in verl's recipes."""
     if isinstance(value, list):
         return [_expand_home(item) for item in value]
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
@@ -135,7 +132,7 @@ def _rename(setting: Setting, alias: Renamed, fields: Mapping[str, FieldInfo]) -
         if _same(setting.value, theirs):
             return [replace(setting, name=alias.target, value=ours, text=None)]
     if setting.value is None and setting.name != alias.target and not fields[alias.target].accepts_none:
-        return []  # verl's "not given"
+        return []  # null means "not given" in verl
     if alias.closed:
         known = ", ".join(repr(theirs) for theirs, _ in alias.values)
         raise UserError(
@@ -164,7 +161,6 @@ def _ignore(setting: Setting, alias: Ignored | Only) -> list[str]:
 
 
 def _compare(setting: Setting, alias: SameAs, translated: Sequence[Setting]) -> list[str]:
-    """Accept a repetition; refuse a contradiction."""
     value = next((ours for theirs, ours in alias.values if _same(setting.value, theirs)), setting.value)
     strongest = max(
         (other for other in translated if other.name == alias.target),
@@ -190,12 +186,11 @@ def _ignore_all(pattern: str, members: Sequence[Setting]) -> str:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equality in which True is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def format_names(width: int = 100) -> str:
-    """List the verl names for `--help`, in lines of `width` columns."""
+    """Format the verl names for `--help`."""
     renamed = [(name, alias.target) for name, alias in name_tables.ALIASES.items() if isinstance(alias, Renamed)]
     pairs = [(name, target) for name, target in renamed if name != target]
     pairs += [(" + ".join(group.names), group.meaning) for group in name_groups.GROUPS]

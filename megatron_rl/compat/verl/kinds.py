@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a name of verl's can be here."""
+"""Kinds of translation for a verl setting name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Renamed:
-    """Another name for `target`. `values` maps (verl value, our value); with `closed`, no other value is known."""
+    """A name for `target`. `values` maps (verl value, our value); if `closed`, other values are errors."""
 
     target: str
     values: tuple[tuple[Any, Any], ...] = ()
@@ -18,14 +18,14 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Ignored:
-    """A name without a meaning here, and why; a value of null is no news."""
+    """A name without effect, and the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Only:
-    """A name that is accepted with the values that mean what is done anyway (null always does), and why."""
+    """A name accepted only with values that match the fixed behavior (or null), and the reason."""
 
     allowed: tuple[Any, ...]
     reason: str
@@ -33,7 +33,7 @@ class Only:
 
 @dataclass(frozen=True)
 class SameAs:
-    """A name for what another setting says already: accepted where it agrees with `target`, refused elsewhere."""
+    """A name that duplicates `target`; it must agree with it."""
 
     target: str
     values: tuple[tuple[Any, Any], ...] = ()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's two KL terms mean here.
+"""Translation of verl's two KL terms.
 
 verl has a KL term in the loss (`use_kl_loss`, `kl_loss_coef`, `kl_loss_type`) and one in the reward
-(`use_kl_in_reward`, `kl_penalty`, `kl_ctrl.*`), each with its own switch; here one term is in one of the two places.
+(`use_kl_in_reward`, `kl_penalty`, `kl_ctrl.*`); here a single term has a choice of place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_rl.config.sources import ASSUMED, Setting, describe
 from megatron_rl.types import UserError
 
 Parts = dict[str, Setting]
-Combined = Iterator[Setting | str]  # settings of ours, and notes
+Combined = Iterator[Setting | str]  # translated settings and notes
 
 _ACTOR = "actor_rollout_ref.actor"
 _USE_KL_LOSS, _KL_LOSS_COEF = f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef"
@@ -34,7 +34,7 @@ _VERL_KL_PENALTY = "k1"
 
 
 def combine_kl(parts: Parts) -> Combined:
-    """One of the two terms, or none; the settings of the other are reported."""
+    """Translate the enabled KL term; report settings of the disabled one."""
     in_loss, in_reward = (name in parts and read_boolean(parts[name]) for name in (_USE_KL_LOSS, _USE_KL_IN_REWARD))
     if in_loss and in_reward:
         raise UserError(
@@ -105,7 +105,7 @@ def _read_kl_type(setting: Setting) -> Setting:
 
 
 def look_up(setting: Setting, target: str, values: Mapping[str, str], hint: str) -> Setting:
-    """Our setting `target`, whose value stands for verl's in a table that has all of verl's."""
+    """Translate a value by a complete table of verl's values (UserError for others)."""
     if not isinstance(setting.value, str) or setting.value not in values:
         raise UserError(
             f"{setting.name} = {setting.value!r} is not known",
@@ -117,11 +117,7 @@ def look_up(setting: Setting, target: str, values: Mapping[str, str], hint: str)
 
 
 def read_boolean(setting: Setting) -> bool:
-    """The value of a switch; null is false.
-
-    Raises:
-        UserError: it is neither true nor false.
-    """
+    """Return the value of a switch; null is false (UserError if not boolean)."""
     if setting.value is None or isinstance(setting.value, bool):
         return bool(setting.value)
     raise UserError(
@@ -133,7 +129,7 @@ def read_boolean(setting: Setting) -> bool:
 
 
 def note(setting: Setting, reason: str) -> str:
-    """The notice for a setting without effect."""
+    """Format the note for a setting without effect."""
     return f"ignored: {describe(setting)}, {reason}"
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's estimators and policy losses mean here: the loss, its dual clip, and how it is aggregated.
+"""Translation of verl's estimators and policy losses, with dual clip and aggregation.
 
-verl's names have verl's meaning. Two of its rules are in its code instead of in its settings: `vanilla` always has a
-dual clip, and some losses are averaged over sequences whatever `loss_agg_mode` says.
+Two of verl's rules are in its code, not its settings: `vanilla` always has a dual clip, and some losses are averaged
+over sequences regardless of `loss_agg_mode`.
 """
 
 from __future__ import annotations
@@ -58,18 +58,14 @@ _BY_SEQUENCE, _SEQUENCE_MEAN = ("gspo", "sapo", "geo_mean"), "seq-mean-token-mea
 
 
 def find_defaults(settings: Sequence[Setting]) -> list[Setting]:
-    """Defaults of verl that differ from ours and count in a recipe of verl's which does not write them.
-
-    A recipe is verl's where it names the policy by verl's name. Overrides do not make one: what they say goes into
-    the recipe that they are given with.
-    """
+    """Return verl defaults that differ from ours, if the recipe itself names the policy model as verl does."""
     lowest = min((setting.layer for setting in settings), default=ASSUMED)
     is_verl = any(setting.name == _MODEL_PATH and setting.layer == lowest for setting in settings)
     return [Setting(_LOSS_MODE, "vanilla", "verl's default", ASSUMED)] if is_verl else []
 
 
 def combine_policy_loss(parts: Parts) -> Combined:
-    """The loss, with the dual clip and the aggregation that verl gives it."""
+    """Translate the loss, with the dual clip and aggregation that it has in verl."""
     mode = parts.get(_LOSS_MODE)
     if mode is not None and mode.layer != ASSUMED:
         yield look_up(
@@ -128,7 +124,6 @@ def _combine_aggregation(parts: Parts, mode: Setting | None) -> Combined:
 
 
 def _combine_covariance(parts: Parts, mode: Setting | None) -> Combined:
-    """The share of tokens has one name here, and one per loss in verl."""
     for owner, name in _COV_RATIOS.items():
         if name in parts and mode is not None and mode.value == owner:
             yield replace(parts[name], name="algorithm.cov_ratio")

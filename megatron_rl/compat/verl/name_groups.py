@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl settings that only have a meaning together, and what each combination means here.
+"""Translation of verl settings whose meaning depends on each other.
 
-A group takes the settings of its names that were given and returns ours, plus notes. The rules follow what verl
-does with the combination: `kl_loss_coef` counts with `use_kl_loss`, `filter_overlong_prompts` runs before
-`truncation`, `do_sample=False` overrules the validation temperature, and a micro batch counted in sequences holds
-at most that many of the longest ones. KL is in `kl.py`, losses are in `losses.py`.
+Groups follow verl's rules: `kl_loss_coef` needs `use_kl_loss`, `filter_overlong_prompts` runs before `truncation`,
+`do_sample=False` overrides the validation temperature, and a micro-batch of k sequences becomes a budget of k
+maximum-length ones. KL is in `kl_names.py`, losses in `loss_names.py`.
 """
 
 from __future__ import annotations
@@ -32,14 +31,13 @@ _VERL_REWARD_NAME = "compute_score"
 
 @dataclass(frozen=True)
 class AliasGroup:
-    """Names that are read together; `combine` gets those that were given.
+    """Names that are read together.
 
     Attributes:
-        names: verl names.
-        meaning: what they become, for `--help` and the table of names.
-        combine: the rule.
-        reads: names that `combine` looks at as well, and that keep their own meaning.
-        targets: our setting of a name that means one, for flags without a value.
+        meaning: resulting settings, for `--help` and docs.
+        combine: translates those that were given.
+        reads: further names that `combine` reads; they keep their own meaning.
+        targets: verl name -> equivalent setting, for flags without a value.
     """
 
     names: tuple[str, ...]
@@ -92,7 +90,7 @@ def _combine_reward_model(parts: Parts) -> Combined:
 
 
 def _combine_overlong(parts: Parts) -> Combined:
-    """Filtering runs before truncation, so with it no prompt is ever truncated or refused."""
+    """Translate long-prompt handling; filtering makes truncation ineffective."""
     truncation, filtering = parts.get(_TRUNCATION), parts.get(_FILTER)
     if filtering is not None and read_boolean(filtering):
         yield replace(filtering, name="data.overlong_prompts", value="drop", text=None)
@@ -111,7 +109,7 @@ def _combine_overlong(parts: Parts) -> Combined:
 
 
 def _combine_reward_key(parts: Parts) -> Combined:
-    """verl's own reward, which a reward function or service of the recipe's overrules as it does there."""
+    """Select verl's default reward; a reward function or service in the recipe overrides it."""
     key = parts[_REWARD_KEY]
     if key.value == "data_source":
         yield replace(key, name="reward.rule", value="by_data_source", text=None, weak=True)
@@ -137,7 +135,7 @@ def _combine_validation_sampling(parts: Parts) -> Combined:
 
 
 def _combine_clip(parts: Parts) -> Combined:
-    """One number for both sides, which a side's own setting overrules."""
+    """Use one value for both sides; a side's own setting overrides it."""
     return (replace(parts[_CLIP_RATIO], name=f"algorithm.clip_eps_{side}", weak=True) for side in ("low", "high"))
 
 
@@ -170,7 +168,7 @@ def _combine_resume(parts: Parts) -> Combined:
 
 
 def _budget_group(prefix: str, role: str) -> AliasGroup:
-    """The token budget of a role: given in tokens, or as a number of sequences."""
+    """Build the group of a role's token budget."""
     tokens, dynamic = f"{prefix}.ppo_max_token_len_per_gpu", f"{prefix}.use_dynamic_bsz"
     sequences, target = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{role}.max_tokens_per_microbatch"
 
@@ -213,7 +211,7 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
 
 
 def _sequence_parallel_group(prefix: str, role: str) -> AliasGroup:
-    """verl switches it on whatever the TP size; without TP it has no meaning."""
+    """Build the group of sequence parallelism, which verl enables even without TP."""
     name, target = f"{prefix}.megatron.sequence_parallel", f"{role}.sequence_parallel"
     sizes = (f"{prefix}.megatron.tensor_model_parallel_size", f"{role}.tensor_model_parallel_size")
 
@@ -247,7 +245,7 @@ def _betas_group(prefix: str, role: str) -> AliasGroup:
 
 
 def _overlong_buffer_group(prefix: str) -> AliasGroup:
-    """DAPO's soft overlong punishment; recipes and the current version keep it in different places."""
+    """Build the group of DAPO's overlong punishment; its place differs between verl versions."""
     enable, length, penalty, log = (f"{prefix}.{leaf}" for leaf in ("enable", "len", "penalty_factor", "log"))
 
     def combine(parts: Parts) -> Combined:
@@ -305,6 +303,6 @@ GROUPS: tuple[AliasGroup, ...] = (
 
 
 def take_parts(group: AliasGroup, latest: dict[str, Setting]) -> Parts:
-    """Take the group's settings out of `latest`, with those it reads; empty if none was given."""
+    """Remove the group's settings from `latest`; return them with those it reads, or {} if none was given."""
     parts = {name: latest.pop(name) for name in group.names if name in latest}
     return parts and parts | {name: latest[name] for name in group.reads if name in latest}

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that verl users know, one by one: what each becomes, or why it has no effect, or why it is refused.
+"""Translation table of single verl names; data only.
 
-Data only. A verl name is `Renamed` to a setting of ours (with a value table where values are called differently),
-`Ignored` with the reason, accepted `Only` with the values that mean what this program does anyway, or must be the
-`SameAs` a setting of ours. `PATTERNS` do the same for whole sections of verl's that concern Ray, FSDP or profilers.
-Names whose meaning depends on each other are in `groups.py`.
+Each name is `Renamed` (with a value table if values differ), `Ignored` with a reason, accepted `Only` with matching
+values, or the `SameAs` another setting. `PATTERNS` cover whole sections on Ray, FSDP or profilers. Names that depend on
+each other are in `name_groups.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LAYOUT_LEAVES = tuple(item.name for item in fields(LayoutConfig) if item.name.en
 
 
 def megatron_names(role: str) -> dict[str, Alias]:
-    """`megatron.*` of a role that has a layout of its own."""
+    """Return the names in `megatron.*` of a role with its own layout."""
     return {f"megatron.{leaf}": Renamed(f"{role}.{leaf}") for leaf in LAYOUT_LEAVES} | {
         "megatron.use_mbridge": Ignored("weights are converted by this package"),
         "megatron.vanilla_mbridge": Ignored("weights are converted by this package"),
@@ -53,7 +52,7 @@ def megatron_names(role: str) -> dict[str, Alias]:
 
 
 def lora_names(role: str) -> dict[str, Alias]:
-    """Adapters of a role, below `model`."""
+    """Return the adapter names of a role, below `model`."""
     names = {
         **dict.fromkeys(("lora_rank", "lora.rank"), "rank"),
         **dict.fromkeys(("lora_alpha", "lora.alpha"), "alpha"),
@@ -69,7 +68,7 @@ def lora_names(role: str) -> dict[str, Alias]:
 
 
 def trainable_names(role: str) -> dict[str, Alias]:
-    """A role with an optimizer."""
+    """Return the names of a role with an optimizer."""
     return megatron_names(role) | {
         "optim.lr": Renamed(f"{role}.lr"),
         "optim.min_lr": Renamed(f"{role}.min_lr"),
@@ -401,7 +400,7 @@ ALIASES: Mapping[str, Alias] = {
     **{f"{section}.{name}": alias for section, names in _SECTIONS.items() for name, alias in names.items()},
 }
 
-# Shell patterns for sections that are ignored as a whole, with one note each; a name in ALIASES comes first.
+# Shell patterns of sections ignored as a whole, with one note each; ALIASES takes precedence.
 PATTERNS: Mapping[str, Ignored] = {
     "*._target_": Ignored("it names a class of verl"),
     **dict.fromkeys(
