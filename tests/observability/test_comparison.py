@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs differ in, in words; of what is drawn only the lines and bands.
+"""Text of the differences between runs, and lines and bands of their picture.
 
 Not covered: how the picture looks.
 """
@@ -65,7 +65,7 @@ def test_what_differs(tmp_path: Path) -> None:
 
 
 def test_equal_runs(tmp_path: Path) -> None:
-    """But for what the clock says; seeds are told apart by their number."""
+    """Times are not compared; seeds of a label are numbered."""
     runs = {"a": [write_run(tmp_path / "a", reward=1.0, **{"time/step": 1.0})]}
     runs["a"].append(write_run(tmp_path / "b", reward=1.0, **{"time/step": 2.0}))
     assert describe_comparison(runs).splitlines() == [

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorBoard files, read back with TensorBoard's own reader; hostile texts through its own Markdown.
+"""TensorBoard files, read back with TensorBoard's reader; hostile texts in its Markdown.
 
-Not covered: how TensorBoard draws them.
+Not covered: TensorBoard's drawing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_due(step: int, every: int, due: bool) -> None:
 
 
 class _Page(HTMLParser):
-    """Tags and texts of a page."""
+    """Parser that collects tags and texts of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Page(HTMLParser):
 
 
 def test_hostile_texts_are_shown_letter_by_letter() -> None:
-    """Nothing but paragraphs and code blocks comes out of what TensorBoard makes of a sample."""
+    """TensorBoard renders a sample as paragraphs and code blocks only."""
     page = _Page()
     page.feed(markdown_to_safe_html(format_sample({"prompt": HOSTILE, "response": HOSTILE, "reward": 1.0})))
     assert page.tags == {"p", "pre", "code"}
