@@ -98,7 +98,7 @@ class StatusPage(Sink):
         host, port: address; port 0 takes any free port.
         now: returns data that change between two steps; called for each response.
         positions: returns the last heartbeat of each rank; empty without a watchdog.
-        records: records of a resumed run so far.
+        records: of a resumed run so far.
 
     Raises:
         UserError: the port is taken, or the host is not an address of this machine.
@@ -200,7 +200,7 @@ class StatusFile(Sink):
 
 
 class _Ranks:
-    """Heartbeats of the ranks, read once a second at most, and the seconds for which each rank has been silent."""
+    """Heartbeats and silent seconds of the ranks, read once a second at most."""
 
     def __init__(self, positions: Positions) -> None:
         self._positions, self._lock = positions, threading.Lock()
