@@ -66,8 +66,8 @@ def test_what_differs(tmp_path: Path) -> None:
 
 def test_equal_runs(tmp_path: Path) -> None:
     """Times are not compared; seeds of a label are numbered."""
-    runs = {"a": [write_run(tmp_path / "a", reward=1.0, **{"time/step": 1.0})]}
-    runs["a"].append(write_run(tmp_path / "b", reward=1.0, **{"time/step": 2.0}))
+    runs = {"a": [write_run(tmp_path / "a", reward=1.0, **{"time/step": 1.0, "schedule/engine_busy": 0.5})]}
+    runs["a"].append(write_run(tmp_path / "b", reward=1.0, **{"time/step": 2.0, "schedule/engine_busy": 0.6}))
     assert describe_comparison(runs).splitlines() == [
         "settings that differ:",
         "  none",
