@@ -206,11 +206,7 @@ CHECKS: dict[str, Callable[..., str | None]] = {
 
 
 class HealthMonitor:
-    """Checks of every step's record; a failing check raises one alarm, and another after a window without failure.
-
-    Attributes:
-        alarms: all alarms so far.
-    """
+    """Checks of every step's record; a failing check raises one alarm, and another after a window without failure."""
 
     def __init__(self, settings: HealthSettings) -> None:
         self.alarms: list[Alarm] = []

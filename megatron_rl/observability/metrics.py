@@ -28,7 +28,7 @@ Record = Mapping[str, float | None]  # as read back: null for non-finite numbers
 
 
 class Sink:
-    """Destination of a run's numbers, texts and alarms; a sink overrides the methods whose data it can show."""
+    """Destination of a run's data; a sink overrides the methods whose data it can show."""
 
     def log(self, step: int, record: NumberRecord) -> None:
         """Take the record of one step: metric -> number, sorted; step 0 is before training."""
@@ -40,7 +40,7 @@ class Sink:
         """Take some rollouts of a step, as rows of rollouts/step_<N>.jsonl."""
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """Take an alarm of `observability.health`: the failing check and a sentence about it."""
+        """Take an alarm of `health.py`: the failing check and a sentence."""
 
     def close(self) -> None:
         """Write buffered data; may be called again."""
@@ -92,7 +92,7 @@ def set_aside(run_dir: Path, after_step: int) -> Path | None:
     record is lost, but some may exist twice.
 
     Returns:
-        The new directory, or `None` if there was nothing to move.
+        The new directory, `None` if nothing was moved.
 
     Raises:
         UserError: a line is not JSON.
@@ -118,7 +118,7 @@ def set_aside(run_dir: Path, after_step: int) -> Path | None:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
-    """Return the records of a run in the order written, without a last line that a crash cut off."""
+    """Return the records of a run, without a last line that a crash cut off."""
     return list(_read_lines(Path(run_dir) / METRICS_FILE))
 
 

@@ -32,11 +32,11 @@ class Position:
 
     Attributes:
         operation: current collective ("all_reduce", "wait"), if any.
-        ranks: members of the collective's group; `None` if unknown.
-        caller: file, line and function in this package that called it, else the innermost frame.
+        ranks: members of its group; `None` if unknown.
+        caller: file, line and function in this package, else the innermost frame.
         seconds: time since this place was first observed.
         looks: observations so far; constant when the process is gone or stopped.
-        is_closed: the rank has left the program in good order.
+        is_closed: the rank has left in good order.
         recent: last collectives, the newest last; set when a job ends.
         memory: bytes at the end of its last phase; 0 if not measured.
     """
@@ -145,7 +145,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _ranks_of(frame: FrameType) -> tuple[int, ...] | None:
-    """Return the global ranks of the group in a collective's arguments."""
+    """Return the global ranks of a collective's group."""
     distributed = sys.modules[_DISTRIBUTED]
     values = frame.f_locals
     if "group" not in values and "pg" not in values:

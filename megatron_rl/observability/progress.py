@@ -24,12 +24,7 @@ _REDRAWS_PER_SECOND = 2
 
 
 class ConsoleLines(Sink):
-    """Sink that prints a line for every n-th step, the last step, and each step with a validation.
-
-    Args:
-        every: n, in steps.
-        print_line: receives each line.
-    """
+    """Sink that prints a line `every` n steps, for the last step, and for each step with a validation."""
 
     def __init__(self, total_steps: int, every: int, print_line: Callable[[str], None]) -> None:
         self._total_steps, self._every, self._print = total_steps, every, print_line

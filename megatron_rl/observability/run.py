@@ -73,15 +73,12 @@ class Run:
 
     The constructor creates the directory and the log; `start` changes existing files and opens the sinks.
 
-    Args:
-        config_yaml: the resolved config, written to config.yaml.
-
     Raises:
         OSError: the directory cannot be written, or its disk is full.
 
     Attributes:
-        best_value: best value of `trainer.best_metric` so far.
-        failed_saves: {"step", "error"} of each checkpoint that could not be written; for the summary.
+        best_value: highest `trainer.best_metric` so far.
+        failed_saves: {"step", "error"} of each checkpoint that could not be written.
     """
 
     def __init__(self, run_dir: Path, config_yaml: str, total_steps: int, settings: SinkSettings, rank: int) -> None:
@@ -127,7 +124,7 @@ class Run:
             positions: returns the last heartbeat of every rank.
 
         Raises:
-            UserError: a sink cannot be opened (rank 0 only).
+            UserError: rank 0 cannot open a sink.
         """
         if self.is_writer:
             (self.dir / ROLLOUTS).mkdir(exist_ok=True)
@@ -284,7 +281,7 @@ class Run:
             replace_text(self.dir / STOPPED_FILE, json.dumps(content) + "\n")
 
     def is_best(self, metrics: Mapping[str, float], name: str | None) -> bool:
-        """Return True, and store the value, if the named metric is higher than ever before in this run.
+        """Return True, and store the value, if the named metric is the highest so far.
 
         Raises:
             UserError: `metrics` lacks the metric.
@@ -353,11 +350,7 @@ class Run:
 
 
 def _check_room(directory: Path) -> None:
-    """Write and remove a file, so that a full disk or a quota fails here and not in the log.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write and remove a file, so that a full disk or a quota fails here and not in the log."""
     path = directory / ".room"
     try:
         with path.open("wb") as file:

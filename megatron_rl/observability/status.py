@@ -46,26 +46,11 @@ _CONNECTION_SECONDS = 30.0
 _SAMPLE_FIELDS = ("prompt", "response", "ground_truth", "reward", "finish_reason")
 # Titles of the charts, in the order of the page; `chart` of a metric names one of them.
 CHARTS = (
-    "reward",
-    "loss",
-    "validation accuracy",
-    "seconds per step",
-    "tokens per second",
-    "KL to the reference",
-    "entropy",
-    "tokens of all responses",
-    "truncated responses, groups without signal",
-    "gradient norm",
-    "clipped tokens",
-    "learning rate",
-    "engine against trainer",
-    "explained variance",
-    "load of the busiest expert",
-    "dead experts",
-    "entropy of routers",
-    "staleness",
-    "busy engines",
-)
+    "reward", "loss", "validation accuracy", "seconds per step", "tokens per second", "KL to the reference", "entropy",
+    "tokens of all responses", "truncated responses, groups without signal", "gradient norm", "clipped tokens",
+    "learning rate", "engine against trainer", "explained variance", "load of the busiest expert", "dead experts",
+    "entropy of routers", "staleness", "busy engines",
+)  # fmt: skip
 
 Positions = Callable[[], Sequence[Position | None]]
 
@@ -98,7 +83,7 @@ class StatusPage(Sink):
         host, port: address; port 0 takes any free port.
         now: returns data that change between two steps; called for each response.
         positions: returns the last heartbeat of each rank; empty without a watchdog.
-        records: records of a resumed run so far.
+        records: of a resumed run so far.
 
     Raises:
         UserError: the port is taken, or the host is not an address of this machine.
@@ -200,7 +185,7 @@ class StatusFile(Sink):
 
 
 class _Ranks:
-    """Heartbeats of the ranks, read once a second at most, and the seconds for which each rank has been silent."""
+    """Heartbeats and silent seconds of the ranks, read once a second at most."""
 
     def __init__(self, positions: Positions) -> None:
         self._positions, self._lock = positions, threading.Lock()

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""summary.json of a run, and its best responses.
-
-Both are made from files in the run directory alone, so they can be repeated for any run, also an interrupted one.
-"""
+"""summary.json of a run, and its best responses, made from files of the run directory alone."""
 
 from __future__ import annotations
 

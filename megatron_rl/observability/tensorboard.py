@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorBoard event files: scalars of every step, distributions and sample texts of some steps."""
+"""TensorBoard event files: scalars, distributions and sample texts."""
 
 from __future__ import annotations
 

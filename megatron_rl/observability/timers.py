@@ -15,19 +15,15 @@ from typing import Any
 
 
 class PhaseTimers:
-    """Wall time and memory by phase.
-
-    Args:
-        clock: monotonic clock in seconds.
+    """Wall time and memory by phase, with a monotonic clock in seconds.
 
     Attributes:
         memory_probe: returns bytes in use, called at the end of each phase, if set.
-        memory: last result of `memory_probe`, in bytes.
+        memory: its last result, in bytes.
         annotate: makes a named range of each phase for profilers, if set.
-        step: current step of the main loop.
         phases: current phases, the outermost first.
         began: start of each current phase, in seconds of the clock.
-        num_entered: phases entered so far; all ranks enter the same phases in the same order.
+        num_entered: phases entered so far, in the same order on all ranks.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -53,7 +49,7 @@ class PhaseTimers:
 
     @contextmanager
     def phase(self, name: str, *, swallow: bool = False) -> Iterator[None]:
-        """Count the seconds of the block under `name`; with `swallow`, inner phases are not counted on their own."""
+        """Count the seconds of the block under `name`; `swallow` suppresses inner phases."""
         start, is_counted = self._clock(), not self._swallowing
         self._swallowing += swallow
         self.num_entered += 1

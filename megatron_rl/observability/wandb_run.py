@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run in Weights & Biases, if `observability.wandb` enables it.
 
-A restarted run continues under the id in <run_dir>/wandb_id. Steps that are repeated after a restart are logged again;
-the axis of every chart is the metric `step`.
+A restarted run continues under the id in <run_dir>/wandb_id and logs repeated steps again; the axis of every chart is
+the metric `step`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between runs in words; of drawings, only the lines and bands.
+"""Text of the differences between runs, and lines and bands of their picture.
 
 Not covered: the look of the picture.
 """
@@ -65,9 +65,9 @@ def test_what_differs(tmp_path: Path) -> None:
 
 
 def test_equal_runs(tmp_path: Path) -> None:
-    """Except for clock values; seeds are distinguished by their number."""
-    runs = {"a": [write_run(tmp_path / "a", reward=1.0, **{"time/step": 1.0})]}
-    runs["a"].append(write_run(tmp_path / "b", reward=1.0, **{"time/step": 2.0}))
+    """Times are not compared; seeds of a label are numbered."""
+    runs = {"a": [write_run(tmp_path / "a", reward=1.0, **{"time/step": 1.0, "schedule/engine_busy": 0.5})]}
+    runs["a"].append(write_run(tmp_path / "b", reward=1.0, **{"time/step": 2.0, "schedule/engine_busy": 0.6}))
     assert describe_comparison(runs).splitlines() == [
         "settings that differ:",
         "  none",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Explanations of exceptions; messages of libraries that a CPU machine cannot raise are quoted.
 
-tests/launch/test_failures.py tests under torchrun that the message reaches the console once.
+Not covered: that the console shows a message once (tests/launch/test_failures.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1, remote process exited or there wa
 
 
 def raised(error: Exception) -> Exception:
-    """With a traceback."""
+    """Return the error with a traceback."""
     try:
         raise error
     except Exception as caught:
@@ -59,7 +59,7 @@ def test_the_hint_is_of_the_phase(phase: str | None, hint: str) -> None:
 
 
 def test_host_memory() -> None:
-    """Real refusals of torch and numpy."""
+    """Real errors of torch and numpy."""
     for allocate, size in (
         (lambda: torch.empty(1 << 50, dtype=torch.uint8), "1048576.00 GiB"),
         (lambda: np.empty(1 << 55, np.uint8), "32.0 PiB"),

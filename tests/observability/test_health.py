@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each alarm fires at the exact step of its cause, once; healthy curves raise none.
+"""Each alarm fires once, in the expected step; healthy curves raise none.
 
-The curves here are made up, with noise; `test_planted_runs.py` has real runs. Not covered: good thresholds for a model
-of billions of parameters.
+The curves are synthetic, with noise; `test_planted_runs.py` has real runs. Not covered: good thresholds for a model of
+billions of parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_rl.observability.run import Run
 
 SETTINGS = HealthConfig()
 STEPS = 200
-HEALTHY: dict[str, Callable[[float], float]] = {  # metric -> value after this share of the run
+HEALTHY: dict[str, Callable[[float], float]] = {  # metric -> value by share of the run
     "policy/entropy": lambda t: 0.6 - 0.4 * t,
     "tokens/response": lambda t: 1500 * (1 + 3 * t),
     "reward/mean": lambda t: 0.3 + 0.5 * t,
@@ -43,7 +43,7 @@ HEALTHY: dict[str, Callable[[float], float]] = {  # metric -> value after this s
     "moe/dead_experts": lambda t: 0.2,
     "value/explained_variance": lambda t: min(0.9, 10 * t - 0.5),
 }
-# The curve of a run that goes wrong from its half on.
+# Curves that go wrong from half of the run on.
 WRONG: dict[str, dict[str, Callable[[float], float]]] = {
     "entropy": {"policy/entropy": lambda t: 0.6 if t < 0.5 else 0.01},
     "length": {
@@ -69,7 +69,7 @@ WRONG: dict[str, dict[str, Callable[[float], float]]] = {
 
 
 def make_records(changes: dict[str, Callable[[float], float]], seed: int = 0) -> list[dict[str, float | None]]:
-    """A record per step, each number with five percent of noise."""
+    """Return a record per step, with five percent of noise on each number."""
     noise = np.random.default_rng(seed)
     curves = HEALTHY | changes
     return [
@@ -97,7 +97,7 @@ def test_every_check_is_planted_and_has_a_section() -> None:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_an_alarm_fires_once_and_soon(name: str) -> None:
-    """At most a window after the curve went wrong, with its numbers."""
+    """The alarm comes at most a window after the change and contains numbers."""
     found = [alarm for alarm in watch(make_records(WRONG[name])) if alarm.name == name]
     assert len(found) == 1 and STEPS // 2 <= found[0].step <= STEPS // 2 + SETTINGS.window
     assert str(found[0]).startswith("health: ") and str(found[0]).endswith(f"(docs/health.md#{name})")
@@ -137,7 +137,7 @@ def test_failures_are_an_alarm_from_a_tenth_on(key: str, evidence: str, share: f
 
 
 def test_what_comes_back_is_told_again() -> None:
-    """An alarm that was clear for more than a window; not one that flickers."""
+    """An alarm is raised again after more than a window without it, but not if it flickers."""
 
     def truncated(t: float) -> float:
         step = round(t * STEPS)
@@ -150,7 +150,7 @@ def test_what_comes_back_is_told_again() -> None:
 
 
 def test_windows_are_as_long_as_the_setting_says() -> None:
-    """Means of exactly 4 steps: the last ones, the first ones, and those that ended four windows before."""
+    """Means are over exactly 4 steps: the last, the first, and the window that ended four windows before."""
     settings = replace(SETTINGS, window=4, truncated_limit=0.5, entropy_floor=0.5, gradient_growth=10.0)
 
     def fires(key: str, values: list[float]) -> int | None:
@@ -159,22 +159,22 @@ def test_windows_are_as_long_as_the_setting_says() -> None:
 
     assert fires("response/truncated", [0.0] * 6 + [1.0] * 6) == 9, "3 of 4 are more than half"
     assert fires("response/truncated", [1.0] * 6) == 4, "no window before"
-    # Of the first four 1.0; the last four have 0.1 for the fourth time.
+    # Not before step 8: the first and the last four steps overlap.
     assert fires("policy/entropy", [1.0] * 4 + [0.1] * 8) == 8
     assert fires("policy/entropy", [1.0] * 4 + [0.6] * 4 + [0.1] * 8) == 9, "0.475"
-    # 30 times a median of 1 in the last four; 4 windows later these are the reference.
+    # A single 50 makes the mean of the last four 13.25, more than 10 times the earlier median.
     assert fires("policy/grad_norm", [1.0] * 20 + [50.0] * 4) == 21
     assert fires("policy/grad_norm", [1.0] * 4 + [5.0] * 12 + [21.0] * 4) == 18, "13 is more than 10 times the first 1"
     assert fires("policy/grad_norm", [0.1] * 4 + [1.0] * 12 + [1.2] * 3) == 17, "0.1 before is 1.05 now"
 
 
 def test_numbers_that_are_missing_are_passed_over() -> None:
-    """Of a run without KL, critic or components; null stands for a number that is not finite."""
+    """Missing metrics and null values raise nothing."""
     assert watch([{"reward/mean": None, "policy/entropy": float("nan")}] * STEPS) == []
 
 
 def test_a_run_tells_its_alarms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the console, in the summary and in TensorBoard; a resumed run does not repeat them."""
+    """Console, summary and TensorBoard show an alarm; a resumed run does not repeat it."""
     settings = ObservabilityConfig(health=replace(SETTINGS, window=3), progress_bar=False)
     for first, last in ((1, 6), (7, 8)):
         run = Run(tmp_path, "", 8, settings, 0)

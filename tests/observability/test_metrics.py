@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""metrics.jsonl and the console line, each read back."""
+"""metrics.jsonl, read back, and the console line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_records_are_appended(tmp_path: Path) -> None:
 
 
 def test_what_came_after_the_checkpoint_of_a_resumed_run_is_set_aside(tmp_path: Path) -> None:
-    """Later steps keep their records and rollouts elsewhere, those before their bytes; a cut-off line goes away."""
+    """Later records and rollouts are moved, earlier ones keep their bytes, and a cut-off line is deleted."""
     (tmp_path / "rollouts").mkdir()
     for step in range(1, 4):
         (tmp_path / f"rollouts/step_{step}.jsonl").write_text(str(step))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each alarm comes in time in a real run that is made to go wrong, and ten healthy runs have none.
+"""Each alarm is raised in time in a real run with a planted fault; ten healthy runs raise none.
 
-`tests/planted_runs.py` defines the runs; docs/health.md has its table. Not covered: models that are worth training.
+The faults are in `tests/planted_runs.py` and a table of docs/health.md. Not covered: models worth training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def test_the_alarms_of_a_run(name: str, policies: Path, tmp_path: Path) -> None:
 
 
 def test_every_alarm_is_planted_and_the_page_says_how() -> None:
-    """With the steps of the table; the step at which it came depends on the machine's rounding."""
+    """The page has the latest allowed steps; the exact step of an alarm depends on the machine's rounding."""
     assert set(PLANTED) == set(CHECKS) and len(HEALTHY) == 10
     rows = re.findall(r"^\| \[(.*?)\]\(#\1\) \| (.*?) \| (\d+) \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
     assert {name: (how, int(within)) for name, how, _, within in rows} == {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Position of a thread seen from outside, and the explanation of the positions of all ranks."""
+"""Position of a thread, read by another one, and the report about the positions of all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_positions_travel_as_text() -> None:
 
 
 def test_a_thread_that_waits_is_seen() -> None:
-    """`wait` of torch counts as a collective (the wait for an asynchronous one looks like this), sleep does not."""
+    """`wait` of torch counts as a collective, because asynchronous ones end in it; sleep does not."""
     done, timers, seen = torch.futures.Future(), PhaseTimers(), []
     timers.begin_step(4)
     for work, operation in ((done.wait, "wait"), (lambda: time.sleep(0.5), None)):
@@ -63,7 +63,7 @@ def test_the_rank_that_is_in_no_collective_is_waited_for() -> None:
 
 
 def test_the_rank_that_is_phases_behind_is_waited_for() -> None:
-    """Also when it waits itself, for a message that nobody sends."""
+    """Even if that rank waits itself, for a message that is never sent."""
     text = explain([position(0, "barrier"), position(1, "recv", num_entered=4, phase="reshard")], [])
     assert text.startswith("rank 0 waited for rank 1 in step 3, phase reward, barrier")
 

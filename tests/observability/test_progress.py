@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bars on a pseudo-terminal, lines without one, and the counts of several engines added up through a real store.
 
-Not covered: rendering by a terminal beyond the text and the cursor codes.
+Not covered: the terminal's picture beyond text and cursor codes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ finally:
 
 
 def run_on_a_terminal(program: str, *arguments: str) -> str:
-    """Return the output of a program on a terminal of 120 columns."""
+    """Return the output of a program to a terminal of 120 columns."""
     master, slave = os.openpty()
     environment = dict(os.environ, PYTHONPATH=str(ROOT), TERM="xterm", COLUMNS="120", OMP_NUM_THREADS="1")
     process = subprocess.Popen(
@@ -76,7 +76,7 @@ def run_on_a_terminal(program: str, *arguments: str) -> str:
 
 
 def test_bars_on_a_terminal(tmp_path: Path) -> None:
-    """Steps, responses, notes; lines around them; and the terminal as it was after an error."""
+    """Steps, responses and notes, lines above the bars, and a restored terminal after an error."""
     text = run_on_a_terminal(PROGRAM, str(tmp_path / "run"))
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     assert re.search(r"step\s+\S+\s+0/4\s+0:00:0\d\s+eta -", plain)
@@ -136,7 +136,7 @@ def test_pace() -> None:
 
 
 def _generate(rank: int, world_size: int) -> list[RolloutCount | None]:
-    """Two generations of two engines; rank 1 belongs to the first one and rank 2 finishes late."""
+    """Count two generations of two engines; rank 1 belongs to the first engine, and rank 2 finishes late."""
     seen: list[RolloutCount | None] = []
     progress = RolloutProgress(open_store("rollouts", dist.group.WORLD), seen.append if rank == 0 else None)
     for generation in range(2):

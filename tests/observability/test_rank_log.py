@@ -41,7 +41,7 @@ def test_loggers_of_modules_reach_the_file(tmp_path: Path) -> None:
 
 
 def test_the_last_warnings_and_errors(tmp_path: Path) -> None:
-    """Also the final report of the job with its lines, which `reports.py` appends; not alarms, nor tracebacks."""
+    """The report that ends a job (of `reports.py`) counts with all its lines; alarms and tracebacks do not."""
     logger, path = open_rank_log(tmp_path, 1), tmp_path / "logs" / "rank1.log"
     assert read_warnings(tmp_path / "none.log", 5) == read_warnings(path, 5) == []
     logger.warning("first\n  more of it")
@@ -74,7 +74,7 @@ def test_closing_gives_the_logger_back(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither do lines that the disk does not take end a run, nor does each of them print a traceback."""
+    """Lines that a full disk rejects neither end a run nor print a traceback each."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/rank0.log").symlink_to("/dev/full")
     logger = open_rank_log(tmp_path, 0)
@@ -89,7 +89,7 @@ def test_a_full_disk_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_closing_after_an_error_raises_no_other(tmp_path: Path) -> None:
-    """A sink that cannot be closed, on a disk that is full for instance, hides neither the error nor other sinks."""
+    """A sink that fails to close, on a full disk for example, hides neither the error nor other sinks."""
     closed: list[int] = []
 
     class Stubborn(Sink):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of single tokens out of real tokenizers, and per-token values as a row holds them.
+"""Texts of single tokens of real tokenizers, and per-token values of a row.
 
-How the values come to the writer is tested in tests/samples/test_experience.py, whole runs in
-tests/run/test_trainer.py.
+Not covered: the origin of the values (tests/samples/test_experience.py) and whole runs (tests/run/test_trainer.py).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tools.viewer.rollout_page import write_page
 
 
 def test_characters_of_several_tokens_stand_at_the_last() -> None:
-    """A byte-level tokenizer with one token per byte; a character that is cut off stays broken, alone."""
+    """A tokenizer with one token per byte; a character that is cut off stays broken and affects no other."""
     vocab = {text: i for i, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -46,7 +45,7 @@ def test_characters_of_several_tokens_stand_at_the_last() -> None:
 
 
 def test_spaces_and_special_tokens_of_sentencepiece() -> None:
-    """Tokens keep the space in front of them that decoding them alone would drop; the EOS token has no text."""
+    """Tokens keep the leading space that decoding them alone would drop; the EOS token has no text."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["one two two one two"] * 9),
@@ -66,7 +65,7 @@ def test_spaces_and_special_tokens_of_sentencepiece() -> None:
 
 
 def test_values_are_aligned_to_the_end_and_fit_into_json() -> None:
-    """Tokens before those in the loss and NaN values get null; a name without values is left out."""
+    """Tokens outside the loss and NaN become null; a name without any number is left out."""
     values = {
         "advantages": np.float32([0.5, -1.23456789]),
         "ratio": np.float32([np.nan, np.inf]),
@@ -79,11 +78,11 @@ def test_values_are_aligned_to_the_end_and_fit_into_json() -> None:
     assert as_numbers(np.float32([1e-4, -2]), 3) == [0.0, -2.0]
 
 
-HALF = "1\ud83d2"  # half of a character
+HALF = "1\ud83d2"  # a lone surrogate
 
 
 def test_half_a_character_in_a_response_does_not_end_a_run(tmp_path: Path) -> None:
-    """It is kept in rollouts/ and shown by everything that shows rollouts. (Weights & Biases is given numbers only.)"""
+    """rollouts/ and every display of rollouts keep it; Weights & Biases receives numbers only."""
     run = Run(tmp_path / "run", "", 1, ObservabilityConfig(histograms_every=1, status_port=0), 0)
     run.start(None)
     row = {"prompt_id": 0, "sample_index": 0, "reward": 1.0, "reward_components": {}} | dict.fromkeys(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a run directory are whole at every moment, wherever the process stands.
+"""Files of a run directory are complete at every moment, even if fsync of a new file fails.
 
-The disk fails at the moment when a new file is to be made durable. Not covered: a machine that loses power.
+Not covered: a machine that loses power.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_a_file_that_cannot_be_written_keeps_its_old_content(
 
 
 def test_a_step_does_not_wait_for_its_rollouts_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is slow until the caller is back; the next step waits for it, so that no more than one is under way."""
+    """Writing continues behind the caller; the next step waits for it, so that at most one write is pending."""
     run, is_back, fsync = Run(tmp_path, "", 3, OFF, rank=0), threading.Event(), os.fsync
     run.start(None)
     waits: list[bool] = []
@@ -74,7 +74,7 @@ def test_a_step_does_not_wait_for_its_rollouts_to_be_written(tmp_path: Path, mon
 
 @pytest.mark.parametrize("end", ["next step", "finish", "close"])
 def test_rollouts_that_were_not_written_are_reported(end: str, tmp_path: Path) -> None:
-    """A directory has the name of the file: the next step, the checkpoint or the end raises; `close` logs it."""
+    """The file's path is a directory: the next step or the end raises, and `close` logs the error."""
     run = Run(tmp_path, "", 3, OFF, rank=0)
     run.start(None)
     (tmp_path / "rollouts" / "step_1.jsonl").mkdir()
@@ -100,7 +100,7 @@ def test_the_summary_names_saves_that_failed(tmp_path: Path) -> None:
 
 
 def test_the_end_shows_the_best_responses_of_the_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of different prompts if several are equally good; a run that is resumed after its last step shows them again."""
+    """Equal rewards are shown for different prompts; a run resumed after its last step shows them again."""
     texts = {  # prompt_id, sample_index -> response, reward
         (0, 0): ("To solve 9 + 10 + 22,\x1b[2J\u202e we need to", 1.0),
         (0, 1): ("as good, of the same prompt", 1.0),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status page over real HTTP, its refusals, and its rendering of hostile texts in Chromium.
+"""The status page over real HTTP, its refusals, and its handling of hostile texts in Chromium.
 
 The browser test needs playwright and a Chromium on the PATH and is skipped without. Not covered: other browsers.
 """
@@ -38,7 +38,7 @@ CONFIG = ObservabilityConfig(tensorboard=False, status_port=0)
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[tuple[Run, str]]:
-    """A run with a hostile name that serves its page, and the address that it printed."""
+    """Return a run with a hostile name that serves its page, and the address that it printed."""
     run = Run(tmp_path / "<b>{{script}}", CONFIG_YAML, 4, CONFIG, 0)
     run.start(
         None,
@@ -54,7 +54,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[tuple[Ru
 
 
 def learn(run: Run, stack: ExitStack) -> None:
-    """Two steps and a half; the phases of the third are left with the stack."""
+    """Run two and a half steps; closing the stack leaves the phases of the third."""
     for step in (1, 2):
         run.count(
             {"reward/mean": step / 4, "kl/mean": float("nan")}
@@ -81,7 +81,7 @@ def learn(run: Run, stack: ExitStack) -> None:
 
 
 def ask(url: str, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-    """Ask for a path below the page's address (or from the root of the server, with a leading "/")."""
+    """Request a path below the page's address, or from the server's root if it begins with "/"."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.netloc, timeout=10)
     try:
@@ -133,7 +133,7 @@ def test_status_says_where_the_run_is(run: tuple[Run, str]) -> None:
 
 
 def test_thirds_of_the_layers_are_lines_of_one_chart() -> None:
-    """A collapse of the last layers is visible beside the others; other metrics have other charts."""
+    """A chart has a metric and its thirds, but no other metric."""
     keys = ["moe/max_load", "moe/max_load/first", "moe/max_load/last", "moe/mean_load", "moe/entropy/last"]
     page = StatusPage("run", "127.0.0.1", 0, now=dict, positions=tuple)
     page.log(1, dict.fromkeys(keys, 1.0))
@@ -165,7 +165,7 @@ def test_only_two_paths_and_two_methods(run: tuple[Run, str]) -> None:
 
 
 def test_only_who_knows_the_token_is_answered(run: tuple[Run, str], tmp_path: Path) -> None:
-    """Another user of the node, who sees the port and not the output of the run."""
+    """Another user of the node sees the port but not the run's output."""
     token = urlsplit(run[1]).path.strip("/")
     assert ask(run[1], "status.json")[0] == 200
     for path in (
@@ -205,13 +205,13 @@ def test_only_who_knows_the_token_is_answered(run: tuple[Run, str], tmp_path: Pa
     ],
 )
 def test_only_its_own_names_are_answered(run: tuple[Run, str], host: str, code: int) -> None:
-    """A malicious page can resolve its own host name to this machine (DNS rebinding), and then sends that name."""
+    """A foreign name that resolves to this machine is refused (DNS rebinding)."""
     for path in ("", "status.json"):
         assert ask(run[1], path, Host=host)[0] == code
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Read until the other side closes the connection."""
+    """Receive until the other side closes the connection."""
     connection.settimeout(10)
     try:
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
@@ -228,7 +228,7 @@ def test_a_request_names_one_host(run: tuple[Run, str]) -> None:
 
 
 def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent connections take neither all threads of the node nor, for long, the page from its readers."""
+    """Silent connections neither exhaust threads nor block the page for long."""
     from megatron_rl.observability import status as module
 
     page = StatusPage("run", "127.0.0.1", 0, now=dict, positions=tuple)
@@ -267,7 +267,7 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     page.close()
     with pytest.raises(ConnectionRefusedError):
         ask(page.url, "status.json")
-    # A run that is started again:
+    # A restarted run:
     StatusPage("run", "127.0.0.1", port, now=dict, positions=tuple).close()
 
 
@@ -283,7 +283,7 @@ def test_a_resumed_run_shows_its_curves(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_last_step_stays(run: tuple[Run, str]) -> None:
-    """Also if the run dies: it is written after each step, whole, and no text can break out of it."""
+    """status.html is complete after each step, and no text can end its script."""
     assert not (run[0].dir / "status.html").exists()
     with ExitStack() as stack:
         learn(run[0], stack)
@@ -324,7 +324,7 @@ def look_closer(page: Any) -> None:
     box = reward.locator("svg").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 40)
     assert seen() == "0.25" and reward.locator(".at").text_content() == "at step 1"
-    page.wait_for_timeout(2500)  # the page has been drawn again meanwhile
+    page.wait_for_timeout(2500)  # the page is redrawn meanwhile
     assert seen() == "0.25" and reward.locator(".at").text_content() == "at step 1"
     page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 40)
     assert seen() == "0.5" and reward.locator(".at").text_content() == "at step 2"
@@ -334,7 +334,7 @@ def look_closer(page: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_in_a_browser(run: tuple[Run, str], scheme: str) -> None:
-    """It draws its data, follows the run, executes none of the texts, and shows a lost connection."""
+    """The page follows the run, executes none of its texts, and shows when the server is gone."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     executable = next(filter(None, map(shutil.which, BROWSERS)), None)
     if executable is None:

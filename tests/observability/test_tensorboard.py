@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorBoard files, read back with TensorBoard's own reader; hostile texts through its own Markdown.
+"""TensorBoard files, read back with TensorBoard's reader; hostile texts in its Markdown.
 
-Not covered: how TensorBoard draws them.
+Not covered: TensorBoard's drawing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_due(step: int, every: int, due: bool) -> None:
 
 
 class _Page(HTMLParser):
-    """Tags and texts of a page."""
+    """Parser that collects tags and texts of a page."""
 
     def __init__(self) -> None:
         super().__init__()

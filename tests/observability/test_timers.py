@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phase timers against a clock that is set by hand."""
+"""Phase timers with a clock that is set by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_rl.observability.timers import PhaseTimers
 
 
 class Clock:
-    """Seconds that pass only on command."""
+    """Clock whose seconds are set by the test."""
 
     def __init__(self) -> None:
         self.now = 0.0

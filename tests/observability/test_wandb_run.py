@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights & Biases in offline mode through the real package, read back from the file that it would upload.
+"""Weights & Biases in offline mode with the real package, read back from its upload file.
 
-Not covered: the upload, and the web site.
+Not covered: the upload and the web site.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-# A process of its own, as a run has: the package starts helpers that outlive a run in the process.
+# A separate process, because the package's helpers outlive a run in the process.
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -48,14 +48,14 @@ run.close()
 
 
 def train(run_dir: Path, first: int, last: int, *before: str) -> None:
-    """Steps of a run, in a process that the words before it start."""
+    """Run steps in a process, started through the command `before`."""
     subprocess.run(
         [*before, sys.executable, "-c", PROGRAM, str(run_dir), str(first), str(last)], check=True, timeout=120, cwd=ROOT
     )
 
 
 def read_payloads(path: Path) -> Iterator[bytes]:
-    """Records of a log in blocks of 32 KiB (LevelDB's format behind a header of seven bytes)."""
+    """Yield the records of a log in 32 KiB blocks (LevelDB's format after a header of seven bytes)."""
     data, position, parts = path.read_bytes(), 7, []
     while position + 7 <= len(data):
         left = 32768 - position % 32768
@@ -65,13 +65,13 @@ def read_payloads(path: Path) -> Iterator[bytes]:
         _, length, kind = struct.unpack("<IHB", data[position : position + 7])
         parts.append(data[position + 7 : position + 7 + length])
         position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield b"".join(parts)
             parts = []
 
 
 def read_run(directory: Path) -> dict[str, object]:
-    """Identity, config, history and exit code of an offline run."""
+    """Return identity, config, history and exit code of an offline run."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = directory.glob("run-*.wandb")
@@ -96,7 +96,7 @@ def read_run(directory: Path) -> dict[str, object]:
 
 
 def test_offline_run_and_its_continuation(tmp_path: Path) -> None:
-    """Config and metrics are there; a run that is started again has the same id."""
+    """The file has config and metrics; a restarted run has the same id."""
     run_dir = tmp_path / "run"
     train(run_dir, 1, 2)
     (directory,) = (run_dir / "wandb").glob("offline-run-*")
@@ -119,7 +119,7 @@ def test_offline_run_and_its_continuation(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace, which sees every process, is not installed")
 def test_offline_opens_no_connection(tmp_path: Path) -> None:
-    """Neither the process nor those that the package starts try to reach any address, a name server's included."""
+    """Neither the process nor its helpers try to reach any address, including name servers."""
     trace = tmp_path / "trace"
     train(tmp_path / "run", 1, 1, "strace", "-f", "-e", "trace=connect,sendto,sendmmsg", "-o", str(trace))
     lines = trace.read_text().splitlines()
@@ -128,7 +128,7 @@ def test_offline_opens_no_connection(tmp_path: Path) -> None:
 
 
 def test_off_is_a_word(tmp_path: Path) -> None:
-    """In YAML and on the command line, in which `off` without quotes means false."""
+    """`off` without quotes, false in YAML, is the word in files and on the command line."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "model: {path: m}\ndata: {train_files: [t], train_batch_size: 8}\n"
@@ -140,8 +140,8 @@ def test_off_is_a_word(tmp_path: Path) -> None:
 
 
 def test_without_the_package_the_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any process group; without W&B nobody misses the package."""
-    monkeypatch.setitem(sys.modules, "wandb", None)  # the errors that Python itself treats as "missing"
+    """The config is refused before any process group; without W&B the package is not needed."""
+    monkeypatch.setitem(sys.modules, "wandb", None)  # Python's own mark of a missing module
     rest = dict(
         model=ModelConfig(path="m"),
         data=DataConfig(train_files=["t"], train_batch_size=8),
