@@ -53,7 +53,7 @@ class UserErrors(UserError):
 
 
 class Preempted(Exception):
-    """A signal stopped the run, and its state is saved; entry points exit with EXIT_PREEMPTED."""
+    """A stop by a signal, after the run's state was saved; entry points exit with EXIT_PREEMPTED."""
 
 
 # Nonzero exit codes of a rank; see docs/checkpoints.md.

@@ -62,7 +62,7 @@ class Calculator:
 
 
 def calculate(expression: str) -> str:
-    """Evaluate an expression of numbers, + - * / // % and parentheses; return "error" if that fails."""
+    """Evaluate numbers with + - * / // % and parentheses; return the value as text, or "error"."""
     try:
         if len(expression) > _LONGEST:
             return "error"

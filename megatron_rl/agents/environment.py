@@ -82,7 +82,7 @@ class Done:
     """The end of an episode.
 
     Attributes:
-        reward: of the last turn. Rewards of turns are summed; without any, the run's reward sources score the last
+        reward: of the last turn. Turn rewards are summed; if there are none, the run's reward sources score the last
             reply.
         components: name -> value, logged as reward/<name>.
     """

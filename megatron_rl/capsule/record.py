@@ -70,7 +70,7 @@ class Section:
 
 
 class StepObserver:
-    """Collects the sections of a step; methods are collective.
+    """A collector of a step's sections; methods are collective.
 
     Args:
         roles: trained roles by name, with equal keys on every rank.

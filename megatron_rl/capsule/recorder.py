@@ -39,7 +39,7 @@ CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE, STATE = "capsule", "rollouts.jsonl", "
 
 
 class CapsuleRecorder:
-    """Writes the step `trainer.capture_step` as a capsule; methods are collective.
+    """A writer of the capsule of step `trainer.capture_step`; methods are collective.
 
     Args:
         roles: see `StepObserver`.

@@ -137,7 +137,7 @@ def _read_rollout(row: dict[str, Any], prompt: Prompt) -> Rollout:
 
 
 class RecordedRollouts:
-    """Replays a capsule in place of the hybrid engine and the collector: no engine, no rewards.
+    """A stand-in for hybrid engine and collector that replays a capsule: no engine, no rewards.
 
     Args:
         recording: returned by `collect` for any step.

@@ -27,8 +27,8 @@ class ChildProcess:
     """The parent's end of one child process.
 
     Args:
-        module: gets the connection's file descriptor as `sys.argv[1]`.
-        secrets: environment variables to pass on anyway.
+        module: run with the connection's file descriptor as `sys.argv[1]`.
+        secrets: secret-looking environment variables to pass on.
     """
 
     def __init__(self, module: str, secrets: Collection[str] = ()) -> None:

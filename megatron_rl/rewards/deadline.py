@@ -23,11 +23,11 @@ _REQUEST = threading.local()  # the thread's current request, with which its con
 
 
 class DeadlineExceeded(Exception):
-    """The request did not finish in time."""
+    """A request that did not finish in time."""
 
 
 class TooLarge(Exception):
-    """The response exceeds its size limit."""
+    """A response that exceeds its size limit."""
 
 
 class _Deadline:

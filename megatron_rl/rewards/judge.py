@@ -30,7 +30,7 @@ _REMEMBERED = 4096  # cache size; responses of a group often give equal answers
 
 
 class Judge:
-    """Compares texts with math-verify in a child process, started at first use; thread-safe."""
+    """A thread-safe comparison of texts by math-verify in a child process, started at first use."""
 
     def __init__(self, limit_seconds: float = _LIMIT_SECONDS) -> None:
         self._limit_seconds, self._lock = limit_seconds, threading.Lock()

@@ -38,7 +38,7 @@ class Tool:
 
 
 class ToolEnvironment:
-    """Answers each tool call with its result, or "error: ..."; a reply without calls ends the episode."""
+    """An environment that returns each tool call's result or "error: ..."; a reply without calls ends the episode."""
 
     def __init__(self, calls: Mapping[str, Call]) -> None:
         self._calls = calls

@@ -27,7 +27,7 @@ LAYOUT_LEAVES = tuple(item.name for item in fields(LayoutConfig) if item.name.en
 
 
 def megatron_names(role: str) -> dict[str, Alias]:
-    """Return the names in `megatron.*` of a role with its own layout."""
+    """Return the aliases for `megatron.*` of a role with its own layout."""
     return {f"megatron.{leaf}": Renamed(f"{role}.{leaf}") for leaf in LAYOUT_LEAVES} | {
         "megatron.use_mbridge": Ignored("weights are converted by this package"),
         "megatron.vanilla_mbridge": Ignored("weights are converted by this package"),
@@ -52,7 +52,7 @@ def megatron_names(role: str) -> dict[str, Alias]:
 
 
 def lora_names(role: str) -> dict[str, Alias]:
-    """Return the adapter names of a role, below `model`."""
+    """Return the aliases for a role's adapter settings, below `model`."""
     names = {
         **dict.fromkeys(("lora_rank", "lora.rank"), "rank"),
         **dict.fromkeys(("lora_alpha", "lora.alpha"), "alpha"),
@@ -68,7 +68,7 @@ def lora_names(role: str) -> dict[str, Alias]:
 
 
 def trainable_names(role: str) -> dict[str, Alias]:
-    """Return the names of a role with an optimizer."""
+    """Return the aliases for a role with an optimizer."""
     return megatron_names(role) | {
         "optim.lr": Renamed(f"{role}.lr"),
         "optim.min_lr": Renamed(f"{role}.min_lr"),
