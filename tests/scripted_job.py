@@ -112,7 +112,7 @@ class ScriptedProcesses:
         self._played[key] = 0
         self._answers[key] = Answer(Tail([]))
 
-    def tell(self, key: Any, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
+    def send_reply(self, key: Any, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
         assert len(tokens) == len(logprobs) > 0
         self._played[key] += 1
         is_last = self._played[key] == 1 + key[1] % self._turns

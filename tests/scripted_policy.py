@@ -71,12 +71,12 @@ class ScriptedPolicy:
         while (answer := processes.wait()[0]).tail is not None:
             assert answer.tail.is_fork
             requests.append(answer.tail.tokens)
-            recording.ask(np.array(requests[-1], np.int32))
+            recording.record_request(np.array(requests[-1], np.int32))
             reply = self.spell(replies[(len(requests) - 1) % len(replies)] if replies else "answer")
             is_cut = answer.max_tokens is not None and answer.max_tokens < len(reply)
             reply = reply[: answer.max_tokens]
             recording.reply(np.array(reply, np.int32), -np.arange(len(reply), dtype=np.float32), 1)
-            processes.tell(0, reply, [-float(i) for i in range(len(reply))], "length" if is_cut else "stop")
+            processes.send_reply(0, reply, [-float(i) for i in range(len(reply))], "length" if is_cut else "stop")
         processes.close(0)
         rollout = recording.finish(answer.finish_reason or "stop")
         return answer, rollout, requests, json.loads(out.read_text()) if out.exists() else None

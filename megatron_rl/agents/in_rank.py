@@ -60,7 +60,7 @@ class EpisodesInRank:
         self._episodes[key] = _Episode(play_environment(*self._found, opening), opening.task.seed)
         self._answers[key] = self._episodes[key].ask(next)
 
-    def tell(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
+    def send_reply(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
         """Send a reply and compute the answer."""
         self._answers[key] = self._episodes[key].ask(lambda answers: answers.send((tokens, finish_reason)))
 

@@ -81,7 +81,7 @@ class EpisodeProcesses:
             self._running[key] = _Running(self._find_worker(number), self._episode_seconds)
         self._ask(key, Opening.of(prompt, self._setup.run_seed))
 
-    def tell(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
+    def send_reply(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
         """Send a reply: its tokens and their log-probs."""
         self._ask(key, (tokens, logprobs, finish_reason))
 

@@ -59,7 +59,7 @@ class Recording:
         """Return the number of tokens that the engine returned."""
         return sum(turn.stop - turn.start for turn in self._turns)
 
-    def ask(self, tokens: np.ndarray) -> None:
+    def record_request(self, tokens: np.ndarray) -> None:
         """Record a request."""
         known = [i for i, context in enumerate(self._contexts) if context.begins(tokens)]
         if not known:

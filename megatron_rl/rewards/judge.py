@@ -40,13 +40,21 @@ class Judge:
         """Compare two texts; return "timeout" beyond the limit of time or memory."""
         with self._lock:
             if self._child is None:
-                self._child = ChildProcess("megatron_rl.rewards.judge")
-                self._child.ask(self._limit_seconds, _START_SECONDS)
+                self._start()
+            assert self._child is not None
             try:
                 return self._child.ask((answer, truth), 2 * self._limit_seconds)
             except (TimeoutError, EOFError, OSError):
                 self._end()
                 return "timeout"
+
+    def _start(self) -> None:
+        self._child = ChildProcess("megatron_rl.rewards.judge")
+        try:
+            self._child.ask(self._limit_seconds, _START_SECONDS)
+        except BaseException:
+            self._end()  # or its late answer would be taken for the next verdict
+            raise
 
     def close(self) -> None:
         """End the child."""

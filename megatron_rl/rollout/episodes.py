@@ -144,12 +144,12 @@ class Episodes:
     def _wait(self, processes: AnyEpisodes) -> dict[int, Answer]:
         return {key: answer for (_, key), answer in processes.wait().items()}
 
-    def ask(self, requests: Sequence[Request]) -> None:
+    def record_requests(self, requests: Sequence[Request]) -> None:
         """Record requests added to the engine."""
         for request in () if self._is_plain else requests:
-            self._episodes[request.key].recording.ask(request.tokens)
+            self._episodes[request.key].recording.record_request(request.tokens)
 
-    def hear(self, sampled: Sampled, version: int) -> bool:
+    def receive(self, sampled: Sampled, version: int) -> bool:
         """Record sampled tokens with their policy version; return whether a plain response is finished."""
         key, is_whole = sampled.key, sampled.finish_reason != "interrupted"
         recording = self._episodes[key].recording
@@ -166,7 +166,7 @@ class Episodes:
             self._episodes[key] = _Episode(recording, rollout=recording.finish(sampled.finish_reason))
         elif is_whole and self._processes is not None:
             self._episodes[key] = _Episode(recording, finish_reason=sampled.finish_reason)
-            self._processes.tell((self, key), *recording.last_reply(), sampled.finish_reason)
+            self._processes.send_reply((self, key), *recording.last_reply(), sampled.finish_reason)
         return is_whole and self._is_plain
 
     def stop(self) -> None:

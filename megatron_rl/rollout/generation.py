@@ -39,17 +39,17 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self.running: dict[int, Request] = {}
-        self.asked = self.heard = 0
+        self.num_requests = self.num_responses = 0
         self._sums = {"asked": 0.0, "cached": 0.0}
 
-    def ask(self, requests: Sequence[Request]) -> None:
+    def add(self, requests: Sequence[Request]) -> None:
         """Record requests submitted to the engine."""
         self.running |= {request.key: request for request in requests}
-        self.asked += len(requests)
+        self.num_requests += len(requests)
 
-    def hear(self, sampled: Sampled) -> Request | None:
+    def finish(self, sampled: Sampled) -> Request | None:
         """Record a response and return its request, if any."""
-        self.heard += 1
+        self.num_responses += 1
         request = self.running.pop(sampled.key, None)
         if request is not None and sampled.num_cached is not None:
             self._sums["asked"] += len(request.tokens)
@@ -170,21 +170,21 @@ class RolloutGenerator:
 
         def take(is_idle: bool) -> ControlMessage:
             if is_idle and requests.running:  # the engine is idle, so these would never finish
-                raise miscounted(requests.heard, requests.asked, self._name)
+                raise miscounted(requests.num_responses, requests.num_requests, self._name)
             following = episodes.follow()
             for key in following.finished:
                 end(key)
             return phase.take(is_idle, following, requests.running)
 
-        def tell(added: Sequence[Request]) -> None:
-            requests.ask(added)
-            episodes.ask(added)
+        def record(added: Sequence[Request]) -> None:
+            requests.add(added)
+            episodes.record_requests(added)
 
-        def listen(sampled: Sampled) -> None:
-            request = requests.hear(sampled)
+        def receive(sampled: Sampled) -> None:
+            request = requests.finish(sampled)
             if request is not None:  # otherwise the counts differ at the end
                 self._check(sampled, request, samples)
-                if episodes.hear(sampled, self._weights.policy_version):
+                if episodes.receive(sampled, self._weights.policy_version):
                     end(sampled.key)
 
         is_watching = self.is_first or self.engine_index < 0  # rank 0 displays the progress, with or without an engine
@@ -192,9 +192,9 @@ class RolloutGenerator:
         with nullcontext() if total is None else self._progress.follow(total, in_flight):
             if self.engine_index >= 0:
                 engine, guard = self._engine.requests, phase.guard
-                error = serve(engine, guard(take), guard(listen), self._channel, on_requests=tell)
-            if error is None and requests.heard != requests.asked:
-                error = miscounted(requests.heard, requests.asked, self._name)
+                error = serve(engine, guard(take), guard(receive), self._channel, on_requests=record)
+            if error is None and requests.num_responses != requests.num_requests:
+                error = miscounted(requests.num_responses, requests.num_requests, self._name)
             raise_together(error, self._group)
         episodes.stop()
         self.metrics = requests.describe(self.is_first, self._group)

@@ -58,7 +58,7 @@ def find_window(open_: Sequence[int], begun: int, wanted: int, ahead: int, passe
 
 
 @dataclass(frozen=True)
-class Goal:
+class PhaseTarget:
     """Groups that a phase waits for.
 
     Attributes:
@@ -74,7 +74,7 @@ class Goal:
     holders: np.ndarray
 
     def is_reached(self, left: np.ndarray) -> bool:
-        """Return whether the goal is reached; `left`: [groups] unfinished samples of all engines."""
+        """Return whether the target is reached; `left`: [groups] unfinished samples of all engines."""
         return not left[: self.needed].any() and int(np.count_nonzero(left == 0)) >= self.wanted
 
     def choose(self, left: np.ndarray) -> list[int]:
@@ -85,7 +85,7 @@ class Goal:
 class PhaseEnd(Protocol):
     """End condition of a phase, polled by each engine's first rank before each step."""
 
-    def begin(self, goal: Goal) -> None:
+    def begin(self, target: PhaseTarget) -> None:
         """Begin a phase; every rank makes the same calls."""
 
     def is_over(self, left: np.ndarray) -> bool:
@@ -108,22 +108,22 @@ class ByStore:
         self._phase = 0
         self._mine: set[str] = set()  # keys of the phase that this engine created
 
-    def begin(self, goal: Goal) -> None:
+    def begin(self, target: PhaseTarget) -> None:
         """Begin a phase."""
         for key in self._mine:
             self._store.delete_key(key)
         self._mine.clear()
         self._phase += 1
-        self._goal, self._left = goal, goal.left
-        self._missing = goal.wanted - goal.needed - int(np.count_nonzero(goal.holders[goal.needed :] == 0))
-        self._is_told = self._is_over = False
+        self._goal, self._left = target, target.left
+        self._missing = target.wanted - target.needed - int(np.count_nonzero(target.holders[target.needed :] == 0))
+        self._is_signaled = self._is_over = False
         self._looked = 0.0
 
     def is_over(self, left: np.ndarray) -> bool:
         """Publish finished work and return whether the phase is over."""
         has_news = False
-        if not self._is_told and not left[: self._goal.needed].any():
-            self._is_told = has_news = True
+        if not self._is_signaled and not left[: self._goal.needed].any():
+            self._is_signaled = has_news = True
             self._count("engines")
         if self._missing > 0:
             for group in np.flatnonzero((left == 0) & (self._left > 0)).tolist():
@@ -133,7 +133,7 @@ class ByStore:
             self._left = left.copy()
         if has_news and self._is_enough():
             self.give_up()
-        period = _POLL_SECONDS if self._is_told else _FAILURE_SECONDS
+        period = _POLL_SECONDS if self._is_signaled else _FAILURE_SECONDS
         if not self._is_over and time.monotonic() - self._looked >= period:
             self._is_over = self._count("over", 0) > 0
             self._looked = time.monotonic()
@@ -163,9 +163,9 @@ class StepCount:
     def __init__(self, every: int, group: dist.ProcessGroup | None) -> None:
         self._every, self._group = every, group
 
-    def begin(self, goal: Goal) -> None:
+    def begin(self, target: PhaseTarget) -> None:
         """Begin a phase."""
-        self._steps, self._goal = 0, goal
+        self._steps, self._goal = 0, target
 
     def is_over(self, left: np.ndarray) -> bool:
         """Count a step; return whether it ends the phase."""
@@ -200,7 +200,7 @@ class TrainingEnd:
         self._steps, self._next_look = 0, 0.0
         self._begun = time.monotonic()
 
-    def tell(self) -> None:
+    def signal(self) -> None:
         """Signal the end of training."""
         self._store.add(f"trained {self._number}", 1)
 

@@ -119,7 +119,7 @@ def serve(
     try:
         while True:
             message = channel.share(loop.take(take) if channel.is_first else None)
-            loop.tell(engine.interrupt(message.interrupts) if message.interrupts else [])
+            loop.deliver(engine.interrupt(message.interrupts) if message.interrupts else [])
             if on_requests is not None:
                 on_requests(message.requests)
             loop.add(message.requests)
@@ -159,9 +159,9 @@ class _Loop:
 
     def step(self) -> None:
         if self._engine.has_requests():
-            self.tell(self._engine.step())
+            self.deliver(self._engine.step())
 
-    def tell(self, sampled: Sequence[Sampled]) -> None:
+    def deliver(self, sampled: Sequence[Sampled]) -> None:
         """Pass results to the callback; errors are deferred, because other ranks would wait."""
         for one in sampled:
             self.running.discard(one.key)

@@ -32,7 +32,7 @@ from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.rollout.episodes import describe_episodes
 from megatron_rl.rollout.generation import OnFinished, RolloutGenerator
 from megatron_rl.rollout.order import SampleOrder
-from megatron_rl.rollout.phase import Goal, Phase, PhaseEnd, TrainingEnd, find_window, open_phase_end
+from megatron_rl.rollout.phase import PhaseTarget, Phase, PhaseEnd, TrainingEnd, find_window, open_phase_end
 from megatron_rl.rollout.trace import ScheduleTrace, read_trace
 from megatron_rl.types import Prompt, Rollout, UserError
 
@@ -128,8 +128,8 @@ class RolloutStream:
             self._sum_over_engines([len(self._carried.keys), *(left > 0), *left]), [1, 1 + len(left)]
         )
         assert held == len(left) * self._group_size, f"{held} samples of {len(left)} prompts have begun"
-        goal = Goal(needed, wanted, left, holders)
-        generates = round == 0 or not goal.is_reached(missing)
+        target = PhaseTarget(needed, wanted, left, holders)
+        generates = round == 0 or not target.is_reached(missing)
         awaited = needed if needed == wanted else len(left)
         keys = self._carried.keys
         if self._drains and self.runs_ahead:  # other samples continue during training
@@ -141,10 +141,10 @@ class RolloutStream:
             end = self._clock.trace.find_end(self._step, name) or self._clock.end
             self._carried.start(keys, sampling)
             phase = Phase(self._open[:awaited], left, None if self._drains else end)
-            self._clock.end.begin(goal)
+            self._clock.end.begin(target)
             self._run(phase, on_finished, int(missing[:awaited].sum()), name)
             missing, busy_share = self._sum_over_engines(self._count_unfinished()), phase.busy_share()
-        chosen = goal.choose(missing)
+        chosen = target.choose(missing)
         assert len(chosen) == wanted, f"{len(chosen)} of {wanted} prompts are whole"
         return self._hand_out([self._open[group] for group in chosen], busy_share)
 
@@ -177,7 +177,7 @@ class RolloutStream:
         assert training is not None
         training.begin()
         if self._group.rank() == 0:
-            training.tell()
+            training.signal()
         end = self._clock.trace.find_end(self._step, name) or training
         self._carried.start(self._carried.keys, sampling)
         self._run(Phase([], np.empty(0), None if self._drains else end), on_finished, None, name)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.rollout.phase import Goal, PhaseEnd
+from megatron_rl.rollout.phase import PhaseTarget, PhaseEnd
 from megatron_rl.types import UserError
 
 DecodeSteps = Mapping[tuple[int, str], int]  # by step and phase
@@ -74,7 +74,7 @@ class _AfterSteps:
     def __init__(self, steps: int) -> None:
         self._left = steps
 
-    def begin(self, goal: Goal) -> None:
+    def begin(self, target: PhaseTarget) -> None:
         """Do nothing."""
 
     def is_over(self, left: np.ndarray) -> bool:

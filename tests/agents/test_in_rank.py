@@ -63,7 +63,7 @@ def play(episodes: AnyEpisodes) -> list[dict[int, Answer]]:
     for tokens in ([4], [4, 5, 6]):
         for key in (4, 0, 2):
             if key in found[-1] and found[-1][key].tail is not None:
-                episodes.tell(key, [4, 5] if (key, tokens) == (2, [4]) else tokens, [0.0] * len(tokens), "stop")
+                episodes.send_reply(key, [4, 5] if (key, tokens) == (2, [4]) else tokens, [0.0] * len(tokens), "stop")
         found.append(episodes.wait())
     episodes.close_all()
     return [{key: replace(answer, seconds=0.0) for key, answer in answers.items()} for answers in found]

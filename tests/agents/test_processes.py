@@ -105,7 +105,7 @@ def run(processes, *kinds):
                 processes.close(key)
                 open_keys.discard(key)
             else:
-                processes.tell(key, [4, 5, 6], [0.0] * 3, "stop")
+                processes.send_reply(key, [4, 5, 6], [0.0] * 3, "stop")
     return [found[key] for key in range(len(kinds))]
 
 
@@ -125,7 +125,7 @@ def test_episodes_on_a_prompt_draw_the_same_random_numbers(processes):
     processes.open(2, prompt_of("ends", number=1))
     processes.wait()
     for key in range(3):
-        processes.tell(key, [4], [0.0], "stop")
+        processes.send_reply(key, [4], [0.0], "stop")
     rewards = [answer.reward for _, answer in sorted(processes.wait().items())]
     assert rewards[0] == rewards[1] != rewards[2]
 
@@ -145,7 +145,7 @@ def test_an_episode_ends_with_the_answer_to_its_last_reply(setup, most):
     processes.open(0, prompt_of("never ends"))
     while (answer := processes.wait()[0]).tail is not None:
         replies += 1
-        processes.tell(0, [4, 5, 6], [0.0] * 3, "stop")
+        processes.send_reply(0, [4, 5, 6], [0.0] * 3, "stop")
     processes.close_all()
     assert replies == most and (answer.reward, answer.finish_reason) == (0.5, "turns")
 
@@ -185,7 +185,7 @@ def test_what_an_episode_has_started_ends_with_it(processes):
     assert not sleepers()
     processes.open(0, prompt_of("starts others"))
     processes.wait()
-    processes.tell(0, [4], [0.0], "stop")
+    processes.send_reply(0, [4], [0.0], "stop")
     assert processes.wait()[0].reward is not None and len(sleepers()) == 2
     processes.close(0)
     run(processes, "ends")  # the worker has read that the other is over
@@ -204,7 +204,7 @@ def test_no_process_outlives_a_rank_that_is_killed(setup, tmp_path):
         "processes = EpisodeProcesses(setup, 1, 30.0, 20.0)\n"
         "[processes.open(key, prompt) for key, prompt in enumerate(prompts)]\n"
         "processes.wait()\n"
-        "processes.tell(0, [4], [0.0], 'stop')\n"
+        "processes.send_reply(0, [4], [0.0], 'stop')\n"
         "print(processes._workers[0]._process.pid, *[r.pid for r in processes._running.values()], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -227,7 +227,7 @@ setup, prompt = pickle.loads(open(sys.argv[1], "rb").read())
 processes = EpisodeProcesses(setup, 1, 300.0, 200.0)
 processes.open(0, prompt)
 processes.wait()
-processes.tell(0, [4], [0.0], "stop")
+processes.send_reply(0, [4], [0.0], "stop")
 print(processes._running[0].pid, flush=True)
 processes.wait()
 """
@@ -271,7 +271,7 @@ def test_a_worker_that_is_killed_takes_its_episodes_along_and_is_started_again(p
     processes.wait()
     psutil.Process(processes._running[0].pid).parent().kill()
     time.sleep(0.5)
-    processes.tell(0, [4], [0.0], "stop")
+    processes.send_reply(0, [4], [0.0], "stop")
     assert processes.wait()[0].finish_reason == "error"
     assert run(processes, "ends")[0].finish_reason is None
 

@@ -184,11 +184,11 @@ def test_all_kinds_of_tools_answer_in_an_episode_and_the_prompt_shows_them(names
     for key in range(2):  # each episode has a server of its own
         processes.open(key, prompt)
         processes.wait()
-        processes.tell(key, reply, [0.0] * len(reply), "stop")
+        processes.send_reply(key, reply, [0.0] * len(reply), "stop")
         answer = processes.wait()[key]
         assert not answer.failure
         shown.append(tokenizer.decode(answer.tail.tokens))
-        processes.tell(key, [], [], "stop")
+        processes.send_reply(key, [], [], "stop")
         assert processes.wait()[key].tail is None
         processes.close(key)
     processes.close_all()

@@ -39,7 +39,7 @@ def play(tokenizer, replies, answers, **options):
     for index, reply in enumerate(replies):
         known = [] if tail.is_fork else recording.tokens.tolist()
         requests.append(known + tail.tokens)
-        recording.ask(np.array(requests[-1], np.int32))
+        recording.record_request(np.array(requests[-1], np.int32))
         recording.reply(np.array(reply, np.int32), -np.arange(1, len(reply) + 1, dtype=np.float32), 3)
         if index < len(answers):
             tail = transcript.extend(reply, answers[index])
@@ -149,7 +149,7 @@ def test_messages_before_the_first_reply_follow_those_of_the_task(chat):
     tail = transcript.begin(board)
     prompt = np.array(tokenizer.encode(tokenizer.apply_chat_template(QUESTION)), np.int32)
     recording = Recording(Prompt(0, prompt, "", ""), 0)
-    recording.ask(np.array(tail.tokens, np.int32))
+    recording.record_request(np.array(tail.tokens, np.int32))
     recording.reply(np.array([5, 6], np.int32), np.zeros(2, np.float32), 0)
     (branch,) = recording.finish("stop").branches
     assert tokenizer._tokenizer.decode(branch.tokens[:-2].tolist()) == tokenizer.apply_chat_template(QUESTION + board)
@@ -176,19 +176,19 @@ def record(*parts) -> Rollout:
     recording = Recording(Prompt(0, np.array([1, 2], np.int32), "", ""), 0)
     for part in parts:
         if isinstance(part, tuple):
-            recording.ask(np.array([*recording.tokens, *part], np.int32))
+            recording.record_request(np.array([*recording.tokens, *part], np.int32))
         else:
-            recording.ask(recording.tokens)
+            recording.record_request(recording.tokens)
             recording.reply(np.array(part, np.int32), np.zeros(len(part), np.float32), 0)
     return recording.finish("stop")
 
 
 def test_a_reply_that_is_interrupted_and_continued_is_one_turn_of_two_versions():
     recording = Recording(Prompt(0, np.array([1, 2], np.int32), "", ""), 0)
-    recording.ask(np.array([1, 2], np.int32))
+    recording.record_request(np.array([1, 2], np.int32))
     for tokens, version, is_whole in (([], 3, False), ([5, 6], 3, False), ([], 4, False), ([7], 5, True)):
         recording.reply(np.array(tokens, np.int32), -np.array(tokens, np.float32), version, is_whole=is_whole)
-        recording.ask(recording.tokens)
+        recording.record_request(recording.tokens)
     recording.judge(0.5)
     rollout = recording.finish("stop")
     (branch,), (turn,) = rollout.branches, rollout.turns
@@ -231,7 +231,7 @@ def test_random_conversations_keep_every_sampled_token_in_its_place(chat):
 def test_routes_of_weights_that_read_all_again_replace_those_of_others(version, expected):
     """Tokens of new weights follow from the new routes of their context; under equal weights, the first routes stay."""
     recording = Recording(Prompt(0, np.array([1, 2], np.int32), "", ""), 0)
-    recording.ask(np.array([1, 2], np.int32))
+    recording.record_request(np.array([1, 2], np.int32))
     routes = np.full((4, 1, 1), 255, np.uint8)
     routes[:3] = 10
     recording.reply(np.array([3, 4], np.int32), np.zeros(2, np.float32), 3, routes=routes, is_whole=False)

@@ -17,9 +17,9 @@ def work(rank: int, world_size: int, counts: list[list[int | None]]) -> dict[str
     """Requests of 10 tokens; rank 1 does not speak for its engine."""
     init_distributed(2)
     use, sampling = OpenRequests(), SamplingConfig(1.0, 4, ())
-    use.ask([Request(key, np.zeros(10, np.int32), 0, sampling) for key in range(len(counts[rank]))])
+    use.add([Request(key, np.zeros(10, np.int32), 0, sampling) for key in range(len(counts[rank]))])
     for key, count in enumerate(counts[rank]):
-        use.hear(Sampled(key, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", num_cached=count))
+        use.finish(Sampled(key, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", num_cached=count))
     return use.describe(rank != 1, world())
 
 

@@ -371,13 +371,13 @@ def open_responses() -> Episodes:
     return Episodes(SampleGroups([PROMPT] * 3, 2, SAMPLING, step=1), 1, AgentsConfig(), None)
 
 
-def hear(responses: Episodes, parts: list[Sampled], version: int) -> list[Any]:
+def receive(responses: Episodes, parts: list[Sampled], version: int) -> list[Any]:
     """A phase that ends with these; the requests that it began with."""
     responses.start(responses.keys, SAMPLING)
     requests = responses.follow().requests
-    responses.ask(requests)
+    responses.record_requests(requests)
     for part in parts:
-        assert responses.hear(part, version) == (part.finish_reason != "interrupted")
+        assert responses.receive(part, version) == (part.finish_reason != "interrupted")
     return [(one.key, one.tokens.tolist(), one.seed, one.sampling, one.num_sampled) for one in requests]
 
 
@@ -390,9 +390,9 @@ def test_responses_survive_the_file() -> None:
     """Whole responses, parts, and empty ones; kept sets after responses without any, and inserted tokens."""
     responses = open_responses()
     responses.begin([4, 1, 2, 5])
-    hear(responses, [part(key, tokens, "interrupted") for key, tokens in ((4, [7, 8]), (1, []), (2, [5]))], 3)
+    receive(responses, [part(key, tokens, "interrupted") for key, tokens in ((4, [7, 8]), (1, []), (2, [5]))], 3)
     last_is_put_in = part(2, [6, 7], "interrupted", KEPT, inserted=np.array([False, True]))
-    hear(responses, [part(4, [9], "stop"), last_is_put_in, part(5, [4], "length")], 5)
+    receive(responses, [part(4, [9], "stop"), last_is_put_in, part(5, [4], "length")], 5)
     found = open_responses()
     found.load(responses.pack(), lambda key: key != 5)
     assert found.keys == [4, 1, 2] and found.find_unfinished() == [1, 2] and found.num_tokens == 6
@@ -400,7 +400,7 @@ def test_responses_survive_the_file() -> None:
     assert found.rollout(4).rollout_logprobs.tolist() == [-0.25, -0.5, -0.25]
     ends = [part(1, [3, 3], "stop"), part(2, [2], "stop")]
     responses.drop([5])
-    assert hear(found, ends, 6) == hear(responses, ends, 6)
+    assert receive(found, ends, 6) == receive(responses, ends, 6)
     (branch,), (expected,) = (one.rollout(2).branches for one in (found, responses))
     assert branch.sampled.tolist() == expected.sampled.tolist() == [False, False, True, True, False, True]
     assert branch.tokens.tolist() == expected.tokens.tolist() == [1, 2, 5, 6, 7, 2]
@@ -426,7 +426,7 @@ def test_responses_of_older_checkpoints_are_read() -> None:
     assert found.keys == [4, 1, 2] and found.find_unfinished() == [1, 2]
     assert found.rollout(4).response_tokens.tolist() == [7, 8, 9]
     assert found.rollout(4).versions.tolist() == [3, 3, 5] and found.rollout(4).finish_reason == "stop"
-    requests = hear(found, [part(2, [4], "length")], 6)
+    requests = receive(found, [part(2, [4], "length")], 6)
     assert [(key, tokens, num_sampled) for key, tokens, *_, num_sampled in requests] == [
         (1, [1, 2], 0),
         (2, [1, 2, 5, 6], 2),
