@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the name of an engine to the engine, and what lets one that only takes whole batches be stepped."""
+"""Construction of the engine that `rollout.engine` names, the stand-in of ranks without an engine, and an adapter that
+steps engines which only generate whole batches.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,11 @@ from megatron_rl.weights.support import check_rollout_layout
 
 @dataclass(frozen=True)
 class EngineTables:
-    """Which rank of the engines holds what: all that other ranks must know to send it weights.
+    """Placement tables of all engine ranks, sent to ranks without an engine so that they can plan weight transfers.
 
     Attributes:
         keys: rank -> its `shard_key`.
-        tables: by key; tables that share rows still share them when all of this travels at once.
+        tables: by key; tables that share rows still share them after all of them are pickled together.
     """
 
     keys: Mapping[int, Hashable]
@@ -50,7 +52,7 @@ class EngineTables:
 
 
 class AbsentEngine(WaitingRequests):
-    """Stands for an engine where there is none: no request comes to it, and it has no parameters."""
+    """A stand-in on ranks without an engine: it has no parameters and receives no requests."""
 
     def __init__(self, known: EngineTables) -> None:
         super().__init__()
@@ -60,43 +62,43 @@ class AbsentEngine(WaitingRequests):
         self.padded_params: tuple[str, ...] = ()
 
     def shard_key(self, rank: int) -> Hashable:
-        """Of a rank that has an engine."""
+        """Return the key of a rank that has an engine."""
         return self._known.keys[rank]
 
     def placements(self, rank: int) -> PlacementTable:
-        """Of a rank that has an engine."""
+        """Return the table of a rank that has an engine."""
         return self._known.tables[self._known.keys[rank]]
 
     def step(self) -> list[Sampled]:
-        """There is nothing to do."""
+        """Return no responses."""
         return []
 
     def tokens_in_flight(self) -> int:
-        """None."""
+        """Return 0."""
         return 0
 
     def begin_weight_update(self) -> None:
-        """There is nothing to write to."""
+        """Do nothing."""
 
     def end_weight_update(self) -> None:
-        """As above."""
+        """Do nothing."""
 
     def sleep(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """As above."""
+        """Do nothing."""
 
 
 class BuiltEngine(NamedTuple):
     """One rank's share of an engine.
 
     Attributes:
-        requests: what serves them.
-        weights: what holds them.
-        kind: the name of its class.
-        ranks: of every engine of the job.
-        route_shape: of the routes that responses come with; None: they come without.
+        requests: request side of the engine.
+        weights: weight side of the engine; the same object, unless the request side is wrapped.
+        kind: class name of the engine.
+        ranks: ranks of every engine of the job.
+        route_shape: shape of the routes in responses; `None` if responses have no routes.
     """
 
     requests: RolloutEngine
@@ -106,20 +108,20 @@ class BuiltEngine(NamedTuple):
     route_shape: RouteShape | None = None
 
     def describe(self) -> tuple[str, EngineRanks, RouteShape | None, EngineTables]:
-        """What ranks without an engine must know."""
+        """Return all that a rank without an engine needs to build its stand-in, see `absent`."""
         return self.kind, self.ranks, self.route_shape, EngineTables.of(self.weights, self.ranks)
 
     @classmethod
     def absent(cls, kind: str, ranks: EngineRanks, route_shape: RouteShape | None, tables: EngineTables) -> BuiltEngine:
-        """What stands for an engine on such a rank."""
+        """Build the stand-in of a rank without an engine."""
         stand_in = AbsentEngine(tables)
         return cls(stand_in, stand_in, kind, ranks, route_shape)
 
 
 class OneTurn(WaitingRequests):
-    """Steps an engine that has `generate` only: one step is one batch of all that waits.
+    """A `RolloutEngine` over an engine that only has `generate`: one step generates one batch of waiting requests.
 
-    So nothing is heard of a response before the last one of its batch is there.
+    No response is returned before the last one of its batch is finished.
     """
 
     def __init__(self, engine: ClosedBatches) -> None:
@@ -127,7 +129,9 @@ class OneTurn(WaitingRequests):
         self._engine = engine
 
     def step(self) -> list[Sampled]:
-        """The responses to what waits; one that was not asked for gets the last key once more."""
+        """Generate the next batch; responses beyond the number of requests get the last key, so that the caller sees
+        them.
+        """
         batch = self.take_batch()
         if not batch:
             return []
@@ -136,7 +140,7 @@ class OneTurn(WaitingRequests):
         return [replace(response, key=key) for key, response in zip(keys, responses, strict=False)]
 
     def tokens_in_flight(self) -> int:
-        """What the engine says."""
+        """Return the engine's count."""
         return self._engine.tokens_in_flight()
 
     def close(self) -> None:
@@ -145,7 +149,7 @@ class OneTurn(WaitingRequests):
 
 
 def import_library(name: str, device: torch.device) -> None:
-    """Import what the engine of a name is made with; before the models are built, see `kept_imports`."""
+    """Import the engine's library before the models are built, see `kept_imports`."""
     with kept_imports():
         if name == "vllm":
             from megatron_rl.engines.vllm.vllm_library import prepare_vllm
@@ -157,7 +161,7 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
     """Build the engine named by `rollout.engine`; collective over its ranks.
 
     Raises:
-        UserError: unknown name, or a layout that the model does not fit.
+        UserError: the name is unknown, or the model does not fit the layout.
     """
     make: EngineMaker = find_engine(spec.config.engine).make
     tp_size = spec.config.tensor_model_parallel_size

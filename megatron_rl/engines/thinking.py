@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thinking budgets for every engine: a thought that takes too long is ended, and the response continues behind it.
+"""Thinking budgets for every engine: a thought that exceeds its budget is closed, and the response continues after it.
 
-A request runs as two. The first one ends when the response has `thinking_budget` tokens. If they end inside a thought,
-the tokens that end it are put in, and the second one continues the response. Nobody sampled these tokens: they are
-marked, and no loss has them. What an engine does depends on the tokens alone, so all of its ranks do the same.
+A request runs in two parts. The first ends when the response has `thinking_budget` tokens. If it ends inside a thought,
+the closing tokens are inserted, and the second part continues the response. Inserted tokens are marked and excluded
+from the loss. All decisions depend on tokens only, so the ranks of an engine agree.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class ThinkingBudget:
     """A `RolloutEngine` that keeps thoughts within `SamplingConfig.thinking_budget`.
 
     Args:
-        engine: that samples.
-        thoughts: how they begin and end.
+        engine: the engine that samples.
+        thoughts: tags of thoughts and the closing tokens.
     """
 
     def __init__(self, engine: RolloutEngine, thoughts: Thoughts) -> None:
         self._engine, self._thoughts = engine, thoughts
-        self._thinking: dict[int, Request] = {}  # as they came, of the first halves that run
-        self._begun: dict[int, Sampled] = {}  # first halves of the second ones that run
+        self._thinking: dict[int, Request] = {}  # original requests whose first part runs
+        self._begun: dict[int, Sampled] = {}  # first parts of responses whose second part runs
 
     def add(self, requests: Sequence[Request]) -> None:
         """See `RolloutEngine.add`."""
@@ -69,7 +69,7 @@ class ThinkingBudget:
         self._engine.close()
 
     def _limit(self, request: Request) -> Request:
-        """The first half of a request; all of it where the response is longer already, or has no room to be ended."""
+        """Return a request's first part, or all of it if the budget is spent or the closing tokens would not fit."""
         budget, most = request.sampling.thinking_budget, request.sampling.max_tokens
         left = most if budget is None else budget - request.num_sampled
         if left < 1 or left + len(self._thoughts.closing) >= most:
@@ -78,7 +78,7 @@ class ThinkingBudget:
         return replace(request, sampling=replace(request.sampling, max_tokens=left))
 
     def _continue(self, request: Request, sampled: Sampled) -> Request:
-        """The second half."""
+        """Return the second part of a request."""
         if self._thoughts.are_open([*request.tokens.tolist(), *np.asarray(sampled.tokens).tolist()]):
             sampled = insert(sampled, self._thoughts.closing)
         self._begun[request.key] = sampled
@@ -86,13 +86,13 @@ class ThinkingBudget:
         return request.continued(np.asarray(sampled.tokens, np.int32), seed)
 
     def _complete(self, sampled: Sampled) -> Sampled:
-        """Both halves, where this is the second one."""
+        """Return a whole response: both parts if `sampled` is a second one."""
         begun = self._begun.pop(sampled.key, None)
         return sampled if begun is None else join(begun, sampled)
 
 
 def insert(sampled: Sampled, tokens: np.ndarray) -> Sampled:
-    """A response with tokens after it that nobody sampled."""
+    """Append tokens to a response and mark them as inserted."""
     added = Sampled(
         sampled.key,
         tokens,
@@ -104,7 +104,7 @@ def insert(sampled: Sampled, tokens: np.ndarray) -> Sampled:
 
 
 def join(first: Sampled, later: Sampled) -> Sampled:
-    """A response of two requests, the second of which continues the first."""
+    """Join the responses to a request and to its continuation."""
     return replace(
         later,
         tokens=np.concatenate([np.asarray(first.tokens, np.int32), np.asarray(later.tokens, np.int32)]),
@@ -117,12 +117,12 @@ def join(first: Sampled, later: Sampled) -> Sampled:
 
 
 def join_inserted(first: Sampled, later: Sampled) -> np.ndarray | None:
-    """Which tokens of both were put in, [s] bool; None: none were."""
+    """Return the inserted tokens of both as a mask, [s] bool; `None` if there are none."""
     if first.inserted is None and later.inserted is None:
         return None
     return np.concatenate([mark_inserted(first), mark_inserted(later)])
 
 
 def mark_inserted(part: Sampled) -> np.ndarray:
-    """Which of its tokens were put in, [s] bool."""
+    """Return the inserted tokens as a mask, [s] bool."""
     return np.zeros(len(part.tokens), bool) if part.inserted is None else part.inserted

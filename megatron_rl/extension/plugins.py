@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of the user that register advantage estimators, policy losses and rollout engines.
+"""Import of the user's plugins, which register advantage estimators, policy losses and rollout engines.
 
 A plugin is a Python file of any name and place:
 
     from megatron_rl.algorithms.advantages import register_advantage_estimator
 
-    @register_advantage_estimator("best_of_group")
-    def compute_best_of_group(inputs, config):
-        return inputs.expand([float(s == scores.max()) for scores in inputs.grouped_scores() for s in scores])
+    @register_advantage_estimator("best_of_group") def compute_best_of_group(inputs, config): return
+    inputs.expand([float(s == scores.max()) for scores in inputs.grouped_scores() for s in scores])
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ def load_plugins(paths: Sequence[str]) -> None:
         paths: Python files; relative ones start at the working directory.
 
     Raises:
-        UserError: a file is missing or cannot be imported (with the line of the file), or it registers a name
-            that is taken.
+        UserError: a file is missing, fails to import (with the line of the file), or registers a name that is taken.
     """
     for path in paths:
         import_file(path, "algorithm.plugins", "Python files")

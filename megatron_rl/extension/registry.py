@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of named functions that users extend: one name, one entry, and errors that name the others."""
+"""Registries of named functions that users extend, and errors that list the registered names."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ Entry = TypeVar("Entry")
 
 @dataclass(frozen=True)
 class Deferred:
-    """A function or class of the package's own that is imported when it is called: its name is known without it."""
+    """A function or class of the package that is imported when it is called."""
 
     module: str
     name: str
 
     def __call__(self, *args: Any) -> Any:
-        """Call it."""
+        """Import it and call it."""
         return getattr(importlib.import_module(self.module), self.name)(*args)
 
 
 def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callable[..., Any], setting: str) -> None:
-    """Enter `entry` under a name that is free.
+    """Add `entry` under a free name.
 
     Args:
         table: the registry.
-        name: what the user writes in the config.
-        entry: what is found under it.
-        function: where it is defined, for the error.
-        setting: the config key whose values the names are.
+        name: value of `setting` that selects the entry.
+        function: function whose file and line the error names.
+        setting: config key whose values are the names.
 
     Raises:
         UserError: the name is taken.
@@ -51,10 +50,10 @@ def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callab
 
 
 def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., Any], setting: str) -> str:
-    """The name under which an entry is in the table; it is entered under the function's own name if it is new.
+    """Return the name of an entry, which is added under the function's own name if it is new.
 
     Raises:
-        UserError: that name is taken by another entry, or the function has none.
+        UserError: that name is taken by another entry.
     """
     for name, known in table.items():
         if known == entry:
@@ -65,15 +64,15 @@ def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., 
 
 
 def name_of(function: Any) -> str:
-    """The name of a function, or of the class of a callable object."""
+    """Return the name of a function, or of the class of a callable object."""
     return getattr(inspect.unwrap(function), "__name__", type(function).__name__)
 
 
 def find_entry(table: dict[str, Entry], name: str, setting: str, place: str | None = None) -> Entry:
-    """The entry of a name, which `setting` has at `place`.
+    """Return the entry of a name, the value of `setting` at `place`.
 
     Raises:
-        UserError: unknown; names those that are known.
+        UserError: the name is unknown; the message lists the registered ones.
     """
     if name not in table:
         close = difflib.get_close_matches(name, table, n=1)
@@ -88,6 +87,6 @@ def find_entry(table: dict[str, Entry], name: str, setting: str, place: str | No
 
 
 def describe_place(function: Callable[..., Any]) -> str:
-    """file:line where a function is defined."""
+    """Return file:line of a function's definition."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that is a server: started here or by the user, asked over HTTP, with weights from files.
+"""Engines that are HTTP servers, started here or by the user, and updated from weight files.
 
-A server that fails is started again (or waited for, where the user has started it), loads the weights of now, and gets
-its unfinished requests from their beginning: equal seeds, equal samples. Failures without a response between them end
-the run. The first rank of the engine speaks with the server and shares with the others what comes of it.
+A failed server is restarted (or awaited, if the user started it), loads the current weights, and receives its
+unfinished requests again: equal seeds give equal samples. Repeated failures without a response in between end the run.
+Only the first rank of an engine talks to the server; it broadcasts results to the engine's other ranks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatron_rl.parallel.collectives import align_group_names, make_group, shar
 from megatron_rl.types import UserError
 
 T = TypeVar("T")
-_STEP_SECONDS = 0.05  # what is finished is told of within that time
+_STEP_SECONDS = 0.05  # longest wait of a step for finished responses
 _POLL_SECONDS = 0.2
-_PROBE_PROMPT, _PROBE_RESPONSE = 64, 8  # tokens; the prompt fills blocks of a prefix cache
+_PROBE_PROMPT, _PROBE_RESPONSE = 64, 8  # tokens; the prompt fills whole blocks of the prefix cache
 _log = logging.getLogger(__name__)
 
 
 class ServedEngine(StagedWeights):
-    """One rank of an engine that is a server; see `Server` for how it is kept alive."""
+    """One rank of an engine that is a server; see `Server` for restarts."""
 
     def __init__(self, spec: EngineSpec, api: ServerApi) -> None:
         super().__init__(spec)
@@ -49,7 +49,7 @@ class ServedEngine(StagedWeights):
         rank = spec.process.rank
         first, index = rank - self._place, (rank - (spec.ranks or range(rank + 1)).start) // self._width
         if len(spec.ranks or range(spec.process.world_size)) == spec.process.world_size:
-            align_group_names()  # else that was done where the engines are built
+            align_group_names()  # otherwise done by all ranks before engines are built
         self._first, self._group = (
             first,
             make_group(range(first, first + self._width), None) if self._width > 1 else None,
@@ -60,7 +60,7 @@ class ServedEngine(StagedWeights):
         self._close = weakref.finalize(self, _close, self._server, self._directory)
 
     def _share(self, action: Callable[[], T]) -> T:
-        """What an action on the first rank returns, or raises, on every rank of the engine."""
+        """Run an action on the first rank; return its result, or raise its error, on every rank of the engine."""
         outcome: Any = None
         if self._spec.process.rank == self._first:
             try:
@@ -75,7 +75,7 @@ class ServedEngine(StagedWeights):
         return result
 
     def _tell(self, do: Callable[[Server], T]) -> T:
-        """What the server answers, on every rank of the engine."""
+        """Apply `do` to the server on the first rank; return the result on every rank of the engine."""
         return self._share(lambda: do(self._known_server))
 
     @property
@@ -84,10 +84,10 @@ class ServedEngine(StagedWeights):
         return self._server
 
     def end_weight_update(self) -> None:
-        """Write the tensors, and let the server load them.
+        """Write this rank's tensors, then make the server load all of them.
 
         Raises:
-            UserError: it does not, however often it is tried.
+            UserError: the server still fails after all restarts.
         """
         assert not self._running, "weights change between responses only"
         self.write(self._directory)
@@ -96,7 +96,7 @@ class ServedEngine(StagedWeights):
         self._tell(Server.load)
 
     def probe(self) -> Probed | None:
-        """What the server says of a fixed prompt; None on all but the first rank of the engine."""
+        """Sample continuations of a fixed prompt; `None` on all but the engine's first rank."""
         probed = self._tell(Server.probe)
         return probed if self._server is not None else None
 
@@ -106,41 +106,40 @@ class ServedEngine(StagedWeights):
         self._tell(lambda server: server.add(requests))
 
     def step(self) -> list[Sampled]:
-        """What is finished by now, or soon."""
+        """Return responses that finish within a short wait."""
         finished = self._tell(Server.step)
         for one in finished:
             del self._running[one.key]
         return finished
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Close connections, at which the server stops; what has come by then."""
+        """Close connections, which stops the server's work on them; return the partial responses."""
         known = [key for key in keys if self._running.pop(key, None) is not None]
         return self._tell(lambda server: server.interrupt(known)) if known else []
 
     def has_requests(self) -> bool:
-        """True if something runs."""
+        """Return whether any request is unfinished."""
         return bool(self._running)
 
     def tokens_in_flight(self) -> int:
-        """Tokens that have come of unfinished responses."""
+        """Count the tokens received of unfinished responses; 0 on all but the engine's first rank."""
         return 0 if self._server is None else self._server.client.count_tokens()
 
     def close(self) -> None:
-        """End the server, if it was started here."""
+        """Stop the server if it was started here."""
         self._close()
 
 
 class Server:
-    """A server as the first rank of its engine sees it.
+    """The first rank's handle of its engine's server: process, connections, restarts.
 
     Args:
-        spec: of the engine.
-        api: its kind.
-        directory: of the weights.
-        index: of the engine.
+        api: protocol of this kind of server.
+        directory: directory of the weights.
+        index: number of the engine.
 
     Attributes:
-        client: the connections.
+        client: connections to the server.
     """
 
     def __init__(self, spec: EngineSpec, api: ServerApi, directory: Path, index: int) -> None:
@@ -150,18 +149,18 @@ class Server:
         self._url = self._config.endpoints[index].rstrip("/") if self._config.endpoints else ""
         self._process: ServerProcess | None = None
         self._is_open, self._failures = False, 0
-        self._name, self._updates = uuid.uuid4().hex, 0  # versions of another run are other versions
+        self._name, self._updates = uuid.uuid4().hex, 0  # unique across runs that share a server
         self._running: dict[int, Request] = {}
 
     @property
     def title(self) -> str:
-        """What a message calls it."""
+        """Name of the server in messages."""
         return self._url or f"the server of {self._directory}"
 
     def load(self) -> None:
-        """Load the weights of the directory; the server is started before the first time."""
+        """Load the weights of the directory; the first call also starts the server."""
         self._updates += 1
-        self._try(self._load if self._is_open else lambda: None)  # opening loads them
+        self._try(self._load if self._is_open else lambda: None)  # opening the server loads them
 
     def add(self, requests: Sequence[Request]) -> None:
         """Send requests."""
@@ -170,7 +169,7 @@ class Server:
             self.client.submit(self._url + self._api.path, self._api.make_body(request), request, self._api.read)
 
     def step(self) -> list[Sampled]:
-        """What is finished, after waiting a moment for it."""
+        """Return finished responses after a short wait."""
         finished = self._try(lambda: self._api.complete(self._ask, self.client.take(_STEP_SECONDS)))
         for one in finished:
             self._running.pop(one.key)
@@ -178,7 +177,7 @@ class Server:
         return finished
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """What has come of requests, which end."""
+        """Cancel requests and return their partial responses."""
         for key in keys:
             self._running.pop(key)
         partial = [answer.to_sampled() for answer in self.client.cancel(keys)]
@@ -189,7 +188,7 @@ class Server:
             return [Sampled(one.key, one.tokens[:0], one.logprobs[:0], "interrupted") for one in partial]
 
     def probe(self) -> Probed:
-        """Ask for two continuations of a fixed prompt; it is long enough to be in a prefix cache the next time."""
+        """Sample two continuations of a prompt, long enough that the next probe would hit a stale prefix cache."""
         assert not self._running, "the answers would mix"
         spec = self._spec
         length = min(_PROBE_PROMPT, spec.max_prompt_length + spec.max_response_length - _PROBE_RESPONSE)
@@ -207,10 +206,10 @@ class Server:
         return Probed(prompt, [found[key] for key in sorted(found)], temperatures)
 
     def _try(self, action: Callable[[], T]) -> T:
-        """What an action returns, however often the server must be brought back for it.
+        """Return the result of an action, reopening the server after each failure.
 
         Raises:
-            UserError: it failed too often.
+            UserError: too many failures in a row.
         """
         while True:
             try:
@@ -223,7 +222,7 @@ class Server:
                 self._fail(failure)
 
     def _fail(self, failure: ServerFailure) -> None:
-        """Drop the connections of a server that failed; it is opened at the next attempt."""
+        """Count a failure and drop all connections; the next attempt reopens the server."""
         self._failures += 1
         said = "" if self._process is None else f"\n{self._process.read_log()}"
         if self._failures > self._config.restarts:
@@ -241,7 +240,7 @@ class Server:
         self._is_open = False
 
     def _open(self) -> None:
-        """Start the server or wait for it, give it the weights of now, and what it has not answered."""
+        """Start the server or wait for it, load the current weights, and resend unfinished requests."""
         if not self._config.endpoints:
             self._start()
         deadline = time.monotonic() + self._config.silent_seconds
@@ -282,7 +281,7 @@ class Server:
         return self.client.ask(url, body, method=method)
 
     def end(self) -> None:
-        """Close the connections; end the server if it was started here."""
+        """Close the connections; stop the server if it was started here."""
         self.client.close()
         if self._process is not None:
             self._process.end()
@@ -299,7 +298,7 @@ _OWN = "megatron_rl_servers_"
 
 
 def _check_nodes(spec: EngineSpec) -> None:
-    """A server is one program on one node, and reads what its ranks write there."""
+    """Refuse engines that span nodes: a server is one process group on one node and reads files of its ranks."""
     ranks, width = spec.ranks or range(spec.process.world_size), spec.config.tensor_model_parallel_size
     per_node = spec.process.ranks_per_node
     for first in ranks[::width]:
@@ -313,7 +312,7 @@ def _check_nodes(spec: EngineSpec) -> None:
 
 
 def _check_device(spec: EngineSpec) -> None:
-    """A server does not give its memory back while its ranks train."""
+    """Refuse servers on the actor's GPUs: a server does not release its memory during training."""
     ranks = set(spec.ranks or range(spec.process.world_size))
     trains = spec.model is not None and ranks & {*spec.model.layout.ranks}
     if spec.process.device.type == "cuda" and trains:
@@ -326,7 +325,7 @@ def _check_device(spec: EngineSpec) -> None:
 
 
 def _find_directory(spec: EngineSpec, index: int) -> Path:
-    """Where the weights of an engine are written."""
+    """Create the directory of an engine's weights, in shared memory unless the user names one."""
     given, memory = spec.config.server.directory, Path("/dev/shm")
     if given is None:
         parent = Path(tempfile.mkdtemp(prefix=_OWN, dir=memory if memory.is_dir() else None))
@@ -342,7 +341,7 @@ def _log_file(directory: Path) -> Path:
 
 
 def _list_devices(spec: EngineSpec) -> dict[str, str]:
-    """The GPUs of the ranks of an engine, for its server."""
+    """Return the environment that limits a server to the GPUs of its engine's ranks."""
     if spec.process.device.type != "cuda":
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -352,10 +351,10 @@ def _list_devices(spec: EngineSpec) -> dict[str, str]:
 
 
 def build_vllm_server(spec: EngineSpec) -> ServedEngine:
-    """The engine `vllm_server`."""
+    """Build the engine `vllm_server`."""
     return ServedEngine(spec, VllmServer(spec))
 
 
 def build_openai_server(spec: EngineSpec) -> ServedEngine:
-    """The engine `openai`."""
+    """Build the engine `openai`."""
     return ServedEngine(spec, OpenAiServer(spec))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on their way to a server: whole HF tensors in the ranks of the engine, and then in files that it reads.
+"""Weights of a server's engine: whole HF tensors distributed over the engine's ranks, then files that the server reads.
 
-The ranks of an engine share the tensors out. What moves them there, and the certificate that they are the actor's, is
-that of every engine.
+The transfer into these tensors, and its certificate, are the same as for every other engine.
 """
 
 from __future__ import annotations
@@ -43,24 +42,26 @@ class StagedWeights:
         self.padded_params: tuple[str, ...] = ()
 
     def shard_key(self, rank: int) -> int:
-        """Ranks with equal keys have equal placement tables."""
+        """Return a key that is equal for ranks with equal placement tables."""
         return self._spec.find_place(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """ShardBox table of any rank of the job."""
+        """Return the `ShardBox` table of any rank of the job."""
         return self._list_tensors(self._spec.find_place(rank))
 
     def _list_tensors(self, place: int) -> list[ShardBox]:
         return huggingface_placements(self._spec.shape)[place :: self._width]
 
     def begin_weight_update(self) -> None:
-        """Nothing to do: the tensors are always there."""
+        """Do nothing: the tensors stay allocated."""
 
     def sleep(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: memory stays allocated."""
 
     def write(self, directory: Path) -> None:
-        """This rank's file of a directory in HF format; the first rank writes what is beside the weights as well."""
+        """Write this rank's safetensors file; the first rank adds the index and the model's other files (config,
+        tokenizer).
+        """
         directory.mkdir(parents=True, exist_ok=True)
         name = _name_file(self._place, self._width)
         partial = directory / f"{name}.partial"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linears of vLLM whose weights are codes with a scale per row (`weights.row_quantization`), by vLLM's classes.
+"""vLLM linear layers over 8-bit codes with a scale per row (`weights.row_quantization`), as a quantization method.
 
-Weights lie as plain linears' do, so that they are written in place. The codes are multiplied with the
-activations as they are, and each output is scaled in float32: what is lost is lost in the weights alone.
+Parameters are laid out as in plain linear layers and written in place. Activations are not quantized, and each output
+is scaled in float32: the only loss is in the weights.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import torch.nn.functional as F
 
 from megatron_rl.weights.row_quantization import SCALE_SUFFIX, CodeFormat, decode
 
-METHOD = "megatron_rl"  # vLLM's name for it
+METHOD = "megatron_rl"  # name in vLLM's registry
 _WEIGHT = "weight"
 
 
 def register_method(code_format: CodeFormat, quantization: ModuleType, linear: ModuleType) -> None:
-    """Make it known to vLLM.
+    """Register the method with vLLM.
 
     Args:
-        code_format: of the codes.
         quantization, linear: vLLM's modules of these names.
     """
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Truncated sampling in vLLM: the tokens among which it draws are cut by our definition, and remembered.
+"""Truncated sampling in vLLM: our own definition cuts the logits before vLLM samples, and the kept sets are recorded.
 
-vLLM itself samples from what is left, and its log-probs are of that. A request says how it is cut in its
-`SamplingParams.extra_args`, and so it may come from another process. Sets are kept by request and by the place of the
-token: where a step computes only a part of a prompt, or a prompt again after a preemption, the set of a token that is
-thrown away is written over by that of the token which counts.
+vLLM's log-probs are normalized over the kept set. A request carries its limits in `SamplingParams.extra_args`, so it
+may come from another process. Sets are stored by request and token position: if a step computes only part of a prompt,
+or a prompt again after a preemption, the set of the discarded token is overwritten by that of the final one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _KEY = "kept_sets"
 
 
 def list_extra_args(name: str, request: Request) -> dict[str, Any]:
-    """What a request brings, as JSON: the name by which its sets are taken, where it begins, and how they are cut."""
+    """Return the `extra_args` of a request: name of its sets, start of its response, truncation limits."""
     cut = request.sampling
     if not cut.is_truncated:
         return {}
@@ -32,10 +31,10 @@ def list_extra_args(name: str, request: Request) -> dict[str, Any]:
 
 
 class KeptSetRecorder:
-    """Stands before the sampler of a model runner (vLLM's v1).
+    """A wrapper of the sampler of a model runner (vLLM's v1) that truncates logits and records kept sets.
 
     Args:
-        runner: vLLM's; its rows of logits are its requests, in order.
+        runner: vLLM's model runner; rows of its logits are its requests, in order.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -45,12 +44,12 @@ class KeptSetRecorder:
         sampler.forward = self._before(sampler.forward)
 
     def take(self, name: str, first: int, count: int) -> KeptSets:
-        """What so many tokens of a request were drawn from, the first of them at place `first`; it is forgotten."""
+        """Remove a request; return the sets of `count` tokens, starting at position `first`."""
         sets = self._sets.pop(name, {})
         return KeptSets.join([KeptSets.whole(0), *(sets[first + i] for i in range(count))])
 
     def clear(self) -> None:
-        """Forget all requests."""
+        """Drop the sets of all requests."""
         self._sets = {}
 
     def _before(self, sample: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +59,7 @@ class KeptSetRecorder:
         return cut_and_sample
 
     def _cut(self, logits: torch.Tensor) -> torch.Tensor:
-        """[b, v] over the temperature -> the same, without probability outside of the sets."""
+        """Truncate logits over the temperature, [b, v] -> [b, v]."""
         names = self._batch.req_ids
         assert len(names) == len(logits), f"{len(logits)} rows for {len(names)} requests"
         rows_of: dict[tuple[Any, ...], list[tuple[int, str, int]]] = {}
