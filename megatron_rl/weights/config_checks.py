@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of a config.json: each of its kind, and those that belong together of one model.
-
-What is of the right kind can be turned into a `ModelShape`; what the shape then says is compared here as well, so that
-every model that passes can be laid out, built and run.
-"""
+"""Checks of config.json: types of its values before parsing, and consistency of the resulting `ModelShape`."""
 
 from __future__ import annotations
 
@@ -72,15 +68,14 @@ _DELTA_NETS = dict.fromkeys(
 
 
 def check_config(config: Mapping[str, Any], family: Family, source: str) -> None:
-    """Refuse values of a kind that the family cannot have, and models that are too deep to list.
+    """Refuse values of the wrong type, and models with too many layers and experts to list.
 
     Args:
-        config: config.json; a missing value is left to its reader.
-        family: of the model.
-        source: where it is.
+        config: config.json; missing values are left to the parser.
+        source: path, for errors.
 
     Raises:
-        UserError: naming the first such value.
+        UserError: message with the first such value.
     """
     check_kinds(config, _SIZES | _list_family_sizes(family), source, may_be_null=False)
     further = ("sliding_window",) if family.honors_sliding_window else ()
@@ -113,7 +108,7 @@ def check_config(config: Mapping[str, Any], family: Family, source: str) -> None
 
 
 def _list_family_sizes(family: Family) -> dict[str, str]:
-    """Return the kinds of the values that a family needs beside those of all families, by key."""
+    """Return key -> kind of the values that only some families need."""
     experts, found = family.experts, dict[str, str]()
     if experts is None:
         found["intermediate_size"] = COUNT
@@ -132,15 +127,14 @@ def _list_family_sizes(family: Family) -> dict[str, str]:
 
 
 def check_shape(shape: ModelShape, config: Mapping[str, Any], source: str) -> None:
-    """Refuse sizes that do not belong together.
+    """Refuse inconsistent sizes.
 
     Args:
-        shape: made of `config`.
-        config: config.json.
-        source: where it is.
+        shape: parsed from `config`.
+        source: path, for errors.
 
     Raises:
-        UserError: naming all of them.
+        UserError: message with all inconsistencies.
     """
     family, heads, hidden, rotated = FAMILIES[shape.family], shape.num_heads, shape.hidden_size, shape.rotary_dim
     rotated = shape.head_dim if rotated is None else rotated
@@ -180,7 +174,7 @@ def check_shape(shape: ModelShape, config: Mapping[str, Any], source: str) -> No
 
 
 def _require(right: Mapping[str, bool], source: str, expected: str) -> None:
-    """Refuse what is wrong, by its description."""
+    """Raise an error with the descriptions that map to False."""
     if wrong := [what for what, is_right in right.items() if not is_right]:
         raise UserError(
             "; ".join(wrong),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that describe a model or its adapters, read without trust: JSON objects whose values have the right kinds."""
+"""Untrusted JSON files of a model or its adapters: reading, and checks of the types of values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_rl.types import UserError
 
-_LARGEST = 1 << 31  # no size of a model comes near
-_SMALLEST = 1e-12  # numbers below it, or above its inverse, make products that float32 cannot hold
+_LARGEST = 1 << 31  # far above any size of a model
+_SMALLEST = 1e-12  # products of numbers outside [this, its inverse] may overflow float32
 
 
 def _is_count(value: Any, least: int = 1) -> bool:
@@ -31,7 +31,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-# Kind of a value -> whether a value is of that kind. The names stand in messages.
+# Kind, as in error messages -> predicate.
 KINDS: dict[str, Callable[[Any], bool]] = {
     "a whole number above 0": _is_count,
     "a whole number above 1": lambda value: _is_count(value, 2),
@@ -50,14 +50,10 @@ COUNT, TWO, COUNT_OR_ZERO, POSITIVE, NOT_NEGATIVE, SHARE, FLAG, TEXT, TEXTS, COU
 
 
 def read_json(file: Path, hint: str) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Args:
-        file: must be there.
-        hint: for the error.
+    """Return the JSON object in an existing file.
 
     Raises:
-        UserError: it does not read, or holds something else.
+        UserError: the file cannot be parsed, or contains no object.
     """
     try:
         content = json.loads(file.read_bytes())
@@ -71,16 +67,14 @@ def read_json(file: Path, hint: str) -> dict[str, Any]:
 
 
 def check_kinds(values: Mapping[str, Any], kinds: Mapping[str, str], source: str, *, may_be_null: bool = True) -> None:
-    """Refuse the first value that is not of its kind; absent ones pass.
+    """Refuse the first value that is not of its kind; missing keys pass.
 
     Args:
-        values: by key.
-        kinds: one of `KINDS` by key.
-        source: the file, for the error.
-        may_be_null: a null passes, too.
+        kinds: key -> one of `KINDS`.
+        source: file name, for the error.
 
     Raises:
-        UserError: naming key, value and kind.
+        UserError: message with key, value and kind.
     """
     for name, kind in kinds.items():
         value = values.get(name)
@@ -94,5 +88,5 @@ def check_kinds(values: Mapping[str, Any], kinds: Mapping[str, str], source: str
 
 
 def show(value: Any) -> str:
-    """A value from a file in one short line, however long or deep it is."""
+    """Format a value from a file as a short line, whatever its size or depth."""
     return reprlib.repr(value)
