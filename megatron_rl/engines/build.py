@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Construction of the engine that `rollout.engine` names, the stand-in of ranks without an engine, and an adapter that
-steps engines which only generate whole batches.
-"""
+"""Construction of the engine that `rollout.engine` names, and its stand-in on ranks without an engine."""
 
 from __future__ import annotations
 
@@ -33,11 +31,11 @@ from megatron_rl.weights.support import check_rollout_layout
 
 @dataclass(frozen=True)
 class EngineTables:
-    """Placement tables of all engine ranks, sent to ranks without an engine so that they can plan weight transfers.
+    """Placement tables of all engine ranks, sent to ranks without an engine.
 
     Attributes:
-        keys: rank -> its `shard_key`.
-        tables: by key; tables that share rows still share them after all of them are pickled together.
+        keys: rank -> `shard_key`.
+        tables: by key; pickled at once, tables keep sharing rows.
     """
 
     keys: Mapping[int, Hashable]
@@ -45,14 +43,14 @@ class EngineTables:
 
     @classmethod
     def of(cls, engine: EngineWeights, ranks: EngineRanks) -> EngineTables:
-        """Read the keys and placements of all ranks from an engine."""
+        """Read keys and tables of all ranks from an engine."""
         keys = {rank: engine.shard_key(rank) for members in ranks.of for rank in members}
         firsts = {key: rank for rank, key in reversed(keys.items())}
         return cls(keys, {key: as_table(engine.placements(rank)) for key, rank in firsts.items()})
 
 
 class AbsentEngine(WaitingRequests):
-    """A stand-in on ranks without an engine: it has no parameters and receives no requests."""
+    """A stand-in on ranks without an engine: no parameters, no requests."""
 
     def __init__(self, known: EngineTables) -> None:
         super().__init__()
@@ -94,11 +92,11 @@ class BuiltEngine(NamedTuple):
     """One rank's share of an engine.
 
     Attributes:
-        requests: request side of the engine.
-        weights: weight side of the engine; the same object, unless the request side is wrapped.
+        requests: request side, possibly wrapped.
+        weights: weight side.
         kind: class name of the engine.
         ranks: ranks of every engine of the job.
-        route_shape: shape of the routes in responses; `None` if responses have no routes.
+        route_shape: shape of the routes in responses; `None` without routes.
     """
 
     requests: RolloutEngine
@@ -108,7 +106,7 @@ class BuiltEngine(NamedTuple):
     route_shape: RouteShape | None = None
 
     def describe(self) -> tuple[str, EngineRanks, RouteShape | None, EngineTables]:
-        """Return all that a rank without an engine needs to build its stand-in, see `absent`."""
+        """Return the arguments of `absent`."""
         return self.kind, self.ranks, self.route_shape, EngineTables.of(self.weights, self.ranks)
 
     @classmethod
@@ -119,7 +117,7 @@ class BuiltEngine(NamedTuple):
 
 
 class OneTurn(WaitingRequests):
-    """A `RolloutEngine` over an engine that only has `generate`: one step generates one batch of waiting requests.
+    """A `RolloutEngine` over an engine that only has `generate`: one step is one batch.
 
     No response is returned before the last one of its batch is finished.
     """
@@ -129,9 +127,7 @@ class OneTurn(WaitingRequests):
         self._engine = engine
 
     def step(self) -> list[Sampled]:
-        """Generate the next batch; responses beyond the number of requests get the last key, so that the caller sees
-        them.
-        """
+        """Generate the next batch; surplus responses repeat the last key, for the caller to refuse."""
         batch = self.take_batch()
         if not batch:
             return []
@@ -149,7 +145,7 @@ class OneTurn(WaitingRequests):
 
 
 def import_library(name: str, device: torch.device) -> None:
-    """Import the engine's library before the models are built, see `kept_imports`."""
+    """Import the engine's library; must precede the models, see `kept_imports`."""
     with kept_imports():
         if name == "vllm":
             from megatron_rl.engines.vllm.vllm_library import prepare_vllm
@@ -161,7 +157,7 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
     """Build the engine named by `rollout.engine`; collective over its ranks.
 
     Raises:
-        UserError: the name is unknown, or the model does not fit the layout.
+        UserError: unknown name, or the model does not fit the layout.
     """
     make: EngineMaker = find_engine(spec.config.engine).make
     tp_size = spec.config.tensor_model_parallel_size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of engine responses against their requests, made on the engine's ranks before responses travel to others."""
+"""Checks of engine responses against their requests, on the engine's ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def check_sampled(
 
     Args:
         vocab_size: exclusive upper bound of token ids.
-        source: name of the engine and request in error messages.
-        route_shape: expected shape of the routes; no routes are expected if `None`.
+        source: engine and request, for errors.
+        route_shape: shape of the routes; no check if `None`.
 
     Raises:
-        UserError: the length, a token id, a log-prob, a kept set or the routes are invalid.
+        UserError: invalid length, token id, log-prob, kept set or routes.
     """
     num_tokens, num_logprobs, max_tokens = len(response.tokens), len(response.logprobs), request.sampling.max_tokens
     if num_tokens != num_logprobs or np.ndim(response.tokens) != 1:
@@ -79,7 +79,7 @@ def _check_values(response: Sampled, vocab_size: int, source: str) -> None:
 
 
 def miscounted(num_responses: int, num_requests: int, source: str) -> UserError:
-    """Return the error of an engine whose number of responses differs from the number of requests."""
+    """Return the error of an engine with a wrong number of responses."""
     return UserError(
         f"{num_responses} responses to {num_requests} requests",
         source=source,

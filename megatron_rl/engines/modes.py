@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Execution modes of vLLM (CUDA graphs, async scheduling, model runner) as far as the device supports them."""
+"""Execution modes of vLLM: CUDA graphs, async scheduling, model runner."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ON_CPU: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False, "mo
 
 
 def fit_to_device(config: RolloutConfig, device: torch.device) -> RolloutConfig:
-    """Return the settings unchanged on a GPU; on CPU, replace the modes by the only supported ones."""
+    """Replace the modes by the only supported ones on a CPU."""
     return replace(config, **_ON_CPU) if device.type == "cpu" else config
 
 
 def describe_modes(config: RolloutConfig, device: torch.device) -> str:
-    """Describe active and ignored modes for the start of the log; empty for engines other than vLLM and SGLang."""
+    """Describe active and ignored modes for the log; empty except for vLLM and SGLang."""
     if config.engine == "sglang" and device.type == "cpu":
         return "seeds of responses have no effect on CPU: the same run again samples something else"
     if not config.supports("vllm_modes"):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interfaces of rollout engines, and their registration by name; read this before you write an engine.
 
-An engine runs in the processes of the job: `tensor_model_parallel_size` consecutive ranks form one engine (or the ranks
-that a `PlacedEngine` returns), and all engines together span `placement.rollout`. It has two sides. `RolloutEngine`
-takes requests and returns finished responses step by step (`rollout.serving` is the only caller). `EngineWeights` has
-the parameters and their placement table, which the hybrid engine uses to write weights.
+`tensor_model_parallel_size` consecutive ranks form one engine (or the ranks of a `PlacedEngine`); all engines together
+span `placement.rollout`. `RolloutEngine` is the request side, called by `rollout.serving` only. `EngineWeights` is the
+weight side, called by the hybrid engine.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt or partial response for an engine to continue.
+    """A prompt or partial response to continue.
 
     Attributes:
-        key: sample number; a sample has at most one running request, so key and `turn` identify it.
+        key: sample number, which runs at most one request at a time.
         tokens: [s] int32 prompt, followed by tokens of the response sampled earlier.
         seed: seed of this response alone.
         turn: number of earlier turns in the episode.
-        num_sampled: number of trailing `tokens` that belong to the response.
+        num_sampled: trailing `tokens` that belong to the response.
     """
 
     key: int
@@ -53,7 +52,7 @@ class Request:
     num_sampled: int = 0
 
     def response(self, sampled: Sequence[int]) -> Sequence[int]:
-        """Return the response so far: its tokens in the request, followed by `sampled`."""
+        """Return the response so far, including `sampled`."""
         return [*self.tokens[len(self.tokens) - self.num_sampled :].tolist(), *sampled] if self.num_sampled else sampled
 
     def ends_by(self, stop: StopStrings, sampled: Sequence[int]) -> bool:
@@ -61,7 +60,7 @@ class Request:
         return self.num_sampled + len(sampled) > self.sampling.min_tokens and stop.ends(self.response(sampled))
 
     def continued(self, tokens: np.ndarray, seed: int) -> Request:
-        """Return a request that continues the response after `tokens`, with a seed for the tokens that follow."""
+        """Return a request that continues after `tokens`, with a new seed."""
         return replace(
             self,
             tokens=np.concatenate([self.tokens, tokens]),
@@ -73,19 +72,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens that an engine sampled for a request.
+    """The response to a request.
 
     Attributes:
         key: key of the request.
-        tokens: [s] int32 sampled tokens, the stop token included.
-        logprobs: [s] float32 under the distribution that was sampled from (temperature applied).
-        finish_reason: "stop", "length", or "interrupted" before either.
-        kept: [s] sets from which the tokens were drawn, if `sampling.is_truncated`.
-        num_cached: request tokens found in the prefix cache; `None` if the engine does not report it.
-        routes: [n, layers, choices] experts of the request's and the sampled tokens, if `EngineSpec.records_routes`;
-            unknown for the last token, which is never fed to the model.
-        inserted: [s] bool, tokens that were inserted, not sampled (`engines.thinking`): log-prob 0, no kept set. `None`
-            if there are none.
+        tokens: [s] int32, stop token included.
+        logprobs: [s] float32 under the distribution sampled from (temperature applied).
+        finish_reason: "stop", "length", or "interrupted".
+        kept: [s] sets that tokens were drawn from, if `sampling.is_truncated`.
+        num_cached: request tokens in the prefix cache; `None` if not reported.
+        routes: [n, layers, choices] experts of request and response tokens, if `EngineSpec.records_routes`; unknown for
+            the last token, which is never fed.
+        inserted: [s] bool, tokens inserted by `engines.thinking`: log-prob 0, no kept set. `None` if there are none.
     """
 
     key: int
@@ -104,8 +102,7 @@ class Probed:
 
     Attributes:
         prompt: [s] int32.
-        sampled: the greedy continuation, then one at the rollout temperature.
-        temperatures: temperature of each continuation.
+        sampled: greedy, then at the rollout temperature.
     """
 
     prompt: np.ndarray
@@ -118,22 +115,20 @@ class EngineSpec:
     """The inputs of an engine's constructor.
 
     Attributes:
-        model_path: HF directory, of which the engine reads the config, not the weights.
-        shape: the architecture parsed from that config.
+        model_path: HF directory; its weights are not read.
+        shape: its config.json, parsed.
         dtype: "float32" or "bfloat16".
         max_prompt_length, max_response_length: tokens.
-        config: `rollout` section of the settings.
-        process: this rank.
-        seed: seed of the engine's global random numbers (responses have seeds of their own).
-        shareable: maps this rank's placement table to tensors of the actor, by engine-side parameter name, that hold
-            the same pieces; the engine may use them as parameters instead of storage of its own.
-        model: the actor's `training.packed_model.PackedModel`, for an engine that runs its modules; `None` without
-            actor.
+        config: section `rollout`.
+        seed: seed of the engine's global random numbers; responses have their own.
+        shareable: placement table of this rank -> tensors of the actor, by engine-side name, that hold the same pieces
+            and may serve as parameters.
+        model: the actor's `training.packed_model.PackedModel`, for an engine that runs its modules.
         ranks: job ranks with engines; all if `None`.
-        adapters: adapters that the engine keeps apart from the weights; `None` if they are merged into the weights.
-        stop: strings that end a response, checked after each token; `None` if there are none.
-        records_routes: responses contain the experts chosen for each token.
-        thoughts: tags of thoughts, if `rollout.thinking_budget` bounds them.
+        adapters: adapters that the engine keeps apart; `None` if merged into the weights.
+        stop: stop strings, checked after each token.
+        records_routes: responses contain the experts of each token.
+        thoughts: tags of thoughts, if `rollout.thinking_budget` is set.
     """
 
     model_path: str
@@ -154,11 +149,11 @@ class EngineSpec:
 
     @property
     def route_shape(self) -> RouteShape | None:
-        """Shape of the routes in responses; `None` if responses have no routes."""
+        """Shape of the routes in responses; `None` without routes."""
         return self.shape.route_shape if self.records_routes else None
 
     def find_place(self, rank: int) -> int:
-        """Return the TP rank of a job rank in its engine, which consists of `tensor_model_parallel_size` neighbors."""
+        """Return the TP rank of a job rank in its engine of neighboring ranks."""
         return (rank - (self.ranks.start if self.ranks else 0)) % self.config.tensor_model_parallel_size
 
 
@@ -166,26 +161,26 @@ class AnyEngine(Protocol):
     """Methods that every engine has."""
 
     def tokens_in_flight(self) -> int:
-        """Count the tokens sampled so far for unfinished requests; called from another thread."""
+        """Count the tokens of unfinished responses; called from another thread."""
         ...
 
     def close(self) -> None:
-        """Release the engine; the job's process groups must survive."""
+        """Release the engine, but not the job's process groups."""
 
 
 @runtime_checkable
 class RolloutEngine(AnyEngine, Protocol):
-    """One rank's share of a stepped engine; all of its ranks make the same calls in the same order."""
+    """One rank's share of a stepped engine; its ranks make equal calls in equal order."""
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Add requests, which start at the next step beside the running ones."""
+        """Add requests, which start at the next step."""
 
     def step(self) -> list[Sampled]:
-        """Advance running requests by one or more tokens; return the finished ones, equal on every rank."""
+        """Advance by one or more tokens; return finished responses, equal on every rank."""
         ...
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Remove requests and return their partial responses, possibly empty; ignore unknown keys."""
+        """Remove requests and return partial responses, possibly empty; ignore unknown keys."""
         ...
 
     def has_requests(self) -> bool:
@@ -194,7 +189,7 @@ class RolloutEngine(AnyEngine, Protocol):
 
 
 class EngineWeights(Protocol):
-    """One rank's view of the weights of an engine that lives in the job's ranks."""
+    """One rank's view of an engine's weights."""
 
     params: Mapping[str, torch.Tensor]
     shared_params: frozenset[str]  # parameters whose storage is the actor's
@@ -209,10 +204,10 @@ class EngineWeights(Protocol):
         ...
 
     def begin_weight_update(self) -> None:
-        """Make the parameters writable; their memory may have been released during training."""
+        """Make the parameters writable, after a `sleep` if any."""
 
     def end_weight_update(self) -> None:
-        """Drop everything computed with the old weights, such as the prefix cache."""
+        """Drop everything computed with the old weights."""
 
     def sleep(self) -> None:
         """Release memory until the next weight update."""
@@ -220,7 +215,7 @@ class EngineWeights(Protocol):
 
 @runtime_checkable
 class PlacedEngine(Protocol):
-    """An engine whose ranks are not `rollout.tensor_model_parallel_size` neighbors."""
+    """An engine whose ranks are not neighbors."""
 
     @property
     def engine_ranks(self) -> EngineRanks:
@@ -230,9 +225,9 @@ class PlacedEngine(Protocol):
 
 @runtime_checkable
 class CodedEngine(Protocol):
-    """An engine that can keep its matrices in eight bits (`weights.row_quantization`).
+    """An engine with matrices in eight bits (`weights.row_quantization`).
 
-    Coded `params` are int8; their scales, [n, 1] float32, have the same name with `SCALE_SUFFIX`.
+    Its `params` are int8; scales, [n, 1] float32, have the same name with `SCALE_SUFFIX`.
     """
 
     code_format: CodeFormat | None
@@ -240,33 +235,33 @@ class CodedEngine(Protocol):
 
 @runtime_checkable
 class ProbedEngine(Protocol):
-    """An engine whose weights the job cannot read, such as a server's."""
+    """An engine whose weights are not visible, such as a server's."""
 
     def probe(self) -> Probed | None:
-        """Sample continuations of a fixed prompt; `None` on all but the engine's first rank."""
+        """Continue a fixed prompt; `None` on all but the first rank."""
         ...
 
 
 class ClosedBatches(AnyEngine, EngineWeights, Protocol):
-    """The smallest interface of a user's engine: whole batches and weights; see `engines.build.OneTurn`."""
+    """The smallest interface of a user's engine; see `engines.build.OneTurn`."""
 
     def generate(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig) -> list[Sampled]:
-        """Return one response per prompt, in order, equal on every rank of the engine; their keys are ignored."""
+        """Return one response per prompt, in order, equal on every rank; keys are ignored."""
         ...
 
 
 class SteppedEngine(RolloutEngine, EngineWeights, Protocol):
-    """A stepped engine with its weights in one object."""
+    """A stepped engine with its weights."""
 
 
 EngineMaker = Callable[[EngineSpec], SteppedEngine | ClosedBatches]
 
 
 def register_rollout_engine(name: str, supports: Collection[str] = ()) -> Callable[[EngineMaker], EngineMaker]:
-    """Register the decorated `engine(spec)`, a class or function, as rollout.engine = `name`.
+    """Register the decorated `engine(spec)` as rollout.engine = `name`.
 
     Args:
-        supports: abilities beyond plain sampling (`extension.engines.ABILITIES`); runs that need more are refused.
+        supports: abilities (`extension.engines.ABILITIES`) beyond plain sampling; runs that need others are refused.
 
     Raises:
         UserError: the name is taken, or an ability does not exist.
@@ -280,11 +275,10 @@ def register_rollout_engine(name: str, supports: Collection[str] = ()) -> Callab
 
 
 def share_params(params: Mapping[str, torch.Tensor], shareable: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Rebind parameters to the actor's storage if shape, dtype and device agree too; return the names of shared
-    tensors.
+    """Rebind parameters to shareable storage of equal shape, dtype and device; return the names.
 
-    A fused expert parameter is rebound only if all of its matrices are shareable and contiguous in the actor in the
-    same order. Must run before anything captures the parameters' addresses.
+    A fused expert parameter is rebound only if its matrices are contiguous in the actor in the same order. Must precede
+    anything that captures addresses.
     """
     shared: set[str] = set()
     for name, param in params.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling contract of engine and trainer, stop strings, and response seeds that do not depend on scheduling.
+"""The sampling contract of engine and trainer, stop strings, and seeds independent of scheduling.
 
-A stop string ends a response with the token that completes it. All tokens of the response are trained on; rewards read
-the text before the string. Special tokens decode to no text, and neither do incomplete UTF-8 characters.
+The token that completes a stop string ends the response; all its tokens are trained on, and rewards read the text
+before the string. Special tokens and incomplete UTF-8 characters decode to no text.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ _CLOSING_TAG = re.compile(r"</\w+>|\[/\w+\]")
 
 
 class Thoughts:
-    """The tags around a thought, and the tokens that close a thought which exceeds its budget.
+    """The tags around a thought, and the tokens that close it.
 
     Args:
-        closing: text with the closing tag, such as </think>; the opening tag is the same without the slash.
-        tokenizer: the policy's tokenizer.
+        closing: text with the closing tag, such as </think>; the opening tag lacks the slash.
 
     Attributes:
         closing: [s] int32 tokens of that text.
@@ -52,7 +51,7 @@ class Thoughts:
             )
 
     def are_open(self, tokens: Sequence[int]) -> bool:
-        """Return whether these tokens of prompt and response end inside a thought."""
+        """Return whether tokens of prompt and response end inside a thought."""
         text = self._read(tokens)
         opening, closing = map(text.rfind, self._tags)
         return opening > closing
@@ -66,10 +65,10 @@ _MORE_TOKENS = 8  # special tokens, and the first token, whose leading space som
 
 
 class StopStrings:
-    """A detector of stop strings at the end of responses.
+    """A detector of stop strings.
 
     Args:
-        strings: at least one; each is non-empty.
+        strings: at least one, all non-empty.
         decode: token ids -> text.
     """
 
@@ -78,19 +77,17 @@ class StopStrings:
         self._most_tokens = max(len(text.encode()) for text in strings) + _MORE_TOKENS
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last of these sampled tokens completes a stop string; decodes only the last few tokens."""
+        """Return whether the last sampled token completes a stop string; decodes only the last few tokens."""
         return bool(len(tokens)) and self._find([*map(int, tokens[-self._most_tokens :])]) is not None
 
     def read(self, tokens: Sequence[int]) -> str:
-        """Return the text of a response, without the stop string that its last token completes and all after it."""
+        """Return the text of a response, up to a stop string that its last token completes."""
         tokens = [*map(int, tokens)]
         end = self._find(tokens) if self.ends(tokens) else None
         return self._decode(tokens)[:end]
 
     def _find(self, tokens: list[int]) -> int | None:
-        """Return the start of the string that the last token completes; among several, of the one that is complete
-        first.
-        """
+        """Return the start of the string that the last token completes; of several, the one that ends first."""
         before, text = len(self._decode(tokens[:-1]).rstrip(_BROKEN)), self._decode(tokens)
         starts = {string: text.find(string, max(0, before - len(string) + 1)) for string in self._strings}
         found = [string for string, start in starts.items() if start >= 0]
@@ -99,22 +96,21 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Sampling parameters of responses.
+    """Sampling parameters.
 
-    The candidates for a token are restricted by `min_tokens`, `min_p`, `top_k` and `top_p`, in this order
-    (`engines.truncation`). An engine returns the candidate sets, and training normalizes each log-prob over its own
-    set.
+    `min_tokens`, `min_p`, `top_k` and `top_p`, in this order, restrict the tokens to draw from (`engines.truncation`).
+    Engines return these sets, and training normalizes log-probs over them.
 
     Attributes:
-        temperature: divides the logits, in the engine and in training; 0 is greedy (validation only).
-        max_tokens: maximum response length in tokens.
-        stop_token_ids: a sampled token of these ends the response and is part of it.
-        top_p: keeps the smallest set of most likely tokens whose probability reaches this; 1 disables it.
-        top_k: keeps this number of most likely tokens; -1 disables it.
-        min_p: keeps tokens at least this fraction as likely as the most likely one; 0 disables it.
-        max_kept_tokens: upper bound of the set size; the most likely tokens of a larger set are kept.
+        temperature: divides logits in engine and training; 0 is greedy (validation only).
+        max_tokens: maximum response length.
+        stop_token_ids: end the response and are part of it.
+        top_p: keeps the fewest most likely tokens with this total probability; 1 is off.
+        top_k: keeps this number of most likely tokens; -1 is off.
+        min_p: keeps tokens at least this fraction as likely as the most likely one; 0 is off.
+        max_kept_tokens: maximum set size; the most likely tokens are kept.
         thinking_budget: response tokens after which an open thought is closed (`engines.thinking`); no limit if `None`.
-        min_tokens: response length before which neither `stop_token_ids` nor stop strings can end it.
+        min_tokens: response length below which nothing ends it.
     """
 
     temperature: float
@@ -150,10 +146,10 @@ class SamplingConfig:
 def derive_seed(run_seed: int, step: int, prompt_id: int, sample_index: int, round: int = 0, position: int = 0) -> int:
     """Derive the 63-bit seed of a response, or of its continuation after `position` tokens.
 
-    The arguments alone determine the seed, so neither DP size nor scheduling order changes a sample.
+    It depends on these arguments only, so neither DP size nor scheduling order changes a sample.
 
     Args:
-        round: how often the step has sampled again (dynamic sampling).
+        round: number of times the step has sampled again.
     """
     parts = [run_seed, step, prompt_id, sample_index]
     if round or position:

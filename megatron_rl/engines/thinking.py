@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thinking budgets for every engine: a thought that exceeds its budget is closed, and the response continues after it.
+"""Thinking budgets for every engine: an overlong thought is closed, and the response continues.
 
-A request runs in two parts. The first ends when the response has `thinking_budget` tokens. If it ends inside a thought,
-the closing tokens are inserted, and the second part continues the response. Inserted tokens are marked and excluded
-from the loss. All decisions depend on tokens only, so the ranks of an engine agree.
+A request runs in two parts, the first of `thinking_budget` tokens. If it ends inside a thought, the closing tokens are
+inserted, marked, and excluded from the loss. Decisions depend on tokens only, so an engine's ranks agree.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from megatron_rl.types import KeptSets, complete_routes
 
 
 class ThinkingBudget:
-    """A `RolloutEngine` that keeps thoughts within `SamplingConfig.thinking_budget`.
-
-    Args:
-        engine: the engine that samples.
-        thoughts: tags of thoughts and the closing tokens.
-    """
+    """A `RolloutEngine` that wraps another and enforces `SamplingConfig.thinking_budget`."""
 
     def __init__(self, engine: RolloutEngine, thoughts: Thoughts) -> None:
         self._engine, self._thoughts = engine, thoughts
@@ -69,7 +63,7 @@ class ThinkingBudget:
         self._engine.close()
 
     def _limit(self, request: Request) -> Request:
-        """Return a request's first part, or all of it if the budget is spent or the closing tokens would not fit."""
+        """Return a request's first part, or all of it if the budget is spent or the closing tokens do not fit."""
         budget, most = request.sampling.thinking_budget, request.sampling.max_tokens
         left = most if budget is None else budget - request.num_sampled
         if left < 1 or left + len(self._thoughts.closing) >= most:
@@ -78,7 +72,6 @@ class ThinkingBudget:
         return replace(request, sampling=replace(request.sampling, max_tokens=left))
 
     def _continue(self, request: Request, sampled: Sampled) -> Request:
-        """Return the second part of a request."""
         if self._thoughts.are_open([*request.tokens.tolist(), *np.asarray(sampled.tokens).tolist()]):
             sampled = insert(sampled, self._thoughts.closing)
         self._begun[request.key] = sampled
@@ -86,7 +79,6 @@ class ThinkingBudget:
         return request.continued(np.asarray(sampled.tokens, np.int32), seed)
 
     def _complete(self, sampled: Sampled) -> Sampled:
-        """Return a whole response: both parts if `sampled` is a second one."""
         begun = self._begun.pop(sampled.key, None)
         return sampled if begun is None else join(begun, sampled)
 
@@ -117,12 +109,12 @@ def join(first: Sampled, later: Sampled) -> Sampled:
 
 
 def join_inserted(first: Sampled, later: Sampled) -> np.ndarray | None:
-    """Return the inserted tokens of both as a mask, [s] bool; `None` if there are none."""
+    """Return the mask [s] of inserted tokens of both, or `None`."""
     if first.inserted is None and later.inserted is None:
         return None
     return np.concatenate([mark_inserted(first), mark_inserted(later)])
 
 
 def mark_inserted(part: Sampled) -> np.ndarray:
-    """Return the inserted tokens as a mask, [s] bool."""
+    """Return the mask [s] of inserted tokens."""
     return np.zeros(len(part.tokens), bool) if part.inserted is None else part.inserted

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Truncated sampling: one definition of min_tokens, min-p, top-k and top-p for every engine.
 
-The order is vLLM's: mask stop tokens below `min_tokens`, then min-p, top-k, and top-p of the remaining probability. The
-last three and the bound on the set size all keep the most likely tokens. Sets are recorded when a token is drawn, since
-training could not reconstruct them: at a boundary, the last bit of a logit decides.
+Limits apply in vLLM's order: min_tokens masks stop tokens, then min-p, top-k, and top-p of the remaining probability.
+Sets are recorded when a token is drawn, since training could not reconstruct them: the last bit of a logit may decide.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from megatron_rl.types import KeptSets
 def truncate(
     scaled: torch.Tensor, sampling: SamplingConfig, places: Sequence[int] = ()
 ) -> tuple[torch.Tensor, KeptSets]:
-    """Restrict each row to the tokens among which to draw.
+    """Restrict each row to the tokens to draw from.
 
     Args:
-        scaled: [b, v] logits over the temperature, float32.
+        scaled: [b, v] float32 logits over the temperature.
         sampling: must be truncated.
-        places: [b] number of response tokens of each row so far; read only if `min_tokens` is set.
+        places: [b] response tokens of each row so far; needed for `min_tokens`.
 
     Returns:
-        [b, v] logits that are `OUTSIDE` for all other tokens; and the set of each row, most likely token first; an
-        empty set stands for the whole vocabulary.
+        [b, v] logits, `OUTSIDE` for other tokens; and the set of each row, most likely token first, or empty for the
+        whole vocabulary.
     """
     vocab_size, is_early = scaled.shape[1], torch.ones(len(scaled), dtype=torch.bool, device=scaled.device)
     if sampling.min_tokens:
@@ -60,11 +59,11 @@ def truncate(
 
 
 def add_gumbel_noise(scaled: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """Add noise to logits such that their argmax is a sample of `softmax(scaled)` (the Gumbel-max trick).
+    """Add noise to logits whose argmax then samples `softmax(scaled)` (the Gumbel-max trick).
 
     Args:
-        scaled: [b, v] logits over the temperature, float32.
-        generators: CPU generator of each row, which is advanced by v numbers.
+        scaled: [b, v] float32 logits over the temperature.
+        generators: CPU generator of each row, advanced by v numbers.
 
     Returns:
         [b, v].

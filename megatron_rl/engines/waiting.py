@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request queue of engines whose step is a whole batch, so that nothing runs between two steps."""
+"""The request queue of engines whose step is a whole batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.engines.protocol import Request, Sampled
 
 
 class WaitingRequests:
-    """A queue that implements `add`, `interrupt` and `has_requests` of a `RolloutEngine`, and forms batches."""
+    """A queue with the request methods of a `RolloutEngine` except `step`."""
 
     def __init__(self) -> None:
         self._waiting: list[Request] = []
@@ -36,7 +36,7 @@ class WaitingRequests:
         return bool(self._waiting)
 
     def take_batch(self, size: int | None = None) -> list[Request]:
-        """Dequeue the leading requests with equal sampling parameters, at most `size`."""
+        """Dequeue leading requests with equal sampling parameters, at most `size`."""
         first = self._waiting[:size]
         batch = list(takewhile(lambda request: request.sampling == first[0].sampling, first))
         del self._waiting[: len(batch)]

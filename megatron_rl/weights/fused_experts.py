@@ -12,7 +12,7 @@ from megatron_rl.weights.packed_experts import find_parts
 if TYPE_CHECKING:
     import torch
 
-ROW_BYTES = 16  # rows are padded to a multiple for torch's grouped matrix product
+ROW_BYTES = 16  # alignment of rows that torch's grouped matrix product requires
 
 
 def name_expert(param: str, expert: int) -> str:
@@ -21,7 +21,7 @@ def name_expert(param: str, expert: int) -> str:
 
 
 def find_fused(name: str) -> tuple[str, int | None]:
-    """Split a table name into Megatron's parameter and local expert, which is `None` if the parameter is not fused."""
+    """Split a table name into Megatron's parameter and the local expert (`None` if not fused)."""
     block, _, rest = name.partition(".local_experts.")
     expert, _, param = rest.partition(".")
     return (f"{block}.{param}", int(expert)) if rest else (name, None)
@@ -35,7 +35,7 @@ def name_matrix(param: str, expert: int) -> str:
 def split_experts(
     params: Mapping[str, torch.Tensor], name_view: Callable[[str, int], str] = name_matrix
 ) -> dict[str, torch.Tensor]:
-    """Replace fused expert parameters by one view per expert of the same storage."""
+    """Replace fused expert parameters by a view per expert."""
     views: dict[str, torch.Tensor] = {}
     for name, param in params.items():
         if is_fused(name, param):
@@ -46,9 +46,7 @@ def split_experts(
 
 
 def join_matrices(matrices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the tensor [E, n, m] of which these are the matrices in order; `None` if they are not contiguous in one
-    storage.
-    """
+    """Return the contiguous tensor [E, n, m] that consists of these matrices, or `None`."""
     first = matrices[0]
     if first is None:
         return None
@@ -74,10 +72,10 @@ def list_huggingface_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def split_huggingface_experts(shape: ModelShape, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return logical tensors as views of the parameters of a transformers model, which fuses experts in memory.
+    """Return logical tensors as views of the parameters of a transformers model, which fuses experts.
 
-    transformers 5 holds `mlp.experts.gate_up_proj` [E, 2 * ffn, h] and `mlp.experts.down_proj` [E, h, ffn] for every
-    family, whatever the checkpoint's names; gpt-oss is packed as in its checkpoints.
+    transformers 5 holds `mlp.experts.gate_up_proj` [E, 2 * ffn, h] and `mlp.experts.down_proj` [E, h, ffn] for all
+    families but gpt-oss, which is packed as in its checkpoints.
     """
     names = FAMILIES[shape.family].experts
     if names is None:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching over a paged KV cache: scheduling and slot allocation, without a model.
+"""Continuous batching over a paged KV cache: scheduling and slots, without a model.
 
-The cache consists of slots, each for the keys and values of one token in every layer; `block_size` slots are a block. A
-response owns whole blocks, not necessarily adjacent, enough for its maximum length. One forward computes the prompts of
-newly admitted requests and the newest token of all running ones, as segments of one row: n new tokens that attend to k
->= n slots.
+A slot holds the keys and values of one token in every layer; `block_size` slots are a block. A response owns whole
+blocks, not necessarily adjacent, for its maximum length. A forward computes new prompts and the newest token of running
+responses as segments of one row: n new tokens that attend to k >= n slots.
 
-Requests are admitted in order of arrival, as soon as fewer than `max_num_seqs` run and enough blocks are free. Hence
-there is no preemption, no chunked prefill, and no prefix cache.
+Requests start in order of arrival, if fewer than `max_num_seqs` run and their blocks are free. Hence no preemption, no
+chunked prefill, no prefix cache.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ class Running:
 
     Attributes:
         slots: [capacity] int64, slots of its tokens in order.
-        generator: its random numbers.
-        tokens, logprobs: sampled so far.
-        kept: set from which each token was drawn, if sampling is truncated.
-        routes: [s, layers, choices] parts, experts of request and sampled tokens, if they are recorded.
+        kept: set of each token, if sampling is truncated.
+        routes: [s, layers, choices] parts for request and response tokens, if recorded.
     """
 
     request: Request
@@ -44,7 +41,7 @@ class Running:
     routes: list[np.ndarray] = field(default_factory=list)
 
     def finish(self, reason: str) -> Sampled:
-        """Return the tokens and log-probs of the response."""
+        """Return the response."""
         return Sampled(
             self.request.key,
             np.array(self.tokens, np.int32),
@@ -55,7 +52,7 @@ class Running:
         )
 
     def _join_routes(self) -> np.ndarray | None:
-        """Return the routes with an unknown row for the last token, which is never fed."""
+        """Append an unknown row for the last token, which is never fed."""
         if not self.routes:
             return None
         shape = RouteShape.of(self.routes[0])
@@ -64,14 +61,14 @@ class Running:
 
 @dataclass(frozen=True)
 class PagedRows:
-    """The rows of one forward: a segment of new tokens per running response, and a padding segment if needed.
+    """The rows of one forward: a segment per running response, possibly one of padding.
 
     Attributes:
         running: responses that get a token.
         tokens, positions: [t] int64.
-        slots: [t] int64, destination of each row's keys and values.
-        bounds: [num_segments + 1] int32, boundaries of the segments in the rows.
-        key_slots: [k] int64, slots that each segment attends to, segment after segment.
+        slots: [t] int64, destination of keys and values.
+        bounds: [num_segments + 1] int32, boundaries of segments.
+        key_slots: [k] int64, slots that each segment attends to.
         key_bounds: [num_segments + 1] int32, boundaries in `key_slots`.
     """
 
@@ -90,14 +87,13 @@ class PagedRows:
 
 
 class ContinuousBatch:
-    """The requests of an engine, identical on each of its ranks.
+    """The requests of an engine, identical on its ranks.
 
     Args:
-        num_blocks: blocks of the cache.
         block_size: slots per block.
         max_num_seqs: maximum number of running responses.
-        max_tokens: maximum rows of a forward; a longer prompt is admitted alone.
-        stop: strings that end a response.
+        max_tokens: maximum rows of a forward; a longer prompt runs alone.
+        stop: stop strings.
     """
 
     def __init__(
@@ -113,7 +109,7 @@ class ContinuousBatch:
         """Queue requests.
 
         Raises:
-            UserError: a request would not fit in the empty cache.
+            UserError: a request exceeds the empty cache.
         """
         for request in requests:
             if self._count_blocks(request) > self._num_blocks:
@@ -126,7 +122,7 @@ class ContinuousBatch:
         self._waiting += requests
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Remove requests, free their blocks, and return their partial responses."""
+        """Remove requests, free their blocks, return partial responses."""
         asked = set(keys)
         ended = [one for one in self._running if one.request.key in asked]
         for one in ended:
@@ -146,11 +142,10 @@ class ContinuousBatch:
         return sum(len(one.tokens) for one in list(self._running))
 
     def plan(self, multiple: int) -> PagedRows:
-        """Admit as many requests as fit, and lay out the next forward; at least one request must wait or run.
+        """Admit requests and lay out the next forward; at least one request must wait or run.
 
         Args:
-            multiple: the number of rows is padded to a multiple of this, by a segment that attends to itself in slots
-                behind the last block.
+            multiple: the row count is padded to it by a segment that attends to itself, in slots behind the last block.
         """
         self._admit()
         running = list(self._running)
@@ -174,14 +169,14 @@ class ContinuousBatch:
         )
 
     def record_routes(self, rows: PagedRows, routes: np.ndarray) -> None:
-        """Record the experts [t, layers, choices] of the rows of a forward; must precede `record`."""
+        """Record the experts [t, layers, choices] of a forward's rows, before `record`."""
         for one, start, stop in zip(rows.running, rows.bounds, rows.bounds[1:], strict=False):
             one.routes.append(routes[start:stop])
 
     def record(
         self, rows: PagedRows, tokens: Sequence[int], logprobs: Sequence[float], kept: KeptSets | None = None
     ) -> list[Sampled]:
-        """Append the tokens sampled after `rows`; return finished responses in order of admission."""
+        """Append sampled tokens; return finished responses in order of admission."""
         finished, sets = [], kept.split() if kept else [None] * len(tokens)
         for one, token, logprob, kept_set in zip(rows.running, tokens, logprobs, sets, strict=True):
             one.tokens.append(token)
@@ -197,11 +192,11 @@ class ContinuousBatch:
         return finished
 
     def _count_blocks(self, request: Request) -> int:
-        """Count the blocks for the longest response; its last token is never fed and needs no slot."""
+        """Count the blocks of the longest response; its last token is never fed and needs no slot."""
         return -(-(len(request.tokens) + request.sampling.max_tokens - 1) // self._block_size)
 
     def _admit(self) -> None:
-        """Admit requests in order, but none whose sampling distribution differs from that of the running ones."""
+        """Admit requests in order while they share the sampling distribution of the running ones."""
         rows = len(self._running)
         while self._waiting and len(self._running) < self._max_num_seqs:
             request = self._waiting[0]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts with transformers' `generate`: slow and simple, for debugging and as the parity reference.
 
-Every rank is an engine with the whole model. Responses of a batch have seeds of their own: sampling is greedy decoding
-of `logits / temperature + Gumbel noise`, and each row draws its noise from its own generator (the Gumbel-max trick).
+Every rank is an engine. Each row has its own seed: sampling is greedy decoding of `logits / temperature + Gumbel noise`
+with one generator per row (the Gumbel-max trick).
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ from megatron_rl.weights.shard_box import ShardBox, check_placements
 
 
 class _SeededGumbel(LogitsProcessor):
-    """A logits processor that turns greedy decoding into sampling with one random stream per row, and records log-probs
-    and kept sets step by step.
-    """
+    """A logits processor that samples with one random stream per row, and records log-probs and kept sets."""
 
     def __init__(self, requests: Sequence[Request], bitwise: bool = False) -> None:
         self._requests, self._bitwise = requests, bitwise
@@ -60,10 +58,10 @@ class _SeededGumbel(LogitsProcessor):
 
 
 class _Stopping(StoppingCriteria):
-    """A stopping criterion that ends rows at the token which completes a stop string.
+    """A criterion that ends rows at stop strings.
 
     Attributes:
-        lengths: row -> response tokens at that point; contains only rows ended here.
+        lengths: row -> response tokens, for rows ended here.
     """
 
     def __init__(self, stop: StopStrings, requests: Sequence[Request], width: int) -> None:
@@ -79,7 +77,7 @@ class _Stopping(StoppingCriteria):
 
 
 class HuggingFaceEngine(WaitingRequests):
-    """A transformers model on every rank; `params` are the logical tensors themselves."""
+    """A transformers model on every rank; `params` are the logical tensors."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__()
@@ -124,7 +122,7 @@ class HuggingFaceEngine(WaitingRequests):
         """Do nothing: no cache survives a step."""
 
     def _listen_to_routers(self) -> int:
-        """Record the experts [b * s, choices] of every forward from now on; return the number of routers."""
+        """Record the experts [b * s, choices] of each forward; return the number of routers."""
         routers = [
             module for name, module in self._model.named_modules() if name.endswith((".mlp.gate", ".mlp.router"))
         ]
@@ -138,7 +136,7 @@ class HuggingFaceEngine(WaitingRequests):
         return len(routers)
 
     def _take_routes(self, num_rows: int) -> list[Any]:
-        """Return the routes recorded in a batch: [s - 1, layers, choices] per row, with left padding."""
+        """Return the recorded routes, [s - 1, layers, choices] per left-padded row."""
         shape, chosen = self._route_shape, self._chosen
         if shape is None or chosen is None:
             return [None] * num_rows
@@ -149,7 +147,7 @@ class HuggingFaceEngine(WaitingRequests):
         return list(routes.cpu().numpy().astype(shape.dtype))
 
     def _cut_routes(self, routes: np.ndarray | None, start: int, stop: int) -> np.ndarray | None:
-        """Return the routes of the tokens [start, stop) of a row; the last token may not have been fed."""
+        """Return the routes of tokens [start, stop) of a row; the last one may not have been fed."""
         if routes is None or self._route_shape is None:
             return None
         found = routes[start : stop - 1]
@@ -196,7 +194,7 @@ class HuggingFaceEngine(WaitingRequests):
     def _cut(
         request: Request, tokens: torch.Tensor, logprobs: torch.Tensor, kept: KeptSets | None, stopped: int | None
     ) -> Sampled:
-        """Return a row up to its end: a stop token, or `stopped` tokens if a stop string ended it."""
+        """Return a row up to its stop token, or up to `stopped` tokens."""
         tokens = tokens[:stopped]
         is_stop = torch.isin(tokens, torch.tensor(request.sampling.stop_token_ids))
         length = int(is_stop.nonzero()[0]) + 1 if is_stop.any() else len(tokens)

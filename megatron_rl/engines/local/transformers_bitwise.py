@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch-invariant transformers models (rollout.bitwise), bitwise equal to the trainer on CPU.
+"""Batch-invariant transformers models (rollout.bitwise), bitwise equal to the trainer.
 
-Replaces matrix products and attention; norms, activations and rotary embeddings are bitwise equal already.
+Replaces matrix products and attention; all else is bitwise equal already.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ATTENTION = "megatron_rl_tiled"
 
 
 class _PaddedAttention:
-    """`attend` for left-padded rows; the layers of one forward share the index tensors derived from their mask."""
+    """`attend` for left-padded rows; the layers of a forward share its index tensors."""
 
     def __init__(self) -> None:
         self._mask: torch.Tensor | None = None
@@ -36,7 +36,7 @@ class _PaddedAttention:
         scaling: float,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Compute attention: query [b, n, s, d], key and value [b, ng, k, d], attention_mask [b, k] -> [b, s, n, d]."""
+        """Attend: query [b, n, s, d], key and value [b, ng, k, d], attention_mask [b, k] -> [b, s, n, d]."""
         if self._packed is None or self._mask is not attention_mask:
             self._mask, self._packed = attention_mask, _pack(attention_mask, query.shape[2], query.dtype)
         rows, keys, segments = self._packed
@@ -47,7 +47,7 @@ class _PaddedAttention:
 
 
 def _pack(mask: torch.Tensor, num_queries: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Segments]:
-    """Return the row indices of real queries [t] and real keys [k], and their segments."""
+    """Return indices of real queries [t] and keys [k], and their segments."""
     is_key, is_query = mask.bool(), mask[:, -num_queries:].bool()
     cu_q, cu_k = (torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).int() for real in (is_query, is_key))
     index = is_key.flatten().nonzero()[:, 0]
@@ -69,7 +69,7 @@ AttentionMaskInterface.register(ATTENTION, _keep_padding)
 
 
 def make_batch_invariant(model: Any) -> None:
-    """Replace attention and linear layers by the trainer's kernels."""
+    """Replace attention and linear layers."""
     model.set_attn_implementation(ATTENTION)
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):

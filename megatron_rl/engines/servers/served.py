@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that are HTTP servers, started here or by the user, and updated from weight files.
+"""Engines that are HTTP servers, updated from weight files.
 
-A failed server is restarted (or awaited, if the user started it), loads the current weights, and receives its
-unfinished requests again: equal seeds give equal samples. Repeated failures without a response in between end the run.
-Only the first rank of an engine talks to the server; it broadcasts results to the engine's other ranks.
+A failed server is restarted (or awaited, if the user started it), loads the current weights, and gets its unfinished
+requests again: equal seeds give equal samples. Repeated failures without a response end the run. Only an engine's first
+rank talks to the server, and broadcasts results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class ServedEngine(StagedWeights):
-    """One rank of an engine that is a server; see `Server` for restarts."""
+    """One rank of an engine that is a server."""
 
     def __init__(self, spec: EngineSpec, api: ServerApi) -> None:
         super().__init__(spec)
@@ -75,7 +75,6 @@ class ServedEngine(StagedWeights):
         return result
 
     def _tell(self, do: Callable[[Server], T]) -> T:
-        """Apply `do` to the server on the first rank; return the result on every rank of the engine."""
         return self._share(lambda: do(self._known_server))
 
     @property
@@ -84,10 +83,10 @@ class ServedEngine(StagedWeights):
         return self._server
 
     def end_weight_update(self) -> None:
-        """Write this rank's tensors, then make the server load all of them.
+        """Write the tensors, and load them into the server.
 
         Raises:
-            UserError: the server still fails after all restarts.
+            UserError: the server fails after all restarts.
         """
         assert not self._running, "weights change between responses only"
         self.write(self._directory)
@@ -96,7 +95,7 @@ class ServedEngine(StagedWeights):
         self._tell(Server.load)
 
     def probe(self) -> Probed | None:
-        """Sample continuations of a fixed prompt; `None` on all but the engine's first rank."""
+        """Continue a fixed prompt; `None` on all but the first rank."""
         probed = self._tell(Server.probe)
         return probed if self._server is not None else None
 
@@ -113,7 +112,7 @@ class ServedEngine(StagedWeights):
         return finished
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Close connections, which stops the server's work on them; return the partial responses."""
+        """Close connections, which stops the server; return partial responses."""
         known = [key for key in keys if self._running.pop(key, None) is not None]
         return self._tell(lambda server: server.interrupt(known)) if known else []
 
@@ -122,7 +121,7 @@ class ServedEngine(StagedWeights):
         return bool(self._running)
 
     def tokens_in_flight(self) -> int:
-        """Count the tokens received of unfinished responses; 0 on all but the engine's first rank."""
+        """Count received tokens of unfinished responses; 0 except on the first rank."""
         return 0 if self._server is None else self._server.client.count_tokens()
 
     def close(self) -> None:
@@ -131,15 +130,15 @@ class ServedEngine(StagedWeights):
 
 
 class Server:
-    """The first rank's handle of its engine's server: process, connections, restarts.
+    """A server's process and connections, on the engine's first rank.
 
     Args:
-        api: protocol of this kind of server.
+        api: its protocol.
         directory: directory of the weights.
         index: number of the engine.
 
     Attributes:
-        client: connections to the server.
+        client: its connections.
     """
 
     def __init__(self, spec: EngineSpec, api: ServerApi, directory: Path, index: int) -> None:
@@ -158,7 +157,7 @@ class Server:
         return self._url or f"the server of {self._directory}"
 
     def load(self) -> None:
-        """Load the weights of the directory; the first call also starts the server."""
+        """Load the weights of the directory, and start the server before the first time."""
         self._updates += 1
         self._try(self._load if self._is_open else lambda: None)  # opening the server loads them
 
@@ -169,7 +168,7 @@ class Server:
             self.client.submit(self._url + self._api.path, self._api.make_body(request), request, self._api.read)
 
     def step(self) -> list[Sampled]:
-        """Return finished responses after a short wait."""
+        """Return responses that finish within a short wait."""
         finished = self._try(lambda: self._api.complete(self._ask, self.client.take(_STEP_SECONDS)))
         for one in finished:
             self._running.pop(one.key)
@@ -177,7 +176,7 @@ class Server:
         return finished
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Cancel requests and return their partial responses."""
+        """Cancel requests; return partial responses."""
         for key in keys:
             self._running.pop(key)
         partial = [answer.to_sampled() for answer in self.client.cancel(keys)]
@@ -188,7 +187,7 @@ class Server:
             return [Sampled(one.key, one.tokens[:0], one.logprobs[:0], "interrupted") for one in partial]
 
     def probe(self) -> Probed:
-        """Sample two continuations of a prompt, long enough that the next probe would hit a stale prefix cache."""
+        """Continue a prompt greedily and at the temperature; its length makes a stale prefix cache show next time."""
         assert not self._running, "the answers would mix"
         spec = self._spec
         length = min(_PROBE_PROMPT, spec.max_prompt_length + spec.max_response_length - _PROBE_RESPONSE)
@@ -206,7 +205,7 @@ class Server:
         return Probed(prompt, [found[key] for key in sorted(found)], temperatures)
 
     def _try(self, action: Callable[[], T]) -> T:
-        """Return the result of an action, reopening the server after each failure.
+        """Run an action, and reopen the server after each failure.
 
         Raises:
             UserError: too many failures in a row.
@@ -222,7 +221,6 @@ class Server:
                 self._fail(failure)
 
     def _fail(self, failure: ServerFailure) -> None:
-        """Count a failure and drop all connections; the next attempt reopens the server."""
         self._failures += 1
         said = "" if self._process is None else f"\n{self._process.read_log()}"
         if self._failures > self._config.restarts:
@@ -240,7 +238,7 @@ class Server:
         self._is_open = False
 
     def _open(self) -> None:
-        """Start the server or wait for it, load the current weights, and resend unfinished requests."""
+        """Start or await the server, load the weights, and resend unfinished requests."""
         if not self._config.endpoints:
             self._start()
         deadline = time.monotonic() + self._config.silent_seconds
@@ -298,7 +296,7 @@ _OWN = "megatron_rl_servers_"
 
 
 def _check_nodes(spec: EngineSpec) -> None:
-    """Refuse engines that span nodes: a server is one process group on one node and reads files of its ranks."""
+    """Refuse engines across nodes: a server is one program that reads files of its ranks."""
     ranks, width = spec.ranks or range(spec.process.world_size), spec.config.tensor_model_parallel_size
     per_node = spec.process.ranks_per_node
     for first in ranks[::width]:
@@ -312,7 +310,7 @@ def _check_nodes(spec: EngineSpec) -> None:
 
 
 def _check_device(spec: EngineSpec) -> None:
-    """Refuse servers on the actor's GPUs: a server does not release its memory during training."""
+    """Refuse servers on the actor's GPUs, since they keep their memory during training."""
     ranks = set(spec.ranks or range(spec.process.world_size))
     trains = spec.model is not None and ranks & {*spec.model.layout.ranks}
     if spec.process.device.type == "cuda" and trains:
@@ -325,7 +323,6 @@ def _check_device(spec: EngineSpec) -> None:
 
 
 def _find_directory(spec: EngineSpec, index: int) -> Path:
-    """Create the directory of an engine's weights, in shared memory unless the user names one."""
     given, memory = spec.config.server.directory, Path("/dev/shm")
     if given is None:
         parent = Path(tempfile.mkdtemp(prefix=_OWN, dir=memory if memory.is_dir() else None))
@@ -341,7 +338,6 @@ def _log_file(directory: Path) -> Path:
 
 
 def _list_devices(spec: EngineSpec) -> dict[str, str]:
-    """Return the environment that limits a server to the GPUs of its engine's ranks."""
     if spec.process.device.type != "cuda":
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

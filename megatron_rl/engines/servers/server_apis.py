@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protocols of the supported kinds of servers: requests, response streams, and weight updates."""
+"""Protocols of servers: requests, response streams, weight updates."""
 
 from __future__ import annotations
 
@@ -42,35 +42,35 @@ class ServerApi(Protocol):
         ...
 
     def list_environment(self) -> dict[str, str]:
-        """Return environment variables of the server in addition to the rank's."""
+        """Return variables in addition to the rank's."""
         ...
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Return the JSON body of a request, which is answered by a stream of events."""
+        """Return the JSON body of a request, whose response is a stream of events."""
         ...
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Append an event of the stream to the answer.
+        """Append an event to the answer.
 
         Raises:
-            ServerFailure: the server failed, or its policy version is wrong.
-            UserError: the event lacks data that training needs.
+            ServerFailure: the server failed, or has another policy version.
+            UserError: data that training needs is missing.
         """
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Make the server load the weights of a directory and drop caches computed with older ones.
+        """Load the weights of a directory, and drop caches of older ones.
 
         Raises:
-            ServerFailure: the server did not load them.
+            ServerFailure: they were not loaded.
         """
 
     def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
-        """Add data that the streams of finished or interrupted requests do not contain; ServerFailure if it is lost."""
+        """Add data that is not in the streams; ServerFailure if it is lost."""
         ...
 
 
 class VllmServer:
-    """vLLM's server (0.32), through its token-in/token-out and reinforcement-learning routes."""
+    """vLLM's server (0.32), by its token-in/token-out and RL routes."""
 
     path, health = "/inference/v1/generate", "/health"
 
@@ -79,7 +79,7 @@ class VllmServer:
         self._truncated: dict[int, tuple[str, Request]] = {}  # key -> (name of its kept sets in the server, request)
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """Pass the arguments of the in-process engine, so that both sample alike."""
+        """Use the arguments of the in-process engine, so that both sample alike."""
         from megatron_rl.engines.vllm.vllm_arguments import list_engine_arguments
 
         arguments = list_engine_arguments(self._spec)
@@ -99,7 +99,7 @@ class VllmServer:
         return [python, "-m", "vllm.entrypoints.openai.api_server", *_as_flags(arguments)]
 
     def list_environment(self) -> dict[str, str]:
-        """Enable development mode, without which vLLM has no routes for weights."""
+        """Enable development mode, which has the routes for weights."""
         from megatron_rl.engines.vllm.vllm_arguments import list_engine_environment
 
         return list_engine_environment(self._spec) | {
@@ -115,7 +115,7 @@ class VllmServer:
         }
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Build a body of token ids only; a resent request gets a new name, as the first one may still run."""
+        """Build a body without text; a resent request gets a new name, as the first one may still run."""
         from megatron_rl.engines.vllm.vllm_truncation import list_extra_args
 
         sampling, name = request.sampling, uuid.uuid4().hex
@@ -139,7 +139,7 @@ class VllmServer:
         }
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Append tokens and log-probs, and check the policy version; the last event has the number of cached tokens."""
+        """Append tokens and log-probs, and check the policy version; the last event counts cached tokens."""
         check_event(event)
         if not event["choices"]:
             answer.count_cached((event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens"))
@@ -152,7 +152,7 @@ class VllmServer:
         answer.extend(choice["token_ids"], [entry["logprob"] for entry in scored], choice["finish_reason"])
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Reload weights and reset the prefix cache, which vLLM would keep."""
+        """Reload weights, and reset the prefix cache, which vLLM keeps otherwise."""
         from megatron_rl.engines.vllm.vllm_arguments import records_kept_sets
 
         ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
@@ -186,7 +186,7 @@ def read_kept_sets(texts: Sequence[str]) -> KeptSets:
 
 
 class OpenAiServer:
-    """Any server whose `/v1/completions` returns token ids and log-probs; the user's hook loads the weights."""
+    """Any server whose `/v1/completions` returns token ids and log-probs; a hook of the user loads weights."""
 
     path, health = "/v1/completions", "/v1/models"
 
@@ -194,7 +194,7 @@ class OpenAiServer:
         self._spec, self._model = spec, ""
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """Fail: `config.rollout_checks` requires endpoints of a server that the user started."""
+        """Fail: `config.rollout_checks` requires a server that the user started."""
         raise AssertionError("servers of other kinds are started by the user")
 
     def list_environment(self) -> dict[str, str]:
@@ -206,7 +206,7 @@ class OpenAiServer:
         return sampled
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Build a body of OpenAI's fields and of extensions that vLLM and SGLang share."""
+        """Build a body with OpenAI's fields and extensions of vLLM and SGLang."""
         sampling = request.sampling
         return {
             "model": self._model,
@@ -223,7 +223,7 @@ class OpenAiServer:
         }
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Append token ids and log-probs; text alone cannot be trained on."""
+        """Append token ids and log-probs, which text cannot replace."""
         check_event(event)
         if not event["choices"]:  # usage
             return
@@ -253,7 +253,7 @@ class OpenAiServer:
 
 
 def check_event(event: Any) -> None:
-    """Raise the error that a stream contains: its HTTP status was sent before the error occurred."""
+    """Raise the error in an event; the HTTP status was sent before it occurred."""
     if "error" not in event:
         return
     said = json.dumps(event["error"])[:300]

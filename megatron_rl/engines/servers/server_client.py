@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP client of a server (streamed responses and single calls, on a thread of its own), and the server's process.
+"""HTTP client of a server, on a thread, and the server's process.
 
-Each request has a stream of its own. An interrupt closes the connection, which stops the server's work on the request,
-and all tokens received so far remain available.
+Each request has a stream of its own: an interrupt closes the connection, which stops the server and keeps the tokens
+received so far.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ _LAST_BYTES = 2000
 
 
 class ServerProcess:
-    """A server started as a child process.
+    """A server as a child process.
 
     Args:
-        command: command that starts it.
         environment: variables in addition to the rank's.
-        log_file: its stdout and stderr are appended here.
+        log_file: stdout and stderr are appended here.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> None:
@@ -73,7 +72,7 @@ class ServerProcess:
         return self._process.poll() is not None
 
     def read_log(self) -> str:
-        """Return the end of the log, at most 2,000 bytes."""
+        """Return the last 2,000 bytes of the log."""
         with open(self._log_file, "rb") as log:
             log.seek(max(0, self._log_file.stat().st_size - _LAST_BYTES))
             return log.read().decode(errors="replace")
@@ -100,18 +99,18 @@ _TROUBLE = (aiohttp.ClientError, OSError, TimeoutError, json.JSONDecodeError)
 
 
 class ServerFailure(Exception):
-    """A possibly transient failure: the server is gone, or fails a request that it served before."""
+    """A failure that a retry may cure."""
 
 
 @dataclass
 class ServerAnswer:
-    """The response to a request as received so far.
+    """A response as received so far.
 
     Attributes:
-        tokens, logprobs: sampled so far, [s].
+        tokens, logprobs: [s].
         finish_reason: "stop" or "length"; `None` if unfinished.
         num_cached: see `Sampled`.
-        kept: set from which each token was drawn, if the stream contains it.
+        kept: set of each token, if streamed.
     """
 
     request: Request
@@ -128,18 +127,18 @@ class ServerAnswer:
         finish_reason: str | None,
         kept: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Append tokens of an event; a finish reason marks the last event."""
+        """Append the contents of an event."""
         self.tokens += tokens
         self.logprobs += logprobs
         self.kept += [KeptSets(np.array(ids, np.int32), np.array([len(ids)], np.int32)) for ids in kept]
         self.finish_reason = finish_reason
 
     def count_cached(self, num_tokens: int | None) -> None:
-        """Record how many prompt tokens the prefix cache served, if the server reports it."""
+        """Record how many prompt tokens the prefix cache served."""
         self.num_cached = num_tokens
 
     def completes_text(self, stop: StopStrings, first: int) -> bool:
-        """Return whether one of the tokens from index `first` on completes a stop string; drop all tokens after it."""
+        """Return whether a token from index `first` on completes a stop string; drop the tokens after it."""
         for end in range(first + 1, len(self.tokens) + 1):
             if self.request.ends_by(stop, self.tokens[:end]):
                 del self.tokens[end:], self.logprobs[end:], self.kept[end:]
@@ -156,15 +155,15 @@ class ServerAnswer:
 
 
 class ServerClient:
-    """Connections to one server, on a thread of their own.
+    """Connections to one server.
 
     Args:
-        silent_seconds: a server that sends nothing for this time has failed.
-        stop: strings that end a response.
-        key: bearer token of each request.
+        silent_seconds: silence after which the server has failed.
+        stop: stop strings.
+        key: bearer token.
 
     Attributes:
-        key: same as the argument.
+        key: bearer token.
     """
 
     def __init__(self, silent_seconds: float, stop: StopStrings | None = None, key: str | None = None) -> None:
@@ -191,12 +190,12 @@ class ServerClient:
     def submit(
         self, url: str, body: Mapping[str, Any], request: Request, read: Callable[[Any, ServerAnswer], None]
     ) -> None:
-        """Start a request and stream its response in the background.
+        """Stream a response in the background.
 
         Args:
             url, body: address and JSON body of the POST.
-            request: the request that `body` encodes.
-            read: appends an event of the stream to the answer.
+            request: the request in `body`.
+            read: appends an event to the answer.
         """
         answer = self._answers[request.key] = ServerAnswer(request)
         self._wait(self._begin(self._stream(url, body, answer, read), request.key))
@@ -228,10 +227,10 @@ class ServerClient:
             self._news.put(error)
 
     def take(self, seconds: float) -> list[Sampled]:
-        """Return finished responses, after waiting at most `seconds` for the first one.
+        """Return finished responses, after at most `seconds` of waiting.
 
         Raises:
-            ServerFailure: a request failed; other responses are kept for later calls.
+            ServerFailure: a request failed; others are unaffected.
             UserError: the server refused a request.
         """
         found: list[Sampled] = []
@@ -249,7 +248,7 @@ class ServerClient:
         return found
 
     def cancel(self, keys: Sequence[int] | None = None) -> list[ServerAnswer]:
-        """Cancel requests, all by default; return their partial answers in the order of the keys."""
+        """Cancel requests, all by default; return partial answers in order of the keys."""
         keys = list(self._answers) if keys is None else keys
         self._wait(self._end([self._tasks.pop(key) for key in keys if key in self._tasks]))
         return [self._answers.pop(key) for key in keys if key in self._answers]
@@ -260,19 +259,19 @@ class ServerClient:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def forget_news(self) -> None:
-        """Discard queued events, which belong to cancelled requests."""
+        """Discard queued events of cancelled requests."""
         while not self._news.empty():
             self._news.get()
 
     def count_tokens(self) -> int:
-        """Count the tokens received of unfinished requests."""
+        """Count received tokens of unfinished requests."""
         return sum(len(answer.tokens) for answer in list(self._answers.values()))
 
     def ask(self, url: str, body: Mapping[str, Any] | None = None, *, method: str = "POST") -> Any:
-        """Make a call and return its JSON; `None` if the response is no JSON.
+        """Make a call; return its JSON, or `None` for other content.
 
         Raises:
-            ServerFailure: no response, or a failure that may be transient.
+            ServerFailure: no response, or a transient failure.
             UserError: the server refused the call.
         """
         return self._wait(self._ask(url, body, method))
@@ -287,7 +286,7 @@ class ServerClient:
             raise ServerFailure(f"{url}: {type(error).__name__} {error}") from error
 
     def close(self) -> None:
-        """Close all connections and stop the thread."""
+        """Close connections and thread."""
         self.cancel()
         self._wait(self._session.close())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a server: random for each run, and passed in the environment, as command lines are visible in process
-lists.
+"""The server's key: random per run, passed in the environment, which process lists do not show.
 
-vLLM's own `--api-key` leaves the routes open that load weights and run code, so `KeyGuard` (`--middleware`) guards all.
+vLLM's own `--api-key` leaves routes open that load weights and run code, so `KeyGuard` (`--middleware`) guards all.
 """
 
 from __future__ import annotations
@@ -23,16 +22,12 @@ START_SGLANG = (
 
 
 def find_key(is_started: bool) -> str | None:
-    """Return the key in the user's variable, or a new one for a server that is started here."""
+    """Return the user's key, or a new one for a server started here."""
     return os.environ.get(KEY_VARIABLE) or (secrets.token_urlsafe(32) if is_started else None)
 
 
 class KeyGuard:
-    """An ASGI middleware that answers 401 to every request without the key.
-
-    Args:
-        app: the guarded application.
-    """
+    """An ASGI middleware that answers 401 to requests without the key."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app, self._expected = app, f"Bearer {os.environ[KEY_VARIABLE]}".encode()

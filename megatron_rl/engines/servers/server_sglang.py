@@ -52,18 +52,14 @@ class SglangServer:
         return [*command, "--mem-fraction-static", str(config.gpu_memory_utilization)]
 
     def list_environment(self) -> dict[str, str]:
-        """Set the variables that SGLang needs on a CPU; without explicit cores, it allows only one TP rank per NUMA
-        node.
-        """
+        """Set SGLang's CPU variables; without explicit cores, TP ranks must not outnumber NUMA nodes."""
         if self._spec.process.device.type != "cpu":
             return {}
         cores = "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * self._spec.config.tensor_model_parallel_size)
         return {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Build the body: SGLang returns kept sets only if `top_k` bounds them, and its `ignore_eos` disables all stop
-        tokens.
-        """
+        """Build the body; SGLang's `ignore_eos` disables all stop tokens, and kept sets need a bound by `top_k`."""
         sampling = request.sampling
         limits: dict[str, Any] = {}
         if sampling.is_truncated:
@@ -85,9 +81,7 @@ class SglangServer:
         }
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Append the new tokens of an event, whose lists are cumulative or incremental; the token count shows how many
-        are new.
-        """
+        """Append the new tokens of an event, whose lists may be cumulative."""
         check_event(event)
         meta, reason = event["meta_info"], event["meta_info"]["finish_reason"]
         if meta["weight_version"] != self._version:
@@ -106,11 +100,11 @@ class SglangServer:
         answer.extend(tokens, logprobs, reason and reason["type"], kept)
 
     def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
-        """Return the responses unchanged: the stream contains the kept sets."""
+        """Return the responses unchanged."""
         return sampled
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Flush the prefix cache and load weights, which SGLang refuses while requests run."""
+        """Flush the prefix cache and load weights, which running requests would block."""
         ask(f"/flush_cache?timeout={_IDLE_SECONDS}")  # waits for health checks and closed connections
         body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
         answer = ask("/update_weights_from_disk", body)

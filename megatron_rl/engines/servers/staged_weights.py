@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a server's engine: whole HF tensors distributed over the engine's ranks, then files that the server reads.
-
-The transfer into these tensors, and its certificate, are the same as for every other engine.
-"""
+"""Weights of a server's engine: whole HF tensors, distributed over its ranks and written to files for the server."""
 
 from __future__ import annotations
 
@@ -59,9 +56,7 @@ class StagedWeights:
         """Do nothing: memory stays allocated."""
 
     def write(self, directory: Path) -> None:
-        """Write this rank's safetensors file; the first rank adds the index and the model's other files (config,
-        tokenizer).
-        """
+        """Write this rank's file in HF format; the first rank adds the index and the model's other files."""
         directory.mkdir(parents=True, exist_ok=True)
         name = _name_file(self._place, self._width)
         partial = directory / f"{name}.partial"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch-invariant vLLM models (rollout.bitwise), bitwise equal to the trainer on CPU; patches vLLM objects passed in.
+"""Batch-invariant vLLM models on CPU (rollout.bitwise), bitwise equal to the trainer.
 
-Replaces matrix products, paged attention and log-softmax. Norms and activations are bitwise equal already, and so are
-rotary embeddings without their C++ kernel (`ENGINE_ARGUMENTS`).
+Replaces matrix products, paged attention and log-softmax; all else is bitwise equal already, rotary embeddings without
+their C++ kernel (`ENGINE_ARGUMENTS`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ ENGINE_ARGUMENTS: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rota
 
 
 class _PagedAttention:
-    """`attend` on vLLM's KV cache; the layers of one step share the index tensors derived from its metadata.
-
-    The cache is [blocks, heads, block size, 2 d], with the key and the value of a token side by side.
+    """`attend` on vLLM's cache [blocks, heads, block size, 2 d], key beside value; layers of a step share index
+    tensors.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,7 @@ class _PagedAttention:
     def write(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Store key and value [t, heads, d] in their slots; negative slots are padding."""
+        """Store key and value [t, heads, d]; negative slots are padding."""
         slots = slots[: len(key)].long()
         is_real = slots >= 0
         block, place = slots[is_real] // kv_cache.shape[2], slots[is_real] % kv_cache.shape[2]
@@ -50,7 +49,7 @@ class _PagedAttention:
         metadata: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Attend with query [t, n, d] to the cache; write to options["output"], same shape."""
+        """Attend with query [t, n, d] to the cache; write options["output"]."""
         output: torch.Tensor = options["output"]
         if metadata is None:  # warming up
             return output
@@ -65,7 +64,7 @@ class _PagedAttention:
 
 
 def _pack(metadata: Any, block_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Segments]:
-    """Return block and offset of every key [k], sequence by sequence, and the segments of a step."""
+    """Return block and offset of every key [k], by sequence, and the segments."""
     lengths = metadata.seq_lens.tolist()
     positions = [torch.arange(length) for length in lengths]
     blocks = [
@@ -80,7 +79,7 @@ def _pack(metadata: Any, block_size: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 
 def _sample_with(sample: Callable[..., Any], compute_logprobs: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Wrap vLLM's sampler, which overwrites the logits, to compute log-probs before it."""
+    """Compute log-probs before vLLM's sampler overwrites the logits."""
 
     def sample_and_score(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = compute_logprobs(logits)
@@ -91,11 +90,10 @@ def _sample_with(sample: Callable[..., Any], compute_logprobs: Callable[[torch.T
 
 
 def make_batch_invariant(model: torch.nn.Module, sampler: Any, shard_columns: int) -> None:
-    """Replace an engine's attention, linear layers and log-softmax by the trainer's kernels.
+    """Replace an engine's attention, linear layers and log-softmax.
 
     Args:
-        model: vLLM's model.
-        sampler: sampler of its model runner.
+        sampler: the model runner's sampler.
         shard_columns: vocabulary columns per TP rank of the output layer.
     """
     attention = _PagedAttention()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM linear layers over 8-bit codes with a scale per row (`weights.row_quantization`), as a quantization method.
+"""vLLM linear layers over 8-bit codes with a scale per row (`weights.row_quantization`).
 
-Parameters are laid out as in plain linear layers and written in place. Activations are not quantized, and each output
-is scaled in float32: the only loss is in the weights.
+Parameters lie as in plain linear layers, to be written in place. Activations are not quantized, and outputs are scaled
+in float32: only weights lose precision.
 """
 
 from __future__ import annotations

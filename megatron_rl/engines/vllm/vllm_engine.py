@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM inside the training processes (`external_launcher`), on GPU and on CPU.
 
-Requirements of in-process vLLM beyond the patches in `engines.vllm.vllm_library` (each has a test):
+Requirements beyond the patches in `engines.vllm.vllm_library` (each has a test):
 
 * torch.distributed is initialized first, otherwise world size > tp fails;
-* on CPU, fused experts are packed in place after every update, since their kernels need another order; between updates
-  these parameters do not match the placement table;
-* on CPU, no chunked prefill: vLLM rewinds the random numbers of a partial prompt, which CPU generators cannot do;
-* an error in a step leaves its requests running: they are aborted before it is raised;
+* on CPU, fused experts are packed in place after each update, for their kernels; until the next one they do not match
+  the placement table;
+* on CPU, no chunked prefill: vLLM would rewind CPU generators, which is impossible;
+* requests are aborted after an error in a step, which vLLM leaves running;
 * the trainer's random numbers are neither reseeded nor advanced;
 * the prefix cache is dropped after every weight update.
 """
@@ -52,8 +52,8 @@ class VllmEngine:
     """One rank of a vLLM engine.
 
     Attributes:
-        params: vLLM's own parameters by name, written in place by the hybrid engine.
-        code_format: format of 8-bit matrices; `None` if they have the model's dtype.
+        params: vLLM's parameters, written in place.
+        code_format: format of 8-bit matrices, or `None`.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -108,7 +108,7 @@ class VllmEngine:
         self.params |= self._adapters
 
     def _share_when_loaded(self, spec: EngineSpec) -> tuple[Mapping[str, torch.Tensor], set[str]]:
-        """Return the actor's shareable tensors, and a set that holds the names of shared ones after vLLM has loaded."""
+        """Return the actor's shareable tensors, and a set that loading fills with the names of shared ones."""
         shareable, shared = spec.shareable(self.placements(spec.process.rank)), set[str]()
         if spec.process.device.type == "cpu":  # packing in place would corrupt the actor's experts
             shareable = {name: tensor for name, tensor in shareable.items() if ".experts." not in name}
@@ -169,7 +169,7 @@ class VllmEngine:
                 self._routes.expect(name, request)
 
     def step(self) -> list[Sampled]:
-        """Run one forward for all running requests; return the responses that end with it."""
+        """Run one forward; return the responses that it finishes."""
         with self._running():
             outputs = [output for output in self._llm.llm_engine.step() if output.finished]
         finished = []
@@ -180,7 +180,7 @@ class VllmEngine:
         return finished + (self._stop_early() if self._stop else [])
 
     def _stop_early(self) -> list[Sampled]:
-        """End responses that complete a stop string; vLLM runs without tokenizer and cannot."""
+        """End responses at stop strings, which vLLM cannot without a tokenizer."""
         states = self._llm.llm_engine.output_processor.request_states
         keys = [
             key
@@ -193,7 +193,7 @@ class VllmEngine:
         return self._stop is not None and bool(sampled) and self._requests[key].ends_by(self._stop, sampled)
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Remove requests; their prefix-cache blocks stay for requests that continue them."""
+        """Remove requests; their prefix-cache blocks stay for continuations."""
         engine, partial = self._llm.llm_engine, []
         names = {key: self._names[key] for key in keys if key in self._names}
         for key, name in names.items():  # vLLM returns no output for aborted requests
@@ -206,7 +206,6 @@ class VllmEngine:
     def _end(
         self, key: int, token_ids: Sequence[int], logprobs: Any, finish_reason: str, num_cached: int | None
     ) -> Sampled:
-        """Remove a request and return its response."""
         name, request = self._names.pop(key), self._requests.pop(key)
         del self._keys[_short(name)]
         kept = None
@@ -225,7 +224,7 @@ class VllmEngine:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Preserve the trainer's random numbers, and abort all requests after an error."""
+        """Preserve the trainer's random numbers; abort all requests after an error."""
         with keep_random_streams():
             try:
                 yield
@@ -234,7 +233,7 @@ class VllmEngine:
                 raise
 
     def _abort(self) -> None:
-        """Abort every request, and drop prefix-cache blocks that a failed step allocated but did not fill."""
+        """Abort all requests; drop prefix-cache blocks that a failed step left unfilled."""
         engine = self._llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         self._llm.reset_prefix_cache()
@@ -245,17 +244,17 @@ class VllmEngine:
             self._routes.clear()
 
     def tokens_in_flight(self) -> int:
-        """Count the tokens sampled so far for unfinished responses."""
+        """Count the tokens of unfinished responses."""
         states = list(self._llm.llm_engine.output_processor.request_states.values())
         return sum(state.detokenizer.num_output_tokens() for state in states)
 
     def sleep(self) -> None:
-        """Release the memory of weights and KV cache (CUDA; a no-op on CPU)."""
+        """Release weights and KV cache (no-op on CPU)."""
         if self._can_sleep:
             self._llm.sleep(level=2)
 
     def close(self) -> None:
-        """Shut the engine down; the job's process groups survive (see `prepare_vllm`)."""
+        """Shut down; process groups survive (see `prepare_vllm`)."""
         self._llm.llm_engine.engine_core.shutdown()
 
 

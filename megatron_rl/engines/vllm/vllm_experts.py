@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's mixture-of-experts layers: views per expert matrix, packed order on CPU, and routes of every token.
+"""vLLM's experts: views per matrix, packed order on CPU, and routes of every token.
 
-vLLM's own output of routes needs the v2 model runner, so hooks on the routers record them. Routes are kept per KV-cache
-block: tokens found in the prefix cache have the routes of the request that computed them. The routes of a request are
-also collected step by step, since preemption may free its blocks.
+Hooks on the routers record routes, as vLLM's own output of them needs the v2 model runner. Routes are kept per KV-cache
+block, for prefix-cache hits, and per request, as preemption may free its blocks.
 """
 
 from __future__ import annotations
@@ -22,13 +21,7 @@ from megatron_rl.weights.packed_experts import is_packed, split_turns
 
 
 class RouteRecorder:
-    """A recorder of routes, with hooks on the routers and on the model runner (v1), which maps rows to requests.
-
-    Args:
-        model: vLLM's model.
-        runner: its model runner.
-        shape: shape of the routes.
-    """
+    """A recorder of routes, with hooks on the routers and on the v1 model runner, which maps rows to requests."""
 
     def __init__(self, model: torch.nn.Module, runner: Any, shape: RouteShape) -> None:
         self._batch, self._shape = runner.input_batch, shape
@@ -49,7 +42,7 @@ class RouteRecorder:
         self._known[name] = 0
 
     def take(self, name: str, length: int) -> np.ndarray:
-        """Remove a request and return the routes of its first `length` tokens."""
+        """Remove a request; return the routes of its first `length` tokens."""
         del self._known[name]
         return self._routes.pop(name)[:length]
 
@@ -72,9 +65,7 @@ class RouteRecorder:
         return result
 
     def _collect(self, counts: dict[str, int], rows: np.ndarray) -> None:
-        """Store the routes [rows, layers, choices] of a step in blocks and requests; `counts` holds the rows per
-        request.
-        """
+        """Store a step's routes [rows, layers, choices]; `counts` holds rows per request."""
         table, at = self._batch.block_table[0], 0
         for index, name in enumerate(self._batch.req_ids):
             first, count = int(self._batch.num_computed_tokens_cpu[index]), counts[name]
@@ -92,7 +83,7 @@ class RouteRecorder:
 
 
 def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:
-    """Return fused expert weights with the instruction set for which vLLM's CPU kernel needs them packed."""
+    """Return fused expert weights with the instruction set to pack them for, on CPU."""
     if device.type != "cpu":
         return []
     packed = []
@@ -106,7 +97,7 @@ def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tu
 
 
 def list_params(model: torch.nn.Module, shape: ModelShape, tp_rank: int) -> dict[str, torch.Tensor]:
-    """Return the parameters by name, with experts as matrices; of a linear layer with adapters, its base weight."""
+    """Return parameters by name, experts as matrices, without adapters."""
     params = split_experts({name.replace(".base_layer.", "."): p.data for name, p in model.named_parameters()})
     if not is_packed(shape):
         return params

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only file that imports vllm: patches that make it usable inside a training process, on GPU and on CPU.
-
-Patches (each has a test):
+"""The only file that imports vllm: patches for use inside a training process, on GPU and on CPU (each has a test).
 
 * its shutdown must not destroy the job's process groups;
 * on CPU, linear layers keep their weight (oneDNN would pack it and leave an empty parameter);
-* on CPU, its shared-memory collectives stay off: segment names contain ranks only, so leftovers of a killed run, or a
-  second run on the host, break the next engine; torch.distributed replaces them;
-* on CPU, it must not bind the memory of the whole process, the trainer's included, to one NUMA node;
+* on CPU, torch.distributed replaces its shared-memory collectives: their segment names contain ranks only, so a killed
+  run, or a second one on the host, breaks the next engine;
+* on CPU, it must not bind the trainer's memory to one NUMA node;
 * on CPU, a server that reloads weights packs its fused experts again.
 
 A test lists the private names that this file and `engines.vllm.vllm_engine` rely on.
@@ -42,8 +40,7 @@ from megatron_rl.weights.support import check_engine
 
 
 def find_world(spec: EngineSpec, parallel_state: Any) -> AbstractContextManager[None]:
-    """Return the context in which to build vLLM, restricted to this engine's ranks if only some ranks of the job have
-    engines.
+    """Return a context that restricts vLLM to this engine's ranks if only some ranks have engines.
 
     Args:
         parallel_state: vLLM's module of that name.
@@ -56,7 +53,7 @@ def find_world(spec: EngineSpec, parallel_state: Any) -> AbstractContextManager[
 
 @contextmanager
 def _own_world(ranks: range, parallel_state: Any) -> Iterator[None]:
-    """Patch torch.distributed and vLLM to show vLLM only `ranks`, all of which enter after `align_group_names`."""
+    """Patch torch.distributed and vLLM to show only `ranks`, which all enter after `align_group_names`."""
     new_group, get_world_size = dist.new_group, dist.get_world_size
     init_world_group, init_model_parallel_group = (
         parallel_state.init_world_group,
@@ -140,7 +137,7 @@ def prepare_vllm(device: torch.device) -> ModuleType:
 
 
 def _pack_reloaded_experts() -> None:
-    """Pack fused experts at every load: vLLM's loader, which servers use, packs them at the first load only."""
+    """Pack fused experts at every load, not only at the first."""
     methods = import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
     method = methods.UnquantizedFusedMoEMethod
     set_up = method._setup_kernel
@@ -158,7 +155,7 @@ def _pack_reloaded_experts() -> None:
 
 
 def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
-    """Register a vLLM loader that passes the model to `bind`, before anything is compiled or captured."""
+    """Register a loader that passes the model to `bind`, before anything is compiled or captured."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -173,7 +170,7 @@ def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
 
 
 def take_adapters(worker: Any, spec: EngineSpec) -> Any:
-    """Reserve vLLM's slot for the policy's adapters; return their LoRA request."""
+    """Activate vLLM's slot for the policy's adapters; return their LoRA request."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.request import LoRARequest
 
@@ -193,8 +190,7 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
     """Register the class itself: by name, vLLM would inspect it in a subprocess for 8 to 16 seconds.
 
     Raises:
-        UserError: vLLM has no native implementation, or one that keeps weights in another order or needs a missing
-            package.
+        UserError: vLLM's implementation is missing, keeps weights in another order, or needs a missing package.
     """
     check_engine(spec.shape, "vllm", spec.config.quantization, spec.adapters)
     check_family(spec.shape)

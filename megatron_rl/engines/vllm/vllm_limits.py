@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of the installed vLLM and of vLLM on CPU, checked without importing it; size of the KV cache on CPU."""
+"""Limits of vLLM and of its CPU backend, checked without importing it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MAX_CPU_CACHE_BYTES = 1 << 30
 
 
 def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
-    """Refuse a model or an option that vLLM does not support on a CPU.
+    """Refuse a model or option that vLLM does not support on CPU.
 
     Raises:
-        UserError: message with the size and the supported ones.
+        UserError: message with the supported sizes.
     """
     if config.engine_options.get("enable_chunked_prefill"):
         raise UserError(
@@ -86,9 +86,6 @@ def check_family(shape: ModelShape) -> None:
 def check_options(options: Iterable[str]) -> None:
     """Refuse options that the installed vLLM, if any, lacks.
 
-    Args:
-        options: names in `rollout.engine_options`.
-
     Raises:
         UserError: message with the first such option.
     """
@@ -119,7 +116,7 @@ def _find_package() -> Path | None:
 
 
 def cpu_cache_bytes(spec: EngineSpec) -> int:
-    """Return the configured cache size in bytes, by default enough for `max_num_seqs` full sequences, at most 1 GiB."""
+    """Return the configured KV-cache size in bytes, else that of `max_num_seqs` full sequences, at most 1 GiB."""
     if spec.config.kv_cache_gib is not None:
         return int(spec.config.kv_cache_gib * (1 << 30))
     shape: ModelShape = spec.shape

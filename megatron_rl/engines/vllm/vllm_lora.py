@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy's adapters in vLLM's own buffers, which are written in place like parameters.
+"""The policy's adapters in vLLM's own buffers, written in place.
 
-vLLM loads adapters of several users from files into slots, stacked by matrix. Here one slot serves every request: it is
-activated with an adapter without matrices, which leaves its buffers zero, and the reshard writes them. vLLM applies no
-scale: B already contains it.
+vLLM loads adapters from files into slots. Here the one slot is activated with an adapter without matrices, which leaves
+zeros, and the reshard writes the buffers. B already contains the scale.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ def take_slot(worker: Any, adapters: Any) -> None:
     """Activate the one slot for the policy.
 
     Args:
-        worker: vLLM's worker of this rank.
-        adapters: the policy's adapters, without matrices; requests refer to them by id.
+        adapters: without matrices; requests refer to them by id.
     """
     manager = worker.model_runner.lora_manager._adapter_manager
     manager._registered_adapters[adapters.id] = adapters  # `add_adapter` refuses adapters without matrices

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Truncated sampling in vLLM: our own definition cuts the logits before vLLM samples, and the kept sets are recorded.
+"""Truncated sampling in vLLM v1: our definition truncates logits before vLLM's sampler, and the kept sets are recorded.
 
-vLLM's log-probs are normalized over the kept set. A request carries its limits in `SamplingParams.extra_args`, so it
-may come from another process. Sets are stored by request and token position: if a step computes only part of a prompt,
-or a prompt again after a preemption, the set of the discarded token is overwritten by that of the final one.
+A request carries its limits in `SamplingParams.extra_args`, as it may come from another process. Sets are stored by
+request and position, so that the set of a token discarded by chunked prefill or preemption is overwritten.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _KEY = "kept_sets"
 
 
 def list_extra_args(name: str, request: Request) -> dict[str, Any]:
-    """Return the `extra_args` of a request: name of its sets, start of its response, truncation limits."""
+    """Return the `extra_args` of a request: name of its sets, start of its response, limits."""
     cut = request.sampling
     if not cut.is_truncated:
         return {}
@@ -31,10 +30,10 @@ def list_extra_args(name: str, request: Request) -> dict[str, Any]:
 
 
 class KeptSetRecorder:
-    """A wrapper of the sampler of a model runner (vLLM's v1) that truncates logits and records kept sets.
+    """A wrapper of a model runner's sampler that truncates logits and records kept sets.
 
     Args:
-        runner: vLLM's model runner; rows of its logits are its requests, in order.
+        runner: its rows of logits must be in the order of its requests.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -44,7 +43,7 @@ class KeptSetRecorder:
         sampler.forward = self._before(sampler.forward)
 
     def take(self, name: str, first: int, count: int) -> KeptSets:
-        """Remove a request; return the sets of `count` tokens, starting at position `first`."""
+        """Remove a request; return the sets of `count` tokens from position `first` on."""
         sets = self._sets.pop(name, {})
         return KeptSets.join([KeptSets.whole(0), *(sets[first + i] for i in range(count))])
 

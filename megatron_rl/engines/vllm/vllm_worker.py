@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The extension of each worker of a vLLM server, imported before it loads a model (`--worker-extension-cls`).
+"""The worker extension of a vLLM server, imported before the model is loaded (`--worker-extension-cls`).
 
-Servers need the patches of the in-process engine: on CPU, linear layers must keep their weight. Without them, a weight
-update of a server changes only embeddings and norms, and still reports success.
+It applies the in-process patches: without them, on CPU, an update changes only embeddings and norms and still reports
+success.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class ServedWorker:
     kept_sets: KeptSetRecorder | None = None
 
     def record_kept_sets(self) -> None:
-        """Start recording the kept sets of truncated sampling, and drop earlier ones."""
+        """Start recording kept sets; drop earlier ones."""
         if self.kept_sets is None:
             self.kept_sets = KeptSetRecorder(self.model_runner)
         self.kept_sets.clear()
 
     def take_kept_sets(self, requests: Sequence[tuple[str, int, int]]) -> list[list[str]]:
-        """Return the encoded kept sets of (name, position of the first token, number of tokens) for each request."""
+        """Return encoded kept sets for (name, position of the first token, number of tokens) of each request."""
         assert self.kept_sets is not None, "record_kept_sets comes first"
         return [write_kept_sets(self.kept_sets.take(*request)) for request in requests]
