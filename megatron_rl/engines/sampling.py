@@ -110,7 +110,7 @@ class SamplingConfig:
         min_p: keeps tokens at least this fraction as likely as the most likely one; 0 is off.
         max_kept_tokens: maximum set size; the most likely tokens are kept.
         thinking_budget: response tokens after which an open thought is closed (`engines.thinking`); no limit if `None`.
-        min_tokens: response length below which nothing ends it.
+        min_tokens: response length below which no stop token or string ends it.
     """
 
     temperature: float

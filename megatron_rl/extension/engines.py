@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout engines by name, with their abilities; checks test an ability, never a name.
 
-An engine's library is imported only when the engine is built, so that a config is checked without it.
+Engines are imported when they are built, so a config is checked without their libraries.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class RegisteredEngine:
 
     Attributes:
         make: builds the engine from an `EngineSpec`.
-        supports: its abilities, of `ABILITIES`.
-        check_model: refuses a model on any machine, given its shape and the `rollout` section (UserError).
-        check_on_cpu: additional check on machines without a GPU.
+        supports: abilities, of `ABILITIES`.
+        check_model: refuses a model by its shape and section `rollout` (UserError).
+        check_on_cpu: likewise, on machines without a GPU.
 
     Raises:
         UserError: an ability does not exist.
@@ -100,11 +100,11 @@ ENGINES: dict[str, RegisteredEngine] = {
 
 
 def find_engine(name: str, place: str | None = None) -> RegisteredEngine:
-    """Return the engine of a name, set at `place`; UserError with the registered names if there is none."""
+    """Return the engine of a name, set at `place`; UserError if unknown."""
     return find_entry(ENGINES, name, "rollout.engine", place)
 
 
 def name_engines(ability: str) -> str:
-    """Join the names of the engines with an ability for a message: "vllm, hf or megatron"."""
+    """List the engines with an ability, for a message: "vllm, hf or megatron"."""
     *others, last = [name for name, engine in ENGINES.items() if engine.has(ability)]
     return f"{', '.join(others)} or {last}" if others else last

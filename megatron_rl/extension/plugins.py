@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import of the user's plugins, which register advantage estimators, policy losses and rollout engines.
-
-A plugin is a Python file of any name and place:
+"""Import of plugins, Python files that register advantage estimators, policy losses and rollout engines:
 
     from megatron_rl.algorithms.advantages import register_advantage_estimator
 
@@ -17,13 +15,13 @@ from megatron_rl.extension.user_code import import_file
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Import the user's files, each once per process.
+    """Import the user's files, once per process.
 
     Args:
-        paths: Python files; relative ones start at the working directory.
+        paths: relative ones start at the working directory.
 
     Raises:
-        UserError: a file is missing, fails to import (with the line of the file), or registers a name that is taken.
+        UserError: a file is missing, fails to import (with its line), or registers a taken name.
     """
     for path in paths:
         import_file(path, "algorithm.plugins", "Python files")

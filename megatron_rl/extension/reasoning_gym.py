@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets of the package reasoning-gym, as data files with their own scorer: reasoning-gym:NAME?size=500&seed=1.
+"""Data sets of the package reasoning-gym with their scorer: reasoning-gym:NAME?size=500&seed=1.
 
-Scoring regenerates a task from its index, so that rows contain only text.
+Scoring regenerates a task from its index, so rows contain only text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def read_reasoning_gym(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the location and columns of each task.
 
     Raises:
-        UserError: the package or the data set is missing, or an option is unknown.
+        UserError: the package, data set or option does not exist.
     """
     tasks = _open(file)
     for index in range(len(tasks)):
@@ -42,10 +42,10 @@ def read_reasoning_gym(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def score_reasoning_gym(response: str, ground_truth: Any) -> float:
-    """Return the package's score of an answer, from 0 to 1.
+    """Return the package's score, from 0 to 1.
 
     Args:
-        response: the answer is the text in its last <answer> tags, or else all text after </think>.
+        response: its last <answer> is scored, or all text after </think>.
         ground_truth: `answer` column of `read_reasoning_gym`.
     """
     tasks = _open(ground_truth["file"])
@@ -59,7 +59,7 @@ def score_reasoning_gym(response: str, ground_truth: Any) -> float:
 
 
 def identify(file: str) -> str:
-    """Return the identity of a data set: its name with the options, and the package version."""
+    """Return a data set's name with options, and the package version."""
     return f"{file} {version('reasoning-gym')}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registries of named functions that users extend, and errors that list the registered names."""
+"""Registries of named functions that users extend."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ class Deferred:
 
 
 def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callable[..., Any], setting: str) -> None:
-    """Add `entry` under a free name.
+    """Add an entry under a free name.
 
     Args:
-        table: the registry.
-        name: value of `setting` that selects the entry.
-        function: function whose file and line the error names.
-        setting: config key whose values are the names.
+        name: value of `setting` that selects it.
+        function: its file and line are in the error.
+        setting: config key.
 
     Raises:
         UserError: the name is taken.
@@ -50,10 +49,10 @@ def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callab
 
 
 def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., Any], setting: str) -> str:
-    """Return the name of an entry, which is added under the function's own name if it is new.
+    """Return the name of an entry, which is added under the function's name if new.
 
     Raises:
-        UserError: that name is taken by another entry.
+        UserError: another entry has that name.
     """
     for name, known in table.items():
         if known == entry:
@@ -69,10 +68,10 @@ def name_of(function: Any) -> str:
 
 
 def find_entry(table: dict[str, Entry], name: str, setting: str, place: str | None = None) -> Entry:
-    """Return the entry of a name, the value of `setting` at `place`.
+    """Return an entry by its name, the value of `setting` at `place`.
 
     Raises:
-        UserError: the name is unknown; the message lists the registered ones.
+        UserError: unknown name; the message lists the registered ones.
     """
     if name not in table:
         close = difflib.get_close_matches(name, table, n=1)

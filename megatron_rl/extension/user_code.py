@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import of the user's Python files, once each, with errors that name the line in the file.
+"""Import of the user's Python files, with errors that name the line in the file.
 
 Worker processes import this module: it depends on `types.py` only.
 """
@@ -27,15 +27,15 @@ IMPORT_SECONDS = 300.0  # heavy libraries take a minute on a busy machine
 
 
 class ProcessExit(BaseException):
-    """The user's code called `os._exit`, which would have ended the process silently."""
+    """The user's code called `os._exit`, which would end the process silently."""
 
 
 class ImportTimeout(BaseException):
-    """Importing a user's file took too long. A BaseException, so that the file does not catch it."""
+    """A file's import took too long. A BaseException, so that the file does not catch it."""
 
 
 class StreamClosed(Exception):
-    """The user's code closed stdout or stderr, to which the run writes."""
+    """The user's code closed stdout or stderr."""
 
 
 @contextlib.contextmanager
@@ -59,7 +59,7 @@ def _within(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keep_streams() -> Iterator[None]:
-    """Reopen stdout and stderr if the block closed them, and raise StreamClosed."""
+    """Reopen stdout and stderr if the block closed them; raise StreamClosed."""
     streams, copies = {1: "stdout", 2: "stderr"}, {}
     for number in streams:
         with contextlib.suppress(OSError):  # the stream was closed before
@@ -85,7 +85,7 @@ def _keep_streams() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refuse_exit() -> Iterator[None]:
-    """Make `os._exit` raise ProcessExit in this thread; other threads and forked processes exit as usual."""
+    """Make `os._exit` raise ProcessExit in this thread; other threads and forks exit as usual."""
     caller, end = (os.getpid(), threading.get_ident()), os._exit
 
     def raise_or_end(status: int) -> NoReturn:
@@ -101,16 +101,15 @@ def refuse_exit() -> Iterator[None]:
 
 
 def import_file(path: str | Path, setting: str, expected: str) -> ModuleType:
-    """Import a Python file of any name and place, once per process and version of the file.
+    """Import a Python file, once per process and file version.
 
     Args:
         path: relative paths start at the working directory.
-        setting: config key of the path, for errors.
-        expected: values that the setting accepts, for errors.
+        setting: config key of the path.
+        expected: values that the setting accepts.
 
     Raises:
-        UserError: the file does not exist, is no Python file, or fails to import (with its line); a UserError of the
-            file is passed on.
+        UserError: no such file, no Python file, or a failed import (with its line).
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -155,7 +154,7 @@ def _locate_import(error: BaseException, file: Path) -> str:
 
 
 def locate(error: BaseException, file: str) -> str:
-    """Return file:line of the deepest frame inside the user's file, or else of where the error was raised."""
+    """Return file:line of the deepest frame in the user's file, or else of the error."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename == file] or frames
     return f"{inside[-1].filename}:{inside[-1].lineno}"

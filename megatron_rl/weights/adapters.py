@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters as logical tensors: `<matrix>.lora_A.weight` [r, in] and `<matrix>.lora_B.weight` [out, r].
 
-The names are PEFT's without its prefix. Placements follow from the model's table: beside a parameter `X.weight` are
-`X.lora_A` and `X.lora_B`, stacked in the order of the adapted parts of a fused parameter. For a matrix sharded by rows,
-B is sharded likewise and A is whole; for one sharded by columns, A is sharded likewise and B is whole.
+Names are PEFT's without its prefix. Beside a parameter `X.weight` are `X.lora_A` and `X.lora_B`, stacked in the order
+of a fused parameter's adapted parts. B of a row-sharded matrix and A of a column-sharded one are sharded likewise; the
+other half is whole.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _CUT_BY_COLUMNS = ("o", "down")
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """The trained tensors of a model with adapters: the adapters, and its score head if it has one.
+    """The trained tensors of a model with adapters, including its score head.
 
     Attributes:
         scale: factor of the product B A.
-        kinds: kinds of the adapted matrices, in the order of `list_matrices`.
-        is_quantized: all matrices of the model are in NF4 (see `weights/quantization.py`).
+        kinds: adapted kinds, in the order of `list_matrices`.
+        is_quantized: all matrices of the model are in NF4 (`weights/quantization.py`).
     """
 
     base: ModelShape
@@ -52,7 +52,7 @@ class AdapterShape:
 
     @property
     def has_experts(self) -> bool:
-        """True if matrices of experts have adapters."""
+        """True if experts have adapters."""
         return self.base.num_experts > 0 and not {*_DENSE.values()}.isdisjoint(self.kinds)
 
     def kind_sizes(self) -> dict[str, tuple[int, ...]]:
@@ -65,7 +65,7 @@ class AdapterShape:
         return found
 
     def tensor_kinds(self) -> dict[str, str]:
-        """Return tensor -> kind, in the order of the model."""
+        """Return tensor -> kind in model order."""
         found = {}
         for name, kind in self.base.tensor_kinds().items():
             if kind in self.kinds:
@@ -76,13 +76,13 @@ class AdapterShape:
         return found
 
     def logical_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return tensor -> shape, in the order of the model."""
+        """Return tensor -> shape in model order."""
         sizes = self.kind_sizes()
         return {name: sizes[kind] for name, kind in self.tensor_kinds().items()}
 
 
 def list_matrices(shape: ModelShape) -> dict[str, str]:
-    """Return PEFT name -> kind of the matrices that can have adapters."""
+    """Return PEFT name -> kind of matrices that can have adapters."""
     names = FAMILIES[shape.family].experts
     family = FAMILIES[shape.family]
     if family.fuses or family.has_sinks or shape.latent is not None or shape.delta_layers:
@@ -93,7 +93,7 @@ def list_matrices(shape: ModelShape) -> dict[str, str]:
 
 
 def read_shape(saved: Mapping[str, Any]) -> ModelShape | AdapterShape:
-    """Restore a shape from `dataclasses.asdict`, as a checkpoint's manifest stores it."""
+    """Restore a shape from `dataclasses.asdict`."""
     if "base" not in saved:
         router, scaling, latent, net = (saved.get(name) for name in ("router", "rope_scaling", "latent", "delta_net"))
         nested = dict(
@@ -112,15 +112,15 @@ def read_shape(saved: Mapping[str, Any]) -> ModelShape | AdapterShape:
 def make_adapter_shape(
     shape: ModelShape, config: LoraConfig | None, section: str, *, is_quantized: bool = False
 ) -> AdapterShape | None:
-    """Return the adapters of a model; `None` without `config` or if its rank is 0.
+    """Return the adapters of a model, or `None`.
 
     Args:
         config: `<section>.lora`.
-        section: `actor` or another role's section, for errors.
+        section: config section, for errors.
         is_quantized: the model is in NF4.
 
     Raises:
-        UserError: the model does not have a matrix of `target_modules`, or it may not be adapted.
+        UserError: `target_modules` has a matrix that cannot have adapters.
     """
     if config is None or not config.rank:
         return None
@@ -141,17 +141,17 @@ def make_adapter_shape(
 
 
 def adapter_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:
-    """Return a rank's table of adapters, stacked beside fused parameters.
+    """Return a rank's table of adapters, stacked like its model's fused parameters.
 
     Args:
-        base: the rank's table of the model, of Megatron or of an engine.
+        base: table of the model, of Megatron or of an engine.
     """
     kinds = {kind: base.boxes[kind] for kind in (*shape.kinds, *(("score",) if shape.base.has_score_head else ()))}
     return PlacementTable(_list_rows(base.rows, shape.kinds), _cut(shape, tuple(kinds.items())))
 
 
 def separate_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:
-    """Return a rank's table of adapters with parameters per matrix, `<matrix>.lora_A` and `.lora_B`.
+    """Return a rank's table of adapters with `<matrix>.lora_A` and `.lora_B` per matrix.
 
     Args:
         base: table of the engine's model.
@@ -161,7 +161,7 @@ def separate_placements(shape: AdapterShape, base: PlacementTable) -> PlacementT
 
 
 def adapted_parameters(shape: AdapterShape, base: PlacementTable) -> frozenset[str]:
-    """Return the parameters of a rank's model that have adapters."""
+    """Return the parameters that have adapters."""
     return frozenset(param for param, _, kind in base.rows if kind in shape.kinds)
 
 
@@ -189,7 +189,7 @@ def _list_separate_rows(base: TableRows, kinds: tuple[str, ...]) -> TableRows:
 
 @lru_cache(maxsize=64)
 def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]], is_stacked: bool = True) -> dict[str, BoxPair]:
-    """Derive the boxes of each adapter kind from the boxes of its matrix."""
+    """Derive the adapters' boxes from their matrices' boxes."""
     boxes, sizes, r = dict(base), shape.kind_sizes(), shape.rank
     found = {"score": boxes["score"]} if "score" in boxes else {}
     for kind in shape.kinds:
@@ -207,6 +207,5 @@ def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]], is_stacked: b
 
 
 def _parts_before(kind: str, adapted: Iterable[str]) -> list[str]:
-    """Return the adapted parts of a fused parameter that precede `kind`."""
     fused = next(parts for parts in _FUSED if kind in parts)
     return [part for part in fused[: fused.index(kind)] if part in adapted]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of config.json: types of its values before parsing, and consistency of the resulting `ModelShape`."""
+"""Checks of config.json: types of its values, and consistency of the parsed `ModelShape`."""
 
 from __future__ import annotations
 
@@ -68,11 +68,10 @@ _DELTA_NETS = dict.fromkeys(
 
 
 def check_config(config: Mapping[str, Any], family: Family, source: str) -> None:
-    """Refuse values of the wrong type, and models with too many layers and experts to list.
+    """Refuse values of the wrong type, and models too large to list.
 
     Args:
-        config: config.json; missing values are left to the parser.
-        source: path, for errors.
+        config: config.json; the parser handles missing values.
 
     Raises:
         UserError: message with the first such value.
@@ -108,7 +107,6 @@ def check_config(config: Mapping[str, Any], family: Family, source: str) -> None
 
 
 def _list_family_sizes(family: Family) -> dict[str, str]:
-    """Return key -> kind of the values that only some families need."""
     experts, found = family.experts, dict[str, str]()
     if experts is None:
         found["intermediate_size"] = COUNT
@@ -130,8 +128,7 @@ def check_shape(shape: ModelShape, config: Mapping[str, Any], source: str) -> No
     """Refuse inconsistent sizes.
 
     Args:
-        shape: parsed from `config`.
-        source: path, for errors.
+        config: config.json, from which `shape` was parsed.
 
     Raises:
         UserError: message with all inconsistencies.
@@ -174,7 +171,6 @@ def check_shape(shape: ModelShape, config: Mapping[str, Any], source: str) -> No
 
 
 def _require(right: Mapping[str, bool], source: str, expected: str) -> None:
-    """Raise an error with the descriptions that map to False."""
     if wrong := [what for what, is_right in right.items() if not is_right]:
         raise UserError(
             "; ".join(wrong),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Untrusted JSON files of a model or its adapters: reading, and checks of the types of values."""
+"""Untrusted JSON files of a model: reading, and type checks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ COUNT, TWO, COUNT_OR_ZERO, POSITIVE, NOT_NEGATIVE, SHARE, FLAG, TEXT, TEXTS, COU
 
 
 def read_json(file: Path, hint: str) -> dict[str, Any]:
-    """Return the JSON object in an existing file.
+    """Return the JSON object in a file.
 
     Raises:
         UserError: the file cannot be parsed, or contains no object.
@@ -71,7 +71,6 @@ def check_kinds(values: Mapping[str, Any], kinds: Mapping[str, str], source: str
 
     Args:
         kinds: key -> one of `KINDS`.
-        source: file name, for the error.
 
     Raises:
         UserError: message with key, value and kind.
@@ -88,5 +87,5 @@ def check_kinds(values: Mapping[str, Any], kinds: Mapping[str, str], source: str
 
 
 def show(value: Any) -> str:
-    """Format a value from a file as a short line, whatever its size or depth."""
+    """Format a value of any size as a short line."""
     return reprlib.repr(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated delta nets (Qwen3-Next, Qwen3.5): sizes, tensors, and parsing of their options."""
+"""Gated delta nets (Qwen3-Next, Qwen3.5): sizes, tensors, options."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _SERVED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class DeltaNetSizes:
-    """Head sizes of a gated delta net, in which each key head serves equally many value heads.
+    """Head sizes of a gated delta net.
 
     Attributes:
-        key_heads, value_heads: heads of the whole model.
+        key_heads, value_heads: heads of the whole model, equally many value heads per key head.
         key_dim, value_dim: channels per head.
-        kernel: width of its causal convolution in tokens.
-        is_split: separate projections of [q; k; v], gates, and each logit (Qwen3.5), otherwise two projections,
+        kernel: width of the convolution in tokens.
+        is_split: separate projections of [q; k; v], gates, and each logit (Qwen3.5), instead of two that are
             interleaved per key head (Qwen3-Next).
     """
 
@@ -63,7 +63,7 @@ class DeltaNetSizes:
 
     @property
     def projections(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Kinds of the projections in the order of Megatron's parameter; engines have one parameter per tuple."""
+        """Kinds of the projections in Megatron's order; engines have one parameter per tuple."""
         return _APART if self.is_split else _TOGETHER
 
     @property
@@ -78,7 +78,7 @@ class DeltaNetSizes:
 
     @property
     def num_logits(self) -> int:
-        """Logits per key head: two for each of its value heads."""
+        """Logits per key head, two per value head."""
         return 2 * self.value_heads // self.key_heads
 
     @property
@@ -99,7 +99,6 @@ class DeltaNetSizes:
 
     @property
     def _projected(self) -> dict[str, int]:
-        """Output channels of the matrices in `projections`."""
         if not self.is_split:
             return {"delta_qkvz": self.key_heads * self.width, "delta_ba": self.key_heads * self.num_logits}
         q, k, v = self.convolved
@@ -111,11 +110,10 @@ def read_delta_nets(config: dict[str, Any], source: str, *, is_split: bool) -> d
     """Parse the `ModelShape` fields of gated delta nets.
 
     Args:
-        source: path of config.json, for errors.
         is_split: see `DeltaNetSizes`.
 
     Raises:
-        UserError: unknown layer types, value heads that key heads cannot share, or unsupported options.
+        UserError: unknown layer types, value heads not divisible by key heads, or unsupported options.
     """
     wrong = {name: config.get(name) for name, values in _SERVED.items() if config.get(name) not in values}
     if is_split and wrong:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a model and its logical tensors, from which Megatron's and vLLM's tables and conversion are derived.
+"""The shape of a model, from which logical tensors, placement tables and conversions are derived.
 
-Logical tensors of a mixture of experts are as in published checkpoints: one set of matrices per expert.
-
-A model ends in one of two heads: `lm_head` (or the tied embedding) with a row per token, or `score` with a single row,
-the head of transformers' `*ForSequenceClassification` with one label and of our critics.
+Logical tensors are as in published checkpoints, experts as one set of matrices each. A model ends in `lm_head` (or the
+tied embedding), or in `score` with a single row, the head of `*ForSequenceClassification` and of our critics.
 """
 
 from __future__ import annotations
@@ -56,25 +54,26 @@ FUSED_KINDS = {
 class ModelShape:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
 
-    Sizes are as in the HF config; `vocab_size` excludes padding.
+    Sizes are as in the HF config.
 
     Attributes:
-        ffn_hidden_size: MLP columns of a dense model, or of one expert.
+        ffn_hidden_size: MLP columns, per expert in a mixture.
         head_dim: channels per head; of queries and keys with `latent`.
-        num_experts: experts per layer; 0 for dense models.
-        experts_per_token: experts that serve a token; their weights add up to 1 with `normalizes_shares`.
-        has_score_head: the model ends in `score.weight` [1, h] and has no output layer, tied or not.
+        vocab_size: rows without padding.
+        num_experts: experts per layer; 0 if dense.
+        normalizes_shares: a token's expert weights add up to 1.
+        has_score_head: the model ends in `score.weight` [1, h], without an output layer.
         rotary_dim: rotated channels per head; all if `None`.
         unrotated_layers: layers without rotary positions.
-        dense_layers: number of leading layers with a dense MLP of `dense_ffn_size` columns instead of experts.
-        shared_ffn_size: columns of the shared expert; 0 if there is none.
+        dense_layers: leading layers with a dense MLP of `dense_ffn_size` columns.
+        shared_ffn_size: columns of the shared expert; 0 if none.
         sliding_layers: layers in which a token sees itself and `sliding_window` - 1 tokens before it.
-        sliding_rope_theta: rotary base of these layers, without scaling; 0 if positions are as in other layers.
+        sliding_rope_theta: rotary base of these layers, without scaling; 0 if as in other layers.
         attention_scale: factor of attention scores; 1/sqrt(head_dim) if `None`.
-        latent: sizes of the latents from which heads are projected.
-        delta_layers: layers that are gated delta nets, of the sizes `delta_net`.
-        mtp_layer: if not 0, the shape is that single layer, which follows a model's last one and predicts further
-            tokens (multi-token prediction, arXiv 2412.19437).
+        latent: sizes of latent attention.
+        delta_layers: gated delta nets, of sizes `delta_net`.
+        mtp_layer: if not 0, the shape is only that layer, which follows a model's last one (multi-token prediction,
+            arXiv 2412.19437).
     """
 
     family: str
@@ -113,11 +112,11 @@ class ModelShape:
 
     @property
     def route_shape(self) -> RouteShape:
-        """Shape of the routes of its tokens; dense layers, which precede the others, have none."""
+        """Shape of a token's routes; dense layers, which come first, have none."""
         return RouteShape(self.num_layers - self.dense_layers, self.experts_per_token, self.num_experts)
 
     def kind_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return kind -> shape; every layout shards all tensors of one kind alike."""
+        """Return kind -> shape; layouts shard all tensors of a kind alike."""
         h, q, kv = self.hidden_size, self.num_heads * self.query_dim, self.num_kv_heads * self.head_dim
         sizes: dict[str, tuple[int, ...]] = {
             "vocab": (self.vocab_size, h),
@@ -144,7 +143,7 @@ class ModelShape:
 
     @property
     def query_dim(self) -> int:
-        """Rows of a head's query projection, which may include its gate."""
+        """Rows of a head's query projection, gate included."""
         return self.head_dim * (2 if FAMILIES[self.family].has_delta_nets else 1)
 
     @property
@@ -153,7 +152,6 @@ class ModelShape:
         return self.latent.value if self.latent else self.head_dim
 
     def _latent_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return `kind_sizes` of `LATENT_KINDS`."""
         if (latent := self.latent) is None:
             return {}
         plain = self.head_dim - latent.rotary
@@ -167,7 +165,7 @@ class ModelShape:
         }
 
     def ffn_sizes(self) -> dict[str, int]:
-        """Return kind prefix -> columns: of an MLP or expert, of a dense MLP before experts, of a shared expert."""
+        """Return kind prefix -> columns of MLPs or experts, of dense MLPs before experts, of shared experts."""
         sizes = {"": self.ffn_hidden_size, DENSE: self.dense_ffn_size, SHARED: self.shared_ffn_size}
         return {prefix: size for prefix, size in sizes.items() if size}
 
@@ -196,7 +194,7 @@ class ModelShape:
         return self.num_experts > 0 and layer >= self.dense_layers
 
     def sort_of(self, layer: int) -> tuple[bool, bool]:
-        """Return a key of layers with equal tensors: (has experts, is a gated delta net)."""
+        """Return (has experts, is a gated delta net), equal for layers with equal tensors."""
         return self.has_experts(layer), layer in self.delta_layers
 
     @property
@@ -205,17 +203,17 @@ class ModelShape:
         return replace(self, num_layers=1, dense_layers=0, tied_embeddings=False, mtp_layer=self.num_layers)
 
     def is_draft(self, name: str) -> bool:
-        """Return whether a tensor belongs to a layer for multi-token prediction."""
+        """Return whether a tensor belongs to multi-token prediction."""
         match = _LAYER.match(name)
         return name.startswith("mtp.") if match is None else int(match[1]) >= self.num_layers
 
     def is_router_bias(self, name: str) -> bool:
-        """Return whether a tensor is a router bias: not trained by gradients, and always float32."""
+        """Return whether a tensor is a router bias, which is float32 and has no gradient."""
         experts = FAMILIES[self.family].experts
         return experts is not None and experts.bias is not None and name.endswith(experts.bias)
 
     def layer_kinds(self, layer: int) -> dict[str, str]:
-        """Return HF tensor (without the layer's prefix) -> kind, in checkpoint order, without experts."""
+        """Return HF tensor, without layer prefix -> kind, in checkpoint order, without experts."""
         family = FAMILIES[self.family]
         (first, first_kind), *norms = family.norms
         kinds = {f"{first}.weight": first_kind} | self._attention_kinds(layer in self.delta_layers)
@@ -238,7 +236,6 @@ class ModelShape:
         return kinds
 
     def _attention_kinds(self, is_delta_net: bool) -> dict[str, str]:
-        """Return the part of `layer_kinds` for attention or a gated delta net."""
         if is_delta_net and self.delta_net is not None:
             return {f"linear_attn.{name}": kind for name, kind in self.delta_net.tensor_kinds.items()}
         family, kinds = FAMILIES[self.family], dict[str, str]()
@@ -257,7 +254,7 @@ class ModelShape:
         return kinds | ({"self_attn.o_proj.bias": "o.bias", "self_attn.sinks": "sinks"} if family.has_sinks else {})
 
     def expert_kinds(self, expert: int) -> dict[str, str]:
-        """Return HF tensor (without the layer's prefix) -> kind of one expert."""
+        """Return HF tensor, without layer prefix -> kind, of one expert."""
         names = FAMILIES[self.family].experts
         assert names is not None, f"{self.family} is dense"
         matrices = f"{names.block}.experts.{expert}."
@@ -293,5 +290,5 @@ class ModelShape:
 
 
 def is_layer_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a logical tensor is a matrix of a layer: no embedding, head, norm or bias."""
+    """Return whether a logical tensor is a matrix of a layer."""
     return len(shape) == 2 and ".layers." in name

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model families: properties that the architecture fixes. A family of existing building blocks is one row of
-`FAMILIES`.
-"""
+"""Model families. A new family of existing building blocks is one row of `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -11,18 +9,18 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of tensors and sizes in a family of mixtures of experts.
+    """Names of tensors and sizes in a mixture of experts.
 
     Attributes:
-        block: MLP of a layer; its router is `<block>.<router>`, its experts `<block>.experts.<e>`.
+        block: MLP of a layer, with `<block>.<router>` and `<block>.experts.<e>`.
         gate, up, down: matrices of an expert.
-        size_key: key in config.json of an expert's columns.
-        shared: expert that serves every token, `<block>.<shared>`; `None` if there is none.
-        bias: added to router scores for the choice of experts, `<block>.<bias>`; `None` if there is none.
-        has_biases: the router and every matrix of an expert have a bias.
-        packing: how files store a layer's experts in one tensor, see `weights/packed_experts.py`: always in "turns", or
-            possibly in "halves" (read, never written); `None` if never.
-        shared_gate: `<block>.<shared_gate>` scales the shared expert by a sigmoid; `None` if it is not scaled.
+        size_key: config.json's key of an expert's columns.
+        shared: `<block>.<shared>` serves every token; `None` without such an expert.
+        bias: `<block>.<bias>` is added to scores when experts are chosen; `None` without it.
+        has_biases: router and expert matrices have biases.
+        packing: file format of a layer's experts, see `weights/packed_experts.py`: always "turns", or possibly
+            "halves"; unpacked if `None`.
+        shared_gate: `<block>.<shared_gate>` scales the shared expert by a sigmoid; unscaled if `None`.
     """
 
     block: str
@@ -39,24 +37,23 @@ class ExpertNames:
 
     @property
     def is_packed(self) -> bool:
-        """True if files and vLLM always store a layer's experts in one tensor."""
+        """True if files and vLLM always pack a layer's experts."""
         return self.packing == "turns"
 
     @property
     def has_sigmoid_router(self) -> bool:
-        """True for sigmoid scores, a bias in the choice of experts, and possibly dense first layers (DeepSeek-V3)."""
+        """True for sigmoid scores with a bias in the choice, and possibly dense first layers (DeepSeek-V3)."""
         return self.bias is not None
 
 
 @dataclass(frozen=True)
 class SigmoidRouter:
-    """Choice of experts by sigmoid scores (DeepSeek-V3, arXiv 2412.19437, equations 13 to 16).
+    """Choice of experts by sigmoids (DeepSeek-V3, arXiv 2412.19437, equations 13 to 16).
 
     Attributes:
         num_groups: groups of experts, of equal size.
-        groups_per_token: groups with the largest sums of their two best experts, from which a token's experts are
-            chosen.
-        scale: factor of a token's expert weights, after they are normalized to 1.
+        groups_per_token: groups to choose from, by the sum of their two best experts.
+        scale: factor of expert weights, after normalization to 1.
     """
 
     num_groups: int = 1
@@ -69,10 +66,10 @@ class LatentSizes:
     """Channels of multi-head latent attention.
 
     Attributes:
-        query: query latent; 0 if queries are projected from the hidden states.
+        query: latent of queries; 0 without.
         key_value: latent of keys and values.
-        rotary: rotated channels of each query head, and of the key part that all heads share.
-        value: value channels per head.
+        rotary: rotated channels per query head, and of the keys' shared part.
+        value: channels per value head.
     """
 
     query: int
@@ -87,32 +84,31 @@ class Family:
 
     Attributes:
         architecture: transformers class with a language-model head.
-        qkv_bias: q, k and v projections have a bias; config.json's `attention_bias` decides if `None`.
-        qk_norm: q and k are normalized per head; config.json's `use_qk_norm` decides if `None`.
-        norms_all_heads: q and k are normalized over all heads together.
-        honors_head_dim: config.json's `head_dim` is used; otherwise hidden_size / num_heads.
-        fuses: kinds of `FUSED_KINDS` that are single tensors of a checkpoint.
-        rotates_neighbors: rotates pairs of neighboring channels, not channels half a head apart.
-        partial_rotary: default share of rotated channels; `None` if all of them are always rotated.
-        may_skip_rotary: config.json's `no_rope_layers` lists layers without rotary positions.
-        honors_sliding_window: config.json's `sliding_window` alone limits attention.
-        activations: supported values of `hidden_act`; all mean the first, which is also the default.
+        qkv_bias: q, k and v have a bias; `None` defers to `attention_bias`.
+        qk_norm: q and k are normalized per head; `None` defers to `use_qk_norm`.
+        norms_all_heads: they are normalized over all heads together.
+        honors_head_dim: `head_dim` is read; otherwise hidden_size / num_heads.
+        fuses: `FUSED_KINDS` that are single tensors of a checkpoint.
+        rotates_neighbors: rotates neighboring channels, not channels half a head apart.
+        partial_rotary: default share of rotated channels; `None` if always all.
+        may_skip_rotary: `no_rope_layers` lists layers without rotary positions.
+        honors_sliding_window: `sliding_window` alone limits attention.
+        activations: supported `hidden_act`, all equivalent to the first, the default.
         ties_by_default: default of `tie_word_embeddings`.
-        norms: norms of a layer -> kinds of `NORM_KINDS`, in checkpoint order.
-        alternates_windows: some layers have a sliding window and a rotary base of their own (Gemma 3).
+        norms: norms of a layer -> kinds, in checkpoint order.
+        alternates_windows: some layers have sliding windows and their own rotary base (Gemma 3).
         zero_centered_norms: norms multiply by 1 + weight, in float32.
-        rope_theta: default of config.json.
-        scales_embedding: the embedding is multiplied by sqrt(hidden size), rounded to its dtype.
-        has_latent_attention: queries, keys and values are projected up from latents (DeepSeek-V3).
-        has_sinks: each head has a logit that only adds to the softmax denominator; the output projection of attention
-            has a bias (gpt-oss).
-        has_delta_nets: some layers are gated delta nets; in the others, sigmoid gates, projected with the queries,
-            scale the head outputs (Qwen3-Next).
+        rope_theta: default rotary base.
+        scales_embedding: multiplied by sqrt(hidden size), rounded to its dtype.
+        has_latent_attention: q, k and v are projected from latents (DeepSeek-V3).
+        has_sinks: each head has a logit in its softmax denominator; the attention output has a bias (gpt-oss).
+        has_delta_nets: some layers are gated delta nets; others have sigmoid gates on head outputs, projected with the
+            queries (Qwen3-Next).
         splits_projections: see `DeltaNetSizes.is_split` (Qwen3.5).
-        experts: names in a mixture of experts; `None` for dense families.
-        scoring: transformers class with a score head, if not `architecture` with the usual suffix.
-        vllm_module: vLLM's model module, if not named after the family.
-        image_text: `model_type` of image-text models with this text part; see `weights/text_part.py`.
+        experts: names in a mixture of experts; `None` if dense.
+        scoring: transformers class with a score head, if irregular.
+        vllm_module: vLLM's module, if not named after the family.
+        image_text: `model_type` of image-text models with this text part (`weights/text_part.py`).
     """
 
     architecture: str

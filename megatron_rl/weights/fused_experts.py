@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of fused expert parameters as one matrix per expert, the form of logical tensors."""
+"""Views of fused expert parameters as matrices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROW_BYTES = 16  # alignment of rows that torch's grouped matrix product requires
 
 
 def name_expert(param: str, expert: int) -> str:
-    """Return the table name of one local expert's matrix in a Megatron parameter."""
+    """Return the table name of a local expert in a Megatron parameter."""
     return param.replace(".experts.", f".experts.local_experts.{expert}.")
 
 
@@ -28,7 +28,7 @@ def find_fused(name: str) -> tuple[str, int | None]:
 
 
 def name_matrix(param: str, expert: int) -> str:
-    """Return the table name of one expert's matrix in an engine's parameter."""
+    """Return the table name of an expert in an engine's parameter."""
     return f"{param}.{expert}"
 
 
@@ -65,7 +65,7 @@ def is_fused(name: str, param: torch.Tensor) -> bool:
 
 
 def list_huggingface_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of a transformers model, and its router biases, which are buffers there."""
+    """Return the parameters of a transformers model, and its router biases, which are buffers."""
     names = {family.experts.bias for family in FAMILIES.values() if family.experts and family.experts.bias}
     biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(tuple(names))}
     return {**dict(model.named_parameters()), **biases}

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement of logical tensors in a Megatron distributed checkpoint.
+"""Placement of logical tensors in Megatron distributed checkpoints.
 
 Names and shapes are megatron-core's, so that a plain `GPTModel` (Transformer Engine's layer spec) loads our checkpoints
-and we load its: one *global tensor* per kind of parameter, with the layers stacked in front (then the experts),
-independent of the layout. Fused parameters:
+and vice versa: a *global tensor* per kind of parameter, layers stacked in front (then experts), for any layout:
 
-* `linear_qkv`: interleaved per KV group, `[q of group 0; k0; v0; q of group 1; ...]`, gates after the q of a group;
+* `linear_qkv`: interleaved per KV group, `[q of group 0; k0; v0; q of group 1; ...]`, gates after a group's q;
 * `linear_fc1`: `[gate; up]` of all columns;
-* norms that Transformer Engine fuses into the next linear layer carry its name;
-* gated delta nets: as in the checkpoint, under names of our own, as megatron-core treats their norm as zero-centered;
-* embeddings: vocabulary rows without padding (megatron-core's own checkpoints append padding rows).
+* norms fused by Transformer Engine into the next linear layer carry its name;
+* gated delta nets: as in the checkpoint, under our own names, as megatron-core's norm of them is zero-centered;
+* embeddings: without padding rows, which megatron-core's checkpoints have.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class GlobalPlacement:
     """`key[*leading][box]` holds `hf_box` of a logical tensor.
 
     Attributes:
-        key: name of the global tensor.
-        shape: shape including stacked dimensions.
-        leading: index in the stacked dimensions: none, (layer,), or (layer, expert).
-        box: box in the remaining dimensions, as large as `hf_box`.
+        key: global tensor.
+        shape: including stacked dimensions.
+        leading: index in stacked dimensions: none, (layer,), or (layer, expert).
+        box: box in the other dimensions.
         hf_box: box of the logical tensor.
     """
 
@@ -64,7 +63,7 @@ _FUSED_NORMS = {
 def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
     """Return logical tensor -> placements, in ascending rows, which cover each element once.
 
-    Adapters and layers for multi-token prediction have no names in megatron-core and are global tensors of their own.
+    Adapters and multi-token prediction, unknown to megatron-core, are global tensors of their own.
     """
     if isinstance(shape, AdapterShape) or shape.mtp_layer:
         return {
@@ -108,13 +107,13 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
 def place_drafts(
     shape: ModelShape, tensors: Mapping[str, tuple[tuple[int, ...], Any]]
 ) -> tuple[Table, dict[str, tuple[int, ...]]]:
-    """Place layers for multi-token prediction under their own names, not stacked.
+    """Place layers for multi-token prediction, unstacked under their own names.
 
     Args:
-        tensors: name -> (shape, type) of these and other tensors.
+        tensors: name -> (shape, type), of these and others.
 
     Returns:
-        Their placements, and the shapes of the model's logical tensors and of theirs.
+        Their placements, and the shapes of all logical tensors.
     """
     sizes = {name: size for name, (size, _) in tensors.items() if shape.is_draft(name)}
     table = {name: (GlobalPlacement(name, size, (), full_box(size), full_box(size)),) for name, size in sizes.items()}
@@ -122,10 +121,8 @@ def place_drafts(
 
 
 class _Cut(NamedTuple):
-    """Rows of a kind in a fused tensor of `groups` equal parts, beginning at row `first` of each part.
-
-    In a fused checkpoint tensor, the kind is the `count` rows from `start`. `heads` is the number of query heads per
-    part.
+    """Rows of a kind in a fused tensor of `groups` parts, from row `first` of each; `count` rows from `start` in a
+    fused checkpoint tensor.
     """
 
     size: tuple[int, ...]
@@ -177,9 +174,7 @@ def _place(
 def _place_gated(
     cut: _Cut, key: str, stack: tuple[int, ...] = (), leading: tuple[int, ...] = ()
 ) -> tuple[GlobalPlacement, ...]:
-    """Place gated queries: `[q; gate]` per head in the checkpoint, all queries of a group before its gates in the fused
-    tensor.
-    """
+    """Place `[q; gate]` of each head: the global tensor has all q of a group first."""
     places = []
     for whole in _place(cut, key, stack, leading):
         (first, last), (start, _) = whole.box[0], whole.hf_box[0]

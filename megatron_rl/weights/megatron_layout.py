@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of logical tensors in Megatron's parameters, for any TP, PP, VPP and EP.
 
-Names are those of `nn.ModuleList(model_chunks).named_parameters()`: the chunk's number, then the name inside the
-GPTModel. Fused parameters:
+Names are those of `nn.ModuleList(model_chunks).named_parameters()`: chunk number, then the GPTModel's name.
 
-* `linear_qkv`: `[q; k; v]` of this rank's heads, whole KV groups per TP rank (the rollout engine's order, see
-  `models/attention.py`; megatron-core interleaves KV groups);
+* `linear_qkv`: `[q; k; v]` of this rank's heads, as in the engine (`models/attention.py`; megatron-core interleaves KV
+  groups), in whole KV groups;
 * `linear_fc1`: `[gate; up]` of this rank's columns;
-* latent attention: down-projections are whole on every TP rank, up-projections are sharded by heads;
-* gated delta nets: `in_proj` is `[qkvz; ba]` of this rank's key heads, or `[q; k; v; z; b; a]` if the checkpoint
-  separates them; `conv_weight` is their `[q; k; v]`;
-* experts: EP rank r owns `[r * E/ep, (r+1) * E/ep)`, each sharded over TP like a dense MLP, or whole (expert tensor
-  parallel size 1); tables list the matrices of `mlp.experts.linear_fc1.weight` [E/ep, 2 f, h] as
-  `mlp.experts.local_experts.<e>.linear_fc1.weight`;
-* embeddings: vocabulary rows, padded with zeros to a multiple of 64 and of TP;
-* tied embeddings under PP: the last stage keeps a copy of the embedding as `output_layer.weight`;
+* latent attention: whole down-projections, up-projections sharded by heads;
+* gated delta nets: `in_proj` is `[qkvz; ba]` of this rank's key heads, or `[q; k; v; z; b; a]` if split in the
+  checkpoint; `conv_weight` is `[q; k; v]`;
+* experts: EP rank r owns `[r * E/ep, (r+1) * E/ep)`, sharded over TP or whole (expert tensor parallel size 1); tables
+  list `mlp.experts.linear_fc1.weight` [E/ep, 2 f, h] as `mlp.experts.local_experts.<e>.linear_fc1.weight`;
+* embeddings: rows padded with zeros to a multiple of 64 and of TP;
+* tied embeddings under PP: the last stage has a copy, `output_layer.weight`;
 * a score head is `score.weight` on every TP rank of the last stage, instead of an output layer.
 """
 
@@ -51,7 +49,7 @@ def stage_layers(num_layers: int, pp_size: int, vpp_size: int, pp_rank: int, chu
 
 
 def megatron_placements(shape: ModelShape, layout: ParallelLayout, rank: int) -> PlacementTable:
-    """Return the placements of all parameters of one rank's model chunks."""
+    """Return the placements of one rank's parameters."""
     at, vocab_rows = layout.expert_coordinates(rank), padded_vocab_size(shape.vocab_size, layout.tp_size)
     of_layer, of_expert = find_shares(layout, rank)
     boxes = split_boxes(shape, of_layer, vocab_rows // layout.tp_size, of_expert)
@@ -59,14 +57,13 @@ def megatron_placements(shape: ModelShape, layout: ParallelLayout, rank: int) ->
 
 
 def find_shares(layout: ParallelLayout, rank: int) -> tuple[Share, Share]:
-    """Return a rank's place among the tensor parallel ranks of a layer, and of an expert."""
+    """Return a rank's share of a layer, and of an expert, under TP."""
     experts = layout.expert_coordinates(rank).tp
     return Share(layout.tp_size, layout.coordinates(rank).tp), Share(layout.expert_tp_size, experts)
 
 
 @lru_cache(maxsize=1)  # ranks of a TP group are requested consecutively
 def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank: int) -> TableRows:
-    """List the rows of a pipeline stage and EP rank, which are independent of TP."""
     found: list[Row] = []
     pp_size, vpp_size, per_rank = layout.pp_size, layout.vpp_size, shape.num_experts // layout.ep_size
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
@@ -94,7 +91,6 @@ def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank:
 
 
 def _list_mtp_rows(shape: ModelShape, layer: list[Row]) -> TableRows:
-    """List the rows of a layer for multi-token prediction, the same on every rank."""
     ours, hf = "0.decoder.layers.0.", f"model.layers.{shape.mtp_layer}."
     beside = {"shared_head.norm.weight": "decoder.final_layernorm.weight"}
     found = [(f"0.{beside.get(name, name)}", hf + name, kind) for name, kind in MTP_KINDS.items()]
@@ -102,7 +98,6 @@ def _list_mtp_rows(shape: ModelShape, layer: list[Row]) -> TableRows:
 
 
 def _list_layer(shape: ModelShape, layer: int, experts: range) -> list[Row]:
-    """List the rows of a layer, with these experts if it is a mixture."""
     found: list[Row] = [
         (layer_parameter(name, part), name, boxes)
         for name, kind in shape.layer_kinds(layer).items()
@@ -154,7 +149,7 @@ for prefix, mlp in (("", "mlp"), (DENSE, "mlp"), (SHARED, "mlp.shared_experts"))
 
 
 def layer_parameter(hf_name: str, kind: str) -> str:
-    """Return Megatron's parameter, within a layer, of a tensor; a matrix of an expert maps to the dense MLP's."""
+    """Return Megatron's parameter, within a layer, of a tensor; for experts, that of a dense MLP."""
     if kind == "head":
         return _NORMS[hf_name]
     if kind == "delta_head":

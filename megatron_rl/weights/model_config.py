@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of an HF config.json into a `ModelShape`; unsupported options are refused."""
+"""Parsing of config.json into a `ModelShape`."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
     """Parse `config.json` of an HF model directory.
 
     Args:
-        head: head that the role needs. A language model can be given a score head; the reverse is refused.
+        head: head of the role; a language model can be given a score head, but not vice versa.
 
     Raises:
-        UserError: missing directory or file, unknown architecture, wrong head, or an unsupported option.
+        UserError: missing file, unknown architecture, wrong head, or unsupported option.
     """
     file = Path(directory) / "config.json"
     if not file.is_file():
@@ -58,10 +58,10 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
 
 
 def check_mtp(directory: Path) -> None:
-    """Refuse to train multi-token prediction in a model without exactly one such layer.
+    """Refuse multi-token prediction for a model without exactly one such layer.
 
     Raises:
-        UserError: the number in config.json is not 1.
+        UserError: config.json has another number.
     """
     config = json.loads((directory / "config.json").read_bytes())
     if (found := next((config[key] for key in MTP_KEYS if config.get(key)), 0)) != 1:
@@ -79,7 +79,7 @@ def find_head(tensors: Container[str]) -> Head:
 
 
 def is_image_text(directory: str | Path) -> bool:
-    """Return whether a directory contains an image-text model, of which only the text part is read."""
+    """Return whether a directory contains an image-text model."""
     return json.loads((Path(directory) / "config.json").read_bytes()).get("model_type") in TEXT_PARTS
 
 
@@ -136,7 +136,6 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
 
 
 def _find_family(config: dict[str, Any], head: Head, source: str) -> tuple[str, Family]:
-    """Return name and family of a model, and refuse a wrong head."""
     name: str = config.get("model_type") or ""
     name = ALIASES.get(name, name)
     family = FAMILIES.get(name)
@@ -159,7 +158,7 @@ def _find_family(config: dict[str, Any], head: Head, source: str) -> tuple[str, 
 
 
 def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any], source: str) -> None:
-    """Refuse transformers options that change the model's computation and are not implemented."""
+    """Refuse options that change the model's computation."""
     if family.has_sinks:
         _refuse_sink_options(config, source)
         config = {name: value for name, value in config.items() if name not in _OF_SINKS}
@@ -198,7 +197,7 @@ def _read_rotary_dim(config: dict[str, Any], rope: dict[str, Any], family: Famil
 
 
 def _list_unrotated(config: dict[str, Any], family: Family) -> tuple[int, ...]:
-    """List layers without rotary positions; in transformers' `no_rope_layers`, 1 marks a rotated layer."""
+    """List layers without rotary positions; 1 in `no_rope_layers` means rotated."""
     if not family.may_skip_rotary:
         return ()
     layers, interval = range(config["num_hidden_layers"]), config.get("no_rope_layer_interval", 4)
@@ -207,7 +206,6 @@ def _list_unrotated(config: dict[str, Any], family: Family) -> tuple[int, ...]:
 
 
 def _read_attention(config: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
-    """Parse the `ModelShape` fields of families with several kinds of layers."""
     if family.alternates_windows:
         return _read_windows(config)
     if family.has_sinks:
@@ -216,7 +214,6 @@ def _read_attention(config: dict[str, Any], family: Family, source: str) -> dict
 
 
 def _read_windows(config: dict[str, Any]) -> dict[str, Any]:
-    """Parse the `ModelShape` fields of sliding windows with their own rotary base (Gemma 3)."""
     layers, pattern = range(config["num_hidden_layers"]), config.get("sliding_window_pattern", 6)
     kinds = config.get("layer_types") or [
         "sliding_attention" if (i + 1) % pattern else "full_attention" for i in layers
@@ -231,7 +228,6 @@ def _read_windows(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_sink_windows(config: dict[str, Any]) -> dict[str, Any]:
-    """Parse the sliding windows of gpt-oss, where positions do not depend on windows."""
     layers = range(config["num_hidden_layers"])
     kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in layers]
     return dict(
@@ -241,7 +237,7 @@ def _read_sink_windows(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_sink_options(config: dict[str, Any], source: str) -> None:
-    """Refuse gpt-oss options that differ from the published models, and weight encodings other than MXFP4."""
+    """Refuse gpt-oss options other than as published, and weight encodings but MXFP4."""
     wrong = {name: config.get(name) for name, values in _OF_SINKS.items() if config.get(name) not in values}
     encoding = wrong.pop("quantization_config", None)
     if encoding is not None and encoding.get("quant_method") != "mxfp4":
@@ -259,7 +255,7 @@ def _refuse_sink_options(config: dict[str, Any], source: str) -> None:
 
 
 def _refuse_latent_options(config: dict[str, Any], rope: dict[str, Any], source: str) -> None:
-    """Refuse options of latent attention on which transformers and vLLM disagree or which one of them lacks."""
+    """Refuse options on which transformers and vLLM disagree."""
     served = {
         "rms_norm_eps": (1e-6,),
         "rope_interleave": (None, True),
@@ -282,7 +278,6 @@ def _refuse_latent_options(config: dict[str, Any], rope: dict[str, Any], source:
 
 
 def _read_latent(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
-    """Parse the `ModelShape` fields of latent attention."""
     heads, rotary = config["num_attention_heads"], config["qk_rope_head_dim"]
     head_dim = config["qk_nope_head_dim"] + rotary
     growth = (
@@ -303,7 +298,6 @@ def _cuts_attention(config: dict[str, Any]) -> bool:
 
 
 def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
-    """Parse the `ModelShape` fields of a mixture of experts."""
     if family.experts is None:
         return {}
     if family.experts.has_sigmoid_router:
@@ -333,7 +327,6 @@ def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[s
 
 
 def _read_sigmoid_experts(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Parse the fields of a mixture of experts with a sigmoid router (DeepSeek-V3 and its relatives)."""
     groups, groups_per_token, per_token = (
         config["n_group"] or 1,
         config["topk_group"] or 1,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NF4 matrices, with four bits per element and a float32 per block of 64 (QLoRA, 2305.14314), by bitsandbytes.
+"""NF4 matrices: four bits per element and a float32 per block of 64 (QLoRA, 2305.14314), by bitsandbytes.
 
-Its CPU kernel silently returns wrong values if the last dimension is not a multiple of the block, so it is only given
+Its CPU kernel silently returns wrong values unless the last dimension is a multiple of the block, so it only gets
 one-dimensional tensors, here and in `tests/weights/test_nf4.py`.
 """
 
@@ -19,14 +19,14 @@ from megatron_rl.weights.quantization import BLOCK
 class QuantizedMatrix:
     """A matrix [n, m] in NF4, m a multiple of 64; `matrix[rows, columns]` dequantizes a piece.
 
-    Each block is within one row and dequantized independently, so an element has the same bits in every piece.
+    Blocks are independent and within rows, so an element has the same bits in every piece.
 
     Args:
-        like: tensor with the shape, dtype and device of the matrix; its values are ignored.
+        like: tensor of the same shape, dtype and device.
 
     Attributes:
         codes: [n m / 2] uint8, two elements each.
-        scales: [n m / 64] float32, the largest absolute value of each block.
+        scales: [n m / 64] float32, block maxima of absolute values.
     """
 
     def __init__(self, like: torch.Tensor) -> None:
@@ -37,7 +37,7 @@ class QuantizedMatrix:
 
     @torch.no_grad()
     def store(self, values: torch.Tensor) -> None:
-        """Quantize values [n, m] to the nearest NF4 values."""
+        """Quantize values [n, m]."""
         codes, state = _load().quantize_4bit(values.reshape(-1), blocksize=BLOCK, quant_type="nf4")
         self.codes.copy_(codes.flatten())
         self.scales.copy_(state.absmax)

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints with all experts of a layer in one tensor of gates and ups, and one of downs. gpt-oss has
+"""Checkpoints that pack all experts of a layer. gpt-oss has
 
     <block>.experts.gate_up_proj       [E, h, 2 f]  alternating columns of gate and up; `..._bias` [E, 2 f]
     <block>.experts.down_proj          [E, f, h]    `..._bias` [E, h] <block>.experts.<one>_blocks, _scales
     instead of the weight: MXFP4, transposed
 
-and published Qwen3.5 has
+and published Qwen3.5, which is read but never written, has
 
     <block>.experts.gate_up_proj       [E, 2 f, h]  rows of gate, then of up <block>.experts.down_proj          [E, h,
     f]
 
-which is read but never written: transformers writes the matrices of each expert.
-
-Logical tensors are the matrices of each expert, `<block>.experts.<e>.gate_proj.weight` [f, h] and so on.
+Logical tensors are `<block>.experts.<e>.gate_proj.weight` [f, h] and so on.
 """
 
 from __future__ import annotations
@@ -37,9 +35,8 @@ class PackedPart:
     """The place of a logical tensor in a packed one.
 
     Attributes:
-        packed: name of the packed tensor.
-        turn, turns: every `turns`-th column, starting at `turn`.
-        in_halves: instead, the `turn`-th of `turns` equal row blocks, and matrices are not transposed.
+        turn, turns: every `turns`-th column, from `turn` on.
+        in_halves: instead, block `turn` of `turns` row blocks, not transposed.
     """
 
     packed: str
@@ -49,9 +46,7 @@ class PackedPart:
     in_halves: bool = False
 
     def cut(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the view of an expert's [k, turns n] -> [n, k], of its bias [turns n] -> [n], or of halves [turns n,
-        k].
-        """
+        """View an expert's [k, turns n] as [n, k], its bias [turns n] as [n], or halves [turns n, k] as [n, k]."""
         if self.in_halves:
             return matrix.chunk(self.turns)[self.turn]
         mine = matrix[..., self.turn :: self.turns]
@@ -60,10 +55,10 @@ class PackedPart:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor to write to a model in HF format.
+    """A tensor to write in HF format.
 
     Attributes:
-        experts: logical tensors of each expert, by turn; empty for a logical tensor itself.
+        experts: logical tensors of each expert, by turn; empty if unpacked.
     """
 
     size: tuple[int, ...]
@@ -71,7 +66,7 @@ class FileTensor:
 
 
 def find_parts(packed: str, num_experts: int, *, in_halves: bool = False) -> dict[str, PackedPart]:
-    """Return the logical tensors in a file's tensor; empty if it is not packed."""
+    """Return the logical tensors in a packed tensor of a file; empty for others."""
     match = _PACKED.fullmatch(packed)
     if match is None:
         return {}
@@ -84,7 +79,7 @@ def find_parts(packed: str, num_experts: int, *, in_halves: bool = False) -> dic
 
 
 def join_turns(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Pack the logical tensors [n, k] of one expert, in order of turns -> [k, turns n]."""
+    """Pack an expert's logical tensors [n, k] -> [k, turns n]."""
     import torch
 
     return torch.stack([matrix.t() for matrix in matrices], -1).flatten(-2)
@@ -97,7 +92,7 @@ def is_packed(shape: ModelShape) -> bool:
 
 
 def split_turns(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Replace vLLM's expert parameters with alternating rows of gates and ups by two views each."""
+    """Replace vLLM's parameters of alternating gates and ups by two views each."""
     views: dict[str, torch.Tensor] = {}
     for name, param in params.items():
         if ".w13_" in name:
@@ -108,7 +103,7 @@ def split_turns(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def list_file_tensors(shape: ModelShape) -> dict[str, FileTensor]:
-    """Return name -> tensor to write for a model in HF format."""
+    """Return name -> tensor to write in HF format."""
     packed, found = is_packed(shape), dict[str, FileTensor]()
     for name, size in shape.logical_tensors().items():
         block, is_expert, rest = name.partition(".experts.0.") if packed else (name, "", "")
@@ -120,7 +115,6 @@ def list_file_tensors(shape: ModelShape) -> dict[str, FileTensor]:
 
 
 def _pack(block: str, first: str, size: tuple[int, ...], num_experts: int) -> dict[str, FileTensor]:
-    """Return the packed tensor that starts with `<block>.0.<first>` of this size; empty if there is none."""
     matrix, what = first.split(".")
     for packed, matrices in _MATRICES.items():
         if matrix == matrices[0]:

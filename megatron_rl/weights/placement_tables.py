@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement tables in a compressed form that ranks share.
 
-The *rows* of a table list (param, hf_name, kind): which piece is in which parameter. Its *boxes* map a kind to the
-position of such a piece. Ranks that differ only in TP have equal rows, ranks that differ only in PP or EP have equal
-boxes, and layers and experts share few kinds: a job of thousands of ranks has few of both.
+*Rows* are (param, hf_name, kind); *boxes* map a kind to positions in both. Ranks that differ only in TP have equal
+rows, ranks that differ only in PP or EP have equal boxes, so thousands of ranks need few of each.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _WHOLE = ("hidden", "head", "router", "router_bias", "logit_bias", "o.bias", "sh
 
 
 class TableRows(tuple[Row, ...]):
-    """Rows of a table, compared by identity, so that a check for shared rows costs nothing."""
+    """Rows of a table, compared by identity to find sharing at no cost."""
 
     __slots__ = ()
     __hash__ = object.__hash__
@@ -31,8 +30,6 @@ class TableRows(tuple[Row, ...]):
 
 
 class _SameBoxes(dict[Any, BoxPair]):
-    """Boxes for rows whose kind is the pair of boxes itself."""
-
     def __missing__(self, kind: BoxPair) -> BoxPair:
         return kind
 
@@ -41,7 +38,6 @@ class PlacementTable(Sequence[ShardBox]):
     """The shard boxes of a rank, created during iteration.
 
     Args:
-        rows: rows in table order.
         boxes: kind -> boxes in the parameter and in the HF tensor.
     """
 
@@ -60,16 +56,16 @@ class PlacementTable(Sequence[ShardBox]):
             yield ShardBox(param, local_box, hf_name, hf_box)
 
     def without(self, params: frozenset[str]) -> PlacementTable:
-        """Drop parameters; tables with shared rows still share them."""
+        """Drop parameters; shared rows stay shared."""
         return PlacementTable(_drop(self.rows, params), self.boxes) if params else self
 
     def only(self, names: frozenset[str]) -> PlacementTable:
-        """Keep these HF tensors; tables with shared rows still share them."""
+        """Keep these HF tensors; shared rows stay shared."""
         return PlacementTable(_keep(self.rows, names), self.boxes)
 
 
 def as_table(placements: Iterable[ShardBox]) -> PlacementTable:
-    """Convert shard boxes to a table; return a table unchanged."""
+    """Convert shard boxes to a table."""
     if isinstance(placements, PlacementTable):
         return placements
     return PlacementTable(TableRows((p.param, p.hf_name, (p.local_box, p.hf_box)) for p in placements), _SameBoxes())
@@ -88,13 +84,13 @@ def split_boxes(
 ) -> dict[str, BoxPair]:
     """Return the boxes of a TP rank by kind, in Megatron and in vLLM.
 
-    Fused parameters are `[q; k; v]` of the rank's heads and `[gate; up]` of its columns, for dense MLPs and experts
-    alike. With more ranks than KV heads, tp / KV heads neighboring ranks hold the same head.
+    Fused parameters are `[q; k; v]` of the rank's heads and `[gate; up]` of its columns. With more ranks than KV heads,
+    tp / KV heads neighboring ranks hold the same head.
 
     Args:
-        of_layer: TP rank and size of a layer.
+        of_layer: share of a layer under TP.
         vocab_rows: vocabulary rows per rank, padding included.
-        of_expert: TP rank and size of an expert; `None` means `of_layer`.
+        of_expert: share of an expert; `None` means `of_layer`.
     """
     tp_size, tp_rank = of_layer
     sizes, d = shape.kind_sizes(), shape.head_dim
@@ -130,7 +126,6 @@ def split_boxes(
 
 
 def _split_mlp(sizes: dict[str, tuple[int, ...]], prefix: str, ffn: int, tp_rank: int) -> dict[str, BoxPair]:
-    """Return the boxes of an MLP with `ffn` columns per rank."""
     gate, up, down = (f"{prefix}{kind}" for kind in ("gate", "up", "down"))
     mine = tp_rank * ffn, (tp_rank + 1) * ffn
     return {
@@ -146,7 +141,7 @@ def _split_mlp(sizes: dict[str, tuple[int, ...]], prefix: str, ffn: int, tp_rank
 def _split_delta_net(
     sizes: dict[str, tuple[int, ...]], projections: tuple[tuple[str, ...], tuple[str, ...]], of_layer: Share
 ) -> dict[str, BoxPair]:
-    """Return the boxes of a gated delta net: Megatron's `in_proj` contains all projections, vLLM has two parameters."""
+    """Return the boxes of a gated delta net: Megatron fuses all projections, vLLM into two parameters."""
     norm = full_box(sizes["delta_norm"])
     boxes: dict[str, BoxPair] = {"delta_norm": (norm, norm)}
     for kinds in (("delta_head",), CONV_PARTS, (*projections[0], *projections[1])):
@@ -166,7 +161,7 @@ def _split_delta_net(
 
 
 def list_parts(kind: str) -> list[tuple[str, str]]:
-    """Return the (kind, kind of boxes) of each matrix of a tensor; all norms share the boxes of "hidden"."""
+    """Return (kind, kind of boxes) of each matrix in a tensor."""
     if kind in FUSED_KINDS:
         return [(part, f"{kind}.{part}") for part in FUSED_KINDS[kind]]
     return [(kind, "hidden" if kind in NORM_KINDS else kind)]

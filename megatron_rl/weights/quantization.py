@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrices of a model that are kept in 4 bits (QLoRA, 2305.14314), and the layouts that allow it.
+"""Matrices kept in 4 bits (QLoRA, 2305.14314): those of attention and MLPs, not embedding, norms, router or head.
 
-All matrices of attention and MLPs are quantized; embedding, norms, router and head are not. 64 neighboring elements of
-a row share a scale. Such a block must be on one rank, so that a matrix has the same values in every layout.
+64 neighboring elements of a row share a scale. Each such block is on one rank, so that values are the same in every
+layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def list_quantized(placements: PlacementTable) -> frozenset[str]:
 
 
 def count_bytes(numel: int) -> int:
-    """Return the bytes of a quantized matrix: half a byte per element, and a float32 per block."""
+    """Return the bytes of a quantized matrix, scales included."""
     return numel // 2 + numel // BLOCK * 4
 
 
@@ -35,7 +35,7 @@ def check_quantization(shape: ModelShape, tp_size: int, section: str) -> None:
     """Refuse a layout that splits blocks.
 
     Raises:
-        UserError: message with the matrix, its columns per rank, and the sizes that work.
+        UserError: message with matrix, columns per rank, and sizes that work.
     """
     if shape.router is not None:
         raise UserError(

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement of logical tensors in the rollout engines.
+"""Placement of logical tensors in rollout engines.
 
-vLLM, per TP rank: `qkv_proj = [q; k; v]` with replicated KV heads if tp > KV heads, `gate_up_proj = [gate; up]`,
-vocabulary rows padded to a multiple of 64, tied embeddings as one parameter; all experts on every rank, fused per layer
-as `w13_weight` [E, 2 * ffn/tp, h] = `[gate; up]` and `w2_weight` [E, h, ffn/tp]. gpt-oss: rows of gates and ups
-alternate, and each is seen as a parameter of its own; `w2_bias` is on the first rank only, since results are summed.
-Gated delta nets: `in_proj_qkvz` and `in_proj_ba` as in the checkpoint, or `[q; k; v; z]` and `[b; a]` of the rank's
-heads if the checkpoint separates them. Latent attention: every projection is a parameter, since vLLM then computes full
-heads (`VLLM_MLA_DISABLE`). Plain HF (transformers, checkpoints): every logical tensor is a parameter.
+vLLM, per TP rank: `qkv_proj = [q; k; v]` with KV heads replicated if tp > KV heads, `gate_up_proj = [gate; up]`,
+vocabulary rows padded to a multiple of 64, tied embeddings once; all experts on every rank, per layer `w13_weight` [E,
+2 * ffn/tp, h] = `[gate; up]` and `w2_weight` [E, h, ffn/tp]. gpt-oss: gates and ups alternate by rows, as two views;
+`w2_bias` is on the first rank only, as results are summed. Gated delta nets: `in_proj_qkvz` and `in_proj_ba` as in the
+checkpoint, or `[q; k; v; z]` and `[b; a]` if split there. Latent attention: nothing is fused, as vLLM then computes
+full heads (`VLLM_MLA_DISABLE`). Plain HF (transformers, checkpoints): nothing is fused.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ def huggingface_placements(shape: ModelShape) -> list[ShardBox]:
 
 
 def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> PlacementTable:
-    """Return the placements of all parameters of a vLLM TP rank (unquantized; fused experts seen as matrices).
+    """Return the placements of one vLLM TP rank (unquantized; experts as matrices).
 
     Raises:
-        UserError: vLLM cannot split the padded vocabulary over `tp_size` ranks.
+        UserError: `tp_size` does not divide the padded vocabulary.
     """
     assert not shape.has_score_head, "engines generate: they need a language-model head"
     padded = -(-shape.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
@@ -55,7 +54,7 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> Placeme
 
 @lru_cache(maxsize=2)
 def _list_rows(shape: ModelShape, is_first: bool) -> TableRows:
-    """List the rows of a rank, equal on all ranks of an engine except for gpt-oss's first."""
+    """List the rows of a rank; gpt-oss's first rank has more."""
     packed = is_packed(shape)
     return TableRows(
         (_rename(name, kind) if packed else _find_param(name, kind), name, _ALONE.get(boxes, boxes))
@@ -66,7 +65,6 @@ def _list_rows(shape: ModelShape, is_first: bool) -> TableRows:
 
 
 def _rename(hf_name: str, kind: str) -> str:
-    """Return gpt-oss's parameter for a logical tensor; see `split_turns`."""
     block, _, of_expert = hf_name.partition(".experts.")
     if of_expert:
         expert, matrix, what = of_expert.split(".")
@@ -92,7 +90,6 @@ _FUSED = {
 
 
 def _find_param(hf_name: str, kind: str) -> str:
-    """Return the parameter for a logical tensor; names of experts are those of `split_experts`."""
     block, _, of_expert = hf_name.partition(".experts.")
     if of_expert:
         fused = "w2_weight" if kind == "down" else "w13_weight"

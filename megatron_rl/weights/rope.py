@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scalings of rotary frequencies for long contexts, as in config.json (`rope_type`); formulas are in
-`models/rotary.py`.
+"""Scalings of rotary frequencies, as in config.json (`rope_type`); `models/rotary.py` has the formulas.
 
-A scaling that changes with sequence length is supported only as far as trainer and engines agree: "longrope" up to the
+Scalings that change with sequence length are supported as far as trainer and engines agree: "longrope" up to the
 context of pretraining (its short factors), "dynamic" never, as vLLM uses one base for all lengths.
 """
 
@@ -25,8 +24,8 @@ class LinearScaling:
 class Llama3Scaling:
     """The scaling of Llama 3.1.
 
-    Frequencies with fewer than `low_freq_factor` turns in the context of pretraining are divided by `factor`, those
-    with more than `high_freq_factor` turns are kept, and those in between are interpolated.
+    Frequencies with fewer than `low_freq_factor` turns in the context of pretraining are divided by `factor`, above
+    `high_freq_factor` turns they are kept, in between interpolated.
     """
 
     factor: float
@@ -39,9 +38,9 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv 2309.00071).
 
-    Frequencies with more than `beta_fast` turns in the context of pretraining are kept, those with fewer than
-    `beta_slow` turns are divided by `factor`, and those in between are interpolated linearly in their index;
-    `truncates` rounds the ends of the ramp to integers. Cosines and sines are multiplied by `attention_factor`.
+    Frequencies with more than `beta_fast` turns in the context of pretraining are kept, below `beta_slow` turns divided
+    by `factor`, in between interpolated linearly by index, from integer ends if `truncates`. Cosines and sines are
+    multiplied by `attention_factor`.
     """
 
     factor: float
@@ -54,7 +53,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongropeScaling:
-    """Division of each frequency by a factor of its own (LongRoPE, arXiv 2402.13753), that of short sequences.
+    """Division of each frequency by its own factor (LongRoPE, arXiv 2402.13753), for short sequences.
 
     Cosines and sines are multiplied by `attention_factor`.
     """
@@ -67,7 +66,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongropeScaling
 
 
 def compute_yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return the growth of attention scores for a context longer by `factor`: 0.1 mscale ln(factor) + 1."""
+    """Return the growth of attention scores for a longer context: 0.1 mscale ln(factor) + 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -80,7 +79,7 @@ def read_rope_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> tup
     """Parse the scaling, and the number of positions it supports.
 
     Args:
-        rope: `rope_parameters` or `rope_scaling` of config.json, for which `is_served` is true.
+        rope: `rope_parameters` or `rope_scaling` of config.json, must be served.
 
     Raises:
         KeyError: a number is missing.
@@ -157,9 +156,7 @@ def restore_rope_scaling(saved: Mapping[str, Any]) -> RopeScaling:
 
 
 def is_served(rope: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return whether trainer and engines agree on a scaling: vLLM computes longrope's factors and ignores
-    config.json's.
-    """
+    """Return whether trainer and engines agree on a scaling: vLLM computes longrope's factors itself."""
     kind = rope_type_of(rope)
     if kind not in ("longrope", "su"):
         return kind == "default" or kind in _READERS

@@ -3,8 +3,7 @@
 
     s[i] = max_j |W[i, j]| / limit (1 for a row of zeros),     code[i, j] = round(W[i, j] / s[i])
 
-with limit 127 and integers (int8), or 448 and float8_e4m3fn (fp8), both rounded half to even in float32. Codes of both
-kinds are stored and moved as int8 bits.
+with limit 127 (int8) or 448 (fp8, float8_e4m3fn), half to even, in float32. Codes are stored as int8 bits.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ _KINDS = frozenset({"q.weight", "k.weight", "v.weight", "o", "gate", "up", "down
 
 
 def list_matrices(shape: ModelShape) -> frozenset[str]:
-    """Return the HF names of the matrices kept in eight bits: attention and MLPs, no embedding or head."""
+    """Return the HF names of quantized matrices, of attention and MLPs."""
     return frozenset(name for name, kind in shape.tensor_kinds().items() if kind in _KINDS)
 
 
 def list_scales(matrices: Iterable[ShardBox]) -> PlacementTable:
-    """Return the placements of the scales of pieces of matrices."""
+    """Return the placements of the scales of matrix pieces."""
     return as_table(
         ShardBox(p.param + SCALE_SUFFIX, (p.local_box[0], (0, 1)), p.hf_name, (p.hf_box[0], (0, 1))) for p in matrices
     )
 
 
 def find_scales(largest: torch.Tensor, code_format: CodeFormat) -> torch.Tensor:
-    """Return scales, float32 of the same shape, from the largest absolute value of each row."""
+    """Return float32 scales from the largest absolute value of each row."""
     return torch.where(largest > 0, largest / _LIMITS[code_format], 1.0)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement of logical tensors if data parallel ranks shard the rows of Megatron's parameters (ZeRO-3).
+"""Placement of logical tensors if data parallel ranks shard rows of Megatron's parameters (ZeRO-3).
 
-FSDP splits n rows like `torch.chunk`: shard i of d has the rows [i c, (i + 1) c) with c = ceil(n / d), as far as they
-exist. The table is Megatron's with every box cut to these rows, possibly to an empty box, so that all data parallel
-ranks share the table's rows. Router biases, which are not trained, are not sharded.
+FSDP splits n rows like `torch.chunk`: shard i of d has rows [i c, (i + 1) c), c = ceil(n / d), as far as they exist.
+Boxes are cut accordingly, possibly to empty ones, so that data parallel ranks share the table's rows. Router biases,
+which are not trained, are not sharded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EXPERT_KINDS = ("gate", "up", "down")
 
 
 class ShardPlace(NamedTuple):
-    """One of `count` equal shares of the rows of a parameter."""
+    """One of equal shares of the rows of a parameter."""
 
     index: int
     count: int
@@ -48,10 +48,10 @@ def find_shard_places(layout: ParallelLayout, rank: int) -> tuple[ShardPlace, Sh
 
 
 def check_shared_experts(layout: ParallelLayout, shape: ModelShape, section: str) -> None:
-    """Refuse expert replicas that cannot shard the rows of their matrices evenly, which FSDP requires for experts.
+    """Refuse expert replicas that cannot split rows evenly, which FSDP requires there.
 
     Raises:
-        UserError: message with the rows and the number of replicas.
+        UserError: message with rows and replicas.
     """
     replicas = find_shard_places(layout, layout.first_rank)[1].count
     for what, rows in (
@@ -70,7 +70,7 @@ def check_shared_experts(layout: ParallelLayout, shape: ModelShape, section: str
 def training_placements(
     shape: ModelShape, layout: ParallelLayout, rank: int, *, is_fully_sharded: bool
 ) -> PlacementTable:
-    """Return the placements of one rank's parameters, or of their shards (ZeRO-3)."""
+    """Return the placements of a rank's parameters, or of their shards (ZeRO-3)."""
     return (row_shard_placements if is_fully_sharded else megatron_placements)(shape, layout, rank)
 
 
@@ -81,7 +81,7 @@ def find_shard_key(layout: ParallelLayout, rank: int, *, is_fully_sharded: bool)
 
 
 def row_shard_placements(shape: ModelShape, layout: ParallelLayout, rank: int) -> PlacementTable:
-    """Return the placements of the parameter shards of one rank."""
+    """Return the placements of a rank's parameter shards."""
     table = megatron_placements(shape, layout, rank)
     return PlacementTable(table.rows, _cut_boxes(shape, *find_shares(layout, rank), *find_shard_places(layout, rank)))
 
@@ -105,7 +105,7 @@ def _cut_boxes(
 
 
 def _cut(pair: BoxPair, low: int, high: int) -> BoxPair:
-    """Restrict boxes to the rows [low, high) of a parameter, relative to `low`."""
+    """Restrict boxes to rows [low, high), relative to `low`."""
     ((start, stop), *rest), ((hf_start, _), *hf_rest) = pair
     first = min(max(start, low), stop)
     last = max(first, min(stop, high))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of pieces of logical tensors: the common language of all weight formats.
+"""Positions of pieces of logical tensors, by which all weight formats are described.
 
-A *logical tensor* is a tensor of the HF checkpoint. A `ShardBox` states that the box `local_box` of a local parameter
-holds the box `hf_box`, of the same shape, of a logical tensor. The placement table of a rank, a list of shard boxes, is
-the full description of a format.
+A *logical tensor* is a tensor of the HF checkpoint. A `ShardBox` maps box `local_box` of a local parameter to box
+`hf_box` of a logical tensor, of equal sizes. A format is a list of shard boxes per rank, its placement table.
 """
 
 from __future__ import annotations
@@ -46,15 +45,13 @@ def box_slices(box: Box) -> tuple[slice, ...]:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two boxes of one tensor, or None if it is empty."""
+    """Return the intersection of two boxes, or None if empty."""
     box = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 
 def find_overlap(boxes: Iterable[Box]) -> Box | None:
-    """Return an intersection of two of these boxes of one tensor (of at least one dimension), or None if all are
-    disjoint.
-    """
+    """Return an intersection of two of these boxes (of at least one dimension), or None."""
     ordered = sorted(box for box in boxes if box_volume(box))
     for i, box in enumerate(ordered):
         for j in range(i + 1, len(ordered)):
@@ -67,7 +64,7 @@ def find_overlap(boxes: Iterable[Box]) -> Box | None:
 
 
 def localize(part: Box, boxes: tuple[Box, Box]) -> Box:
-    """Convert `part`, in HF coordinates inside the HF box, to local coordinates, given `local_box, hf_box`."""
+    """Convert `part`, inside the HF box, to local coordinates, by `local_box, hf_box`."""
     return tuple(
         (start - hf_start + local_start, stop - hf_start + local_start)
         for (start, stop), (local_start, _), (hf_start, _) in zip(part, *boxes, strict=True)
@@ -87,17 +84,15 @@ def columns(start: int, stop: int, shape: tuple[int, ...]) -> Box:
 def check_placements(
     placements: Iterable[ShardBox], params: Mapping[str, tuple[int, ...]], *, where: str, padded: Iterable[str] = ()
 ) -> None:
-    """Check a table against the parameters of a model.
+    """Check a rank's table against the parameters of its model.
 
     Args:
-        placements: table of one rank.
         params: name -> local shape.
-        where: name of the side in errors ("megatron rank 3").
+        where: side, for errors ("megatron rank 3").
         padded: parameters that may contain padding.
 
     Raises:
-        ValueError: a parameter is missing in the table or the model, a box exceeds its parameter, or elements are
-            placed twice or not at all; the message contains the parameter.
+        ValueError: missing parameters, boxes that do not fit, or elements placed twice or not at all.
     """
     filled: dict[str, list[Box]] = {}
     for p in placements:

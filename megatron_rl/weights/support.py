@@ -19,12 +19,10 @@ def check_engine(
     """Refuse an engine that does not support a model's sinks, gated delta nets, quantization or adapters.
 
     Args:
-        engine: `rollout.engine`.
-        quantization: `rollout.quantization`.
-        adapters: adapters that the engine keeps apart from the weights, if any.
+        adapters: adapters kept apart from the weights, if any.
 
     Raises:
-        UserError: message with the engines that support the model.
+        UserError: message with engines that do.
     """
     supports = find_engine(engine).has
     if shape.delta_net is not None and not supports("delta_nets"):
@@ -67,7 +65,7 @@ def check_engine(
 
 
 def _check_adapters(adapters: AdapterShape) -> None:
-    """Refuse adapters that vLLM cannot keep apart from the weights (UserError)."""
+    """Refuse adapters that vLLM cannot keep apart (UserError)."""
     if adapters.rank > LARGEST_RANK:
         raise UserError(
             f"vLLM serves adapters up to rank {LARGEST_RANK}, these have {adapters.rank}",
@@ -98,10 +96,9 @@ def check_training_layout(
 
     Args:
         sequence_parallel: megatron-core needs it to train experts under TP.
-        section: config section, for errors.
 
     Raises:
-        UserError: message with the sizes and the values that work.
+        UserError: message with the values that work.
     """
     _check_expert_layout(shape, tp_size, ep_size, sequence_parallel, section)
     for what, size in (
@@ -149,14 +146,7 @@ def _check_expert_layout(shape: ModelShape, tp_size: int, ep_size: int, sequence
 
 
 def check_router_replay(shape: ModelShape, source: str) -> None:
-    """Refuse router replay for a dense model.
-
-    Args:
-        source: `actor.router_replay`.
-
-    Raises:
-        UserError: the model has no routers.
-    """
+    """Refuse router replay for a dense model (UserError)."""
     if source != "off" and not shape.num_experts:
         raise UserError(
             f"actor.router_replay = {source!r}, and the model has no routers",
@@ -170,7 +160,7 @@ def check_rollout_layout(shape: ModelShape, tp_size: int) -> None:
     """Refuse an engine layout that does not fit the model; KV heads may be replicated.
 
     Raises:
-        UserError: message with the sizes and the values that work.
+        UserError: message with the values that work.
     """
     if not _fits_engine(shape, tp_size):
         valid = [n for n in range(1, shape.num_heads + 1) if _fits_engine(shape, n)]
@@ -190,7 +180,6 @@ def _fits_engine(shape: ModelShape, tp_size: int) -> bool:
 
 
 def _shared_sizes(shape: ModelShape) -> list[int]:
-    """Return the sizes, other than attention heads, that TP must divide."""
     return [*shape.ffn_sizes().values(), *((shape.delta_net.key_heads,) if shape.delta_net else ())]
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text part of an image-text model (published Qwen3.5) as a model of its own: its config and tensor names.
+"""The text part of image-text models (published Qwen3.5): its config and tensor names.
 
-In its files, tensors of the text part are `model.language_model.*`, others `model.visual.*`.
+Files name its tensors `model.language_model.*`, others `model.visual.*`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def take_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_text_tensor(stored: str) -> str | None:
-    """Return a file tensor's name in the text-only model; `None` if it is not part of it."""
+    """Return a tensor's name in the text-only model, or `None`."""
     if stored.startswith("model.visual."):
         return None
     inner = stored.removeprefix("model.language_model.")

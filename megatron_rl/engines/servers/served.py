@@ -187,7 +187,9 @@ class Server:
             return [Sampled(one.key, one.tokens[:0], one.logprobs[:0], "interrupted") for one in partial]
 
     def probe(self) -> Probed:
-        """Continue a prompt greedily and at the temperature; its length makes a stale prefix cache show next time."""
+        """Continue a prompt greedily and at the temperature; it fills prefix-cache blocks, so the next probe exposes
+        stale ones.
+        """
         assert not self._running, "the answers would mix"
         spec = self._spec
         length = min(_PROBE_PROMPT, spec.max_prompt_length + spec.max_response_length - _PROBE_RESPONSE)
