@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Construction of the engine that `rollout.engine` names, and its stand-in on ranks without an engine."""
+"""Construction of the engine that `rollout.engine` names, and its stand-in on other ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from megatron_rl.weights.support import check_rollout_layout
 
 @dataclass(frozen=True)
 class EngineTables:
-    """Placement tables of all engine ranks, sent to ranks without an engine.
+    """Placement tables of all engine ranks, for ranks without an engine.
 
     Attributes:
         keys: rank -> `shard_key`.
-        tables: by key; pickled at once, tables keep sharing rows.
+        tables: by key; shared rows stay shared when pickled together.
     """
 
     keys: Mapping[int, Hashable]
@@ -43,14 +43,14 @@ class EngineTables:
 
     @classmethod
     def of(cls, engine: EngineWeights, ranks: EngineRanks) -> EngineTables:
-        """Read keys and tables of all ranks from an engine."""
+        """Read the tables of all ranks."""
         keys = {rank: engine.shard_key(rank) for members in ranks.of for rank in members}
         firsts = {key: rank for rank, key in reversed(keys.items())}
         return cls(keys, {key: as_table(engine.placements(rank)) for key, rank in firsts.items()})
 
 
 class AbsentEngine(WaitingRequests):
-    """A stand-in on ranks without an engine: no parameters, no requests."""
+    """A stand-in on ranks without an engine."""
 
     def __init__(self, known: EngineTables) -> None:
         super().__init__()
@@ -60,11 +60,11 @@ class AbsentEngine(WaitingRequests):
         self.padded_params: tuple[str, ...] = ()
 
     def shard_key(self, rank: int) -> Hashable:
-        """Return the key of a rank that has an engine."""
+        """Return an engine rank's key."""
         return self._known.keys[rank]
 
     def placements(self, rank: int) -> PlacementTable:
-        """Return the table of a rank that has an engine."""
+        """Return an engine rank's table."""
         return self._known.tables[self._known.keys[rank]]
 
     def step(self) -> list[Sampled]:
@@ -92,11 +92,8 @@ class BuiltEngine(NamedTuple):
     """One rank's share of an engine.
 
     Attributes:
-        requests: request side, possibly wrapped.
-        weights: weight side.
         kind: class name of the engine.
-        ranks: ranks of every engine of the job.
-        route_shape: shape of the routes in responses; `None` without routes.
+        route_shape: shape of the routes in responses, if any.
     """
 
     requests: RolloutEngine
@@ -111,23 +108,20 @@ class BuiltEngine(NamedTuple):
 
     @classmethod
     def absent(cls, kind: str, ranks: EngineRanks, route_shape: RouteShape | None, tables: EngineTables) -> BuiltEngine:
-        """Build the stand-in of a rank without an engine."""
+        """Build the stand-in."""
         stand_in = AbsentEngine(tables)
         return cls(stand_in, stand_in, kind, ranks, route_shape)
 
 
 class OneTurn(WaitingRequests):
-    """A `RolloutEngine` over an engine that only has `generate`: one step is one batch.
-
-    No response is returned before the last one of its batch is finished.
-    """
+    """A `RolloutEngine` over `generate`: one step is one batch, and returns all of its responses at its end."""
 
     def __init__(self, engine: ClosedBatches) -> None:
         super().__init__()
         self._engine = engine
 
     def step(self) -> list[Sampled]:
-        """Generate the next batch; surplus responses repeat the last key, for the caller to refuse."""
+        """Generate a batch; surplus responses repeat the last key, for the caller to refuse."""
         batch = self.take_batch()
         if not batch:
             return []
@@ -145,7 +139,7 @@ class OneTurn(WaitingRequests):
 
 
 def import_library(name: str, device: torch.device) -> None:
-    """Import the engine's library; must precede the models, see `kept_imports`."""
+    """Import the engine's library, before the models (see `kept_imports`)."""
     with kept_imports():
         if name == "vllm":
             from megatron_rl.engines.vllm.vllm_library import prepare_vllm
@@ -157,7 +151,7 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
     """Build the engine named by `rollout.engine`; collective over its ranks.
 
     Raises:
-        UserError: unknown name, or the model does not fit the layout.
+        UserError: unknown name or unsuitable layout.
     """
     make: EngineMaker = find_engine(spec.config.engine).make
     tp_size = spec.config.tensor_model_parallel_size

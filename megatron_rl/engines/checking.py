@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of engine responses against their requests, on the engine's ranks."""
+"""Checks of engine responses, on the engine's ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_sampled(
     Args:
         vocab_size: exclusive upper bound of token ids.
         source: engine and request, for errors.
-        route_shape: shape of the routes; no check if `None`.
+        route_shape: shape of required routes, if any.
 
     Raises:
         UserError: invalid length, token id, log-prob, kept set or routes.
@@ -79,7 +79,7 @@ def _check_values(response: Sampled, vocab_size: int, source: str) -> None:
 
 
 def miscounted(num_responses: int, num_requests: int, source: str) -> UserError:
-    """Return the error of an engine with a wrong number of responses."""
+    """Return the error of a wrong number of responses."""
     return UserError(
         f"{num_responses} responses to {num_requests} requests",
         source=source,

@@ -14,12 +14,12 @@ _ON_CPU: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False, "mo
 
 
 def fit_to_device(config: RolloutConfig, device: torch.device) -> RolloutConfig:
-    """Replace the modes by the only supported ones on a CPU."""
+    """Replace modes that a CPU does not support."""
     return replace(config, **_ON_CPU) if device.type == "cpu" else config
 
 
 def describe_modes(config: RolloutConfig, device: torch.device) -> str:
-    """Describe active and ignored modes for the log; empty except for vLLM and SGLang."""
+    """Describe active and ignored modes of vLLM and SGLang for the log."""
     if config.engine == "sglang" and device.type == "cpu":
         return "seeds of responses have no effect on CPU: the same run again samples something else"
     if not config.supports("vllm_modes"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interfaces of rollout engines, and their registration by name; read this before you write an engine.
+"""Interfaces of rollout engines, and their registration; read this before you write an engine.
 
-`tensor_model_parallel_size` consecutive ranks form one engine (or the ranks of a `PlacedEngine`); all engines together
-span `placement.rollout`. `RolloutEngine` is the request side, called by `rollout.serving` only. `EngineWeights` is the
+`tensor_model_parallel_size` consecutive ranks (or the ranks of a `PlacedEngine`) are one engine; all engines together
+span `placement.rollout`. `RolloutEngine` is the request side, called by `rollout.serving`; `EngineWeights` is the
 weight side, called by the hybrid engine.
 """
 
@@ -37,10 +37,9 @@ class Request:
     """A prompt or partial response to continue.
 
     Attributes:
-        key: sample number, which runs at most one request at a time.
-        tokens: [s] int32 prompt, followed by tokens of the response sampled earlier.
-        seed: seed of this response alone.
-        turn: number of earlier turns in the episode.
+        key: sample number; a sample runs one request at a time.
+        tokens: [s] int32 prompt and response so far.
+        turn: earlier turns in the episode.
         num_sampled: trailing `tokens` that belong to the response.
     """
 
@@ -52,7 +51,7 @@ class Request:
     num_sampled: int = 0
 
     def response(self, sampled: Sequence[int]) -> Sequence[int]:
-        """Return the response so far, including `sampled`."""
+        """Return the response so far, `sampled` included."""
         return [*self.tokens[len(self.tokens) - self.num_sampled :].tolist(), *sampled] if self.num_sampled else sampled
 
     def ends_by(self, stop: StopStrings, sampled: Sequence[int]) -> bool:
@@ -60,7 +59,7 @@ class Request:
         return self.num_sampled + len(sampled) > self.sampling.min_tokens and stop.ends(self.response(sampled))
 
     def continued(self, tokens: np.ndarray, seed: int) -> Request:
-        """Return a request that continues after `tokens`, with a new seed."""
+        """Return the request that continues after `tokens`."""
         return replace(
             self,
             tokens=np.concatenate([self.tokens, tokens]),
@@ -75,15 +74,14 @@ class Sampled:
     """The response to a request.
 
     Attributes:
-        key: key of the request.
         tokens: [s] int32, stop token included.
         logprobs: [s] float32 under the distribution sampled from (temperature applied).
         finish_reason: "stop", "length", or "interrupted".
         kept: [s] sets that tokens were drawn from, if `sampling.is_truncated`.
-        num_cached: request tokens in the prefix cache; `None` if not reported.
+        num_cached: request tokens in the prefix cache, if reported.
         routes: [n, layers, choices] experts of request and response tokens, if `EngineSpec.records_routes`; unknown for
             the last token, which is never fed.
-        inserted: [s] bool, tokens inserted by `engines.thinking`: log-prob 0, no kept set. `None` if there are none.
+        inserted: [s] bool, tokens inserted by `engines.thinking`, if any: log-prob 0, no kept set.
     """
 
     key: int
@@ -119,10 +117,8 @@ class EngineSpec:
         shape: its config.json, parsed.
         dtype: "float32" or "bfloat16".
         max_prompt_length, max_response_length: tokens.
-        config: section `rollout`.
-        seed: seed of the engine's global random numbers; responses have their own.
-        shareable: placement table of this rank -> tensors of the actor, by engine-side name, that hold the same pieces
-            and may serve as parameters.
+        seed: seed of the engine, not of responses.
+        shareable: placement table -> tensors of the actor, by engine-side name, that may serve as parameters.
         model: the actor's `training.packed_model.PackedModel`, for an engine that runs its modules.
         ranks: job ranks with engines; all if `None`.
         adapters: adapters that the engine keeps apart; `None` if merged into the weights.
@@ -149,16 +145,16 @@ class EngineSpec:
 
     @property
     def route_shape(self) -> RouteShape | None:
-        """Shape of the routes in responses; `None` without routes."""
+        """Shape of the routes in responses, if any."""
         return self.shape.route_shape if self.records_routes else None
 
     def find_place(self, rank: int) -> int:
-        """Return the TP rank of a job rank in its engine of neighboring ranks."""
+        """Return a job rank's TP rank in its engine."""
         return (rank - (self.ranks.start if self.ranks else 0)) % self.config.tensor_model_parallel_size
 
 
 class AnyEngine(Protocol):
-    """Methods that every engine has."""
+    """Methods of every engine."""
 
     def tokens_in_flight(self) -> int:
         """Count the tokens of unfinished responses; called from another thread."""
@@ -170,7 +166,7 @@ class AnyEngine(Protocol):
 
 @runtime_checkable
 class RolloutEngine(AnyEngine, Protocol):
-    """One rank's share of a stepped engine; its ranks make equal calls in equal order."""
+    """One rank's share of a stepped engine; all ranks make equal calls in equal order."""
 
     def add(self, requests: Sequence[Request]) -> None:
         """Add requests, which start at the next step."""
@@ -180,7 +176,7 @@ class RolloutEngine(AnyEngine, Protocol):
         ...
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Remove requests and return partial responses, possibly empty; ignore unknown keys."""
+        """Remove requests, ignoring unknown keys; return partial responses."""
         ...
 
     def has_requests(self) -> bool:
@@ -196,15 +192,15 @@ class EngineWeights(Protocol):
     padded_params: tuple[str, ...]  # may hold padding, which no logical tensor fills
 
     def shard_key(self, rank: int) -> Hashable:
-        """Return a key that is equal for ranks with equal placement tables."""
+        """Return a key shared by ranks with equal tables."""
         ...
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """Return the `ShardBox` table of any rank of the job."""
+        """Return the table of any rank of the job."""
         ...
 
     def begin_weight_update(self) -> None:
-        """Make the parameters writable, after a `sleep` if any."""
+        """Make the parameters writable, also after `sleep`."""
 
     def end_weight_update(self) -> None:
         """Drop everything computed with the old weights."""
@@ -227,7 +223,7 @@ class PlacedEngine(Protocol):
 class CodedEngine(Protocol):
     """An engine with matrices in eight bits (`weights.row_quantization`).
 
-    Its `params` are int8; scales, [n, 1] float32, have the same name with `SCALE_SUFFIX`.
+    Its `params` are int8; scales, [n, 1] float32, have `SCALE_SUFFIX`.
     """
 
     code_format: CodeFormat | None
@@ -235,7 +231,7 @@ class CodedEngine(Protocol):
 
 @runtime_checkable
 class ProbedEngine(Protocol):
-    """An engine whose weights are not visible, such as a server's."""
+    """An engine with inaccessible weights, such as a server."""
 
     def probe(self) -> Probed | None:
         """Continue a fixed prompt; `None` on all but the first rank."""
@@ -246,7 +242,7 @@ class ClosedBatches(AnyEngine, EngineWeights, Protocol):
     """The smallest interface of a user's engine; see `engines.build.OneTurn`."""
 
     def generate(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig) -> list[Sampled]:
-        """Return one response per prompt, in order, equal on every rank; keys are ignored."""
+        """Return one response per prompt, in order, equal on every rank."""
         ...
 
 
@@ -261,7 +257,7 @@ def register_rollout_engine(name: str, supports: Collection[str] = ()) -> Callab
     """Register the decorated `engine(spec)` as rollout.engine = `name`.
 
     Args:
-        supports: abilities (`extension.engines.ABILITIES`) beyond plain sampling; runs that need others are refused.
+        supports: abilities (`extension.engines.ABILITIES`); runs that need others are refused.
 
     Raises:
         UserError: the name is taken, or an ability does not exist.
@@ -277,8 +273,7 @@ def register_rollout_engine(name: str, supports: Collection[str] = ()) -> Callab
 def share_params(params: Mapping[str, torch.Tensor], shareable: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Rebind parameters to shareable storage of equal shape, dtype and device; return the names.
 
-    A fused expert parameter is rebound only if its matrices are contiguous in the actor in the same order. Must precede
-    anything that captures addresses.
+    Fused experts must be contiguous in the actor in the same order. Must precede anything that captures addresses.
     """
     shared: set[str] = set()
     for name, param in params.items():

@@ -28,13 +28,13 @@ class Thoughts:
     """The tags around a thought, and the tokens that close it.
 
     Args:
-        closing: text with the closing tag, such as </think>; the opening tag lacks the slash.
+        closing: text with the closing tag, such as </think>.
 
     Attributes:
         closing: [s] int32 tokens of that text.
 
     Raises:
-        UserError: the text has no closing tag, or the tokenizer cannot encode it.
+        UserError: no closing tag, or the tokenizer cannot encode it.
     """
 
     def __init__(self, closing: str, tokenizer: Tokenizer) -> None:
@@ -51,7 +51,7 @@ class Thoughts:
             )
 
     def are_open(self, tokens: Sequence[int]) -> bool:
-        """Return whether tokens of prompt and response end inside a thought."""
+        """Return whether prompt and response end inside a thought."""
         text = self._read(tokens)
         opening, closing = map(text.rfind, self._tags)
         return opening > closing
@@ -77,17 +77,17 @@ class StopStrings:
         self._most_tokens = max(len(text.encode()) for text in strings) + _MORE_TOKENS
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last sampled token completes a stop string; decodes only the last few tokens."""
+        """Return whether the last token completes a stop string; decodes only the last few."""
         return bool(len(tokens)) and self._find([*map(int, tokens[-self._most_tokens :])]) is not None
 
     def read(self, tokens: Sequence[int]) -> str:
-        """Return the text of a response, up to a stop string that its last token completes."""
+        """Return the text of a response, without a stop string that its last token completes."""
         tokens = [*map(int, tokens)]
         end = self._find(tokens) if self.ends(tokens) else None
         return self._decode(tokens)[:end]
 
     def _find(self, tokens: list[int]) -> int | None:
-        """Return the start of the string that the last token completes; of several, the one that ends first."""
+        """Return the start of the string that the last token completes; of several, the first to end."""
         before, text = len(self._decode(tokens[:-1]).rstrip(_BROKEN)), self._decode(tokens)
         starts = {string: text.find(string, max(0, before - len(string) + 1)) for string in self._strings}
         found = [string for string, start in starts.items() if start >= 0]
@@ -103,13 +103,12 @@ class SamplingConfig:
 
     Attributes:
         temperature: divides logits in engine and training; 0 is greedy (validation only).
-        max_tokens: maximum response length.
-        stop_token_ids: end the response and are part of it.
-        top_p: keeps the fewest most likely tokens with this total probability; 1 is off.
-        top_k: keeps this number of most likely tokens; -1 is off.
-        min_p: keeps tokens at least this fraction as likely as the most likely one; 0 is off.
-        max_kept_tokens: maximum set size; the most likely tokens are kept.
-        thinking_budget: response tokens after which an open thought is closed (`engines.thinking`); no limit if `None`.
+        stop_token_ids: end the response, as part of it.
+        top_p: keeps the fewest most likely tokens of this total probability; 1 is off.
+        top_k: keeps this many most likely tokens; -1 is off.
+        min_p: keeps tokens at least this fraction as likely as the best; 0 is off.
+        max_kept_tokens: maximum set size.
+        thinking_budget: response tokens after which an open thought is closed (`engines.thinking`).
         min_tokens: response length below which no stop token or string ends it.
     """
 
@@ -130,26 +129,26 @@ class SamplingConfig:
 
     @property
     def is_truncated(self) -> bool:
-        """True if some tokens are drawn from a part of the vocabulary."""
+        """True if some tokens are drawn from restricted sets."""
         return not self.is_greedy and (self.keeps_likely or self.min_tokens > 0)
 
     @property
     def keeps_likely(self) -> bool:
-        """True if every token is drawn from a set of likely tokens."""
+        """True if every token's set is restricted to likely ones."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def draws_like(self, other: SamplingConfig) -> bool:
-        """Return whether both draw a token from the same distribution."""
+        """Return whether both draw tokens from the same distribution."""
         return self == replace(other, max_tokens=self.max_tokens, stop_token_ids=self.stop_token_ids)
 
 
 def derive_seed(run_seed: int, step: int, prompt_id: int, sample_index: int, round: int = 0, position: int = 0) -> int:
     """Derive the 63-bit seed of a response, or of its continuation after `position` tokens.
 
-    It depends on these arguments only, so neither DP size nor scheduling order changes a sample.
+    It depends on the arguments only, so DP size and scheduling never change a sample.
 
     Args:
-        round: number of times the step has sampled again.
+        round: times the step has sampled again.
     """
     parts = [run_seed, step, prompt_id, sample_index]
     if round or position:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thinking budgets for every engine: an overlong thought is closed, and the response continues.
 
-A request runs in two parts, the first of `thinking_budget` tokens. If it ends inside a thought, the closing tokens are
+A request runs in two parts, the first of `thinking_budget` tokens. If it ends inside a thought, closing tokens are
 inserted, marked, and excluded from the loss. Decisions depend on tokens only, so an engine's ranks agree.
 """
 
@@ -26,11 +26,11 @@ class ThinkingBudget:
         self._begun: dict[int, Sampled] = {}  # first parts of responses whose second part runs
 
     def add(self, requests: Sequence[Request]) -> None:
-        """See `RolloutEngine.add`."""
+        """Add requests."""
         self._engine.add([self._limit(request) for request in requests])
 
     def step(self) -> list[Sampled]:
-        """See `RolloutEngine.step`."""
+        """Advance the engine."""
         finished, continued = [], []
         for sampled in self._engine.step():
             request = self._thinking.pop(sampled.key, None)
@@ -45,25 +45,25 @@ class ThinkingBudget:
         return finished
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """See `RolloutEngine.interrupt`."""
+        """Remove requests."""
         for key in keys:
             self._thinking.pop(key, None)
         return [self._complete(sampled) for sampled in self._engine.interrupt(keys)]
 
     def has_requests(self) -> bool:
-        """See `RolloutEngine.has_requests`."""
+        """Return whether any runs."""
         return self._engine.has_requests()
 
     def tokens_in_flight(self) -> int:
-        """See `AnyEngine.tokens_in_flight`."""
+        """Count tokens of both parts."""
         return self._engine.tokens_in_flight() + sum(len(begun.tokens) for begun in [*self._begun.values()])
 
     def close(self) -> None:
-        """See `AnyEngine.close`."""
+        """Release the engine."""
         self._engine.close()
 
     def _limit(self, request: Request) -> Request:
-        """Return a request's first part, or all of it if the budget is spent or the closing tokens do not fit."""
+        """Return a request's first part, or all of it if the budget is spent or closing tokens do not fit."""
         budget, most = request.sampling.thinking_budget, request.sampling.max_tokens
         left = most if budget is None else budget - request.num_sampled
         if left < 1 or left + len(self._thoughts.closing) >= most:
@@ -84,7 +84,7 @@ class ThinkingBudget:
 
 
 def insert(sampled: Sampled, tokens: np.ndarray) -> Sampled:
-    """Append tokens to a response and mark them as inserted."""
+    """Append tokens to a response, marked as inserted."""
     added = Sampled(
         sampled.key,
         tokens,
@@ -96,7 +96,7 @@ def insert(sampled: Sampled, tokens: np.ndarray) -> Sampled:
 
 
 def join(first: Sampled, later: Sampled) -> Sampled:
-    """Join the responses to a request and to its continuation."""
+    """Join a response and its continuation."""
     return replace(
         later,
         tokens=np.concatenate([np.asarray(first.tokens, np.int32), np.asarray(later.tokens, np.int32)]),

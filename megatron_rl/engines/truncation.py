@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Truncated sampling: one definition of min_tokens, min-p, top-k and top-p for every engine.
+"""Truncated sampling: one definition of min_tokens, min-p, top-k and top-p for every engine, in vLLM's order.
 
-Limits apply in vLLM's order: min_tokens masks stop tokens, then min-p, top-k, and top-p of the remaining probability.
 Sets are recorded when a token is drawn, since training could not reconstruct them: the last bit of a logit may decide.
 """
 
@@ -24,12 +23,11 @@ def truncate(
 
     Args:
         scaled: [b, v] float32 logits over the temperature.
-        sampling: must be truncated.
-        places: [b] response tokens of each row so far; needed for `min_tokens`.
+        places: [b] response tokens of each row so far, for `min_tokens`.
 
     Returns:
-        [b, v] logits, `OUTSIDE` for other tokens; and the set of each row, most likely token first, or empty for the
-        whole vocabulary.
+        [b, v] logits, `OUTSIDE` for other tokens; and each row's set, most likely first, or empty for the whole
+        vocabulary.
     """
     vocab_size, is_early = scaled.shape[1], torch.ones(len(scaled), dtype=torch.bool, device=scaled.device)
     if sampling.min_tokens:
@@ -63,7 +61,7 @@ def add_gumbel_noise(scaled: torch.Tensor, generators: Sequence[torch.Generator]
 
     Args:
         scaled: [b, v] float32 logits over the temperature.
-        generators: CPU generator of each row, advanced by v numbers.
+        generators: on the CPU, each advanced by v numbers.
 
     Returns:
         [b, v].

@@ -40,16 +40,12 @@ ABILITIES = {
 
 @dataclass(frozen=True)
 class RegisteredEngine:
-    """A rollout engine with its abilities and model checks.
+    """A rollout engine with its abilities and model checks; UserError if an ability does not exist.
 
     Attributes:
         make: builds the engine from an `EngineSpec`.
-        supports: abilities, of `ABILITIES`.
         check_model: refuses a model by its shape and section `rollout` (UserError).
-        check_on_cpu: likewise, on machines without a GPU.
-
-    Raises:
-        UserError: an ability does not exist.
+        check_on_cpu: likewise, without a GPU.
     """
 
     make: Callable[[Any], Any]
@@ -105,6 +101,6 @@ def find_engine(name: str, place: str | None = None) -> RegisteredEngine:
 
 
 def name_engines(ability: str) -> str:
-    """List the engines with an ability, for a message: "vllm, hf or megatron"."""
+    """List engines with an ability, for a message: "vllm, hf or megatron"."""
     *others, last = [name for name, engine in ENGINES.items() if engine.has(ability)]
     return f"{', '.join(others)} or {last}" if others else last

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Import of plugins, Python files that register advantage estimators, policy losses and rollout engines:
 
-    from megatron_rl.algorithms.advantages import register_advantage_estimator
+from megatron_rl.algorithms.advantages import register_advantage_estimator
 
-    @register_advantage_estimator("best_of_group") def compute_best_of_group(inputs, config): return
-    inputs.expand([float(s == scores.max()) for scores in inputs.grouped_scores() for s in scores])
+@register_advantage_estimator("best_of_group")
+def compute_best_of_group(inputs, config):
+    return inputs.expand([float(s == scores.max()) for scores in inputs.grouped_scores() for s in scores])
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from megatron_rl.extension.user_code import import_file
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Import the user's files, once per process.
+    """Import plugins, once per process.
 
     Args:
-        paths: relative ones start at the working directory.
+        paths: relative to the working directory.
 
     Raises:
-        UserError: a file is missing, fails to import (with its line), or registers a taken name.
+        UserError: missing file, failed import (with its line), or taken name.
     """
     for path in paths:
         import_file(path, "algorithm.plugins", "Python files")

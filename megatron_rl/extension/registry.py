@@ -17,7 +17,7 @@ Entry = TypeVar("Entry")
 
 @dataclass(frozen=True)
 class Deferred:
-    """A function or class of the package that is imported when it is called."""
+    """A function or class of the package, imported when called."""
 
     module: str
     name: str
@@ -28,15 +28,10 @@ class Deferred:
 
 
 def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callable[..., Any], setting: str) -> None:
-    """Add an entry under a free name.
+    """Add an entry under a free name (UserError if taken).
 
     Args:
-        name: value of `setting` that selects it.
         function: its file and line are in the error.
-        setting: config key.
-
-    Raises:
-        UserError: the name is taken.
     """
     if name in table:
         raise UserError(
@@ -49,11 +44,7 @@ def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callab
 
 
 def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., Any], setting: str) -> str:
-    """Return the name of an entry, which is added under the function's name if new.
-
-    Raises:
-        UserError: another entry has that name.
-    """
+    """Return an entry's name; add it under the function's name if new (UserError if taken)."""
     for name, known in table.items():
         if known == entry:
             return name
@@ -63,16 +54,12 @@ def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., 
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function, or of the class of a callable object."""
+    """Return the name of a function, or a callable's class."""
     return getattr(inspect.unwrap(function), "__name__", type(function).__name__)
 
 
 def find_entry(table: dict[str, Entry], name: str, setting: str, place: str | None = None) -> Entry:
-    """Return an entry by its name, the value of `setting` at `place`.
-
-    Raises:
-        UserError: unknown name; the message lists the registered ones.
-    """
+    """Return the entry that `setting`, at `place`, names (UserError if unknown)."""
     if name not in table:
         close = difflib.get_close_matches(name, table, n=1)
         meant = f'did you mean "{close[0]}"? ' if close else ""

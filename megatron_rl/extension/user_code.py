@@ -40,7 +40,7 @@ class StreamClosed(Exception):
 
 @contextlib.contextmanager
 def _within(seconds: float) -> Iterator[None]:
-    """Raise ImportTimeout in the block after `seconds`; only the main thread can be interrupted."""
+    """Raise ImportTimeout after `seconds`; only the main thread can be interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -85,7 +85,7 @@ def _keep_streams() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refuse_exit() -> Iterator[None]:
-    """Make `os._exit` raise ProcessExit in this thread; other threads and forks exit as usual."""
+    """Make `os._exit` raise ProcessExit in this thread, not in others or forks."""
     caller, end = (os.getpid(), threading.get_ident()), os._exit
 
     def raise_or_end(status: int) -> NoReturn:
@@ -104,12 +104,11 @@ def import_file(path: str | Path, setting: str, expected: str) -> ModuleType:
     """Import a Python file, once per process and file version.
 
     Args:
-        path: relative paths start at the working directory.
+        path: relative to the working directory.
         setting: config key of the path.
-        expected: values that the setting accepts.
 
     Raises:
-        UserError: no such file, no Python file, or a failed import (with its line).
+        UserError: no Python file, or a failed import (with its line).
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -154,7 +153,7 @@ def _locate_import(error: BaseException, file: Path) -> str:
 
 
 def locate(error: BaseException, file: str) -> str:
-    """Return file:line of the deepest frame in the user's file, or else of the error."""
+    """Return file:line of the deepest frame in the user's file, else of the error."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename == file] or frames
     return f"{inside[-1].filename}:{inside[-1].lineno}"

@@ -116,8 +116,6 @@ def make_adapter_shape(
 
     Args:
         config: `<section>.lora`.
-        section: config section, for errors.
-        is_quantized: the model is in NF4.
 
     Raises:
         UserError: `target_modules` has a matrix that cannot have adapters.
@@ -151,11 +149,7 @@ def adapter_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTa
 
 
 def separate_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:
-    """Return a rank's table of adapters with `<matrix>.lora_A` and `.lora_B` per matrix.
-
-    Args:
-        base: table of the engine's model.
-    """
+    """Return a rank's table of adapters with `<matrix>.lora_A` and `.lora_B` per matrix of an engine."""
     kinds = tuple((kind, base.boxes[kind]) for kind in shape.kinds)
     return PlacementTable(_list_separate_rows(base.rows, shape.kinds), _cut(shape, kinds, is_stacked=False))
 
@@ -189,7 +183,6 @@ def _list_separate_rows(base: TableRows, kinds: tuple[str, ...]) -> TableRows:
 
 @lru_cache(maxsize=64)
 def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]], is_stacked: bool = True) -> dict[str, BoxPair]:
-    """Derive the adapters' boxes from their matrices' boxes."""
     boxes, sizes, r = dict(base), shape.kind_sizes(), shape.rank
     found = {"score": boxes["score"]} if "score" in boxes else {}
     for kind in shape.kinds:

@@ -68,14 +68,7 @@ _DELTA_NETS = dict.fromkeys(
 
 
 def check_config(config: Mapping[str, Any], family: Family, source: str) -> None:
-    """Refuse values of the wrong type, and models too large to list.
-
-    Args:
-        config: config.json; the parser handles missing values.
-
-    Raises:
-        UserError: message with the first such value.
-    """
+    """Refuse values of the wrong type, and models too large to list (UserError)."""
     check_kinds(config, _SIZES | _list_family_sizes(family), source, may_be_null=False)
     further = ("sliding_window",) if family.honors_sliding_window else ()
     further += ("num_experts", "num_local_experts") if family.experts is not None else ()
@@ -125,14 +118,7 @@ def _list_family_sizes(family: Family) -> dict[str, str]:
 
 
 def check_shape(shape: ModelShape, config: Mapping[str, Any], source: str) -> None:
-    """Refuse inconsistent sizes.
-
-    Args:
-        config: config.json, from which `shape` was parsed.
-
-    Raises:
-        UserError: message with all inconsistencies.
-    """
+    """Refuse inconsistent sizes of a shape parsed from `config` (UserError with all of them)."""
     family, heads, hidden, rotated = FAMILIES[shape.family], shape.num_heads, shape.hidden_size, shape.rotary_dim
     rotated = shape.head_dim if rotated is None else rotated
     rope, router, given = shape.rope_scaling, shape.router, config.get("head_dim")

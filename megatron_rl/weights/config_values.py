@@ -50,11 +50,7 @@ COUNT, TWO, COUNT_OR_ZERO, POSITIVE, NOT_NEGATIVE, SHARE, FLAG, TEXT, TEXTS, COU
 
 
 def read_json(file: Path, hint: str) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        UserError: the file cannot be parsed, or contains no object.
-    """
+    """Return the JSON object in a file; UserError if there is none."""
     try:
         content = json.loads(file.read_bytes())
         if not isinstance(content, dict):
@@ -67,13 +63,10 @@ def read_json(file: Path, hint: str) -> dict[str, Any]:
 
 
 def check_kinds(values: Mapping[str, Any], kinds: Mapping[str, str], source: str, *, may_be_null: bool = True) -> None:
-    """Refuse the first value that is not of its kind; missing keys pass.
+    """Refuse the first value that is not of its kind (UserError); missing keys pass.
 
     Args:
         kinds: key -> one of `KINDS`.
-
-    Raises:
-        UserError: message with key, value and kind.
     """
     for name, kind in kinds.items():
         value = values.get(name)

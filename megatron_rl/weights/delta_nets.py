@@ -109,9 +109,6 @@ class DeltaNetSizes:
 def read_delta_nets(config: dict[str, Any], source: str, *, is_split: bool) -> dict[str, Any]:
     """Parse the `ModelShape` fields of gated delta nets.
 
-    Args:
-        is_split: see `DeltaNetSizes`.
-
     Raises:
         UserError: unknown layer types, value heads not divisible by key heads, or unsupported options.
     """

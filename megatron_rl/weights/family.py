@@ -13,7 +13,6 @@ class ExpertNames:
 
     Attributes:
         block: MLP of a layer, with `<block>.<router>` and `<block>.experts.<e>`.
-        gate, up, down: matrices of an expert.
         size_key: config.json's key of an expert's columns.
         shared: `<block>.<shared>` serves every token; `None` without such an expert.
         bias: `<block>.<bias>` is added to scores when experts are chosen; `None` without it.
@@ -66,7 +65,7 @@ class LatentSizes:
     """Channels of multi-head latent attention.
 
     Attributes:
-        query: latent of queries; 0 without.
+        query: latent of queries; 0 if they are projected directly.
         key_value: latent of keys and values.
         rotary: rotated channels per query head, and of the keys' shared part.
         value: channels per value head.

@@ -31,11 +31,9 @@ class GlobalPlacement:
     """`key[*leading][box]` holds `hf_box` of a logical tensor.
 
     Attributes:
-        key: global tensor.
-        shape: including stacked dimensions.
+        shape: shape of `key`, stacked dimensions included.
         leading: index in stacked dimensions: none, (layer,), or (layer, expert).
         box: box in the other dimensions.
-        hf_box: box of the logical tensor.
     """
 
     key: str
@@ -107,13 +105,10 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
 def place_drafts(
     shape: ModelShape, tensors: Mapping[str, tuple[tuple[int, ...], Any]]
 ) -> tuple[Table, dict[str, tuple[int, ...]]]:
-    """Place layers for multi-token prediction, unstacked under their own names.
-
-    Args:
-        tensors: name -> (shape, type), of these and others.
+    """Place layers for multi-token prediction, unstacked under their own names; `tensors` may contain others.
 
     Returns:
-        Their placements, and the shapes of all logical tensors.
+        Placements, and shapes of all logical tensors.
     """
     sizes = {name: size for name, (size, _) in tensors.items() if shape.is_draft(name)}
     table = {name: (GlobalPlacement(name, size, (), full_box(size), full_box(size)),) for name, size in sizes.items()}

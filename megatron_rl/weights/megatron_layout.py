@@ -36,7 +36,7 @@ PADDED_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Return the rows of the Megatron embedding: the next multiple of 64 and of TP."""
+    """Return the embedding's rows: the next multiple of 64 and of TP."""
     multiple = math.lcm(VOCAB_MULTIPLE, tp_size)
     return -(-vocab_size // multiple) * multiple
 

@@ -40,10 +40,10 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
     """Parse `config.json` of an HF model directory.
 
     Args:
-        head: head of the role; a language model can be given a score head, but not vice versa.
+        head: head of the role; a language model can be given a score head, not vice versa.
 
     Raises:
-        UserError: missing file, unknown architecture, wrong head, or unsupported option.
+        UserError: missing file, unknown architecture, wrong head, unsupported option.
     """
     file = Path(directory) / "config.json"
     if not file.is_file():
@@ -58,11 +58,7 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
 
 
 def check_mtp(directory: Path) -> None:
-    """Refuse multi-token prediction for a model without exactly one such layer.
-
-    Raises:
-        UserError: config.json has another number.
-    """
+    """Refuse multi-token prediction for a model without exactly one such layer (UserError)."""
     config = json.loads((directory / "config.json").read_bytes())
     if (found := next((config[key] for key in MTP_KEYS if config.get(key)), 0)) != 1:
         raise UserError(
@@ -158,7 +154,6 @@ def _find_family(config: dict[str, Any], head: Head, source: str) -> tuple[str, 
 
 
 def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any], source: str) -> None:
-    """Refuse options that change the model's computation."""
     if family.has_sinks:
         _refuse_sink_options(config, source)
         config = {name: value for name, value in config.items() if name not in _OF_SINKS}

@@ -21,9 +21,6 @@ class QuantizedMatrix:
 
     Blocks are independent and within rows, so an element has the same bits in every piece.
 
-    Args:
-        like: tensor of the same shape, dtype and device.
-
     Attributes:
         codes: [n m / 2] uint8, two elements each.
         scales: [n m / 64] float32, block maxima of absolute values.

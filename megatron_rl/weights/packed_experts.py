@@ -2,13 +2,13 @@
 """Checkpoints that pack all experts of a layer. gpt-oss has
 
     <block>.experts.gate_up_proj       [E, h, 2 f]  alternating columns of gate and up; `..._bias` [E, 2 f]
-    <block>.experts.down_proj          [E, f, h]    `..._bias` [E, h] <block>.experts.<one>_blocks, _scales
-    instead of the weight: MXFP4, transposed
+    <block>.experts.down_proj          [E, f, h]    `..._bias` [E, h]
+    <block>.experts.<one>_blocks, _scales           instead of the weight: MXFP4, transposed
 
 and published Qwen3.5, which is read but never written, has
 
-    <block>.experts.gate_up_proj       [E, 2 f, h]  rows of gate, then of up <block>.experts.down_proj          [E, h,
-    f]
+    <block>.experts.gate_up_proj       [E, 2 f, h]  rows of gate, then of up
+    <block>.experts.down_proj          [E, h, f]
 
 Logical tensors are `<block>.experts.<e>.gate_proj.weight` [f, h] and so on.
 """
@@ -86,7 +86,7 @@ def join_turns(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def is_packed(shape: ModelShape) -> bool:
-    """Return whether files and vLLM pack the experts of a model."""
+    """Return whether files and vLLM pack a model's experts."""
     names = FAMILIES[shape.family].experts
     return names is not None and names.is_packed
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement tables in a compressed form that ranks share.
 
-*Rows* are (param, hf_name, kind); *boxes* map a kind to positions in both. Ranks that differ only in TP have equal
-rows, ranks that differ only in PP or EP have equal boxes, so thousands of ranks need few of each.
+*Rows* are (param, hf_name, kind); *boxes* map a kind to positions in the parameter and in the HF tensor. Ranks that
+differ only in TP have equal rows, ranks that differ only in PP or EP have equal boxes, so thousands of ranks need few
+of each.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def as_table(placements: Iterable[ShardBox]) -> PlacementTable:
 
 
 class Share(NamedTuple):
-    """One of `count` tensor parallel ranks that split matrices."""
+    """One of `count` tensor parallel ranks."""
 
     count: int
     index: int
@@ -88,7 +89,6 @@ def split_boxes(
     tp / KV heads neighboring ranks hold the same head.
 
     Args:
-        of_layer: share of a layer under TP.
         vocab_rows: vocabulary rows per rank, padding included.
         of_expert: share of an expert; `None` means `of_layer`.
     """

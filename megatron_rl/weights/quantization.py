@@ -32,11 +32,7 @@ def count_bytes(numel: int) -> int:
 
 
 def check_quantization(shape: ModelShape, tp_size: int, section: str) -> None:
-    """Refuse a layout that splits blocks.
-
-    Raises:
-        UserError: message with matrix, columns per rank, and sizes that work.
-    """
+    """Refuse a layout that splits blocks (UserError)."""
     if shape.router is not None:
         raise UserError(
             f"{section}.quantization = nf4 with dense layers or shared experts beside a mixture of experts",

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of logical tensors in rollout engines.
 
-vLLM, per TP rank: `qkv_proj = [q; k; v]` with KV heads replicated if tp > KV heads, `gate_up_proj = [gate; up]`,
-vocabulary rows padded to a multiple of 64, tied embeddings once; all experts on every rank, per layer `w13_weight` [E,
-2 * ffn/tp, h] = `[gate; up]` and `w2_weight` [E, h, ffn/tp]. gpt-oss: gates and ups alternate by rows, as two views;
-`w2_bias` is on the first rank only, as results are summed. Gated delta nets: `in_proj_qkvz` and `in_proj_ba` as in the
-checkpoint, or `[q; k; v; z]` and `[b; a]` if split there. Latent attention: nothing is fused, as vLLM then computes
-full heads (`VLLM_MLA_DISABLE`). Plain HF (transformers, checkpoints): nothing is fused.
+* vLLM, per TP rank: `qkv_proj = [q; k; v]` with KV heads replicated if tp > KV heads, `gate_up_proj = [gate; up]`,
+  vocabulary rows padded to a multiple of 64, tied embeddings once; all experts on every rank, per layer `w13_weight`
+  [E, 2 * ffn/tp, h] = `[gate; up]` and `w2_weight` [E, h, ffn/tp];
+* gpt-oss: gates and ups alternate by rows, as two views; `w2_bias` is on the first rank only, as results are summed;
+* gated delta nets: `in_proj_qkvz` and `in_proj_ba` as in the checkpoint, or `[q; k; v; z]` and `[b; a]` if split there;
+* latent attention: nothing is fused, as vLLM then computes full heads (`VLLM_MLA_DISABLE`);
+* plain HF (transformers, checkpoints): nothing is fused.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> Placeme
 
 @lru_cache(maxsize=2)
 def _list_rows(shape: ModelShape, is_first: bool) -> TableRows:
-    """List the rows of a rank; gpt-oss's first rank has more."""
     packed = is_packed(shape)
     return TableRows(
         (_rename(name, kind) if packed else _find_param(name, kind), name, _ALONE.get(boxes, boxes))

@@ -24,8 +24,8 @@ class LinearScaling:
 class Llama3Scaling:
     """The scaling of Llama 3.1.
 
-    Frequencies with fewer than `low_freq_factor` turns in the context of pretraining are divided by `factor`, above
-    `high_freq_factor` turns they are kept, in between interpolated.
+    Frequencies with fewer than `low_freq_factor` turns in the context of pretraining are divided by `factor`, those
+    above `high_freq_factor` turns are kept, and those in between are interpolated.
     """
 
     factor: float
@@ -38,9 +38,9 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv 2309.00071).
 
-    Frequencies with more than `beta_fast` turns in the context of pretraining are kept, below `beta_slow` turns divided
-    by `factor`, in between interpolated linearly by index, from integer ends if `truncates`. Cosines and sines are
-    multiplied by `attention_factor`.
+    Frequencies with more than `beta_fast` turns in the context of pretraining are kept, those below `beta_slow` turns
+    are divided by `factor`, and those in between are interpolated by index, from integer ends if `truncates`. Cosines
+    and sines are multiplied by `attention_factor`.
     """
 
     factor: float

@@ -48,11 +48,7 @@ def find_shard_places(layout: ParallelLayout, rank: int) -> tuple[ShardPlace, Sh
 
 
 def check_shared_experts(layout: ParallelLayout, shape: ModelShape, section: str) -> None:
-    """Refuse expert replicas that cannot split rows evenly, which FSDP requires there.
-
-    Raises:
-        UserError: message with rows and replicas.
-    """
+    """Refuse expert replicas that cannot split rows evenly, which FSDP requires there (UserError)."""
     replicas = find_shard_places(layout, layout.first_rank)[1].count
     for what, rows in (
         ("gate and up", 2 * shape.ffn_hidden_size // layout.expert_tp_size),
@@ -75,7 +71,7 @@ def training_placements(
 
 
 def find_shard_key(layout: ParallelLayout, rank: int, *, is_fully_sharded: bool) -> Hashable:
-    """Return a key that is equal for ranks with equal placements."""
+    """Return a key shared by ranks with equal placements."""
     at, experts = layout.coordinates(rank), layout.expert_coordinates(rank)
     return at.tp, at.pp, experts.tp, experts.ep, find_shard_places(layout, rank) if is_fully_sharded else None
 

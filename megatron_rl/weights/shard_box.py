@@ -51,7 +51,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def find_overlap(boxes: Iterable[Box]) -> Box | None:
-    """Return an intersection of two of these boxes (of at least one dimension), or None."""
+    """Return an intersection of two of these boxes (at least one dimension), or None."""
     ordered = sorted(box for box in boxes if box_volume(box))
     for i, box in enumerate(ordered):
         for j in range(i + 1, len(ordered)):
@@ -89,7 +89,7 @@ def check_placements(
     Args:
         params: name -> local shape.
         where: side, for errors ("megatron rank 3").
-        padded: parameters that may contain padding.
+        padded: parameters with padding.
 
     Raises:
         ValueError: missing parameters, boxes that do not fit, or elements placed twice or not at all.

@@ -16,13 +16,10 @@ LARGEST_RANK = 512  # largest buffer of vLLM
 def check_engine(
     shape: ModelShape, engine: str, quantization: str = "none", adapters: AdapterShape | None = None
 ) -> None:
-    """Refuse an engine that does not support a model's sinks, gated delta nets, quantization or adapters.
+    """Refuse an engine that lacks support for sinks, gated delta nets, quantization or adapters (UserError).
 
     Args:
         adapters: adapters kept apart from the weights, if any.
-
-    Raises:
-        UserError: message with engines that do.
     """
     supports = find_engine(engine).has
     if shape.delta_net is not None and not supports("delta_nets"):
@@ -65,7 +62,6 @@ def check_engine(
 
 
 def _check_adapters(adapters: AdapterShape) -> None:
-    """Refuse adapters that vLLM cannot keep apart (UserError)."""
     if adapters.rank > LARGEST_RANK:
         raise UserError(
             f"vLLM serves adapters up to rank {LARGEST_RANK}, these have {adapters.rank}",
@@ -92,13 +88,10 @@ def check_training_layout(
     sequence_parallel: bool = True,
     section: str = "actor",
 ) -> None:
-    """Refuse a Megatron layout that does not fit the model.
+    """Refuse a Megatron layout that does not fit the model (UserError).
 
     Args:
         sequence_parallel: megatron-core needs it to train experts under TP.
-
-    Raises:
-        UserError: message with the values that work.
     """
     _check_expert_layout(shape, tp_size, ep_size, sequence_parallel, section)
     for what, size in (
@@ -157,11 +150,7 @@ def check_router_replay(shape: ModelShape, source: str) -> None:
 
 
 def check_rollout_layout(shape: ModelShape, tp_size: int) -> None:
-    """Refuse an engine layout that does not fit the model; KV heads may be replicated.
-
-    Raises:
-        UserError: message with the values that work.
-    """
+    """Refuse an engine layout that does not fit the model (UserError); KV heads may be replicated."""
     if not _fits_engine(shape, tp_size):
         valid = [n for n in range(1, shape.num_heads + 1) if _fits_engine(shape, n)]
         raise UserError(

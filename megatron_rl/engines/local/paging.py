@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous batching over a paged KV cache: scheduling and slots, without a model.
 
-A slot holds the keys and values of one token in every layer; `block_size` slots are a block. A response owns whole
-blocks, not necessarily adjacent, for its maximum length. A forward computes new prompts and the newest token of running
-responses as segments of one row: n new tokens that attend to k >= n slots.
+A slot holds a token's keys and values in every layer; `block_size` slots are a block. A response owns blocks for its
+maximum length. A forward computes new prompts and the newest token of running responses as segments of one row: n new
+tokens that attend to k >= n slots.
 
 Requests start in order of arrival, if fewer than `max_num_seqs` run and their blocks are free. Hence no preemption, no
 chunked prefill, no prefix cache.
@@ -27,9 +27,9 @@ class Running:
     """A response that is being sampled.
 
     Attributes:
-        slots: [capacity] int64, slots of its tokens in order.
-        kept: set of each token, if sampling is truncated.
-        routes: [s, layers, choices] parts for request and response tokens, if recorded.
+        slots: [capacity] int64, of its tokens in order.
+        kept: set of each token, if truncated.
+        routes: [s, layers, choices] parts of request and response, if recorded.
     """
 
     request: Request
@@ -52,7 +52,7 @@ class Running:
         )
 
     def _join_routes(self) -> np.ndarray | None:
-        """Append an unknown row for the last token, which is never fed."""
+        """Append the unknown routes of the last token, which is never fed."""
         if not self.routes:
             return None
         shape = RouteShape.of(self.routes[0])
@@ -67,9 +67,9 @@ class PagedRows:
         running: responses that get a token.
         tokens, positions: [t] int64.
         slots: [t] int64, destination of keys and values.
-        bounds: [num_segments + 1] int32, boundaries of segments.
-        key_slots: [k] int64, slots that each segment attends to.
-        key_bounds: [num_segments + 1] int32, boundaries in `key_slots`.
+        bounds: [num_segments + 1] int32, of segments.
+        key_slots: [k] int64, attended by segments.
+        key_bounds: [num_segments + 1] int32, in `key_slots`.
     """
 
     running: Sequence[Running]
@@ -82,7 +82,7 @@ class PagedRows:
 
     @property
     def last(self) -> np.ndarray:
-        """[responses] int64, rows whose hidden states predict the next tokens."""
+        """[responses] int64, rows that predict the next tokens."""
         return self.bounds[1 : len(self.running) + 1].astype(np.int64) - 1
 
 
@@ -90,10 +90,7 @@ class ContinuousBatch:
     """The requests of an engine, identical on its ranks.
 
     Args:
-        block_size: slots per block.
-        max_num_seqs: maximum number of running responses.
         max_tokens: maximum rows of a forward; a longer prompt runs alone.
-        stop: stop strings.
     """
 
     def __init__(
@@ -106,11 +103,7 @@ class ContinuousBatch:
         self._running: list[Running] = []
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests.
-
-        Raises:
-            UserError: a request exceeds the empty cache.
-        """
+        """Queue requests, unless one exceeds the empty cache (UserError)."""
         for request in requests:
             if self._count_blocks(request) > self._num_blocks:
                 raise UserError(
@@ -142,10 +135,10 @@ class ContinuousBatch:
         return sum(len(one.tokens) for one in list(self._running))
 
     def plan(self, multiple: int) -> PagedRows:
-        """Admit requests and lay out the next forward; at least one request must wait or run.
+        """Admit requests that fit, and lay out the next forward; requires at least one request.
 
         Args:
-            multiple: the row count is padded to it by a segment that attends to itself, in slots behind the last block.
+            multiple: rows are padded to it by a segment that attends to itself, in slots behind the last block.
         """
         self._admit()
         running = list(self._running)
@@ -169,7 +162,7 @@ class ContinuousBatch:
         )
 
     def record_routes(self, rows: PagedRows, routes: np.ndarray) -> None:
-        """Record the experts [t, layers, choices] of a forward's rows, before `record`."""
+        """Record the experts [t, layers, choices] of a forward, before `record`."""
         for one, start, stop in zip(rows.running, rows.bounds, rows.bounds[1:], strict=False):
             one.routes.append(routes[start:stop])
 
@@ -192,11 +185,11 @@ class ContinuousBatch:
         return finished
 
     def _count_blocks(self, request: Request) -> int:
-        """Count the blocks of the longest response; its last token is never fed and needs no slot."""
+        """Count a request's blocks at its maximum length; the last token needs no slot."""
         return -(-(len(request.tokens) + request.sampling.max_tokens - 1) // self._block_size)
 
     def _admit(self) -> None:
-        """Admit requests in order while they share the sampling distribution of the running ones."""
+        """Admit requests in order, while their sampling distribution is that of the running ones."""
         rows = len(self._running)
         while self._waiting and len(self._running) < self._max_num_seqs:
             request = self._waiting[0]

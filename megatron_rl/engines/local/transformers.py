@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts with transformers' `generate`: slow and simple, for debugging and as the parity reference.
 
-Every rank is an engine. Each row has its own seed: sampling is greedy decoding of `logits / temperature + Gumbel noise`
-with one generator per row (the Gumbel-max trick).
+Each row has its own seed: sampling is greedy decoding of `logits / temperature + Gumbel noise` with a generator per row
+(the Gumbel-max trick).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_rl.weights.shard_box import ShardBox, check_placements
 
 
 class _SeededGumbel(LogitsProcessor):
-    """A logits processor that samples with one random stream per row, and records log-probs and kept sets."""
+    """A logits processor that samples with one generator per row, and records log-probs and kept sets."""
 
     def __init__(self, requests: Sequence[Request], bitwise: bool = False) -> None:
         self._requests, self._bitwise = requests, bitwise
@@ -58,11 +58,7 @@ class _SeededGumbel(LogitsProcessor):
 
 
 class _Stopping(StoppingCriteria):
-    """A criterion that ends rows at stop strings.
-
-    Attributes:
-        lengths: row -> response tokens, for rows ended here.
-    """
+    """A criterion that ends rows at stop strings; `lengths` maps them to response tokens."""
 
     def __init__(self, stop: StopStrings, requests: Sequence[Request], width: int) -> None:
         self._stop, self._requests, self._width = stop, requests, width
@@ -108,7 +104,7 @@ class HuggingFaceEngine(WaitingRequests):
         )
 
     def shard_key(self, rank: int) -> int:
-        """Return 0: all ranks hold the same tensors."""
+        """Return 0: all ranks are equal."""
         return 0
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
@@ -116,13 +112,13 @@ class HuggingFaceEngine(WaitingRequests):
         return self._placements
 
     def begin_weight_update(self) -> None:
-        """Do nothing: the parameters stay allocated."""
+        """Do nothing."""
 
     def end_weight_update(self) -> None:
         """Do nothing: no cache survives a step."""
 
     def _listen_to_routers(self) -> int:
-        """Record the experts [b * s, choices] of each forward; return the number of routers."""
+        """Record the experts [b * s, choices] of each forward."""
         routers = [
             module for name, module in self._model.named_modules() if name.endswith((".mlp.gate", ".mlp.router"))
         ]
@@ -136,7 +132,7 @@ class HuggingFaceEngine(WaitingRequests):
         return len(routers)
 
     def _take_routes(self, num_rows: int) -> list[Any]:
-        """Return the recorded routes, [s - 1, layers, choices] per left-padded row."""
+        """Return routes [s - 1, layers, choices] per left-padded row."""
         shape, chosen = self._route_shape, self._chosen
         if shape is None or chosen is None:
             return [None] * num_rows
@@ -147,7 +143,7 @@ class HuggingFaceEngine(WaitingRequests):
         return list(routes.cpu().numpy().astype(shape.dtype))
 
     def _cut_routes(self, routes: np.ndarray | None, start: int, stop: int) -> np.ndarray | None:
-        """Return the routes of tokens [start, stop) of a row; the last one may not have been fed."""
+        """Return the routes of tokens [start, stop), the last of which may be unknown."""
         if routes is None or self._route_shape is None:
             return None
         found = routes[start : stop - 1]
@@ -194,7 +190,6 @@ class HuggingFaceEngine(WaitingRequests):
     def _cut(
         request: Request, tokens: torch.Tensor, logprobs: torch.Tensor, kept: KeptSets | None, stopped: int | None
     ) -> Sampled:
-        """Return a row up to its stop token, or up to `stopped` tokens."""
         tokens = tokens[:stopped]
         is_stop = torch.isin(tokens, torch.tensor(request.sampling.stop_token_ids))
         length = int(is_stop.nonzero()[0]) + 1 if is_stop.any() else len(tokens)
@@ -212,7 +207,7 @@ class HuggingFaceEngine(WaitingRequests):
         return 0
 
     def sleep(self) -> None:
-        """Do nothing: memory stays allocated."""
+        """Do nothing."""
 
     def close(self) -> None:
         """Drop the model."""

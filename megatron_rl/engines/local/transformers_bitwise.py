@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch-invariant transformers models (rollout.bitwise), bitwise equal to the trainer.
-
-Replaces matrix products and attention; all else is bitwise equal already.
-"""
+"""Batch-invariant transformers models (rollout.bitwise), with the matrix products and attention of the trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ ATTENTION = "megatron_rl_tiled"
 
 
 class _PaddedAttention:
-    """`attend` for left-padded rows; the layers of a forward share its index tensors."""
+    """`attend` for left-padded rows."""
 
     def __init__(self) -> None:
         self._mask: torch.Tensor | None = None
@@ -69,7 +66,7 @@ AttentionMaskInterface.register(ATTENTION, _keep_padding)
 
 
 def make_batch_invariant(model: Any) -> None:
-    """Replace attention and linear layers."""
+    """Replace attention and linear layers by the trainer's kernels."""
     model.set_attn_implementation(ATTENTION)
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that are HTTP servers, updated from weight files.
 
-A failed server is restarted (or awaited, if the user started it), loads the current weights, and gets its unfinished
-requests again: equal seeds give equal samples. Repeated failures without a response end the run. Only an engine's first
-rank talks to the server, and broadcasts results.
+A failed server is restarted (or awaited, if the user started it), loads the current weights, and gets unfinished
+requests again: equal seeds, equal samples. Repeated failures without a response end the run. An engine's first rank
+talks to the server and broadcasts results.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ServedEngine(StagedWeights):
         self._close = weakref.finalize(self, _close, self._server, self._directory)
 
     def _share(self, action: Callable[[], T]) -> T:
-        """Run an action on the first rank; return its result, or raise its error, on every rank of the engine."""
+        """Run an action on the first rank; share its result or error with the engine's ranks."""
         outcome: Any = None
         if self._spec.process.rank == self._first:
             try:
@@ -83,11 +83,7 @@ class ServedEngine(StagedWeights):
         return self._server
 
     def end_weight_update(self) -> None:
-        """Write the tensors, and load them into the server.
-
-        Raises:
-            UserError: the server fails after all restarts.
-        """
+        """Write the tensors and load them; UserError after too many failures."""
         assert not self._running, "weights change between responses only"
         self.write(self._directory)
         if self._group is not None:
@@ -121,25 +117,16 @@ class ServedEngine(StagedWeights):
         return bool(self._running)
 
     def tokens_in_flight(self) -> int:
-        """Count received tokens of unfinished responses; 0 except on the first rank."""
+        """Count received tokens of unfinished responses, on the first rank."""
         return 0 if self._server is None else self._server.client.count_tokens()
 
     def close(self) -> None:
-        """Stop the server if it was started here."""
+        """Stop the server if started here."""
         self._close()
 
 
 class Server:
-    """A server's process and connections, on the engine's first rank.
-
-    Args:
-        api: its protocol.
-        directory: directory of the weights.
-        index: number of the engine.
-
-    Attributes:
-        client: its connections.
-    """
+    """A server's process and connections, on the engine's first rank."""
 
     def __init__(self, spec: EngineSpec, api: ServerApi, directory: Path, index: int) -> None:
         self._spec, self._api, self._directory, self._config = spec, api, directory, spec.config.server
@@ -157,7 +144,7 @@ class Server:
         return self._url or f"the server of {self._directory}"
 
     def load(self) -> None:
-        """Load the weights of the directory, and start the server before the first time."""
+        """Load the weights; the first call starts the server."""
         self._updates += 1
         self._try(self._load if self._is_open else lambda: None)  # opening the server loads them
 
@@ -187,8 +174,8 @@ class Server:
             return [Sampled(one.key, one.tokens[:0], one.logprobs[:0], "interrupted") for one in partial]
 
     def probe(self) -> Probed:
-        """Continue a prompt greedily and at the temperature; it fills prefix-cache blocks, so the next probe exposes
-        stale ones.
+        """Continue a prompt greedily and at the temperature; it fills blocks, so the next probe exposes a stale prefix
+        cache.
         """
         assert not self._running, "the answers would mix"
         spec = self._spec
@@ -207,11 +194,7 @@ class Server:
         return Probed(prompt, [found[key] for key in sorted(found)], temperatures)
 
     def _try(self, action: Callable[[], T]) -> T:
-        """Run an action, and reopen the server after each failure.
-
-        Raises:
-            UserError: too many failures in a row.
-        """
+        """Run an action; reopen the server after each failure until there are too many (UserError)."""
         while True:
             try:
                 if not self._is_open:
@@ -240,7 +223,6 @@ class Server:
         self._is_open = False
 
     def _open(self) -> None:
-        """Start or await the server, load the weights, and resend unfinished requests."""
         if not self._config.endpoints:
             self._start()
         deadline = time.monotonic() + self._config.silent_seconds
@@ -281,7 +263,7 @@ class Server:
         return self.client.ask(url, body, method=method)
 
     def end(self) -> None:
-        """Close the connections; stop the server if it was started here."""
+        """Close connections; stop the server if started here."""
         self.client.close()
         if self._process is not None:
             self._process.end()
@@ -298,7 +280,7 @@ _OWN = "megatron_rl_servers_"
 
 
 def _check_nodes(spec: EngineSpec) -> None:
-    """Refuse engines across nodes: a server is one program that reads files of its ranks."""
+    """Refuse engines across nodes: a server reads files of its ranks."""
     ranks, width = spec.ranks or range(spec.process.world_size), spec.config.tensor_model_parallel_size
     per_node = spec.process.ranks_per_node
     for first in ranks[::width]:
@@ -312,7 +294,7 @@ def _check_nodes(spec: EngineSpec) -> None:
 
 
 def _check_device(spec: EngineSpec) -> None:
-    """Refuse servers on the actor's GPUs, since they keep their memory during training."""
+    """Refuse servers on the actor's GPUs, since servers keep their memory during training."""
     ranks = set(spec.ranks or range(spec.process.world_size))
     trains = spec.model is not None and ranks & {*spec.model.layout.ranks}
     if spec.process.device.type == "cuda" and trains:
@@ -349,10 +331,10 @@ def _list_devices(spec: EngineSpec) -> dict[str, str]:
 
 
 def build_vllm_server(spec: EngineSpec) -> ServedEngine:
-    """Build the engine `vllm_server`."""
+    """Build `vllm_server`."""
     return ServedEngine(spec, VllmServer(spec))
 
 
 def build_openai_server(spec: EngineSpec) -> ServedEngine:
-    """Build the engine `openai`."""
+    """Build `openai`."""
     return ServedEngine(spec, OpenAiServer(spec))

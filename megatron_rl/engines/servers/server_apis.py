@@ -27,10 +27,9 @@ _ROOT = str(Path(__file__).resolve().parents[3])
 
 
 class ServerApi(Protocol):
-    """The protocol of one kind of server.
+    """The protocol of one kind of server: the `path` of requests and its methods.
 
     Attributes:
-        path: path to which requests are posted.
         health: path of the health endpoint.
     """
 
@@ -38,7 +37,7 @@ class ServerApi(Protocol):
     health: str
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """Return the command that starts a server on a model directory."""
+        """Return the command that starts a server on a directory."""
         ...
 
     def list_environment(self) -> dict[str, str]:
@@ -46,26 +45,22 @@ class ServerApi(Protocol):
         ...
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Return the JSON body of a request, whose response is a stream of events."""
+        """Return the JSON body of a request, answered by events."""
         ...
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
         """Append an event to the answer.
 
         Raises:
-            ServerFailure: the server failed, or has another policy version.
+            ServerFailure: a failure, or another policy version.
             UserError: data that training needs is missing.
         """
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Load the weights of a directory, and drop caches of older ones.
-
-        Raises:
-            ServerFailure: they were not loaded.
-        """
+        """Load weights and drop caches of older ones; ServerFailure otherwise."""
 
     def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
-        """Add data that is not in the streams; ServerFailure if it is lost."""
+        """Add data outside the streams; ServerFailure if lost."""
         ...
 
 
@@ -79,7 +74,7 @@ class VllmServer:
         self._truncated: dict[int, tuple[str, Request]] = {}  # key -> (name of its kept sets in the server, request)
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """Use the arguments of the in-process engine, so that both sample alike."""
+        """Use the in-process engine's arguments, so that both sample alike."""
         from megatron_rl.engines.vllm.vllm_arguments import list_engine_arguments
 
         arguments = list_engine_arguments(self._spec)
@@ -99,7 +94,7 @@ class VllmServer:
         return [python, "-m", "vllm.entrypoints.openai.api_server", *_as_flags(arguments)]
 
     def list_environment(self) -> dict[str, str]:
-        """Enable development mode, which has the routes for weights."""
+        """Enable development mode, which has the weight routes."""
         from megatron_rl.engines.vllm.vllm_arguments import list_engine_environment
 
         return list_engine_environment(self._spec) | {
@@ -115,7 +110,7 @@ class VllmServer:
         }
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Build a body without text; a resent request gets a new name, as the first one may still run."""
+        """Build a body without text; a resent request is renamed, as the first may still run."""
         from megatron_rl.engines.vllm.vllm_truncation import list_extra_args
 
         sampling, name = request.sampling, uuid.uuid4().hex
@@ -139,7 +134,7 @@ class VllmServer:
         }
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Append tokens and log-probs, and check the policy version; the last event counts cached tokens."""
+        """Append tokens and log-probs, and check the policy version; the last event has cache statistics."""
         check_event(event)
         if not event["choices"]:
             answer.count_cached((event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens"))
@@ -152,7 +147,7 @@ class VllmServer:
         answer.extend(choice["token_ids"], [entry["logprob"] for entry in scored], choice["finish_reason"])
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Reload weights, and reset the prefix cache, which vLLM keeps otherwise."""
+        """Reload weights; the prefix cache needs an explicit reset."""
         from megatron_rl.engines.vllm.vllm_arguments import records_kept_sets
 
         ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
@@ -186,7 +181,7 @@ def read_kept_sets(texts: Sequence[str]) -> KeptSets:
 
 
 class OpenAiServer:
-    """Any server whose `/v1/completions` returns token ids and log-probs; a hook of the user loads weights."""
+    """Any server whose `/v1/completions` returns token ids and log-probs; the user's hook loads weights."""
 
     path, health = "/v1/completions", "/v1/models"
 
@@ -206,7 +201,7 @@ class OpenAiServer:
         return sampled
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Build a body with OpenAI's fields and extensions of vLLM and SGLang."""
+        """Build a body with extensions of vLLM and SGLang."""
         sampling = request.sampling
         return {
             "model": self._model,
@@ -219,7 +214,7 @@ class OpenAiServer:
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # a server with text would need a tokenizer
+            "return_tokens_as_token_ids": True,  # instead of text, for which a server needs a tokenizer
         }
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
@@ -253,7 +248,7 @@ class OpenAiServer:
 
 
 def check_event(event: Any) -> None:
-    """Raise the error in an event; the HTTP status was sent before it occurred."""
+    """Raise the error in an event, which occurred after the HTTP status was sent."""
     if "error" not in event:
         return
     said = json.dumps(event["error"])[:300]
@@ -268,7 +263,6 @@ def check_event(event: Any) -> None:
 
 
 def _as_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Convert keyword arguments to command-line flags."""
     flags = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")

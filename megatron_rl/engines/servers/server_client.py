@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP client of a server, on a thread, and the server's process.
 
-Each request has a stream of its own: an interrupt closes the connection, which stops the server and keeps the tokens
-received so far.
+Each request has its own stream: an interrupt closes the connection, which stops the server, and keeps received tokens.
 """
 
 from __future__ import annotations
@@ -46,12 +45,7 @@ _LAST_BYTES = 2000
 
 
 class ServerProcess:
-    """A server as a child process.
-
-    Args:
-        environment: variables in addition to the rank's.
-        log_file: stdout and stderr are appended here.
-    """
+    """A server as a child process; `environment` extends the rank's."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> None:
         self._log_file = log_file
@@ -78,7 +72,7 @@ class ServerProcess:
             return log.read().decode(errors="replace")
 
     def end(self) -> None:
-        """Kill the process and its children."""
+        """Kill the process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -87,7 +81,7 @@ class ServerProcess:
 
 
 def find_free_port() -> int:
-    """Return a free port of the loopback interface."""
+    """Return a free loopback port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -108,9 +102,8 @@ class ServerAnswer:
 
     Attributes:
         tokens, logprobs: [s].
-        finish_reason: "stop" or "length"; `None` if unfinished.
-        num_cached: see `Sampled`.
-        kept: set of each token, if streamed.
+        finish_reason: "stop" or "length" once finished.
+        num_cached, kept: see `Sampled`.
     """
 
     request: Request
@@ -138,7 +131,7 @@ class ServerAnswer:
         self.num_cached = num_tokens
 
     def completes_text(self, stop: StopStrings, first: int) -> bool:
-        """Return whether a token from index `first` on completes a stop string; drop the tokens after it."""
+        """Return whether a token from `first` on completes a stop string; drop later tokens."""
         for end in range(first + 1, len(self.tokens) + 1):
             if self.request.ends_by(stop, self.tokens[:end]):
                 del self.tokens[end:], self.logprobs[end:], self.kept[end:]
@@ -159,11 +152,6 @@ class ServerClient:
 
     Args:
         silent_seconds: silence after which the server has failed.
-        stop: stop strings.
-        key: bearer token.
-
-    Attributes:
-        key: bearer token.
     """
 
     def __init__(self, silent_seconds: float, stop: StopStrings | None = None, key: str | None = None) -> None:
@@ -190,13 +178,7 @@ class ServerClient:
     def submit(
         self, url: str, body: Mapping[str, Any], request: Request, read: Callable[[Any, ServerAnswer], None]
     ) -> None:
-        """Stream a response in the background.
-
-        Args:
-            url, body: address and JSON body of the POST.
-            request: the request in `body`.
-            read: appends an event to the answer.
-        """
+        """Stream a response in the background; `read` appends an event to the answer."""
         answer = self._answers[request.key] = ServerAnswer(request)
         self._wait(self._begin(self._stream(url, body, answer, read), request.key))
 
@@ -227,11 +209,11 @@ class ServerClient:
             self._news.put(error)
 
     def take(self, seconds: float) -> list[Sampled]:
-        """Return finished responses, after at most `seconds` of waiting.
+        """Return finished responses, after at most `seconds`.
 
         Raises:
-            ServerFailure: a request failed; others are unaffected.
-            UserError: the server refused a request.
+            ServerFailure: one request failed; others are unaffected.
+            UserError: the server refused one.
         """
         found: list[Sampled] = []
         with contextlib.suppress(queue.Empty):
@@ -248,7 +230,7 @@ class ServerClient:
         return found
 
     def cancel(self, keys: Sequence[int] | None = None) -> list[ServerAnswer]:
-        """Cancel requests, all by default; return partial answers in order of the keys."""
+        """Cancel requests, all by default; return partial answers by key."""
         keys = list(self._answers) if keys is None else keys
         self._wait(self._end([self._tasks.pop(key) for key in keys if key in self._tasks]))
         return [self._answers.pop(key) for key in keys if key in self._answers]
@@ -268,7 +250,7 @@ class ServerClient:
         return sum(len(answer.tokens) for answer in list(self._answers.values()))
 
     def ask(self, url: str, body: Mapping[str, Any] | None = None, *, method: str = "POST") -> Any:
-        """Make a call; return its JSON, or `None` for other content.
+        """Make a call; return its JSON, if any.
 
         Raises:
             ServerFailure: no response, or a transient failure.
@@ -293,7 +275,7 @@ class ServerClient:
 
 
 async def _check(response: aiohttp.ClientResponse, url: str) -> None:
-    """Raise ServerFailure for transient HTTP errors and UserError for permanent ones."""
+    """Raise ServerFailure for transient HTTP errors, UserError for others."""
     if response.status < 400:
         return
     text = (await response.text())[:500]

@@ -26,7 +26,7 @@ _ROOM_FOR_TIES = 2  # kernels keep all tokens tied at the boundary; a larger set
 
 
 class SglangServer:
-    """The protocol of SGLang's server; on a CPU the seeds of requests have no effect."""
+    """The protocol of SGLang; on a CPU, seeds have no effect."""
 
     path, health = "/generate", "/health"
 
@@ -34,7 +34,7 @@ class SglangServer:
         self._spec, self._version = spec, ""
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """Use the interpreter `rollout.server.python`, which `config.rollout_checks` requires."""
+        """Use `rollout.server.python`, which `config.rollout_checks` requires."""
         spec, config = self._spec, self._spec.config
         assert config.server.python is not None
         seed = str(spec.seed % (1 << 32))  # NumPy's global seed has 32 bits
@@ -59,7 +59,7 @@ class SglangServer:
         return {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Build the body; SGLang's `ignore_eos` disables all stop tokens, and kept sets need a bound by `top_k`."""
+        """Build the body; SGLang's `ignore_eos` disables all stop tokens, and kept sets need `top_k`."""
         sampling = request.sampling
         limits: dict[str, Any] = {}
         if sampling.is_truncated:
@@ -104,7 +104,7 @@ class SglangServer:
         return sampled
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Flush the prefix cache and load weights, which running requests would block."""
+        """Flush the prefix cache and load weights, which running requests block."""
         ask(f"/flush_cache?timeout={_IDLE_SECONDS}")  # waits for health checks and closed connections
         body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
         answer = ask("/update_weights_from_disk", body)
@@ -114,5 +114,5 @@ class SglangServer:
 
 
 def build_sglang(spec: EngineSpec) -> ServedEngine:
-    """Build the engine `sglang`."""
+    """Build `sglang`."""
     return ServedEngine(spec, SglangServer(spec))

@@ -20,11 +20,7 @@ _IS_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.js
 
 
 class StagedWeights:
-    """One rank's share of the tensors.
-
-    Attributes:
-        params: its HF tensors by name.
-    """
+    """One rank's share of the tensors, `params`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec, self._width = spec, spec.config.tensor_model_parallel_size
@@ -39,24 +35,24 @@ class StagedWeights:
         self.padded_params: tuple[str, ...] = ()
 
     def shard_key(self, rank: int) -> int:
-        """Return a key that is equal for ranks with equal placement tables."""
+        """Return a key shared by ranks with equal tables."""
         return self._spec.find_place(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """Return the `ShardBox` table of any rank of the job."""
+        """Return the table of any rank of the job."""
         return self._list_tensors(self._spec.find_place(rank))
 
     def _list_tensors(self, place: int) -> list[ShardBox]:
         return huggingface_placements(self._spec.shape)[place :: self._width]
 
     def begin_weight_update(self) -> None:
-        """Do nothing: the tensors stay allocated."""
+        """Do nothing."""
 
     def sleep(self) -> None:
-        """Do nothing: memory stays allocated."""
+        """Do nothing."""
 
     def write(self, directory: Path) -> None:
-        """Write this rank's file in HF format; the first rank adds the index and the model's other files."""
+        """Write this rank's file in HF format; the first rank adds index, config and tokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
         name = _name_file(self._place, self._width)
         partial = directory / f"{name}.partial"

@@ -19,7 +19,7 @@ _CPU_STEP_TOKENS = 4096  # vLLM's default
 
 
 def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
-    """Return the settings that vLLM reads from the environment only."""
+    """Return the settings that vLLM reads from the environment."""
     runner = fit_to_device(spec.config, spec.process.device).model_runner
     return {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
@@ -29,7 +29,7 @@ def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def records_kept_sets(spec: EngineSpec) -> bool:
-    """Return whether the model runner (v1) lets a `KeptSetRecorder` replace its sampler."""
+    """Return whether the model runner supports `KeptSetRecorder`."""
     return fit_to_device(spec.config, spec.process.device).model_runner == "v1"
 
 
@@ -83,7 +83,7 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _take_text_part(shape: ModelShape, config: Any) -> Any:
-    """Reduce the config of an image-text model to its text part; see `take_text_config`."""
+    """See `take_text_config`."""
     config = config.get_text_config()
     config.architectures = [FAMILIES[shape.family].architecture]
     config.tie_word_embeddings = shape.tied_embeddings

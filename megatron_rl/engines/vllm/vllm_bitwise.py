@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch-invariant vLLM models on CPU (rollout.bitwise), bitwise equal to the trainer.
 
-Replaces matrix products, paged attention and log-softmax; all else is bitwise equal already, rotary embeddings without
-their C++ kernel (`ENGINE_ARGUMENTS`).
+Replaces matrix products, paged attention and log-softmax; all else is bitwise equal already, including rotary
+embeddings without their C++ kernel (`ENGINE_ARGUMENTS`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ ENGINE_ARGUMENTS: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rota
 
 
 class _PagedAttention:
-    """`attend` on vLLM's cache [blocks, heads, block size, 2 d], key beside value; layers of a step share index
-    tensors.
-    """
+    """`attend` on vLLM's cache [blocks, heads, block size, 2 d], key beside value; layers share a step's indices."""
 
     def __init__(self) -> None:
         self._metadata: Any = None
@@ -79,7 +77,7 @@ def _pack(metadata: Any, block_size: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 
 def _sample_with(sample: Callable[..., Any], compute_logprobs: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Compute log-probs before vLLM's sampler overwrites the logits."""
+    """Wrap vLLM's sampler to compute log-probs before it overwrites the logits."""
 
     def sample_and_score(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = compute_logprobs(logits)
@@ -93,7 +91,6 @@ def make_batch_invariant(model: torch.nn.Module, sampler: Any, shard_columns: in
     """Replace an engine's attention, linear layers and log-softmax.
 
     Args:
-        sampler: the model runner's sampler.
         shard_columns: vocabulary columns per TP rank of the output layer.
     """
     attention = _PagedAttention()

@@ -21,11 +21,7 @@ _WEIGHT = "weight"
 
 
 def register_method(code_format: CodeFormat, quantization: ModuleType, linear: ModuleType) -> None:
-    """Register the method with vLLM.
-
-    Args:
-        quantization, linear: vLLM's modules of these names.
-    """
+    """Register the method with vLLM, given its modules `quantization` and `linear`."""
 
     class CodedLinear(linear.LinearMethodBase):
         def create_weights(

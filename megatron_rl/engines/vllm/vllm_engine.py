@@ -6,9 +6,9 @@ Requirements beyond the patches in `engines.vllm.vllm_library` (each has a test)
 * torch.distributed is initialized first, otherwise world size > tp fails;
 * on CPU, fused experts are packed in place after each update, for their kernels; until the next one they do not match
   the placement table;
-* on CPU, no chunked prefill: vLLM would rewind CPU generators, which is impossible;
-* requests are aborted after an error in a step, which vLLM leaves running;
-* the trainer's random numbers are neither reseeded nor advanced;
+* on CPU, no chunked prefill, for which vLLM rewinds random numbers, which CPU generators do not support;
+* after an error in a step, its requests are aborted;
+* the trainer's random numbers are preserved;
 * the prefix cache is dropped after every weight update.
 """
 
@@ -53,7 +53,6 @@ class VllmEngine:
 
     Attributes:
         params: vLLM's parameters, written in place.
-        code_format: format of 8-bit matrices, or `None`.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -108,7 +107,7 @@ class VllmEngine:
         self.params |= self._adapters
 
     def _share_when_loaded(self, spec: EngineSpec) -> tuple[Mapping[str, torch.Tensor], set[str]]:
-        """Return the actor's shareable tensors, and a set that loading fills with the names of shared ones."""
+        """Return the actor's shareable tensors, and a set of names that loading fills."""
         shareable, shared = spec.shareable(self.placements(spec.process.rank)), set[str]()
         if spec.process.device.type == "cpu":  # packing in place would corrupt the actor's experts
             shareable = {name: tensor for name, tensor in shareable.items() if ".experts." not in name}
@@ -116,22 +115,22 @@ class VllmEngine:
         return shareable, shared
 
     def shard_key(self, rank: int) -> int:
-        """Return a key that is equal for ranks with equal placement tables."""
+        """Return a key shared by ranks with equal tables."""
         return self._place(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """Return the `ShardBox` table of any rank of the job."""
+        """Return the table of any rank of the job."""
         return vllm_placements(self._shape, tp_size=self._tp_size, tp_rank=self._place(rank))
 
     def begin_weight_update(self) -> None:
-        """Reallocate the parameters after a sleep, at the same addresses."""
+        """Reallocate parameters at the same addresses after a sleep."""
         if self._can_sleep and self._llm.llm_engine.is_sleeping():
             self._llm.wake_up(tags=["weights"])
             for tensor in self._adapters.values():  # transfers do not write the buffers' padding
                 tensor.zero_()
 
     def end_weight_update(self) -> None:
-        """Pack the experts, reallocate the KV cache, and drop the prefix cache of the old weights."""
+        """Pack experts, reallocate the KV cache, reset the prefix cache."""
         for param, instructions in self._packed_experts:
             pack_experts(param, instructions)
         if self._can_sleep and self._llm.llm_engine.is_sleeping():
@@ -180,7 +179,7 @@ class VllmEngine:
         return finished + (self._stop_early() if self._stop else [])
 
     def _stop_early(self) -> list[Sampled]:
-        """End responses at stop strings, which vLLM cannot without a tokenizer."""
+        """End responses at stop strings; vLLM has no tokenizer here."""
         states = self._llm.llm_engine.output_processor.request_states
         keys = [
             key
@@ -233,7 +232,7 @@ class VllmEngine:
                 raise
 
     def _abort(self) -> None:
-        """Abort all requests; drop prefix-cache blocks that a failed step left unfilled."""
+        """Abort all requests; drop prefix-cache blocks left unfilled."""
         engine = self._llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         self._llm.reset_prefix_cache()
@@ -259,5 +258,4 @@ class VllmEngine:
 
 
 def _short(name: str) -> str:
-    """Return vLLM's name of a finished request: "7" for "7-random"."""
     return name.partition("-")[0]

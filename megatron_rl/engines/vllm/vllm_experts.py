@@ -2,7 +2,7 @@
 """vLLM's experts: views per matrix, packed order on CPU, and routes of every token.
 
 Hooks on the routers record routes, as vLLM's own output of them needs the v2 model runner. Routes are kept per KV-cache
-block, for prefix-cache hits, and per request, as preemption may free its blocks.
+block, for prefix-cache hits, and per request, for preemption.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_rl.weights.packed_experts import is_packed, split_turns
 
 
 class RouteRecorder:
-    """A recorder of routes, with hooks on the routers and on the v1 model runner, which maps rows to requests."""
+    """A recorder of routes, by hooks on routers and on the v1 model runner."""
 
     def __init__(self, model: torch.nn.Module, runner: Any, shape: RouteShape) -> None:
         self._batch, self._shape = runner.input_batch, shape
@@ -42,7 +42,7 @@ class RouteRecorder:
         self._known[name] = 0
 
     def take(self, name: str, length: int) -> np.ndarray:
-        """Remove a request; return the routes of its first `length` tokens."""
+        """Remove a request; return routes of `length` tokens."""
         del self._known[name]
         return self._routes.pop(name)[:length]
 
@@ -65,7 +65,7 @@ class RouteRecorder:
         return result
 
     def _collect(self, counts: dict[str, int], rows: np.ndarray) -> None:
-        """Store a step's routes [rows, layers, choices]; `counts` holds rows per request."""
+        """Store a step's routes [rows, layers, choices]; `counts` has rows per request."""
         table, at = self._batch.block_table[0], 0
         for index, name in enumerate(self._batch.req_ids):
             first, count = int(self._batch.num_computed_tokens_cpu[index]), counts[name]
@@ -83,7 +83,7 @@ class RouteRecorder:
 
 
 def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:
-    """Return fused expert weights with the instruction set to pack them for, on CPU."""
+    """Return fused weights that a CPU kernel needs packed, with its instruction set."""
     if device.type != "cpu":
         return []
     packed = []

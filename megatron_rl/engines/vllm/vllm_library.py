@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only file that imports vllm: patches for use inside a training process, on GPU and on CPU (each has a test).
+"""The only file that imports vllm: patches for use inside a training process (each has a test).
 
 * its shutdown must not destroy the job's process groups;
-* on CPU, linear layers keep their weight (oneDNN would pack it and leave an empty parameter);
+* on CPU, linear layers keep their weight (oneDNN would leave an empty parameter);
 * on CPU, torch.distributed replaces its shared-memory collectives: their segment names contain ranks only, so a killed
   run, or a second one on the host, breaks the next engine;
 * on CPU, it must not bind the trainer's memory to one NUMA node;
@@ -40,11 +40,7 @@ from megatron_rl.weights.support import check_engine
 
 
 def find_world(spec: EngineSpec, parallel_state: Any) -> AbstractContextManager[None]:
-    """Return a context that restricts vLLM to this engine's ranks if only some ranks have engines.
-
-    Args:
-        parallel_state: vLLM's module of that name.
-    """
+    """Return a context that restricts vLLM to this engine's ranks, if not all ranks have engines."""
     if spec.ranks is None or len(spec.ranks) == spec.process.world_size:
         return nullcontext()
     first = spec.process.rank - spec.find_place(spec.process.rank)
@@ -53,7 +49,7 @@ def find_world(spec: EngineSpec, parallel_state: Any) -> AbstractContextManager[
 
 @contextmanager
 def _own_world(ranks: range, parallel_state: Any) -> Iterator[None]:
-    """Patch torch.distributed and vLLM to show only `ranks`, which all enter after `align_group_names`."""
+    """Show vLLM only `ranks`, which all enter after `align_group_names`."""
     new_group, get_world_size = dist.new_group, dist.get_world_size
     init_world_group, init_model_parallel_group = (
         parallel_state.init_world_group,
@@ -116,7 +112,7 @@ def prepare_vllm(device: torch.device) -> ModuleType:
     import_module("vllm.entrypoints.llm")  # vllm imports this, and the worker, lazily
 
     def keep_process_groups(*args: Any, **kwargs: Any) -> None:
-        """Replace a clean-up that destroys the job's process groups."""
+        """Replace the clean-up of process groups."""
 
     engine_core: Any = core  # the name is imported there, which type checkers reject
     engine_core.cleanup_dist_env_and_memory = keep_process_groups
@@ -155,7 +151,7 @@ def _pack_reloaded_experts() -> None:
 
 
 def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
-    """Register a loader that passes the model to `bind`, before anything is compiled or captured."""
+    """Register a loader that calls `bind` before anything is compiled or captured."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -165,7 +161,7 @@ def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
             """Nothing to fetch: the actor has the weights."""
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            """Bind what can be shared; the rest is written by the first reshard."""
+            """Bind shareable tensors; the first reshard writes the rest."""
             bind(model)
 
 
@@ -180,7 +176,7 @@ def take_adapters(worker: Any, spec: EngineSpec) -> Any:
 
 
 def pack_experts(param: torch.Tensor, instructions: str) -> None:
-    """Reorder a fused parameter [E, rows, columns] in place; once per update, since packing is not idempotent."""
+    """Reorder a fused parameter [E, rows, columns] in place; not idempotent."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     param.copy_(cpu_prepack_moe_weight(param, instructions))

@@ -21,11 +21,7 @@ _MAX_CPU_CACHE_BYTES = 1 << 30
 
 
 def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
-    """Refuse a model or option that vLLM does not support on CPU.
-
-    Raises:
-        UserError: message with the supported sizes.
-    """
+    """Refuse a model or option that vLLM does not support on CPU (UserError)."""
     if config.engine_options.get("enable_chunked_prefill"):
         raise UserError(
             "rollout.engine_options has enable_chunked_prefill",
@@ -65,13 +61,13 @@ def check_installed(shape: ModelShape, config: RolloutConfig) -> None:
 
 
 def check_server_options(shape: ModelShape, config: RolloutConfig) -> None:
-    """Refuse options that the installed vLLM lacks, if the server runs it (UserError)."""
+    """Refuse options that the server's vLLM lacks, if it is the installed one (UserError)."""
     if not config.server.endpoints and config.server.python is None:
         check_options(config.engine_options)
 
 
 def check_family(shape: ModelShape) -> None:
-    """Refuse a model that the installed vLLM, if any, does not implement natively (UserError)."""
+    """Refuse a model without native implementation in the installed vLLM, if any (UserError)."""
     package, family = _find_package(), FAMILIES[shape.family]
     name = f"model_executor/models/{family.vllm_module or shape.family}.py"
     if package is not None and not (package / name).is_file():
@@ -84,11 +80,7 @@ def check_family(shape: ModelShape) -> None:
 
 
 def check_options(options: Iterable[str]) -> None:
-    """Refuse options that the installed vLLM, if any, lacks.
-
-    Raises:
-        UserError: message with the first such option.
-    """
+    """Refuse options that the installed vLLM, if any, lacks (UserError)."""
     package = _find_package()
     known = set(options) if package is None or not options else list_arguments(package)
     for name in options:
@@ -103,7 +95,7 @@ def check_options(options: Iterable[str]) -> None:
 
 
 def list_arguments(package: Path) -> set[str]:
-    """Return the argument names of vLLM's `EngineArgs`, read from its source in `package`."""
+    """Return the arguments of vLLM's `EngineArgs`, parsed from its source."""
     source = (package / "engine" / "arg_utils.py").read_text(encoding="utf-8")
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     body = next(node.body for node in classes if node.name == "EngineArgs")
@@ -116,7 +108,7 @@ def _find_package() -> Path | None:
 
 
 def cpu_cache_bytes(spec: EngineSpec) -> int:
-    """Return the configured KV-cache size in bytes, else that of `max_num_seqs` full sequences, at most 1 GiB."""
+    """Return the configured KV-cache bytes, else those of `max_num_seqs` full sequences, at most 1 GiB."""
     if spec.config.kv_cache_gib is not None:
         return int(spec.config.kv_cache_gib * (1 << 30))
     shape: ModelShape = spec.shape

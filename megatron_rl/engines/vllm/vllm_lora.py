@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy's adapters in vLLM's own buffers, written in place.
 
-vLLM loads adapters from files into slots. Here the one slot is activated with an adapter without matrices, which leaves
-zeros, and the reshard writes the buffers. B already contains the scale.
+vLLM loads adapters from files into slots. Here the one slot gets an adapter without matrices, which leaves zeros, and
+the reshard writes the buffers. B contains the scale.
 """
 
 from __future__ import annotations
@@ -19,17 +19,13 @@ _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 def list_arguments(shape: AdapterShape) -> dict[str, Any]:
-    """Return the arguments of an engine with a slot for the adapters."""
+    """Return the arguments of an engine with one slot."""
     rank = next(size for size in _RANKS if size >= shape.rank)
     return dict(enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=rank, lora_target_modules=shape.modules)
 
 
 def take_slot(worker: Any, adapters: Any) -> None:
-    """Activate the one slot for the policy.
-
-    Args:
-        adapters: without matrices; requests refer to them by id.
-    """
+    """Activate the slot for the policy's adapters, which have no matrices."""
     manager = worker.model_runner.lora_manager._adapter_manager
     manager._registered_adapters[adapters.id] = adapters  # `add_adapter` refuses adapters without matrices
     manager.activate_adapter(adapters.id)

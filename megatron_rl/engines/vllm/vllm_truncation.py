@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Truncated sampling in vLLM v1: our definition truncates logits before vLLM's sampler, and the kept sets are recorded.
+"""Truncated sampling in vLLM v1 by our own definition, applied before vLLM's sampler.
 
 A request carries its limits in `SamplingParams.extra_args`, as it may come from another process. Sets are stored by
 request and position, so that the set of a token discarded by chunked prefill or preemption is overwritten.
@@ -21,7 +21,7 @@ _KEY = "kept_sets"
 
 
 def list_extra_args(name: str, request: Request) -> dict[str, Any]:
-    """Return the `extra_args` of a request: name of its sets, start of its response, limits."""
+    """Return a request's `extra_args`: name of its sets, start of its response, limits."""
     cut = request.sampling
     if not cut.is_truncated:
         return {}
@@ -30,11 +30,7 @@ def list_extra_args(name: str, request: Request) -> dict[str, Any]:
 
 
 class KeptSetRecorder:
-    """A wrapper of a model runner's sampler that truncates logits and records kept sets.
-
-    Args:
-        runner: its rows of logits must be in the order of its requests.
-    """
+    """A wrapper of a sampler that truncates logits and records kept sets, row by row in order of requests."""
 
     def __init__(self, runner: Any) -> None:
         self._requests, self._batch = runner.requests, runner.input_batch
@@ -43,7 +39,7 @@ class KeptSetRecorder:
         sampler.forward = self._before(sampler.forward)
 
     def take(self, name: str, first: int, count: int) -> KeptSets:
-        """Remove a request; return the sets of `count` tokens from position `first` on."""
+        """Remove a request; return `count` sets from position `first` on."""
         sets = self._sets.pop(name, {})
         return KeptSets.join([KeptSets.whole(0), *(sets[first + i] for i in range(count))])
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker extension of a vLLM server, imported before the model is loaded (`--worker-extension-cls`).
 
-It applies the in-process patches: without them, on CPU, an update changes only embeddings and norms and still reports
-success.
+It applies the in-process patches, without which a CPU update changes only embeddings and norms and reports success.
 """
 
 from __future__ import annotations
