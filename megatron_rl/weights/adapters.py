@@ -149,7 +149,7 @@ def adapter_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTa
 
 
 def separate_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:
-    """Return a rank's table of adapters with `<matrix>.lora_A` and `.lora_B` per matrix of an engine."""
+    """Return an engine rank's table of adapters, with `<matrix>.lora_A` and `.lora_B` for each matrix."""
     kinds = tuple((kind, base.boxes[kind]) for kind in shape.kinds)
     return PlacementTable(_list_separate_rows(base.rows, shape.kinds), _cut(shape, kinds, is_stacked=False))
 

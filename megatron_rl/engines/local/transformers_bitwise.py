@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch-invariant transformers models (rollout.bitwise), with the matrix products and attention of the trainer."""
+"""Batch-invariant transformers models (rollout.bitwise), with the trainer's matrix products and attention.
+
+Norms, activations and rotary embeddings are bitwise equal already.
+"""
 
 from __future__ import annotations
 

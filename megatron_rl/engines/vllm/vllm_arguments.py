@@ -83,7 +83,7 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _take_text_part(shape: ModelShape, config: Any) -> Any:
-    """See `take_text_config`."""
+    """Reduce an image-text config to its text part, like `take_text_config`."""
     config = config.get_text_config()
     config.architectures = [FAMILIES[shape.family].architecture]
     config.tie_word_embeddings = shape.tied_embeddings
