@@ -114,7 +114,7 @@ class BuiltEngine(NamedTuple):
 
 
 class OneTurn(WaitingRequests):
-    """A `RolloutEngine` over `generate`: one step is one batch, and returns all of its responses at its end."""
+    """A `RolloutEngine` over an engine that only has `generate`: each step generates one batch of waiting requests."""
 
     def __init__(self, engine: ClosedBatches) -> None:
         super().__init__()

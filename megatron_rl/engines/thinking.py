@@ -30,7 +30,7 @@ class ThinkingBudget:
         self._engine.add([self._limit(request) for request in requests])
 
     def step(self) -> list[Sampled]:
-        """Advance the engine."""
+        """Advance the engine; return finished responses."""
         finished, continued = [], []
         for sampled in self._engine.step():
             request = self._thinking.pop(sampled.key, None)
@@ -45,7 +45,7 @@ class ThinkingBudget:
         return finished
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Remove requests."""
+        """Remove requests; return partial responses."""
         for key in keys:
             self._thinking.pop(key, None)
         return [self._complete(sampled) for sampled in self._engine.interrupt(keys)]

@@ -105,7 +105,10 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
 def place_drafts(
     shape: ModelShape, tensors: Mapping[str, tuple[tuple[int, ...], Any]]
 ) -> tuple[Table, dict[str, tuple[int, ...]]]:
-    """Place layers for multi-token prediction, unstacked under their own names; `tensors` may contain others.
+    """Place layers for multi-token prediction, unstacked under their own names.
+
+    Args:
+        tensors: name -> (shape, type), of these and other tensors.
 
     Returns:
         Placements, and shapes of all logical tensors.

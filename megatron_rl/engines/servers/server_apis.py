@@ -27,9 +27,10 @@ _ROOT = str(Path(__file__).resolve().parents[3])
 
 
 class ServerApi(Protocol):
-    """The protocol of one kind of server: the `path` of requests and its methods.
+    """The HTTP protocol of one kind of server.
 
     Attributes:
+        path: path to which requests are posted.
         health: path of the health endpoint.
     """
 
