@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the name of an engine to the engine, and what lets one that only takes whole batches be stepped."""
+"""Construction of the engine that `rollout.engine` names, and its stand-in on other ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from megatron_rl.weights.support import check_rollout_layout
 
 @dataclass(frozen=True)
 class EngineTables:
-    """Which rank of the engines holds what: all that other ranks must know to send it weights.
+    """Placement tables of all engine ranks, for ranks without an engine.
 
     Attributes:
-        keys: rank -> its `shard_key`.
-        tables: by key; tables that share rows still share them when all of this travels at once.
+        keys: rank -> `shard_key`.
+        tables: by key; shared rows stay shared when pickled together.
     """
 
     keys: Mapping[int, Hashable]
@@ -43,14 +43,14 @@ class EngineTables:
 
     @classmethod
     def of(cls, engine: EngineWeights, ranks: EngineRanks) -> EngineTables:
-        """Read the keys and placements of all ranks from an engine."""
+        """Read the tables of all ranks."""
         keys = {rank: engine.shard_key(rank) for members in ranks.of for rank in members}
         firsts = {key: rank for rank, key in reversed(keys.items())}
         return cls(keys, {key: as_table(engine.placements(rank)) for key, rank in firsts.items()})
 
 
 class AbsentEngine(WaitingRequests):
-    """Stands for an engine where there is none: no request comes to it, and it has no parameters."""
+    """A stand-in on ranks without an engine."""
 
     def __init__(self, known: EngineTables) -> None:
         super().__init__()
@@ -60,43 +60,40 @@ class AbsentEngine(WaitingRequests):
         self.padded_params: tuple[str, ...] = ()
 
     def shard_key(self, rank: int) -> Hashable:
-        """Of a rank that has an engine."""
+        """Return an engine rank's key."""
         return self._known.keys[rank]
 
     def placements(self, rank: int) -> PlacementTable:
-        """Of a rank that has an engine."""
+        """Return an engine rank's table."""
         return self._known.tables[self._known.keys[rank]]
 
     def step(self) -> list[Sampled]:
-        """There is nothing to do."""
+        """Return no responses."""
         return []
 
     def tokens_in_flight(self) -> int:
-        """None."""
+        """Return 0."""
         return 0
 
     def begin_weight_update(self) -> None:
-        """There is nothing to write to."""
+        """Do nothing."""
 
     def end_weight_update(self) -> None:
-        """As above."""
+        """Do nothing."""
 
     def sleep(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """As above."""
+        """Do nothing."""
 
 
 class BuiltEngine(NamedTuple):
     """One rank's share of an engine.
 
     Attributes:
-        requests: what serves them.
-        weights: what holds them.
-        kind: the name of its class.
-        ranks: of every engine of the job.
-        route_shape: of the routes that responses come with; None: they come without.
+        kind: class name of the engine.
+        route_shape: shape of the routes in responses, if any.
     """
 
     requests: RolloutEngine
@@ -106,28 +103,25 @@ class BuiltEngine(NamedTuple):
     route_shape: RouteShape | None = None
 
     def describe(self) -> tuple[str, EngineRanks, RouteShape | None, EngineTables]:
-        """What ranks without an engine must know."""
+        """Return the arguments of `absent`."""
         return self.kind, self.ranks, self.route_shape, EngineTables.of(self.weights, self.ranks)
 
     @classmethod
     def absent(cls, kind: str, ranks: EngineRanks, route_shape: RouteShape | None, tables: EngineTables) -> BuiltEngine:
-        """What stands for an engine on such a rank."""
+        """Build the stand-in."""
         stand_in = AbsentEngine(tables)
         return cls(stand_in, stand_in, kind, ranks, route_shape)
 
 
 class OneTurn(WaitingRequests):
-    """Steps an engine that has `generate` only: one step is one batch of all that waits.
-
-    So nothing is heard of a response before the last one of its batch is there.
-    """
+    """A `RolloutEngine` over an engine that only has `generate`: each step generates one batch of waiting requests."""
 
     def __init__(self, engine: ClosedBatches) -> None:
         super().__init__()
         self._engine = engine
 
     def step(self) -> list[Sampled]:
-        """The responses to what waits; one that was not asked for gets the last key once more."""
+        """Generate a batch; surplus responses repeat the last key, for the caller to refuse."""
         batch = self.take_batch()
         if not batch:
             return []
@@ -136,7 +130,7 @@ class OneTurn(WaitingRequests):
         return [replace(response, key=key) for key, response in zip(keys, responses, strict=False)]
 
     def tokens_in_flight(self) -> int:
-        """What the engine says."""
+        """Return the engine's count."""
         return self._engine.tokens_in_flight()
 
     def close(self) -> None:
@@ -145,7 +139,7 @@ class OneTurn(WaitingRequests):
 
 
 def import_library(name: str, device: torch.device) -> None:
-    """Import what the engine of a name is made with; before the models are built, see `kept_imports`."""
+    """Import the engine's library, before the models (see `kept_imports`)."""
     with kept_imports():
         if name == "vllm":
             from megatron_rl.engines.vllm.vllm_library import prepare_vllm
@@ -157,7 +151,7 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
     """Build the engine named by `rollout.engine`; collective over its ranks.
 
     Raises:
-        UserError: unknown name, or a layout that the model does not fit.
+        UserError: unknown name or unsuitable layout.
     """
     make: EngineMaker = find_engine(spec.config.engine).make
     tp_size = spec.config.tensor_model_parallel_size

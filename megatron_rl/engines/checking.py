@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is what an engine returned what it was asked for? Checked where responses enter the program, before they travel."""
+"""Checks of engine responses, on the engine's ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from megatron_rl.types import RouteShape, UserError
 def check_sampled(
     response: Sampled, request: Request, *, vocab_size: int, source: str, route_shape: RouteShape | None = None
 ) -> None:
-    """Compare a response with its request.
+    """Check a response against its request.
 
     Args:
-        response: what an engine returned.
-        request: what it was asked.
-        vocab_size: token ids are below.
-        source: what a message calls the engine and the request.
-        route_shape: shape of the routes that the engine returns; None: it returns none.
+        vocab_size: exclusive upper bound of token ids.
+        source: engine and request, for errors.
+        route_shape: shape of required routes, if any.
 
     Raises:
-        UserError: its length, a token id, a log-prob, a kept set or its routes are not what they must be.
+        UserError: invalid length, token id, log-prob, kept set or routes.
     """
     num_tokens, num_logprobs, max_tokens = len(response.tokens), len(response.logprobs), request.sampling.max_tokens
     if num_tokens != num_logprobs or np.ndim(response.tokens) != 1:
@@ -81,7 +79,7 @@ def _check_values(response: Sampled, vocab_size: int, source: str) -> None:
 
 
 def miscounted(num_responses: int, num_requests: int, source: str) -> UserError:
-    """Return the error of an engine that has returned more or fewer responses than it was asked for."""
+    """Return the error of a wrong number of responses."""
     return UserError(
         f"{num_responses} responses to {num_requests} requests",
         source=source,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM runs: what `rollout` asks for, as far as the device has it. On a GPU vLLM's own defaults are all on."""
+"""Execution modes of vLLM: CUDA graphs, async scheduling, model runner."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ON_CPU: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False, "mo
 
 
 def fit_to_device(config: RolloutConfig, device: torch.device) -> RolloutConfig:
-    """On a GPU what was asked for; on CPU the one way there is."""
+    """Replace modes that a CPU does not support."""
     return replace(config, **_ON_CPU) if device.type == "cpu" else config
 
 
 def describe_modes(config: RolloutConfig, device: torch.device) -> str:
-    """What is on, and what was asked for and is not there, for the start of a run; of vLLM and SGLang only."""
+    """Describe active and ignored modes of vLLM and SGLang for the log."""
     if config.engine == "sglang" and device.type == "cpu":
         return "seeds of responses have no effect on CPU: the same run again samples something else"
     if not config.supports("vllm_modes"):

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout engine is, and how one is registered under a name.
+"""Interfaces of rollout engines, and their registration; read this before you write an engine.
 
-An engine lives in the processes of the job: `tensor_model_parallel_size` consecutive ranks form one engine (or the
-ranks that it names itself: `PlacedEngine`), and all engines together span `placement.rollout`. It has two sides.
-`RolloutEngine`: requests are added, and each step returns what is finished (`rollout.serving` is the only caller).
-`EngineWeights`: parameters and their placement table, so that the hybrid engine can write weights into it shard to
-shard.
+`tensor_model_parallel_size` consecutive ranks (or the ranks of a `PlacedEngine`) are one engine; all engines together
+span `placement.rollout`. `RolloutEngine` is the request side, called by `rollout.serving`; `EngineWeights` is the
+weight side, called by the hybrid engine.
 """
 
 from __future__ import annotations
@@ -36,15 +34,13 @@ if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch
 
 @dataclass(frozen=True)
 class Request:
-    """What an engine is asked to continue.
+    """A prompt or partial response to continue.
 
     Attributes:
-        key: the number of its sample, of which one request runs at a time: with `turn` it names the request.
-        tokens: [s] int32 prompt, and what was sampled of it before.
-        seed: of this response alone.
-        sampling: how to draw it.
-        turn: exchanges of the same episode before this one.
-        num_sampled: of `tokens`, the last so many belong to the response.
+        key: sample number; a sample runs one request at a time.
+        tokens: [s] int32 prompt and response so far.
+        turn: earlier turns in the episode.
+        num_sampled: trailing `tokens` that belong to the response.
     """
 
     key: int
@@ -55,15 +51,15 @@ class Request:
     num_sampled: int = 0
 
     def response(self, sampled: Sequence[int]) -> Sequence[int]:
-        """The response so far: what the request brings of it, and what was sampled after that."""
+        """Return the response so far, `sampled` included."""
         return [*self.tokens[len(self.tokens) - self.num_sampled :].tolist(), *sampled] if self.num_sampled else sampled
 
     def ends_by(self, stop: StopStrings, sampled: Sequence[int]) -> bool:
-        """Whether the last of the tokens that were sampled completes a string that ends the response."""
+        """Return whether the last sampled token completes a stop string."""
         return self.num_sampled + len(sampled) > self.sampling.min_tokens and stop.ends(self.response(sampled))
 
     def continued(self, tokens: np.ndarray, seed: int) -> Request:
-        """What continues the response after further tokens of it, with the seed of what follows them."""
+        """Return the request that continues after `tokens`."""
         return replace(
             self,
             tokens=np.concatenate([self.tokens, tokens]),
@@ -75,18 +71,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What an engine sampled for a request.
+    """The response to a request.
 
     Attributes:
-        key: of the request.
-        tokens: [s] int32 sampled tokens, the stop token included.
-        logprobs: [s] float32 of the distribution that was sampled from (temperature applied).
-        finish_reason: "stop", "length", or "interrupted" before either.
-        kept: [s] what the tokens were drawn from, where `sampling.is_truncated`.
-        num_cached: tokens of the request that a prefix cache had; None: the engine does not say.
-        routes: [n, layers, choices] of the request's tokens and these, where `EngineSpec.records_routes`; the
-            last token, which is not fed, has none.
-        inserted: [s] bool, these tokens were put in (`engines.thinking`): log-prob 0, no kept set. None: none were.
+        tokens: [s] int32, stop token included.
+        logprobs: [s] float32 under the distribution sampled from (temperature applied).
+        finish_reason: "stop", "length", or "interrupted".
+        kept: [s] sets that tokens were drawn from, if `sampling.is_truncated`.
+        num_cached: request tokens in the prefix cache, if reported.
+        routes: [n, layers, choices] experts of request and response tokens, if `EngineSpec.records_routes`; unknown for
+            the last token, which is never fed.
+        inserted: [s] bool, tokens inserted by `engines.thinking`, if any: log-prob 0, no kept set.
     """
 
     key: int
@@ -101,12 +96,11 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Probed:
-    """What a server says of a fixed prompt.
+    """A server's continuations of a fixed prompt.
 
     Attributes:
         prompt: [s] int32.
-        sampled: greedy first, then at the temperature of the rollouts.
-        temperatures: of each.
+        sampled: greedy, then at the rollout temperature.
     """
 
     prompt: np.ndarray
@@ -116,24 +110,21 @@ class Probed:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine needs to be built.
+    """The inputs of an engine's constructor.
 
     Attributes:
-        model_path: HF directory; only its config.json is read.
-        shape: the same architecture, parsed.
+        model_path: HF directory; its weights are not read.
+        shape: its config.json, parsed.
         dtype: "float32" or "bfloat16".
         max_prompt_length, max_response_length: tokens.
-        config: the rollout section.
-        process: this rank.
-        seed: of the engine's own random numbers (responses have seeds of their own).
-        shareable: given the engine's placement table of this rank, tensors of the actor by the engine's names for
-            them, which may be its parameters instead of storage of its own (they hold the same pieces).
-        model: the actor's `training.packed_model.PackedModel`, for an engine that runs its modules; None: no actor.
-        ranks: of the job, on which the engines are; None: all.
-        adapters: that the engine keeps beside the model's weights; None: it has the sum of both.
-        stop: strings that end a response beside its stop tokens (the engine asks after each token); None: none.
-        records_routes: responses come with the experts that were chosen for each of their tokens.
-        thoughts: what thoughts begin and end with, where `rollout.thinking_budget` bounds them; None: it does not.
+        seed: seed of the engine, not of responses.
+        shareable: placement table -> tensors of the actor, by engine-side name, that may serve as parameters.
+        model: the actor's `training.packed_model.PackedModel`, for an engine that runs its modules.
+        ranks: job ranks with engines; all if `None`.
+        adapters: adapters that the engine keeps apart; `None` if merged into the weights.
+        stop: stop strings, checked after each token.
+        records_routes: responses contain the experts of each token.
+        thoughts: tags of thoughts, if `rollout.thinking_budget` is set.
     """
 
     model_path: str
@@ -154,73 +145,73 @@ class EngineSpec:
 
     @property
     def route_shape(self) -> RouteShape | None:
-        """Of the routes that responses come with; None: they come without."""
+        """Shape of the routes in responses, if any."""
         return self.shape.route_shape if self.records_routes else None
 
     def find_place(self, rank: int) -> int:
-        """Of a rank in its engine, where `tensor_model_parallel_size` neighbors are one."""
+        """Return a job rank's TP rank in its engine."""
         return (rank - (self.ranks.start if self.ranks else 0)) % self.config.tensor_model_parallel_size
 
 
 class AnyEngine(Protocol):
-    """What every engine has beside its requests and its weights."""
+    """Methods of every engine."""
 
     def tokens_in_flight(self) -> int:
-        """Tokens sampled so far for requests that are not finished; asked by another thread."""
+        """Count the tokens of unfinished responses; called from another thread."""
         ...
 
     def close(self) -> None:
-        """Release the engine; process groups of the job stay alive."""
+        """Release the engine, but not the job's process groups."""
 
 
 @runtime_checkable
 class RolloutEngine(AnyEngine, Protocol):
-    """One rank's share of an engine that is stepped; its ranks make the same calls in the same order."""
+    """One rank's share of a stepped engine; all ranks make equal calls in equal order."""
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Take requests in; they run from the next step on, while others run."""
+        """Add requests, which start at the next step."""
 
     def step(self) -> list[Sampled]:
-        """Advance what runs, by a token each or by more; returns what is finished, the same on every rank."""
+        """Advance by one or more tokens; return finished responses, equal on every rank."""
         ...
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Forget requests and return what they have so far, maybe no token; keys without a request are passed over."""
+        """Remove requests, ignoring unknown keys; return partial responses."""
         ...
 
     def has_requests(self) -> bool:
-        """True if a step has something to do."""
+        """Return whether any request runs or waits."""
         ...
 
 
 class EngineWeights(Protocol):
-    """The weights of an engine that lives in the ranks, as one rank sees them."""
+    """One rank's view of an engine's weights."""
 
     params: Mapping[str, torch.Tensor]
     shared_params: frozenset[str]  # parameters whose storage is the actor's
-    padded_params: tuple[str, ...]  # parameters that may hold elements which no logical tensor fills
+    padded_params: tuple[str, ...]  # may hold padding, which no logical tensor fills
 
     def shard_key(self, rank: int) -> Hashable:
-        """Ranks with equal keys have equal placement tables."""
+        """Return a key shared by ranks with equal tables."""
         ...
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """ShardBox table of any rank of the job."""
+        """Return the table of any rank of the job."""
         ...
 
     def begin_weight_update(self) -> None:
-        """Make the parameters writable (they may have been given back while training)."""
+        """Make the parameters writable, also after `sleep`."""
 
     def end_weight_update(self) -> None:
-        """The parameters hold new weights: drop everything computed with the old ones."""
+        """Drop everything computed with the old weights."""
 
     def sleep(self) -> None:
-        """Give back memory until the next weight update."""
+        """Release memory until the next weight update."""
 
 
 @runtime_checkable
 class PlacedEngine(Protocol):
-    """What an engine has beside the rest whose ranks are not `rollout.tensor_model_parallel_size` neighbors."""
+    """An engine whose ranks are not neighbors."""
 
     @property
     def engine_ranks(self) -> EngineRanks:
@@ -230,9 +221,9 @@ class PlacedEngine(Protocol):
 
 @runtime_checkable
 class CodedEngine(Protocol):
-    """What an engine has beside the rest that may keep its matrices in eight bits (`weights.row_quantization`).
+    """An engine with matrices in eight bits (`weights.row_quantization`).
 
-    Their `params` are codes, int8; under the same name with `SCALE_SUFFIX` are scales, [n, 1] float32.
+    Its `params` are int8; scales, [n, 1] float32, have `SCALE_SUFFIX`.
     """
 
     code_format: CodeFormat | None
@@ -240,32 +231,33 @@ class CodedEngine(Protocol):
 
 @runtime_checkable
 class ProbedEngine(Protocol):
-    """What an engine has beside the rest whose weights are out of sight, such as a server's."""
+    """An engine with inaccessible weights, such as a server."""
 
     def probe(self) -> Probed | None:
-        """What it says of a fixed prompt; None on all but its first rank."""
+        """Continue a fixed prompt; `None` on all but the first rank."""
         ...
 
 
 class ClosedBatches(AnyEngine, EngineWeights, Protocol):
-    """The least that an engine of the user's must have: whole batches and weights; see `engines.build.OneTurn`."""
+    """The smallest interface of a user's engine; see `engines.build.OneTurn`."""
 
     def generate(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig) -> list[Sampled]:
-        """One response per prompt, in order, the same on every rank of the engine; their keys do not matter."""
+        """Return one response per prompt, in order, equal on every rank."""
         ...
 
 
 class SteppedEngine(RolloutEngine, EngineWeights, Protocol):
-    """Requests and weights in one object."""
+    """A stepped engine with its weights."""
 
 
 EngineMaker = Callable[[EngineSpec], SteppedEngine | ClosedBatches]
 
 
 def register_rollout_engine(name: str, supports: Collection[str] = ()) -> Callable[[EngineMaker], EngineMaker]:
-    """Decorator: make `engine(spec)`, such as a class with that argument, known as rollout.engine = `name`.
+    """Register the decorated `engine(spec)` as rollout.engine = `name`.
 
-    `supports`: what it can beside plain sampling (`extension.engines.ABILITIES`); a run that needs more is refused.
+    Args:
+        supports: abilities (`extension.engines.ABILITIES`); runs that need others are refused.
 
     Raises:
         UserError: the name is taken, or an ability does not exist.
@@ -279,10 +271,9 @@ def register_rollout_engine(name: str, supports: Collection[str] = ()) -> Callab
 
 
 def share_params(params: Mapping[str, torch.Tensor], shareable: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Rebind parameters to the actor's storage where shape, dtype and device agree too; returns their names.
+    """Rebind parameters to shareable storage of equal shape, dtype and device; return the names.
 
-    A parameter of experts is rebound where all of its matrices are shareable and lie in it as they lie in the actor's.
-    Must run before anything captures the parameters' addresses.
+    Fused experts must be contiguous in the actor in the same order. Must precede anything that captures addresses.
     """
     shared: set[str] = set()
     for name, param in params.items():

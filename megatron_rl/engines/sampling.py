@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sampling contract for the engine and for the trainer's scoring, and seeds that depend on nothing else.
+"""The sampling contract of engine and trainer, stop strings, and seeds independent of scheduling.
 
-Stop strings end a response with the token that completes one of them, and all its tokens are learned from; rewards read
-the text before the string. Special tokens have no text, nor does a character of which bytes are missing.
+The token that completes a stop string ends the response; all its tokens are trained on, and rewards read the text
+before the string. Special tokens and incomplete UTF-8 characters decode to no text.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ _CLOSING_TAG = re.compile(r"</\w+>|\[/\w+\]")
 
 
 class Thoughts:
-    """The tags around a thought, and the tokens that end one that takes too long.
+    """The tags around a thought, and the tokens that close it.
 
     Args:
-        closing: text with the closing tag, such as </think>; the opening one is the same without the slash.
-        tokenizer: of the policy.
+        closing: text with the closing tag, such as </think>.
 
     Attributes:
         closing: [s] int32 tokens of that text.
 
     Raises:
-        UserError: the text has no closing tag, or the tokenizer cannot write it.
+        UserError: no closing tag, or the tokenizer cannot encode it.
     """
 
     def __init__(self, closing: str, tokenizer: Tokenizer) -> None:
@@ -52,7 +51,7 @@ class Thoughts:
             )
 
     def are_open(self, tokens: Sequence[int]) -> bool:
-        """Whether these tokens, the prompt's and the response's, end inside a thought."""
+        """Return whether prompt and response end inside a thought."""
         text = self._read(tokens)
         opening, closing = map(text.rfind, self._tags)
         return opening > closing
@@ -62,14 +61,14 @@ class Thoughts:
 
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_MORE_TOKENS = 8  # special ones, and the first, of which some tokenizers drop a leading space
+_MORE_TOKENS = 8  # special tokens, and the first token, whose leading space some tokenizers drop
 
 
 class StopStrings:
-    """Looks for the strings at the end of responses.
+    """A detector of stop strings.
 
     Args:
-        strings: not empty; none of them is.
+        strings: at least one, all non-empty.
         decode: token ids -> text.
     """
 
@@ -78,17 +77,17 @@ class StopStrings:
         self._most_tokens = max(len(text.encode()) for text in strings) + _MORE_TOKENS
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether the last one of these sampled tokens completes a string; only the last few are looked at."""
+        """Return whether the last token completes a stop string; decodes only the last few."""
         return bool(len(tokens)) and self._find([*map(int, tokens[-self._most_tokens :])]) is not None
 
     def read(self, tokens: Sequence[int]) -> str:
-        """The text of a response, up to the string that its last token completes."""
+        """Return the text of a response, without a stop string that its last token completes."""
         tokens = [*map(int, tokens)]
         end = self._find(tokens) if self.ends(tokens) else None
         return self._decode(tokens)[:end]
 
     def _find(self, tokens: list[int]) -> int | None:
-        """Return the start of the string that the last token completes; of several, the one that is complete first."""
+        """Return the start of the string that the last token completes; of several, the first to end."""
         before, text = len(self._decode(tokens[:-1]).rstrip(_BROKEN)), self._decode(tokens)
         starts = {string: text.find(string, max(0, before - len(string) + 1)) for string in self._strings}
         found = [string for string, start in starts.items() if start >= 0]
@@ -97,23 +96,20 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How responses are drawn.
+    """Sampling parameters.
 
-    A token is drawn from the tokens that `min_tokens`, `min_p`, `top_k` and `top_p` leave, one after another
-    (`engines.truncation` has the one definition). An engine returns these sets, and training scores each token within
-    its own.
+    `min_tokens`, `min_p`, `top_k` and `top_p`, in this order, restrict the tokens to draw from (`engines.truncation`).
+    Engines return these sets, and training normalizes log-probs over them.
 
     Attributes:
-        temperature: divides the logits, in the engine and in training; 0 is greedy (validation only).
-        max_tokens: longest response.
-        stop_token_ids: sampling one of these ends the response; it is part of the response.
-        top_p: the fewest most likely tokens that have this probability together; 1: all.
-        top_k: the so many most likely tokens; -1: all.
-        min_p: tokens at least this fraction as likely as the most likely one; 0: all.
-        max_kept_tokens: no set is larger: of a larger one, the most likely tokens are left.
-        thinking_budget: a thought that is not over after so many tokens of the response is ended (`engines.thinking`);
-            None: none is.
-        min_tokens: so many tokens of a response are drawn without `stop_token_ids`, and no stop string ends it before.
+        temperature: divides logits in engine and training; 0 is greedy (validation only).
+        stop_token_ids: end the response, as part of it.
+        top_p: keeps the fewest most likely tokens of this total probability; 1 is off.
+        top_k: keeps this many most likely tokens; -1 is off.
+        min_p: keeps tokens at least this fraction as likely as the best; 0 is off.
+        max_kept_tokens: maximum set size.
+        thinking_budget: response tokens after which an open thought is closed (`engines.thinking`).
+        min_tokens: response length below which no stop token or string ends it.
     """
 
     temperature: float
@@ -128,31 +124,31 @@ class SamplingConfig:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most likely token is always taken."""
+        """True if the most likely token is always chosen."""
         return self.temperature == 0.0
 
     @property
     def is_truncated(self) -> bool:
-        """True if tokens are drawn from a part of the vocabulary."""
+        """True if some tokens are drawn from restricted sets."""
         return not self.is_greedy and (self.keeps_likely or self.min_tokens > 0)
 
     @property
     def keeps_likely(self) -> bool:
-        """True if every token is drawn from the likely ones."""
+        """True if every token's set is restricted to likely ones."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def draws_like(self, other: SamplingConfig) -> bool:
-        """True if both draw a token from the same distribution."""
+        """Return whether both draw tokens from the same distribution."""
         return self == replace(other, max_tokens=self.max_tokens, stop_token_ids=self.stop_token_ids)
 
 
 def derive_seed(run_seed: int, step: int, prompt_id: int, sample_index: int, round: int = 0, position: int = 0) -> int:
-    """Seed of one response, 63 bits, or of what continues it after `position` tokens.
+    """Derive the 63-bit seed of a response, or of its continuation after `position` tokens.
 
-    `round` counts the times that a step samples again.
+    It depends on the arguments only, so DP size and scheduling never change a sample.
 
-    It depends on these numbers only, so that neither the DP size nor the order of scheduling
-    changes what is sampled.
+    Args:
+        round: times the step has sampled again.
     """
     parts = [run_seed, step, prompt_id, sample_index]
     if round or position:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thinking budgets for every engine: a thought that takes too long is ended, and the response continues behind it.
+"""Thinking budgets for every engine: an overlong thought is closed, and the response continues.
 
-A request runs as two. The first one ends when the response has `thinking_budget` tokens. If they end inside a thought,
-the tokens that end it are put in, and the second one continues the response. Nobody sampled these tokens: they are
-marked, and no loss has them. What an engine does depends on the tokens alone, so all of its ranks do the same.
+A request runs in two parts, the first of `thinking_budget` tokens. If it ends inside a thought, closing tokens are
+inserted, marked, and excluded from the loss. Decisions depend on tokens only, so an engine's ranks agree.
 """
 
 from __future__ import annotations
@@ -19,24 +18,19 @@ from megatron_rl.types import KeptSets, complete_routes
 
 
 class ThinkingBudget:
-    """A `RolloutEngine` that keeps thoughts within `SamplingConfig.thinking_budget`.
-
-    Args:
-        engine: that samples.
-        thoughts: how they begin and end.
-    """
+    """A `RolloutEngine` that wraps another and enforces `SamplingConfig.thinking_budget`."""
 
     def __init__(self, engine: RolloutEngine, thoughts: Thoughts) -> None:
         self._engine, self._thoughts = engine, thoughts
-        self._thinking: dict[int, Request] = {}  # as they came, of the first halves that run
-        self._begun: dict[int, Sampled] = {}  # first halves of the second ones that run
+        self._thinking: dict[int, Request] = {}  # original requests whose first part runs
+        self._begun: dict[int, Sampled] = {}  # first parts of responses whose second part runs
 
     def add(self, requests: Sequence[Request]) -> None:
-        """See `RolloutEngine.add`."""
+        """Add requests."""
         self._engine.add([self._limit(request) for request in requests])
 
     def step(self) -> list[Sampled]:
-        """See `RolloutEngine.step`."""
+        """Advance the engine; return finished responses."""
         finished, continued = [], []
         for sampled in self._engine.step():
             request = self._thinking.pop(sampled.key, None)
@@ -51,25 +45,25 @@ class ThinkingBudget:
         return finished
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """See `RolloutEngine.interrupt`."""
+        """Remove requests; return partial responses."""
         for key in keys:
             self._thinking.pop(key, None)
         return [self._complete(sampled) for sampled in self._engine.interrupt(keys)]
 
     def has_requests(self) -> bool:
-        """See `RolloutEngine.has_requests`."""
+        """Return whether any runs."""
         return self._engine.has_requests()
 
     def tokens_in_flight(self) -> int:
-        """See `AnyEngine.tokens_in_flight`."""
+        """Count tokens of both parts."""
         return self._engine.tokens_in_flight() + sum(len(begun.tokens) for begun in [*self._begun.values()])
 
     def close(self) -> None:
-        """See `AnyEngine.close`."""
+        """Release the engine."""
         self._engine.close()
 
     def _limit(self, request: Request) -> Request:
-        """The first half of a request; all of it where the response is longer already, or has no room to be ended."""
+        """Return a request's first part, or all of it if the budget is spent or closing tokens do not fit."""
         budget, most = request.sampling.thinking_budget, request.sampling.max_tokens
         left = most if budget is None else budget - request.num_sampled
         if left < 1 or left + len(self._thoughts.closing) >= most:
@@ -78,7 +72,6 @@ class ThinkingBudget:
         return replace(request, sampling=replace(request.sampling, max_tokens=left))
 
     def _continue(self, request: Request, sampled: Sampled) -> Request:
-        """The second half."""
         if self._thoughts.are_open([*request.tokens.tolist(), *np.asarray(sampled.tokens).tolist()]):
             sampled = insert(sampled, self._thoughts.closing)
         self._begun[request.key] = sampled
@@ -86,13 +79,12 @@ class ThinkingBudget:
         return request.continued(np.asarray(sampled.tokens, np.int32), seed)
 
     def _complete(self, sampled: Sampled) -> Sampled:
-        """Both halves, where this is the second one."""
         begun = self._begun.pop(sampled.key, None)
         return sampled if begun is None else join(begun, sampled)
 
 
 def insert(sampled: Sampled, tokens: np.ndarray) -> Sampled:
-    """A response with tokens after it that nobody sampled."""
+    """Append tokens to a response, marked as inserted."""
     added = Sampled(
         sampled.key,
         tokens,
@@ -104,7 +96,7 @@ def insert(sampled: Sampled, tokens: np.ndarray) -> Sampled:
 
 
 def join(first: Sampled, later: Sampled) -> Sampled:
-    """A response of two requests, the second of which continues the first."""
+    """Join a response and its continuation."""
     return replace(
         later,
         tokens=np.concatenate([np.asarray(first.tokens, np.int32), np.asarray(later.tokens, np.int32)]),
@@ -117,12 +109,12 @@ def join(first: Sampled, later: Sampled) -> Sampled:
 
 
 def join_inserted(first: Sampled, later: Sampled) -> np.ndarray | None:
-    """Which tokens of both were put in, [s] bool; None: none were."""
+    """Return the mask [s] of inserted tokens of both, or `None`."""
     if first.inserted is None and later.inserted is None:
         return None
     return np.concatenate([mark_inserted(first), mark_inserted(later)])
 
 
 def mark_inserted(part: Sampled) -> np.ndarray:
-    """Which of its tokens were put in, [s] bool."""
+    """Return the mask [s] of inserted tokens."""
     return np.zeros(len(part.tokens), bool) if part.inserted is None else part.inserted

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens among which a token is drawn: one definition of top-p, top-k, min-p and min_tokens for every engine.
+"""Truncated sampling: one definition of min_tokens, min-p, top-k and top-p for every engine, in vLLM's order.
 
-The order is vLLM's: without stop tokens at first, then min-p, top-k, and top-p of the probability that is left. Each of
-the last three keeps the most likely tokens, and so does the bound on the size of a set. Training could not find the
-sets again: at a boundary, logits that differ in their last bit decide. So they are recorded where the token is drawn.
+Sets are recorded when a token is drawn, since training could not reconstruct them: the last bit of a logit may decide.
 """
 
 from __future__ import annotations
@@ -21,16 +19,15 @@ from megatron_rl.types import KeptSets
 def truncate(
     scaled: torch.Tensor, sampling: SamplingConfig, places: Sequence[int] = ()
 ) -> tuple[torch.Tensor, KeptSets]:
-    """Leave the tokens among which to draw.
+    """Restrict each row to the tokens to draw from.
 
     Args:
-        scaled: [b, v] logits over the temperature, float32.
-        sampling: truncated.
-        places: [b] tokens that the response of each row has; looked at if there is a `min_tokens`.
+        scaled: [b, v] float32 logits over the temperature.
+        places: [b] response tokens of each row so far, for `min_tokens`.
 
     Returns:
-        [b, v] the same, without probability outside of the sets; and the sets of the rows, each with its most likely
-        token first, or the whole vocabulary.
+        [b, v] logits, `OUTSIDE` for other tokens; and each row's set, most likely first, or empty for the whole
+        vocabulary.
     """
     vocab_size, is_early = scaled.shape[1], torch.ones(len(scaled), dtype=torch.bool, device=scaled.device)
     if sampling.min_tokens:
@@ -39,7 +36,7 @@ def truncate(
         stops[list(sampling.stop_token_ids)] = True
         scaled = scaled.masked_fill(is_early[:, None] & stops, OUTSIDE)
     size = min(vocab_size, sampling.top_k if sampling.top_k > 0 else sampling.max_kept_tokens)
-    values, ids = scaled.topk(size)  # [b, size], the most likely first
+    values, ids = scaled.topk(size)  # [b, size], most likely first
     keep = values > OUTSIDE
     lowest = values[:, :1] + (math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf)
     if sampling.min_p > 0:
@@ -60,11 +57,11 @@ def truncate(
 
 
 def add_gumbel_noise(scaled: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """Noise on top of logits: their largest is then a sample of `softmax(scaled)` (the Gumbel-max trick).
+    """Add noise to logits whose argmax then samples `softmax(scaled)` (the Gumbel-max trick).
 
     Args:
-        scaled: [b, v] logits over the temperature, float32.
-        generators: of each row, on the CPU; each is advanced by v numbers.
+        scaled: [b, v] float32 logits over the temperature.
+        generators: on the CPU, each advanced by v numbers.
 
     Returns:
         [b, v].

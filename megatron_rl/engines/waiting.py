@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of an engine whose step is a whole batch: they wait, and nothing runs between two steps."""
+"""The request queue of engines whose step is a whole batch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megatron_rl.engines.protocol import Request, Sampled
 
 
 class WaitingRequests:
-    """Three of the methods of a `RolloutEngine`, and the batches for its `step`."""
+    """A queue with the request methods of a `RolloutEngine` except `step`."""
 
     def __init__(self) -> None:
         self._waiting: list[Request] = []
 
     def add(self, requests: Sequence[Request]) -> None:
-        """They wait for a step."""
+        """Queue requests."""
         self._waiting += requests
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Forget requests; none of them has a token."""
+        """Remove requests and return empty responses for them."""
         asked, waiting = set(keys), self._waiting
         self._waiting = [request for request in waiting if request.key not in asked]
         return [
@@ -32,11 +32,11 @@ class WaitingRequests:
         ]
 
     def has_requests(self) -> bool:
-        """True if something waits."""
+        """Return whether a request waits."""
         return bool(self._waiting)
 
     def take_batch(self, size: int | None = None) -> list[Request]:
-        """The first that wait and are drawn alike, at most `size` of them; they wait no longer."""
+        """Dequeue leading requests with equal sampling, at most `size`."""
         first = self._waiting[:size]
         batch = list(takewhile(lambda request: request.sampling == first[0].sampling, first))
         del self._waiting[: len(batch)]

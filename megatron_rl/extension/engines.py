@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout engines by name: how each is made, and what it supports. Checks ask for an ability, never for a name.
+"""Rollout engines by name, with their abilities; checks test an ability, never a name.
 
-An engine's library is an import wall: ours are imported when they are chosen, and a config is checked without them.
+Engines are imported when they are built, so a config is checked without their libraries.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.extension.registry import Deferred, describe_place, find_entry
 from megatron_rl.types import UserError
 
-# A run that needs an ability which its engine does not declare is refused before it starts.
+# A run that needs an ability which its engine lacks is refused before it starts.
 ABILITIES = {
     "is_actor": "runs the actor's modules, in the actor's layout, and has no weights of its own",
     "is_server": "runs in a process of its own (rollout.server); its weights are probed after each update",
@@ -40,16 +40,12 @@ ABILITIES = {
 
 @dataclass(frozen=True)
 class RegisteredEngine:
-    """An engine, made of an `EngineSpec`; which of `ABILITIES` it has; and what refuses models in it.
+    """A rollout engine with its abilities and model checks; UserError if an ability does not exist.
 
     Attributes:
-        make: the engine, of an `EngineSpec`.
-        supports: its abilities.
-        check_model: refuses a model, of its shape and the section rollout, on any machine (UserError).
-        check_on_cpu: the same, for machines without a GPU.
-
-    Raises:
-        UserError: an ability that does not exist.
+        make: builds the engine from an `EngineSpec`.
+        check_model: refuses a model by its shape and section `rollout` (UserError).
+        check_on_cpu: likewise, without a GPU.
     """
 
     make: Callable[[Any], Any]
@@ -67,7 +63,7 @@ class RegisteredEngine:
             )
 
     def has(self, ability: str) -> bool:
-        """Whether it declares an ability."""
+        """Return whether the engine declares an ability."""
         assert ability in ABILITIES
         return ability in self.supports
 
@@ -100,11 +96,11 @@ ENGINES: dict[str, RegisteredEngine] = {
 
 
 def find_engine(name: str, place: str | None = None) -> RegisteredEngine:
-    """The engine of a name, given at `place`; UserError naming the known ones if there is none."""
+    """Return the engine of a name, set at `place`; UserError if unknown."""
     return find_entry(ENGINES, name, "rollout.engine", place)
 
 
 def name_engines(ability: str) -> str:
-    """The engines with an ability, as a message lists them: "vllm, hf or megatron"."""
+    """List engines with an ability, for a message: "vllm, hf or megatron"."""
     *others, last = [name for name, engine in ENGINES.items() if engine.has(ability)]
     return f"{', '.join(others)} or {last}" if others else last

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of the user that register advantage estimators, policy losses and rollout engines.
+"""Import of plugins, Python files that register advantage estimators, policy losses and rollout engines:
 
-A plugin is a Python file of any name and place:
+from megatron_rl.algorithms.advantages import register_advantage_estimator
 
-    from megatron_rl.algorithms.advantages import register_advantage_estimator
-
-    @register_advantage_estimator("best_of_group")
-    def compute_best_of_group(inputs, config):
-        return inputs.expand([float(s == scores.max()) for scores in inputs.grouped_scores() for s in scores])
+@register_advantage_estimator("best_of_group")
+def compute_best_of_group(inputs, config):
+    return inputs.expand([float(s == scores.max()) for scores in inputs.grouped_scores() for s in scores])
 """
 
 from __future__ import annotations
@@ -18,14 +16,13 @@ from megatron_rl.extension.user_code import import_file
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Import the user's files, each once per process.
+    """Import plugins, once per process.
 
     Args:
-        paths: Python files; relative ones start at the working directory.
+        paths: relative to the working directory.
 
     Raises:
-        UserError: a file is missing or cannot be imported (with the line of the file), or it registers a name
-            that is taken.
+        UserError: missing file, failed import (with its line), or taken name.
     """
     for path in paths:
         import_file(path, "algorithm.plugins", "Python files")

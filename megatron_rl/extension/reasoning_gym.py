@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of the package reasoning-gym in place of a data file: reasoning-gym:NAME?size=500&seed=1. It scores them, too.
+"""Data sets of the package reasoning-gym with their scorer: reasoning-gym:NAME?size=500&seed=1.
 
-A task is made again from its number wherever it is scored, so that rows hold nothing but texts.
+Scoring regenerates a task from its index, so rows contain only text.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _QUESTION = "{question}\n\nWrite your final answer between <answer> and </answer
 
 
 def read_reasoning_gym(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a data set: location and columns.
+    """Yield the location and columns of each task.
 
     Raises:
-        UserError: the package or the data set is not there, or an option is not one of its own.
+        UserError: the package, data set or option does not exist.
     """
     tasks = _open(file)
     for index in range(len(tasks)):
@@ -42,11 +42,11 @@ def read_reasoning_gym(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def score_reasoning_gym(response: str, ground_truth: Any) -> float:
-    """The package's score of an answer, from 0 to 1.
+    """Return the package's score, from 0 to 1.
 
     Args:
-        response: the text in its last <answer> tags is the answer; without any, all behind the thoughts.
-        ground_truth: as in the rows of `read_reasoning_gym`.
+        response: its last <answer> is scored, or all text after </think>.
+        ground_truth: `answer` column of `read_reasoning_gym`.
     """
     tasks = _open(ground_truth["file"])
     said = response.rpartition("</think>")[2]
@@ -54,12 +54,12 @@ def score_reasoning_gym(response: str, ground_truth: Any) -> float:
         said = said.rpartition("<answer>")[2].partition("</answer>")[0]
     try:
         return float(tasks.score_answer(said.strip(), tasks[ground_truth["index"]]))
-    except Exception:  # scorers of the package read what a policy happened to write
+    except Exception:  # the package's scorers parse arbitrary model output
         return 0.0
 
 
 def identify(file: str) -> str:
-    """What a data set depends on: its name with the options, and the version of the package."""
+    """Return a data set's name with options, and the package version."""
     return f"{file} {version('reasoning-gym')}"
 
 
@@ -68,7 +68,7 @@ def _open(file: str) -> Any:
     name, _, query = file.removeprefix(PREFIX).partition("?")
     options = {key: _read_value(value) for key, value in parse_qsl(query)}
     try:
-        package = import_module("reasoning_gym")  # optional, and slow
+        package = import_module("reasoning_gym")  # optional, and slow to import
         return package.create_dataset(name, **{"size": 500, "seed": 1, **options})
     except ImportError as error:
         raise UserError(
@@ -77,7 +77,7 @@ def _open(file: str) -> Any:
             expected=_EXPECTED,
             hint="pip install reasoning-gym",
         ) from error
-    except Exception as error:  # the package asserts what its options may be
+    except Exception as error:  # the package validates options by assertions
         raise UserError(
             f"{file}: {type(error).__name__}: {error}",
             source=_SOURCE,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of named functions that users extend: one name, one entry, and errors that name the others."""
+"""Registries of named functions that users extend."""
 
 from __future__ import annotations
 
@@ -17,28 +17,21 @@ Entry = TypeVar("Entry")
 
 @dataclass(frozen=True)
 class Deferred:
-    """A function or class of the package's own that is imported when it is called: its name is known without it."""
+    """A function or class of the package, imported when called."""
 
     module: str
     name: str
 
     def __call__(self, *args: Any) -> Any:
-        """Call it."""
+        """Import it and call it."""
         return getattr(importlib.import_module(self.module), self.name)(*args)
 
 
 def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callable[..., Any], setting: str) -> None:
-    """Enter `entry` under a name that is free.
+    """Add an entry under a free name (UserError if taken).
 
     Args:
-        table: the registry.
-        name: what the user writes in the config.
-        entry: what is found under it.
-        function: where it is defined, for the error.
-        setting: the config key whose values the names are.
-
-    Raises:
-        UserError: the name is taken.
+        function: its file and line are in the error.
     """
     if name in table:
         raise UserError(
@@ -51,11 +44,7 @@ def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callab
 
 
 def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., Any], setting: str) -> str:
-    """The name under which an entry is in the table; it is entered under the function's own name if it is new.
-
-    Raises:
-        UserError: that name is taken by another entry, or the function has none.
-    """
+    """Return an entry's name; add it under the function's name if new (UserError if taken)."""
     for name, known in table.items():
         if known == entry:
             return name
@@ -65,16 +54,12 @@ def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., 
 
 
 def name_of(function: Any) -> str:
-    """The name of a function, or of the class of a callable object."""
+    """Return the name of a function, or a callable's class."""
     return getattr(inspect.unwrap(function), "__name__", type(function).__name__)
 
 
 def find_entry(table: dict[str, Entry], name: str, setting: str, place: str | None = None) -> Entry:
-    """The entry of a name, which `setting` has at `place`.
-
-    Raises:
-        UserError: unknown; names those that are known.
-    """
+    """Return the entry that `setting`, at `place`, names (UserError if unknown)."""
     if name not in table:
         close = difflib.get_close_matches(name, table, n=1)
         meant = f'did you mean "{close[0]}"? ' if close else ""
@@ -88,6 +73,6 @@ def find_entry(table: dict[str, Entry], name: str, setting: str, place: str | No
 
 
 def describe_place(function: Callable[..., Any]) -> str:
-    """file:line where a function is defined."""
+    """Return file:line of a function's definition."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)

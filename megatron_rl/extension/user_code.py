@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python files of the user's: imported once, with errors that name the file's own line.
+"""Import of the user's Python files, with errors that name the line in the file.
 
-Worker processes import this file: it needs nothing but `types.py`.
+Worker processes import this module: it depends on `types.py` only.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import NoReturn
 
 from megatron_rl.types import UserError, text_of
 
-# Modules by file and time of its last change.
+# (file, modification time in ns) -> module
 _IMPORTED: dict[tuple[Path, int], ModuleType] = {}
 IMPORT_SECONDS = 300.0  # heavy libraries take a minute on a busy machine
 
 
 class ProcessExit(BaseException):
-    """The user's code called `os._exit`, which would have ended the process without a word."""
+    """The user's code called `os._exit`, which would end the process silently."""
 
 
 class ImportTimeout(BaseException):
-    """A file of the user's was not imported in time. No Exception: the file must not catch it."""
+    """A file's import took too long. A BaseException, so that the file does not catch it."""
 
 
 class StreamClosed(Exception):
-    """The user's code closed stdout or stderr, on which the run has its messages."""
+    """The user's code closed stdout or stderr."""
 
 
 @contextlib.contextmanager
 def _within(seconds: float) -> Iterator[None]:
-    """Raise ImportTimeout inside when the time is over; only the main thread can be interrupted."""
+    """Raise ImportTimeout after `seconds`; only the main thread can be interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -59,10 +59,10 @@ def _within(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keep_streams() -> Iterator[None]:
-    """Open stdout and stderr again if they are closed inside, and raise StreamClosed."""
+    """Reopen stdout and stderr if the block closed them; raise StreamClosed."""
     streams, copies = {1: "stdout", 2: "stderr"}, {}
     for number in streams:
-        with contextlib.suppress(OSError):  # there was none before
+        with contextlib.suppress(OSError):  # the stream was closed before
             copies[number] = os.dup(number)
     closed = []
     try:
@@ -85,7 +85,7 @@ def _keep_streams() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refuse_exit() -> Iterator[None]:
-    """Inside, `os._exit` raises ProcessExit in this thread; other threads, and processes forked here, end as always."""
+    """Make `os._exit` raise ProcessExit in this thread, not in others or forks."""
     caller, end = (os.getpid(), threading.get_ident()), os._exit
 
     def raise_or_end(status: int) -> NoReturn:
@@ -101,16 +101,14 @@ def refuse_exit() -> Iterator[None]:
 
 
 def import_file(path: str | Path, setting: str, expected: str) -> ModuleType:
-    """The module of a Python file of any name and place, imported once per process and version of the file.
+    """Import a Python file, once per process and file version.
 
     Args:
-        path: relative ones start at the working directory.
-        setting: where it was given, for errors.
-        expected: what the setting accepts, for errors.
+        path: relative to the working directory.
+        setting: config key of the path.
 
     Raises:
-        UserError: there is no such file, it is no Python file, or it cannot be imported (with its line); what the
-            file raises as a UserError stays as it is.
+        UserError: no Python file, or a failed import (with its line).
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -155,7 +153,7 @@ def _locate_import(error: BaseException, file: Path) -> str:
 
 
 def locate(error: BaseException, file: str) -> str:
-    """file:line of the deepest frame inside the user's file, else of where the error was raised."""
+    """Return file:line of the deepest frame in the user's file, else of the error."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename == file] or frames
     return f"{inside[-1].filename}:{inside[-1].lineno}"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters as logical tensors: `<matrix>.lora_A.weight` [r, in] and `<matrix>.lora_B.weight` [out, r].
 
-The names are PEFT's without its prefix. A model's own table says where its matrices lie; that of its adapters follows
-from it: beside a parameter `X.weight` lie `X.lora_A` and `X.lora_B`, stacked in the order of the parts of a fused
-parameter that have adapters. The B of a matrix that is cut by rows is cut like it and its A is whole; the A of a
-matrix that is cut by columns is cut like it and its B is whole.
+Names are PEFT's without its prefix. Beside a parameter `X.weight` are `X.lora_A` and `X.lora_B`, stacked in the order
+of a fused parameter's adapted parts. B of a row-sharded matrix and A of a column-sharded one are sharded likewise; the
+other half is whole.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, TableR
 from megatron_rl.weights.rope import restore_rope_scaling
 from megatron_rl.weights.shard_box import columns, full_box, rows
 
-# Matrix in PEFT -> its kind; the matrices of a fused parameter in its order.
+# PEFT name -> kind; parts of a fused parameter in its order.
 _ATTENTION = {"q_proj": "q.weight", "k_proj": "k.weight", "v_proj": "v.weight", "o_proj": "o"}
 _DENSE = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 _FUSED = (("q.weight", "k.weight", "v.weight"), ("gate", "up"))
@@ -32,14 +31,12 @@ _CUT_BY_COLUMNS = ("o", "down")
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """The tensors that are trained in the place of a model: its adapters, and its score head where it has one.
+    """The trained tensors of a model with adapters, including its score head.
 
     Attributes:
-        base: the model.
-        rank: of the adapters.
-        scale: that the product B A is multiplied by.
-        kinds: of the matrices that have adapters, in the order of `list_matrices`.
-        is_quantized: the matrices of the model, with adapters or without, are in NF4 (see `weights/quantization.py`).
+        scale: factor of the product B A.
+        kinds: adapted kinds, in the order of `list_matrices`.
+        is_quantized: all matrices of the model are in NF4 (`weights/quantization.py`).
     """
 
     base: ModelShape
@@ -50,16 +47,16 @@ class AdapterShape:
 
     @property
     def modules(self) -> list[str]:
-        """Names of the matrices in PEFT."""
+        """PEFT names of the adapted matrices."""
         return [name for name, kind in list_matrices(self.base).items() if kind in self.kinds]
 
     @property
     def has_experts(self) -> bool:
-        """Whether matrices of experts have adapters."""
+        """True if experts have adapters."""
         return self.base.num_experts > 0 and not {*_DENSE.values()}.isdisjoint(self.kinds)
 
     def kind_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Kind of a tensor -> its shape."""
+        """Return kind -> shape."""
         sizes = self.base.kind_sizes()
         found = {"score": sizes["score"]}
         for kind in self.kinds:
@@ -68,7 +65,7 @@ class AdapterShape:
         return found
 
     def tensor_kinds(self) -> dict[str, str]:
-        """Tensor -> its kind, in the order of the model."""
+        """Return tensor -> kind in model order."""
         found = {}
         for name, kind in self.base.tensor_kinds().items():
             if kind in self.kinds:
@@ -79,24 +76,24 @@ class AdapterShape:
         return found
 
     def logical_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor, in the order of the model."""
+        """Return tensor -> shape in model order."""
         sizes = self.kind_sizes()
         return {name: sizes[kind] for name, kind in self.tensor_kinds().items()}
 
 
 def list_matrices(shape: ModelShape) -> dict[str, str]:
-    """The matrices of a model that can have adapters, by their names in PEFT, with their kinds."""
+    """Return PEFT name -> kind of matrices that can have adapters."""
     names = FAMILIES[shape.family].experts
     family = FAMILIES[shape.family]
     if family.fuses or family.has_sinks or shape.latent is not None or shape.delta_layers:
         return {}
-    if shape.router is not None:  # matrices of experts are named as in other MLPs
+    if shape.router is not None:  # PEFT names cannot tell experts from other MLPs
         return dict(_ATTENTION)
     return _ATTENTION | (_DENSE if names is None else {names.gate: "gate", names.up: "up", names.down: "down"})
 
 
 def read_shape(saved: Mapping[str, Any]) -> ModelShape | AdapterShape:
-    """The shape that a manifest holds as `dataclasses.asdict` made it."""
+    """Restore a shape from `dataclasses.asdict`."""
     if "base" not in saved:
         router, scaling, latent, net = (saved.get(name) for name in ("router", "rope_scaling", "latent", "delta_net"))
         nested = dict(
@@ -115,16 +112,13 @@ def read_shape(saved: Mapping[str, Any]) -> ModelShape | AdapterShape:
 def make_adapter_shape(
     shape: ModelShape, config: LoraConfig | None, section: str, *, is_quantized: bool = False
 ) -> AdapterShape | None:
-    """The adapters of a model; None where there are none.
+    """Return the adapters of a model, or `None`.
 
     Args:
-        shape: the model.
-        config: `<section>.lora`; None: there are none.
-        section: of the config, for errors.
-        is_quantized: the model is in NF4.
+        config: `<section>.lora`.
 
     Raises:
-        UserError: a matrix that the model does not have.
+        UserError: `target_modules` has a matrix that cannot have adapters.
     """
     if config is None or not config.rank:
         return None
@@ -145,29 +139,23 @@ def make_adapter_shape(
 
 
 def adapter_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:
-    """The table of a rank's adapters, which lie beside the parameters of its model.
+    """Return a rank's table of adapters, stacked like its model's fused parameters.
 
     Args:
-        shape: the adapters.
-        base: the table of the model, of Megatron or of an engine.
+        base: table of the model, of Megatron or of an engine.
     """
     kinds = {kind: base.boxes[kind] for kind in (*shape.kinds, *(("score",) if shape.base.has_score_head else ()))}
     return PlacementTable(_list_rows(base.rows, shape.kinds), _cut(shape, tuple(kinds.items())))
 
 
 def separate_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:
-    """The table of a rank's adapters where each matrix has parameters of its own, `<matrix>.lora_A` and `.lora_B`.
-
-    Args:
-        shape: the adapters.
-        base: the table of the engine's model.
-    """
+    """Return an engine rank's table of adapters, with `<matrix>.lora_A` and `.lora_B` for each matrix."""
     kinds = tuple((kind, base.boxes[kind]) for kind in shape.kinds)
     return PlacementTable(_list_separate_rows(base.rows, shape.kinds), _cut(shape, kinds, is_stacked=False))
 
 
 def adapted_parameters(shape: AdapterShape, base: PlacementTable) -> frozenset[str]:
-    """The parameters of a rank's model beside which adapters lie."""
+    """Return the parameters that have adapters."""
     return frozenset(param for param, _, kind in base.rows if kind in shape.kinds)
 
 
@@ -195,7 +183,6 @@ def _list_separate_rows(base: TableRows, kinds: tuple[str, ...]) -> TableRows:
 
 @lru_cache(maxsize=64)
 def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]], is_stacked: bool = True) -> dict[str, BoxPair]:
-    """Where a piece of each kind lies, from where the matrices lie."""
     boxes, sizes, r = dict(base), shape.kind_sizes(), shape.rank
     found = {"score": boxes["score"]} if "score" in boxes else {}
     for kind in shape.kinds:
@@ -213,6 +200,5 @@ def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]], is_stacked: b
 
 
 def _parts_before(kind: str, adapted: Iterable[str]) -> list[str]:
-    """The adapted parts of a fused parameter that lie before one of them."""
     fused = next(parts for parts in _FUSED if kind in parts)
     return [part for part in fused[: fused.index(kind)] if part in adapted]

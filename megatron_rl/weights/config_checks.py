@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of a config.json: each of its kind, and those that belong together of one model.
-
-What is of the right kind can be turned into a `ModelShape`; what the shape then says is compared here as well, so that
-every model that passes can be laid out, built and run.
-"""
+"""Checks of config.json: types of its values, and consistency of the parsed `ModelShape`."""
 
 from __future__ import annotations
 
@@ -72,16 +68,7 @@ _DELTA_NETS = dict.fromkeys(
 
 
 def check_config(config: Mapping[str, Any], family: Family, source: str) -> None:
-    """Refuse values of a kind that the family cannot have, and models that are too deep to list.
-
-    Args:
-        config: config.json; a missing value is left to its reader.
-        family: of the model.
-        source: where it is.
-
-    Raises:
-        UserError: naming the first such value.
-    """
+    """Refuse values of the wrong type, and models too large to list (UserError)."""
     check_kinds(config, _SIZES | _list_family_sizes(family), source, may_be_null=False)
     further = ("sliding_window",) if family.honors_sliding_window else ()
     further += ("num_experts", "num_local_experts") if family.experts is not None else ()
@@ -113,7 +100,6 @@ def check_config(config: Mapping[str, Any], family: Family, source: str) -> None
 
 
 def _list_family_sizes(family: Family) -> dict[str, str]:
-    """Return the kinds of the values that a family needs beside those of all families, by key."""
     experts, found = family.experts, dict[str, str]()
     if experts is None:
         found["intermediate_size"] = COUNT
@@ -132,16 +118,7 @@ def _list_family_sizes(family: Family) -> dict[str, str]:
 
 
 def check_shape(shape: ModelShape, config: Mapping[str, Any], source: str) -> None:
-    """Refuse sizes that do not belong together.
-
-    Args:
-        shape: made of `config`.
-        config: config.json.
-        source: where it is.
-
-    Raises:
-        UserError: naming all of them.
-    """
+    """Refuse inconsistent sizes of a shape parsed from `config` (UserError with all of them)."""
     family, heads, hidden, rotated = FAMILIES[shape.family], shape.num_heads, shape.hidden_size, shape.rotary_dim
     rotated = shape.head_dim if rotated is None else rotated
     rope, router, given = shape.rope_scaling, shape.router, config.get("head_dim")
@@ -180,7 +157,6 @@ def check_shape(shape: ModelShape, config: Mapping[str, Any], source: str) -> No
 
 
 def _require(right: Mapping[str, bool], source: str, expected: str) -> None:
-    """Refuse what is wrong, by its description."""
     if wrong := [what for what, is_right in right.items() if not is_right]:
         raise UserError(
             "; ".join(wrong),

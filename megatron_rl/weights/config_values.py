@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that describe a model or its adapters, read without trust: JSON objects whose values have the right kinds."""
+"""Untrusted JSON files of a model: reading, and type checks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_rl.types import UserError
 
-_LARGEST = 1 << 31  # no size of a model comes near
-_SMALLEST = 1e-12  # numbers below it, or above its inverse, make products that float32 cannot hold
+_LARGEST = 1 << 31  # far above any size of a model
+_SMALLEST = 1e-12  # products of numbers outside [this, its inverse] may overflow float32
 
 
 def _is_count(value: Any, least: int = 1) -> bool:
@@ -31,7 +31,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-# Kind of a value -> whether a value is of that kind. The names stand in messages.
+# Kind, as in error messages -> predicate.
 KINDS: dict[str, Callable[[Any], bool]] = {
     "a whole number above 0": _is_count,
     "a whole number above 1": lambda value: _is_count(value, 2),
@@ -50,15 +50,7 @@ COUNT, TWO, COUNT_OR_ZERO, POSITIVE, NOT_NEGATIVE, SHARE, FLAG, TEXT, TEXTS, COU
 
 
 def read_json(file: Path, hint: str) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Args:
-        file: must be there.
-        hint: for the error.
-
-    Raises:
-        UserError: it does not read, or holds something else.
-    """
+    """Return the JSON object in a file; UserError if there is none."""
     try:
         content = json.loads(file.read_bytes())
         if not isinstance(content, dict):
@@ -71,16 +63,10 @@ def read_json(file: Path, hint: str) -> dict[str, Any]:
 
 
 def check_kinds(values: Mapping[str, Any], kinds: Mapping[str, str], source: str, *, may_be_null: bool = True) -> None:
-    """Refuse the first value that is not of its kind; absent ones pass.
+    """Refuse the first value that is not of its kind (UserError); missing keys pass.
 
     Args:
-        values: by key.
-        kinds: one of `KINDS` by key.
-        source: the file, for the error.
-        may_be_null: a null passes, too.
-
-    Raises:
-        UserError: naming key, value and kind.
+        kinds: key -> one of `KINDS`.
     """
     for name, kind in kinds.items():
         value = values.get(name)
@@ -94,5 +80,5 @@ def check_kinds(values: Mapping[str, Any], kinds: Mapping[str, str], source: str
 
 
 def show(value: Any) -> str:
-    """A value from a file in one short line, however long or deep it is."""
+    """Format a value of any size as a short line."""
     return reprlib.repr(value)

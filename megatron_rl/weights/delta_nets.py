@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated delta nets (Qwen3-Next, Qwen3.5): their sizes, their tensors, and what their recurrence excludes."""
+"""Gated delta nets (Qwen3-Next, Qwen3.5): sizes, tensors, options."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron_rl.types import UserError
 
-CONV_PARTS = ("delta_conv.q", "delta_conv.k", "delta_conv.v")  # one below the other
+CONV_PARTS = ("delta_conv.q", "delta_conv.k", "delta_conv.v")  # stacked by rows
 QKV_PARTS = ("delta_q", "delta_k", "delta_v")  # likewise
-# What engines keep in one parameter each, of heads that are projected together and apart.
+# Parts of each engine parameter, for fused and for split projections.
 _TOGETHER = (("delta_qkvz",), ("delta_ba",))
 _APART = ((*QKV_PARTS, "delta_z"), ("delta_b", "delta_a"))
 PROJECTION_KINDS = tuple(kind for parts in (*_TOGETHER, *_APART) for kind in parts)
@@ -21,7 +21,7 @@ _SEPARATE_PROJECTIONS = {
     "in_proj_b.weight": "delta_b",
     "in_proj_a.weight": "delta_a",
 }
-# Of Qwen3.5: values beside which transformers and vLLM compute different things.
+# Qwen3.5 options and the values for which transformers and vLLM agree.
 _SERVED: dict[str, tuple[Any, ...]] = {
     "attn_output_gate": (None, True),
     "output_gate_type": (None, "silu", "swish"),
@@ -32,14 +32,14 @@ _SERVED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class DeltaNetSizes:
-    """Heads of a gated delta net: each key head has equally many value heads.
+    """Head sizes of a gated delta net.
 
     Attributes:
-        key_heads, value_heads: of the whole model.
-        key_dim, value_dim: channels of a head.
-        kernel: tokens that its convolution sees.
-        is_split: queries, keys and values of all heads are one projection, gates another, and each logit is (Qwen3.5);
-            else there are two, in which what belongs to a key head lies together (Qwen3-Next).
+        key_heads, value_heads: heads of the whole model, equally many value heads per key head.
+        key_dim, value_dim: channels per head.
+        kernel: width of the convolution in tokens.
+        is_split: separate projections of [q; k; v], gates, and each logit (Qwen3.5), instead of two that are
+            interleaved per key head (Qwen3-Next).
     """
 
     key_heads: int
@@ -51,7 +51,7 @@ class DeltaNetSizes:
 
     @property
     def tensor_kinds(self) -> dict[str, str]:
-        """Tensors of a gated delta net -> their kinds, in the order of the checkpoint."""
+        """Tensor -> kind, in checkpoint order."""
         return {
             "dt_bias": "delta_head",
             "A_log": "delta_head",
@@ -63,22 +63,22 @@ class DeltaNetSizes:
 
     @property
     def projections(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Matrices of the projections, in the order of Megatron's parameter; engines have two of them."""
+        """Kinds of the projections in Megatron's order; engines have one parameter per tuple."""
         return _APART if self.is_split else _TOGETHER
 
     @property
     def values_of_key(self) -> int:
-        """Channels of the value heads of a key head."""
+        """Value channels per key head."""
         return self.value_heads // self.key_heads * self.value_dim
 
     @property
     def width(self) -> int:
-        """Channels of a key head's query, key, values and gates."""
+        """Channels of query, key, values and gates per key head."""
         return 2 * (self.key_dim + self.values_of_key)
 
     @property
     def num_logits(self) -> int:
-        """Of a key head: two for each of its value heads."""
+        """Logits per key head, two per value head."""
         return 2 * self.value_heads // self.key_heads
 
     @property
@@ -88,7 +88,7 @@ class DeltaNetSizes:
         return keys, keys, self.value_heads * self.value_dim
 
     def kind_sizes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Kind of a tensor -> its shape."""
+        """Return kind -> shape."""
         return {
             "delta_head": (self.value_heads,),
             **{kind: (n, hidden_size) for kind, n in self._projected.items()},
@@ -99,7 +99,6 @@ class DeltaNetSizes:
 
     @property
     def _projected(self) -> dict[str, int]:
-        """Channels of the matrices in `projections`."""
         if not self.is_split:
             return {"delta_qkvz": self.key_heads * self.width, "delta_ba": self.key_heads * self.num_logits}
         q, k, v = self.convolved
@@ -108,15 +107,10 @@ class DeltaNetSizes:
 
 
 def read_delta_nets(config: dict[str, Any], source: str, *, is_split: bool) -> dict[str, Any]:
-    """The fields of a ModelShape that gated delta nets have.
-
-    Args:
-        config: config.json.
-        source: where it is, for errors.
-        is_split: see `DeltaNetSizes`.
+    """Parse the `ModelShape` fields of gated delta nets.
 
     Raises:
-        UserError: layers of other types, heads that cannot be shared out, or options that are not served.
+        UserError: unknown layer types, value heads not divisible by key heads, or unsupported options.
     """
     wrong = {name: config.get(name) for name, values in _SERVED.items() if config.get(name) not in values}
     if is_split and wrong:

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an HF config.json says about shapes, and the logical tensors that follow.
+"""The shape of a model, from which logical tensors, placement tables and conversions are derived.
 
-Everything else (Megatron's and vLLM's tables, conversion) is made from the `ModelShape`. The logical tensors of
-a mixture of experts are as in published checkpoints: one set of matrices per expert.
-
-A model ends in one of two heads: `lm_head` (or the tied embedding) with a row per token, or `score` with a
-single row, the head of transformers' `*ForSequenceClassification` with one label and of our critics.
+Logical tensors are as in published checkpoints, experts as one set of matrices each. A model ends in `lm_head` (or the
+tied embedding), or in `score` with a single row, the head of `*ForSequenceClassification` and of our critics.
 """
 
 from __future__ import annotations
@@ -27,15 +24,15 @@ _ATTENTION_KINDS = {
 Head = Literal["lm", "score"]
 SCORE_HEAD = "score.weight"
 NORM_KINDS = ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
-DENSE, SHARED = "dense_", "shared_"  # before the kinds of an MLP beside experts
-# Tensors of a layer that predicts further tokens, beside a layer's -> their kinds.
+DENSE, SHARED = "dense_", "shared_"  # prefixes of the kinds of dense and shared MLPs in a mixture of experts
+# Tensors that only a layer for multi-token prediction has -> kinds.
 MTP_KINDS = {
     "eh_proj.weight": "mtp_proj",
     "enorm.weight": "hidden",
     "hnorm.weight": "hidden",
     "shared_head.norm.weight": "hidden",
 }
-# Tensors of latent attention -> their kinds. Without a latent of queries, `q_proj` stands for the first three.
+# Tensors of latent attention -> kinds. Without a query latent, `q_proj` replaces the first three.
 LATENT_KINDS = {
     "q_a_proj": "q_down",
     "q_a_layernorm": "q_latent_norm",
@@ -44,7 +41,7 @@ LATENT_KINDS = {
     "kv_a_layernorm": "kv_latent_norm",
     "kv_b_proj": "kv_up",
 }
-# A tensor of a checkpoint that is several matrices, one below the other: its kind -> theirs.
+# Kinds of fused checkpoint tensors -> kinds of their parts, stacked by rows.
 FUSED_KINDS = {
     "qkv": ("q.weight", "k.weight", "v.weight"),
     "gate_up": ("gate", "up"),
@@ -57,18 +54,26 @@ FUSED_KINDS = {
 class ModelShape:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
 
-    Sizes are as in the HF config; `vocab_size` is without padding. In a mixture of experts every layer
-    has `num_experts` (0: dense) of `ffn_hidden_size` columns; `experts_per_token` of them serve a token,
-    and their shares add up to 1 with `normalizes_shares`. With `has_score_head` the model ends in `score.weight`
-    [1, h] and has no output layer, tied or not. `rotary_dim` channels of a head are rotated (None: all), and none in
-    `unrotated_layers`. The first `dense_layers` layers of a mixture of experts have an MLP of `dense_ffn_size` columns
-    in its place, and in the others every token is served by a shared expert of `shared_ffn_size` (0: there is none).
-    In `sliding_layers` a token sees itself and `sliding_window` - 1 before it, and positions have another base,
-    `sliding_rope_theta`, and no scaling (0: they are as in the other layers). Attention scores are multiplied by
-    `attention_scale` (None: 1/sqrt(head_dim)). With `latent`, heads are projected from latents of these sizes;
-    `head_dim` is that of queries and keys. The layers `delta_layers` are gated delta nets of the sizes `delta_net`.
-    With `mtp_layer` it is the layer of that number alone, which stands behind the last one of a model and predicts
-    further tokens (multi-token prediction, arXiv 2412.19437).
+    Sizes are as in the HF config.
+
+    Attributes:
+        ffn_hidden_size: MLP columns, per expert in a mixture.
+        head_dim: channels per head; of queries and keys with `latent`.
+        vocab_size: rows without padding.
+        num_experts: experts per layer; 0 if dense.
+        normalizes_shares: a token's expert weights add up to 1.
+        has_score_head: the model ends in `score.weight` [1, h], without an output layer.
+        rotary_dim: rotated channels per head; all if `None`.
+        unrotated_layers: layers without rotary positions.
+        dense_layers: leading layers with a dense MLP of `dense_ffn_size` columns.
+        shared_ffn_size: columns of the shared expert; 0 if none.
+        sliding_layers: layers in which a token sees itself and `sliding_window` - 1 tokens before it.
+        sliding_rope_theta: rotary base of these layers, without scaling; 0 if as in other layers.
+        attention_scale: factor of attention scores; 1/sqrt(head_dim) if `None`.
+        latent: sizes of latent attention.
+        delta_layers: gated delta nets, of sizes `delta_net`.
+        mtp_layer: if not 0, the shape is only that layer, which follows a model's last one (multi-token prediction,
+            arXiv 2412.19437).
     """
 
     family: str
@@ -107,11 +112,11 @@ class ModelShape:
 
     @property
     def route_shape(self) -> RouteShape:
-        """Of the routes of its tokens; layers with a router come after those without."""
+        """Shape of a token's routes; dense layers, which come first, have none."""
         return RouteShape(self.num_layers - self.dense_layers, self.experts_per_token, self.num_experts)
 
     def kind_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Kind of a tensor -> its shape. Tensors of one kind are cut alike in every layout."""
+        """Return kind -> shape; layouts shard all tensors of a kind alike."""
         h, q, kv = self.hidden_size, self.num_heads * self.query_dim, self.num_kv_heads * self.head_dim
         sizes: dict[str, tuple[int, ...]] = {
             "vocab": (self.vocab_size, h),
@@ -138,16 +143,15 @@ class ModelShape:
 
     @property
     def query_dim(self) -> int:
-        """Rows of the projection of a head's query, behind which its gate may be."""
+        """Rows of a head's query projection, gate included."""
         return self.head_dim * (2 if FAMILIES[self.family].has_delta_nets else 1)
 
     @property
     def value_dim(self) -> int:
-        """Channels of a head of values."""
+        """Value channels per head."""
         return self.latent.value if self.latent else self.head_dim
 
     def _latent_sizes(self) -> dict[str, tuple[int, ...]]:
-        """`kind_sizes` of `LATENT_KINDS`."""
         if (latent := self.latent) is None:
             return {}
         plain = self.head_dim - latent.rotary
@@ -161,13 +165,13 @@ class ModelShape:
         }
 
     def ffn_sizes(self) -> dict[str, int]:
-        """Columns of each sort of MLP: of a layer or an expert, of a dense layer before experts, of a shared expert."""
+        """Return kind prefix -> columns of MLPs or experts, of dense MLPs before experts, of shared experts."""
         sizes = {"": self.ffn_hidden_size, DENSE: self.dense_ffn_size, SHARED: self.shared_ffn_size}
         return {prefix: size for prefix, size in sizes.items() if size}
 
     @property
     def attention_elements(self) -> int:
-        """Elements of the matrices of attention in a layer, on average."""
+        """Average elements of attention matrices per layer."""
         sizes, total = self.kind_sizes(), 0
         nets = len(self.delta_layers)
         for is_net, count in ((True, nets), (False, self.num_layers - nets)):
@@ -178,7 +182,7 @@ class ModelShape:
 
     @property
     def active_columns(self) -> float:
-        """Columns of the MLPs that serve a token in a layer, on the average of the layers."""
+        """Average MLP columns per layer that serve a token."""
         of_experts = self.ffn_hidden_size * (self.experts_per_token or 1) + self.shared_ffn_size
         if not self.dense_layers:
             return of_experts
@@ -186,30 +190,30 @@ class ModelShape:
         return (dense + (self.num_layers - self.dense_layers) * of_experts) / self.num_layers
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer is a mixture of experts."""
+        """Return whether a layer is a mixture of experts."""
         return self.num_experts > 0 and layer >= self.dense_layers
 
     def sort_of(self, layer: int) -> tuple[bool, bool]:
-        """Layers of one sort have the same tensors: it has experts, and it is a gated delta net."""
+        """Return (has experts, is a gated delta net), equal for layers with equal tensors."""
         return self.has_experts(layer), layer in self.delta_layers
 
     @property
     def mtp(self) -> ModelShape:
-        """The layer behind the last one, as a model of its own."""
+        """The layer for multi-token prediction, as a model of its own."""
         return replace(self, num_layers=1, dense_layers=0, tied_embeddings=False, mtp_layer=self.num_layers)
 
     def is_draft(self, name: str) -> bool:
-        """Whether a tensor belongs to a layer behind the last one, which predicts further tokens."""
+        """Return whether a tensor belongs to multi-token prediction."""
         match = _LAYER.match(name)
         return name.startswith("mtp.") if match is None else int(match[1]) >= self.num_layers
 
     def is_router_bias(self, name: str) -> bool:
-        """Whether no gradient trains a tensor, which is float32 whatever the model is."""
+        """Return whether a tensor is a router bias, which is float32 and has no gradient."""
         experts = FAMILIES[self.family].experts
         return experts is not None and experts.bias is not None and name.endswith(experts.bias)
 
     def layer_kinds(self, layer: int) -> dict[str, str]:
-        """HF tensor of a layer (without the layer's prefix) -> its kind, in checkpoint order; without experts."""
+        """Return HF tensor, without layer prefix -> kind, in checkpoint order, without experts."""
         family = FAMILIES[self.family]
         (first, first_kind), *norms = family.norms
         kinds = {f"{first}.weight": first_kind} | self._attention_kinds(layer in self.delta_layers)
@@ -232,7 +236,6 @@ class ModelShape:
         return kinds
 
     def _attention_kinds(self, is_delta_net: bool) -> dict[str, str]:
-        """`layer_kinds` of what stands between the norms."""
         if is_delta_net and self.delta_net is not None:
             return {f"linear_attn.{name}": kind for name, kind in self.delta_net.tensor_kinds.items()}
         family, kinds = FAMILIES[self.family], dict[str, str]()
@@ -251,7 +254,7 @@ class ModelShape:
         return kinds | ({"self_attn.o_proj.bias": "o.bias", "self_attn.sinks": "sinks"} if family.has_sinks else {})
 
     def expert_kinds(self, expert: int) -> dict[str, str]:
-        """The same for the matrices of one expert of a layer."""
+        """Return HF tensor, without layer prefix -> kind, of one expert."""
         names = FAMILIES[self.family].experts
         assert names is not None, f"{self.family} is dense"
         matrices = f"{names.block}.experts.{expert}."
@@ -261,7 +264,7 @@ class ModelShape:
         return kinds
 
     def tensor_kinds(self) -> dict[str, str]:
-        """HF tensor -> its kind, in checkpoint order."""
+        """Return HF tensor -> kind, in checkpoint order."""
         experts: dict[str, str] = {}
         for expert in range(self.num_experts):
             experts |= self.expert_kinds(expert)
@@ -281,11 +284,11 @@ class ModelShape:
         return kinds
 
     def logical_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every HF tensor, in checkpoint order."""
+        """Return HF tensor -> shape, in checkpoint order."""
         sizes = self.kind_sizes()
         return {name: sizes[kind] for name, kind in self.tensor_kinds().items()}
 
 
 def is_layer_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a logical tensor is a matrix of a layer: no embedding, head, norm or bias."""
+    """Return whether a logical tensor is a matrix of a layer."""
     return len(shape) == 2 and ".layers." in name

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model families: a row of `FAMILIES` says what the architecture fixes.
-
-A new family of the building blocks that are here is one row.
-"""
+"""Model families. A new family of existing building blocks is one row of `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -12,19 +9,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How a family of mixtures of experts names its tensors and sizes.
+    """Names of tensors and sizes in a mixture of experts.
 
     Attributes:
-        block: the MLP of a layer; its router is `<block>.<router>`, its experts `<block>.experts.<e>`.
-        gate, up, down: the matrices of an expert.
-        size_key: config.json's name for an expert's columns.
-        shared: the expert that serves every token, `<block>.<shared>`; None: there is none.
-        bias: what is added to a router's scores when experts are chosen, `<block>.<bias>`; None: nothing is.
-        router: its name.
-        has_biases: the router and every matrix of an expert have a bias.
-        packing: how files hold the experts of a layer in one tensor, see `weights/packed_experts.py`: always in
-            "turns", or in "halves" where they are not apart, as they are written; None: never.
-        shared_gate: `<block>.<shared_gate>` weighs the shared expert by a sigmoid; None: it counts whole.
+        block: MLP of a layer, with `<block>.<router>` and `<block>.experts.<e>`.
+        size_key: config.json's key of an expert's columns.
+        shared: `<block>.<shared>` serves every token; `None` without such an expert.
+        bias: `<block>.<bias>` is added to scores when experts are chosen; `None` without it.
+        has_biases: router and expert matrices have biases.
+        packing: file format of a layer's experts, see `weights/packed_experts.py`: always "turns", or possibly
+            "halves"; unpacked if `None`.
+        shared_gate: `<block>.<shared_gate>` scales the shared expert by a sigmoid; unscaled if `None`.
     """
 
     block: str
@@ -41,23 +36,23 @@ class ExpertNames:
 
     @property
     def is_packed(self) -> bool:
-        """Whether files, and vLLM, always have the experts of a layer in one tensor."""
+        """True if files and vLLM always pack a layer's experts."""
         return self.packing == "turns"
 
     @property
     def has_sigmoid_router(self) -> bool:
-        """Scores are sigmoids, experts are chosen with a bias, and the first layers may be dense (DeepSeek-V3)."""
+        """True for sigmoid scores with a bias in the choice, and possibly dense first layers (DeepSeek-V3)."""
         return self.bias is not None
 
 
 @dataclass(frozen=True)
 class SigmoidRouter:
-    """How experts are chosen by sigmoids (DeepSeek-V3, arXiv 2412.19437, equations 13 to 16).
+    """Choice of experts by sigmoids (DeepSeek-V3, arXiv 2412.19437, equations 13 to 16).
 
     Attributes:
-        num_groups: of the experts, of equal size.
-        groups_per_token: those with the largest sums of their two best experts; a token's experts are in them.
-        scale: that the shares of the experts of a token are multiplied by; they add up to 1 before.
+        num_groups: groups of experts, of equal size.
+        groups_per_token: groups to choose from, by the sum of their two best experts.
+        scale: factor of expert weights, after normalization to 1.
     """
 
     num_groups: int = 1
@@ -70,10 +65,10 @@ class LatentSizes:
     """Channels of multi-head latent attention.
 
     Attributes:
-        query: of the latent of queries; 0: they are projected from the hidden states.
-        key_value: of the latent of keys and values.
-        rotary: of a head of queries, and of what all heads of keys share, that are rotated.
-        value: of a head of values.
+        query: latent of queries; 0 if they are projected directly.
+        key_value: latent of keys and values.
+        rotary: rotated channels per query head, and of the keys' shared part.
+        value: channels per value head.
     """
 
     query: int
@@ -84,36 +79,35 @@ class LatentSizes:
 
 @dataclass(frozen=True)
 class Family:
-    """What the architecture fixes and config.json does not say.
+    """Architecture properties that config.json does not contain.
 
     Attributes:
-        architecture: name of the transformers class with a language-model head.
-        qkv_bias: the q, k and v projections have a bias; None: config.json's `attention_bias` says.
-        qk_norm: q and k are normalized per head; None: config.json's `use_qk_norm` says.
+        architecture: transformers class with a language-model head.
+        qkv_bias: q, k and v have a bias; `None` defers to `attention_bias`.
+        qk_norm: q and k are normalized per head; `None` defers to `use_qk_norm`.
         norms_all_heads: they are normalized over all heads together.
-        honors_head_dim: config.json's `head_dim` is used (else hidden_size / num_heads always).
-        fuses: which of `FUSED_KINDS` are one tensor of a checkpoint each.
-        rotates_neighbors: the pairs of channels that are rotated lie beside each other, not half a head apart.
-        partial_rotary: share of a head that is rotated where config.json does not say; None: all of it always.
-        may_skip_rotary: config.json's `no_rope_layers` lists layers whose q and k are not rotated.
-        honors_sliding_window: config.json's `sliding_window` alone limits the attention.
-        activations: config.json's `hidden_act` that are served; all of them mean the first (the default as well).
-        ties_by_default: what a config.json without `tie_word_embeddings` means.
-        norms: norms of a layer -> their kinds, one of `NORM_KINDS`, in the order of the checkpoint.
-        alternates_windows: some layers see a sliding window, with a base of rotary positions of their own (Gemma 3).
-        zero_centered_norms: a norm multiplies by 1 + weight, in float32.
-        rope_theta: what a config.json without it means.
-        scales_embedding: the embedding is multiplied by the square root of the hidden size, rounded to its type.
-        has_latent_attention: queries, keys and values are projected up from latents (DeepSeek-V3).
-        has_sinks: every head has a logit that takes part in its softmax and adds nothing to the sum; the output
-            projection of attention has a bias (gpt-oss).
-        has_delta_nets: some layers are gated delta nets, and the others weigh what their heads give by sigmoids of
-            gates that are projected with the queries (Qwen3-Next).
-        splits_projections: of gated delta nets, see `DeltaNetSizes.is_split` (Qwen3.5).
-        experts: names of the mixture of experts; None for dense families.
-        scoring: name of the transformers class with a score head, where it is not the other's with that ending.
-        vllm_module: of vLLM's models that has the architecture, where it is not called as the family.
-        image_text: `model_type` of image-text models whose text part it is; see `weights/text_part.py`.
+        honors_head_dim: `head_dim` is read; otherwise hidden_size / num_heads.
+        fuses: `FUSED_KINDS` that are single tensors of a checkpoint.
+        rotates_neighbors: rotates neighboring channels, not channels half a head apart.
+        partial_rotary: default share of rotated channels; `None` if always all.
+        may_skip_rotary: `no_rope_layers` lists layers without rotary positions.
+        honors_sliding_window: `sliding_window` alone limits attention.
+        activations: supported `hidden_act`, all equivalent to the first, the default.
+        ties_by_default: default of `tie_word_embeddings`.
+        norms: norms of a layer -> kinds, in checkpoint order.
+        alternates_windows: some layers have sliding windows and their own rotary base (Gemma 3).
+        zero_centered_norms: norms multiply by 1 + weight, in float32.
+        rope_theta: default rotary base.
+        scales_embedding: multiplied by sqrt(hidden size), rounded to its dtype.
+        has_latent_attention: q, k and v are projected from latents (DeepSeek-V3).
+        has_sinks: each head has a logit in its softmax denominator; the attention output has a bias (gpt-oss).
+        has_delta_nets: some layers are gated delta nets; others have sigmoid gates on head outputs, projected with the
+            queries (Qwen3-Next).
+        splits_projections: see `DeltaNetSizes.is_split` (Qwen3.5).
+        experts: names in a mixture of experts; `None` if dense.
+        scoring: transformers class with a score head, if irregular.
+        vllm_module: vLLM's module, if not named after the family.
+        image_text: `model_type` of image-text models with this text part (`weights/text_part.py`).
     """
 
     architecture: str
@@ -148,7 +142,7 @@ class Family:
         return self.scoring or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
-# Mixtures with sigmoid routers: experts that all tokens share, and a bias that takes part in the choice.
+# Sigmoid routers: shared experts, and a bias in the choice of experts.
 _SIGMOID_EXPERTS = ExpertNames(
     "mlp",
     "gate_proj",
@@ -159,7 +153,7 @@ _SIGMOID_EXPERTS = ExpertNames(
     bias="gate.e_score_correction_bias",
 )
 
-# Mixtures with a shared expert that a sigmoid weighs.
+# A shared expert, scaled by a sigmoid.
 _GATED_EXPERTS = ExpertNames(
     "mlp",
     "gate_proj",
@@ -175,7 +169,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, honors_head_dim=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
     "mistral": Family("MistralForCausalLM", honors_sliding_window=True),
-    # Its first configs say "gelu" and mean the approximation, as transformers and vLLM know.
+    # Early configs contain "gelu" and mean the tanh approximation, which transformers and vLLM use, too.
     "gemma": Family(
         "GemmaForCausalLM",
         activations=("gelu_pytorch_tanh", "gelu"),
@@ -279,7 +273,7 @@ FAMILIES: dict[str, Family] = {
         experts=_SIGMOID_EXPERTS,
         vllm_module="deepseek_v2",
     ),
-    # "silu" of its configs is the clamped activation.
+    # "silu" in its configs means the clamped activation.
     "gpt_oss": Family(
         "GptOssForCausalLM",
         qkv_bias=True,
@@ -298,5 +292,5 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
 }
-# Names in config.json of the same architecture.
+# Other values of `model_type` for the same architecture.
 ALIASES = {"kimi_k2": "deepseek_v3"}

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrices of a mixture of experts, as views of the parameters into which engines fuse them.
-
-Logical tensors are matrices, so a fused parameter is seen as one parameter per expert.
-"""
+"""Views of fused expert parameters as matrices."""
 
 from __future__ import annotations
 
@@ -15,30 +12,30 @@ from megatron_rl.weights.packed_experts import find_parts
 if TYPE_CHECKING:
     import torch
 
-ROW_BYTES = 16  # of whose multiples rows are that torch's product of all experts of a rank reads
+ROW_BYTES = 16  # alignment of rows that torch's grouped matrix product requires
 
 
 def name_expert(param: str, expert: int) -> str:
-    """The name in tables of the matrix of one expert of a rank, in one of Megatron's parameters."""
+    """Return the table name of a local expert in a Megatron parameter."""
     return param.replace(".experts.", f".experts.local_experts.{expert}.")
 
 
 def find_fused(name: str) -> tuple[str, int | None]:
-    """Megatron's parameter that a name in a table is of, and which of its experts; None: the parameter as it is."""
+    """Split a table name into Megatron's parameter and the local expert (`None` if not fused)."""
     block, _, rest = name.partition(".local_experts.")
     expert, _, param = rest.partition(".")
     return (f"{block}.{param}", int(expert)) if rest else (name, None)
 
 
 def name_matrix(param: str, expert: int) -> str:
-    """The same for a parameter of an engine."""
+    """Return the table name of an expert in an engine's parameter."""
     return f"{param}.{expert}"
 
 
 def split_experts(
     params: Mapping[str, torch.Tensor], name_view: Callable[[str, int], str] = name_matrix
 ) -> dict[str, torch.Tensor]:
-    """Replace every parameter of all experts by its matrices, or biases, views of the same storage."""
+    """Replace fused expert parameters by a view per expert."""
     views: dict[str, torch.Tensor] = {}
     for name, param in params.items():
         if is_fused(name, param):
@@ -49,7 +46,7 @@ def split_experts(
 
 
 def join_matrices(matrices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The parameter [E, n, m] that these are the matrices of, in this order; None: there is none."""
+    """Return the contiguous tensor [E, n, m] that consists of these matrices, or `None`."""
     first = matrices[0]
     if first is None:
         return None
@@ -63,23 +60,22 @@ def join_matrices(matrices: Sequence[torch.Tensor | None]) -> torch.Tensor | Non
 
 
 def is_fused(name: str, param: torch.Tensor) -> bool:
-    """Whether a parameter is one matrix, or bias, per expert."""
+    """Return whether a parameter holds one matrix or bias per expert."""
     return param.ndim == (2 if name.endswith("bias") else 3) and ".experts." in name
 
 
 def list_huggingface_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of a transformers model, and the biases of its routers, which are buffers there."""
+    """Return the parameters of a transformers model, and its router biases, which are buffers."""
     names = {family.experts.bias for family in FAMILIES.values() if family.experts and family.experts.bias}
     biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(tuple(names))}
     return {**dict(model.named_parameters()), **biases}
 
 
 def split_huggingface_experts(shape: ModelShape, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Logical tensors as views of the parameters of a transformers model, which fuses experts in memory.
+    """Return logical tensors as views of the parameters of a transformers model, which fuses experts.
 
-    transformers 5 holds `mlp.experts.gate_up_proj` [E, 2 * ffn, h] and `mlp.experts.down_proj` [E, h, ffn],
-    whatever the family's checkpoints call them; gpt-oss packs them as in its checkpoints. Parameters of other
-    names stay as they are.
+    transformers 5 holds `mlp.experts.gate_up_proj` [E, 2 * ffn, h] and `mlp.experts.down_proj` [E, h, ffn] for all
+    families but gpt-oss, which is packed as in its checkpoints.
     """
     names = FAMILIES[shape.family].experts
     if names is None:

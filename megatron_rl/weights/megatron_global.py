@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a Megatron distributed checkpoint keeps every logical tensor.
+"""Placement of logical tensors in Megatron distributed checkpoints.
 
-These are megatron-core's own names and shapes, so that a plain `GPTModel` (Transformer Engine's layer spec) reads
-our checkpoints and we read those that it wrote: one *global tensor* per kind of parameter with the layers
-stacked in front (and the experts behind them), whatever the layout. Fused parameters:
+Names and shapes are megatron-core's, so that a plain `GPTModel` (Transformer Engine's layer spec) loads our checkpoints
+and vice versa: a *global tensor* per kind of parameter, layers stacked in front (then experts), for any layout:
 
-* `linear_qkv`: interleaved per KV group, `[q of group 0; k0; v0; q of group 1; ...]`, gates behind the q of a group;
+* `linear_qkv`: interleaved per KV group, `[q of group 0; k0; v0; q of group 1; ...]`, gates after a group's q;
 * `linear_fc1`: `[gate; up]` of all columns;
-* norms that Transformer Engine fuses into the next linear carry its name;
-* gated delta nets, whose norm megatron-core takes for zero-centered: as in the checkpoint, under names of our own;
-* embeddings: the rows of the vocabulary (a checkpoint of megatron-core has padding rows behind them).
+* norms fused by Transformer Engine into the next linear layer carry its name;
+* gated delta nets: as in the checkpoint, under our own names, as megatron-core's norm of them is zero-centered;
+* embeddings: without padding rows, which megatron-core's checkpoints have.
 """
 
 from __future__ import annotations
@@ -32,11 +31,9 @@ class GlobalPlacement:
     """`key[*leading][box]` holds `hf_box` of a logical tensor.
 
     Attributes:
-        key: name of the global tensor.
-        shape: its shape, stacked dimensions included.
-        leading: index in the stacked dimensions: none, (layer,), or (layer, expert).
-        box: in the remaining dimensions; as large as `hf_box`.
-        hf_box: box of the logical tensor.
+        shape: shape of `key`, stacked dimensions included.
+        leading: index in stacked dimensions: none, (layer,), or (layer, expert).
+        box: box in the other dimensions.
     """
 
     key: str
@@ -46,7 +43,7 @@ class GlobalPlacement:
     hf_box: Box
 
 
-# Tensors whose place is not `layer_parameter`'s, by name, and by kind in a layer.
+# Exceptions from `layer_parameter`: by name, and by kind within a layer.
 _KEYS = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
     "model.norm.weight": "decoder.final_layernorm.weight",
@@ -62,10 +59,9 @@ _FUSED_NORMS = {
 
 
 def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
-    """Logical tensor -> its placements, ascending in its rows; they cover it, each element once.
+    """Return logical tensor -> placements, in ascending rows, which cover each element once.
 
-    Adapters and a layer that predicts further tokens, for which megatron-core has no names, are global tensors of
-    their own.
+    Adapters and multi-token prediction, unknown to megatron-core, are global tensors of their own.
     """
     if isinstance(shape, AdapterShape) or shape.mtp_layer:
         return {
@@ -76,12 +72,12 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
     table = {name: _place(cuts[kind], _KEYS[name]) for name, kind in shape.tensor_kinds().items() if name in _KEYS}
     for layer in range(shape.num_layers):
         prefix, fused = f"model.layers.{layer}.", dict(_FUSED_NORMS)
-        if shape.has_experts(layer):  # a norm before a router is fused into nothing
+        if shape.has_experts(layer):  # a norm before a router is not fused
             del fused["mlp_norm"]
-        if shape.latent is not None or layer in shape.delta_layers:  # nor is one before two down-projections
+        if shape.latent is not None or layer in shape.delta_layers:  # nor is a norm before two down-projections
             del fused["input_norm"]
         ours, stack, leading = "decoder.layers.", (shape.num_layers,), (layer,)
-        if shape.dense_layers or shape.delta_layers:  # layers that are not alike are not stacked
+        if shape.dense_layers or shape.delta_layers:  # unequal layers cannot be stacked
             ours, stack, leading = f"decoder.layers.{layer}.", (), ()
         for name, kind in shape.layer_kinds(layer).items():
             if name.startswith("linear_attn."):
@@ -109,13 +105,13 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
 def place_drafts(
     shape: ModelShape, tensors: Mapping[str, tuple[tuple[int, ...], Any]]
 ) -> tuple[Table, dict[str, tuple[int, ...]]]:
-    """Layers behind the last, which are kept as they are: they have their own names and are not stacked.
+    """Place layers for multi-token prediction, unstacked under their own names.
 
     Args:
-        tensors: name -> (shape, type) of these and others.
+        tensors: name -> (shape, type), of these and other tensors.
 
     Returns:
-        Their placements, and the shapes of the model's logical tensors and of theirs.
+        Placements, and shapes of all logical tensors.
     """
     sizes = {name: size for name, (size, _) in tensors.items() if shape.is_draft(name)}
     table = {name: (GlobalPlacement(name, size, (), full_box(size), full_box(size)),) for name, size in sizes.items()}
@@ -123,10 +119,8 @@ def place_drafts(
 
 
 class _Cut(NamedTuple):
-    """How the tensors of a kind lie in a fused one: `groups` parts of equal size, the first at row `first` of it.
-
-    Of a tensor of a checkpoint that is fused itself, it is the `count` rows from `start`. Queries of a part have
-    `heads`.
+    """Rows of a kind in a fused tensor of `groups` parts, from row `first` of each; `count` rows from `start` in a
+    fused checkpoint tensor.
     """
 
     size: tuple[int, ...]
@@ -178,11 +172,11 @@ def _place(
 def _place_gated(
     cut: _Cut, key: str, stack: tuple[int, ...] = (), leading: tuple[int, ...] = ()
 ) -> tuple[GlobalPlacement, ...]:
-    """Queries with gates: `[q; gate]` of a head in the checkpoint, in the fused tensor all queries of a group first."""
+    """Place `[q; gate]` of each head: the global tensor has all q of a group first."""
     places = []
     for whole in _place(cut, key, stack, leading):
         (first, last), (start, _) = whole.box[0], whole.hf_box[0]
-        width = (last - first) // (2 * cut.heads)  # of a head
+        width = (last - first) // (2 * cut.heads)  # rows per head
         for row in range(2 * cut.heads):
             head, half = divmod(row, 2)
             at = first + (half * cut.heads + head) * width

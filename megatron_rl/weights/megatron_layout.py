@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Megatron keeps every logical tensor, for any TP, PP, VPP and EP.
+"""Placement of logical tensors in Megatron's parameters, for any TP, PP, VPP and EP.
 
-Parameters are named as in `nn.ModuleList(model_chunks).named_parameters()`: the chunk's number,
-then the name inside the GPTModel. Fused parameters:
+Names are those of `nn.ModuleList(model_chunks).named_parameters()`: chunk number, then the GPTModel's name.
 
-* `linear_qkv`: `[q; k; v]` of this rank's heads (megatron-core's own order interleaves them per KV group;
-  ours is the rollout engine's, see `models/attention.py`); a TP rank holds whole KV groups;
+* `linear_qkv`: `[q; k; v]` of this rank's heads, as in the engine (`models/attention.py`; megatron-core interleaves KV
+  groups), in whole KV groups;
 * `linear_fc1`: `[gate; up]` of this rank's columns;
-* latent attention: down-projections are whole on every TP rank, up-projections are cut by heads;
-* gated delta nets: `in_proj` is `[qkvz; ba]` of this rank's key heads, or `[q; k; v; z; b; a]` where these are apart in
-  the checkpoint, `conv_weight` `[q; k; v]` of them;
-* experts: EP rank r owns `[r * E/ep, (r+1) * E/ep)`, each a small MLP that is split over TP like a dense one, or whole
-  (expert tensor parallel size 1); of the parameter `mlp.experts.linear_fc1.weight` [E/ep, 2 f, h] tables see the
-  matrices, as `mlp.experts.local_experts.<e>.linear_fc1.weight`;
-* embeddings: rows of the vocabulary padded with zeros to a multiple of 64 and of TP;
-* tied embeddings under PP: the last stage keeps a copy of the embedding as `output_layer.weight`;
-* a score head is `score.weight` on every TP rank of the last stage, in place of an output layer.
+* latent attention: whole down-projections, up-projections sharded by heads;
+* gated delta nets: `in_proj` is `[qkvz; ba]` of this rank's key heads, or `[q; k; v; z; b; a]` if split in the
+  checkpoint; `conv_weight` is `[q; k; v]`;
+* experts: EP rank r owns `[r * E/ep, (r+1) * E/ep)`, sharded over TP or whole (expert tensor parallel size 1); tables
+  list `mlp.experts.linear_fc1.weight` [E/ep, 2 f, h] as `mlp.experts.local_experts.<e>.linear_fc1.weight`;
+* embeddings: rows padded with zeros to a multiple of 64 and of TP;
+* tied embeddings under PP: the last stage has a copy, `output_layer.weight`;
+* a score head is `score.weight` on every TP rank of the last stage, instead of an output layer.
 """
 
 from __future__ import annotations
@@ -33,25 +31,25 @@ if TYPE_CHECKING:
     from megatron_rl.parallel.layout import ParallelLayout
 
 VOCAB_MULTIPLE = 64
-ROUTER_BIAS = "mlp.router.expert_bias"  # not trained, and float32 whatever the model is
+ROUTER_BIAS = "mlp.router.expert_bias"  # not trained; always float32
 PADDED_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Vocabulary size of the Megatron embedding: the next multiple of 64 that TP divides."""
+    """Return the embedding's rows: the next multiple of 64 and of TP."""
     multiple = math.lcm(VOCAB_MULTIPLE, tp_size)
     return -(-vocab_size // multiple) * multiple
 
 
 def stage_layers(num_layers: int, pp_size: int, vpp_size: int, pp_rank: int, chunk: int) -> range:
-    """Global numbers of the layers in one model chunk (interleaved assignment of Megatron)."""
+    """Return the global layer numbers of a model chunk (Megatron's interleaved assignment)."""
     per_chunk = num_layers // (pp_size * vpp_size)
     start = chunk * (num_layers // vpp_size) + pp_rank * per_chunk
     return range(start, start + per_chunk)
 
 
 def megatron_placements(shape: ModelShape, layout: ParallelLayout, rank: int) -> PlacementTable:
-    """Placements of all parameters of one rank's model chunks."""
+    """Return the placements of one rank's parameters."""
     at, vocab_rows = layout.expert_coordinates(rank), padded_vocab_size(shape.vocab_size, layout.tp_size)
     of_layer, of_expert = find_shares(layout, rank)
     boxes = split_boxes(shape, of_layer, vocab_rows // layout.tp_size, of_expert)
@@ -59,14 +57,13 @@ def megatron_placements(shape: ModelShape, layout: ParallelLayout, rank: int) ->
 
 
 def find_shares(layout: ParallelLayout, rank: int) -> tuple[Share, Share]:
-    """A rank's place among the tensor parallel ranks of a layer, and of an expert."""
+    """Return a rank's share of a layer, and of an expert, under TP."""
     experts = layout.expert_coordinates(rank).tp
     return Share(layout.tp_size, layout.coordinates(rank).tp), Share(layout.expert_tp_size, experts)
 
 
-@lru_cache(maxsize=1)  # the ranks of a TP group come one after the other
+@lru_cache(maxsize=1)  # ranks of a TP group are requested consecutively
 def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank: int) -> TableRows:
-    """What a pipeline stage and EP rank holds, whatever TP is."""
     found: list[Row] = []
     pp_size, vpp_size, per_rank = layout.pp_size, layout.vpp_size, shape.num_experts // layout.ep_size
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
@@ -94,7 +91,6 @@ def _list_rows(shape: ModelShape, layout: ParallelLayout, pp_rank: int, ep_rank:
 
 
 def _list_mtp_rows(shape: ModelShape, layer: list[Row]) -> TableRows:
-    """What every rank of a layer that predicts further tokens holds, beside that layer's own."""
     ours, hf = "0.decoder.layers.0.", f"model.layers.{shape.mtp_layer}."
     beside = {"shared_head.norm.weight": "decoder.final_layernorm.weight"}
     found = [(f"0.{beside.get(name, name)}", hf + name, kind) for name, kind in MTP_KINDS.items()]
@@ -102,7 +98,6 @@ def _list_mtp_rows(shape: ModelShape, layer: list[Row]) -> TableRows:
 
 
 def _list_layer(shape: ModelShape, layer: int, experts: range) -> list[Row]:
-    """A layer with these experts, where it has any."""
     found: list[Row] = [
         (layer_parameter(name, part), name, boxes)
         for name, kind in shape.layer_kinds(layer).items()
@@ -121,7 +116,7 @@ _NORMS = {
     "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
 }
 _MATRICES = {
-    # Cut by heads. What is called q_layernorm is whole on every rank for megatron-core, which sums its gradient.
+    # Sharded by heads. megatron-core sums the gradients of `q_layernorm`, which it takes for replicated.
     "q.norm": "self_attention.q_norm.weight",
     "k.norm": "self_attention.k_norm.weight",
     "input_norm": "input_layernorm.weight",
@@ -154,7 +149,7 @@ for prefix, mlp in (("", "mlp"), (DENSE, "mlp"), (SHARED, "mlp.shared_experts"))
 
 
 def layer_parameter(hf_name: str, kind: str) -> str:
-    """Megatron's parameter of a layer that a tensor is a part of; for a matrix of an expert that of a dense MLP."""
+    """Return Megatron's parameter, within a layer, of a tensor; for experts, that of a dense MLP."""
     if kind == "head":
         return _NORMS[hf_name]
     if kind == "delta_head":

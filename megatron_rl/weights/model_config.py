@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an HF config.json to a `ModelShape`; what it asks for and nobody serves is refused."""
+"""Parsing of config.json into a `ModelShape`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MUST_BE_OFF = (
     "mlp_only_layers",
     "router_jitter_noise",
 )
-# Of gpt-oss: the values that are served.
+# Supported values of gpt-oss options.
 _OF_SINKS: dict[str, tuple[Any, ...]] = {
     "attention_bias": (None, True),
     "swiglu_alpha": (None, 1.702),
@@ -37,13 +37,13 @@ _SCORING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification")
 
 
 def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
-    """Read `config.json` of an HF model directory.
+    """Parse `config.json` of an HF model directory.
 
     Args:
-        head: what the role needs. A language model can be given a score head; the reverse is refused.
+        head: head of the role; a language model can be given a score head, not vice versa.
 
     Raises:
-        UserError: no such directory or file, unknown architecture, the wrong head, or an option that is not served.
+        UserError: missing file, unknown architecture, wrong head, unsupported option.
     """
     file = Path(directory) / "config.json"
     if not file.is_file():
@@ -58,11 +58,7 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
 
 
 def check_mtp(directory: Path) -> None:
-    """Refuse to train the layer behind the last one of a model that has none, or several.
-
-    Raises:
-        UserError: by its config.json.
-    """
+    """Refuse multi-token prediction for a model without exactly one such layer (UserError)."""
     config = json.loads((directory / "config.json").read_bytes())
     if (found := next((config[key] for key in MTP_KEYS if config.get(key)), 0)) != 1:
         raise UserError(
@@ -74,24 +70,24 @@ def check_mtp(directory: Path) -> None:
 
 
 def find_head(tensors: Container[str]) -> Head:
-    """The head of a model with tensors of these names."""
+    """Return the head of a model with tensors of these names."""
     return "score" if SCORE_HEAD in tensors else "lm"
 
 
 def is_image_text(directory: str | Path) -> bool:
-    """Whether a model directory is that of an image-text model whose text part alone is read."""
+    """Return whether a directory contains an image-text model."""
     return json.loads((Path(directory) / "config.json").read_bytes()).get("model_type") in TEXT_PARTS
 
 
 def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "lm") -> ModelShape:
-    """Make the shape from the content of a config.json; see `load_model_shape`."""
+    """Parse the content of a config.json; see `load_model_shape`."""
     check_kinds(config, {"model_type": TEXT, "architectures": TEXTS, "text_config": OBJECT}, source)
     config = take_text_config(config)
     check_kinds(config, {"model_type": TEXT}, source)
     name, family = _find_family(config, head, source)
     check_config(config, family, source)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = rope.get("full_attention") or rope  # where layers with windows have their own
+    rope = rope.get("full_attention") or rope  # if windowed layers have positions of their own
     rope = {name: value for name, value in rope.items() if value is not None}
     try:
         _refuse_options(config, family, rope, source)
@@ -136,7 +132,6 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
 
 
 def _find_family(config: dict[str, Any], head: Head, source: str) -> tuple[str, Family]:
-    """The family of a model, which must have the head that is asked for, and its name."""
     name: str = config.get("model_type") or ""
     name = ALIASES.get(name, name)
     family = FAMILIES.get(name)
@@ -159,7 +154,6 @@ def _find_family(config: dict[str, Any], head: Head, source: str) -> tuple[str, 
 
 
 def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any], source: str) -> None:
-    """Options of transformers that would make it another model."""
     if family.has_sinks:
         _refuse_sink_options(config, source)
         config = {name: value for name, value in config.items() if name not in _OF_SINKS}
@@ -198,7 +192,7 @@ def _read_rotary_dim(config: dict[str, Any], rope: dict[str, Any], family: Famil
 
 
 def _list_unrotated(config: dict[str, Any], family: Family) -> tuple[int, ...]:
-    """In `no_rope_layers` of transformers, 1 stands for a layer that is rotated."""
+    """List layers without rotary positions; 1 in `no_rope_layers` means rotated."""
     if not family.may_skip_rotary:
         return ()
     layers, interval = range(config["num_hidden_layers"]), config.get("no_rope_layer_interval", 4)
@@ -207,7 +201,6 @@ def _list_unrotated(config: dict[str, Any], family: Family) -> tuple[int, ...]:
 
 
 def _read_attention(config: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
-    """The fields of a ModelShape that a family has whose layers are not all alike."""
     if family.alternates_windows:
         return _read_windows(config)
     if family.has_sinks:
@@ -216,7 +209,6 @@ def _read_attention(config: dict[str, Any], family: Family, source: str) -> dict
 
 
 def _read_windows(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a ModelShape that a family with sliding windows in some layers has."""
     layers, pattern = range(config["num_hidden_layers"]), config.get("sliding_window_pattern", 6)
     kinds = config.get("layer_types") or [
         "sliding_attention" if (i + 1) % pattern else "full_attention" for i in layers
@@ -231,7 +223,6 @@ def _read_windows(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_sink_windows(config: dict[str, Any]) -> dict[str, Any]:
-    """The same of gpt-oss, where positions do not depend on windows."""
     layers = range(config["num_hidden_layers"])
     kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in layers]
     return dict(
@@ -241,12 +232,12 @@ def _read_sink_windows(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_sink_options(config: dict[str, Any], source: str) -> None:
-    """Of gpt-oss what differs from the published models, and other encodings of weights than theirs."""
+    """Refuse gpt-oss options other than as published, and weight encodings but MXFP4."""
     wrong = {name: config.get(name) for name, values in _OF_SINKS.items() if config.get(name) not in values}
     encoding = wrong.pop("quantization_config", None)
     if encoding is not None and encoding.get("quant_method") != "mxfp4":
         wrong["quantization_config"] = encoding
-    if not (config.get("rope_parameters") or config.get("rope_scaling")):  # which transformers fills with yarn
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):  # transformers would default to yarn
         wrong["rope_scaling"] = None
     if wrong:
         raise UserError(
@@ -259,7 +250,7 @@ def _refuse_sink_options(config: dict[str, Any], source: str) -> None:
 
 
 def _refuse_latent_options(config: dict[str, Any], rope: dict[str, Any], source: str) -> None:
-    """What transformers and vLLM compute in different ways, or one of them not at all."""
+    """Refuse options on which transformers and vLLM disagree."""
     served = {
         "rms_norm_eps": (1e-6,),
         "rope_interleave": (None, True),
@@ -282,7 +273,6 @@ def _refuse_latent_options(config: dict[str, Any], rope: dict[str, Any], source:
 
 
 def _read_latent(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a ModelShape that latent attention has."""
     heads, rotary = config["num_attention_heads"], config["qk_rope_head_dim"]
     head_dim = config["qk_nope_head_dim"] + rotary
     growth = (
@@ -303,17 +293,16 @@ def _cuts_attention(config: dict[str, Any]) -> bool:
 
 
 def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
-    """The fields of a ModelShape that only a mixture of experts has."""
     if family.experts is None:
         return {}
     if family.experts.has_sigmoid_router:
         return _read_sigmoid_experts(config, source)
-    # transformers 5 writes num_local_experts where published Qwen3-MoE configs have num_experts.
+    # transformers 5 writes num_local_experts; published Qwen3-MoE configs have num_experts.
     num_experts = config.get("num_experts") or config.get("num_local_experts")
     if num_experts is None:
         raise KeyError("num_local_experts")
     per_token = config["num_experts_per_tok"]
-    # Mixtral and gpt-oss have no such option: their shares always add up to 1. Qwen3-Next's do by default.
+    # Mixtral and gpt-oss always normalize and have no such option; Qwen3-Next normalizes by default.
     normalizes_shares = config["model_type"] in ("mixtral", "gpt_oss") or bool(
         config.get("norm_topk_prob", family.has_delta_nets)
     )
@@ -333,7 +322,6 @@ def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[s
 
 
 def _read_sigmoid_experts(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """The same where scores are sigmoids and experts are chosen with a bias (DeepSeek-V3 and its relatives)."""
     groups, groups_per_token, per_token = (
         config["n_group"] or 1,
         config["topk_group"] or 1,

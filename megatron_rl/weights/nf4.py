@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices in NF4, four bits per element and a float32 per 64 of them (QLoRA, 2305.14314), by bitsandbytes.
+"""NF4 matrices: four bits per element and a float32 per block of 64 (QLoRA, 2305.14314), by bitsandbytes.
 
-Its CPU kernel reads the last dimension of what it is given as a row of whole blocks, and silently gives wrong values
-where it is not: it is given one dimension only, here and in `tests/weights/test_nf4.py`.
+Its CPU kernel silently returns wrong values unless the last dimension is a multiple of the block, so it only gets
+one-dimensional tensors, here and in `tests/weights/test_nf4.py`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from megatron_rl.weights.quantization import BLOCK
 
 
 class QuantizedMatrix:
-    """A matrix [n, m] in NF4, m a multiple of 64; `matrix[rows, columns]` is a piece of what it stands for.
+    """A matrix [n, m] in NF4, m a multiple of 64; `matrix[rows, columns]` dequantizes a piece.
 
-    An element has the same bits in every piece: a block is in one row, and its values depend on nothing else.
-
-    Args:
-        like: of the same shape, type and device; its values are not looked at.
+    Blocks are independent and within rows, so an element has the same bits in every piece.
 
     Attributes:
         codes: [n m / 2] uint8, two elements each.
-        scales: [n m / 64] float32, the largest absolute value of each block.
+        scales: [n m / 64] float32, block maxima of absolute values.
     """
 
     def __init__(self, like: torch.Tensor) -> None:
@@ -37,7 +34,7 @@ class QuantizedMatrix:
 
     @torch.no_grad()
     def store(self, values: torch.Tensor) -> None:
-        """Take the nearest values that there are: of [n, m]."""
+        """Quantize values [n, m]."""
         codes, state = _load().quantize_4bit(values.reshape(-1), blocksize=BLOCK, quant_type="nf4")
         self.codes.copy_(codes.flatten())
         self.scales.copy_(state.absmax)
@@ -59,18 +56,18 @@ class QuantizedMatrix:
         return _load().dequantize_4bit(self.codes[first // 2 : last // 2], state).view(-1, width)[:, columns]
 
     def dequantize(self) -> torch.Tensor:
-        """The whole matrix [n, m]."""
+        """Return the whole matrix [n, m]."""
         return self[:]
 
     @property
     def nbytes(self) -> int:
-        """Of codes and scales."""
+        """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
 
 @cache
 def _load() -> Any:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it lists the faster kernels that it has not found
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about missing faster kernels
     import bitsandbytes.functional
 
     return bitsandbytes.functional

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a layer in one tensor for all gates and ups, and one for all downs. gpt-oss keeps them as
+"""Checkpoints that pack all experts of a layer. gpt-oss has
 
-    <block>.experts.gate_up_proj       [E, h, 2 f]  columns of gate and up in turns; `..._bias` [E, 2 f]
+    <block>.experts.gate_up_proj       [E, h, 2 f]  alternating columns of gate and up; `..._bias` [E, 2 f]
     <block>.experts.down_proj          [E, f, h]    `..._bias` [E, h]
-    <block>.experts.<one>_blocks, _scales           in place of the weight: in MXFP4, rows and columns exchanged
+    <block>.experts.<one>_blocks, _scales           instead of the weight: MXFP4, transposed
 
-and published Qwen3.5 as
+and published Qwen3.5, which is read but never written, has
 
     <block>.experts.gate_up_proj       [E, 2 f, h]  rows of gate, then of up
     <block>.experts.down_proj          [E, h, f]
 
-which is read and never written: transformers writes the matrices of each expert.
-
-Logical tensors are the matrices of each expert, `<block>.experts.<e>.gate_proj.weight` [f, h] and so on.
+Logical tensors are `<block>.experts.<e>.gate_proj.weight` [f, h] and so on.
 """
 
 from __future__ import annotations
@@ -34,13 +32,11 @@ _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj"
 
 @dataclass(frozen=True)
 class PackedPart:
-    """A logical tensor as a part of a packed one.
+    """The place of a logical tensor in a packed one.
 
     Attributes:
-        packed: the tensor of all experts.
-        expert: which of them.
-        turn, turns: its columns are each of so many, from this one on.
-        in_halves: its rows are this one of so many equal parts instead, and matrices are as they are.
+        turn, turns: every `turns`-th column, from `turn` on.
+        in_halves: instead, block `turn` of `turns` row blocks, not transposed.
     """
 
     packed: str
@@ -50,7 +46,7 @@ class PackedPart:
     in_halves: bool = False
 
     def cut(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The view of an expert's [k, turns n] -> [n, k], or of its bias [turns n] -> [n]; of halves [turns n, k]."""
+        """View an expert's [k, turns n] as [n, k], its bias [turns n] as [n], or halves [turns n, k] as [n, k]."""
         if self.in_halves:
             return matrix.chunk(self.turns)[self.turn]
         mine = matrix[..., self.turn :: self.turns]
@@ -59,11 +55,10 @@ class PackedPart:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a model in HF format that is written.
+    """A tensor to write in HF format.
 
     Attributes:
-        size: its shape.
-        experts: the logical tensors of each expert, by turn; none, where it is a logical tensor itself.
+        experts: logical tensors of each expert, by turn; empty if unpacked.
     """
 
     size: tuple[int, ...]
@@ -71,7 +66,7 @@ class FileTensor:
 
 
 def find_parts(packed: str, num_experts: int, *, in_halves: bool = False) -> dict[str, PackedPart]:
-    """The logical tensors of a tensor of files; none, if it is no packed one."""
+    """Return the logical tensors in a packed tensor of a file; empty for others."""
     match = _PACKED.fullmatch(packed)
     if match is None:
         return {}
@@ -84,20 +79,20 @@ def find_parts(packed: str, num_experts: int, *, in_halves: bool = False) -> dic
 
 
 def join_turns(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What an expert is in a packed tensor: the logical tensors [n, k] of all turns -> [k, turns n]."""
+    """Pack an expert's logical tensors [n, k] -> [k, turns n]."""
     import torch
 
     return torch.stack([matrix.t() for matrix in matrices], -1).flatten(-2)
 
 
 def is_packed(shape: ModelShape) -> bool:
-    """Whether the experts of a model are packed in files, and in vLLM."""
+    """Return whether files and vLLM pack a model's experts."""
     names = FAMILIES[shape.family].experts
     return names is not None and names.is_packed
 
 
 def split_turns(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """vLLM's matrices and biases of experts; gates and ups take turns in rows, so they are two views."""
+    """Replace vLLM's parameters of alternating gates and ups by two views each."""
     views: dict[str, torch.Tensor] = {}
     for name, param in params.items():
         if ".w13_" in name:
@@ -108,7 +103,7 @@ def split_turns(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def list_file_tensors(shape: ModelShape) -> dict[str, FileTensor]:
-    """The tensors of a model in HF format that is written, by name."""
+    """Return name -> tensor to write in HF format."""
     packed, found = is_packed(shape), dict[str, FileTensor]()
     for name, size in shape.logical_tensors().items():
         block, is_expert, rest = name.partition(".experts.0.") if packed else (name, "", "")
@@ -120,7 +115,6 @@ def list_file_tensors(shape: ModelShape) -> dict[str, FileTensor]:
 
 
 def _pack(block: str, first: str, size: tuple[int, ...], num_experts: int) -> dict[str, FileTensor]:
-    """The packed tensor whose first logical tensor is `<block>.0.<first>` of this size; none, if none begins so."""
     matrix, what = first.split(".")
     for packed, matrices in _MATRICES.items():
         if matrix == matrices[0]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement tables in two columns, so that ranks share what they have in common.
+"""Placement tables in a compressed form that ranks share.
 
-The *rows* of a table say which piece is in which parameter: `(param, hf_name, kind)`. The *boxes* say where a piece of
-a kind lies. Ranks that differ in TP only have the same rows, ranks that differ in PP or EP only have the same
-boxes, and all layers and experts have the same few kinds: a job of thousands of ranks has few of both.
+*Rows* are (param, hf_name, kind); *boxes* map a kind to positions in the parameter and in the HF tensor. Ranks that
+differ only in TP have equal rows, ranks that differ only in PP or EP have equal boxes, so thousands of ranks need few
+of each.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
 
 Row = tuple[str, str, Hashable]  # parameter, HF tensor, kind
 BoxPair = tuple[Box, Box]  # in the parameter, in the HF tensor
-# Kinds of which every TP rank has all.
+# Kinds that every TP rank holds whole.
 _WHOLE = ("hidden", "head", "router", "router_bias", "logit_bias", "o.bias", "shared_router", "score", "mtp_proj")
 
 
 class TableRows(tuple[Row, ...]):
-    """Rows of a table; equal only to themselves, so that finding out who shares them costs nothing."""
+    """Rows of a table, compared by identity to find sharing at no cost."""
 
     __slots__ = ()
     __hash__ = object.__hash__
@@ -31,18 +31,15 @@ class TableRows(tuple[Row, ...]):
 
 
 class _SameBoxes(dict[Any, BoxPair]):
-    """Boxes of rows whose kind is the pair of boxes itself."""
-
     def __missing__(self, kind: BoxPair) -> BoxPair:
         return kind
 
 
 class PlacementTable(Sequence[ShardBox]):
-    """The shard boxes of a rank, made while one iterates.
+    """The shard boxes of a rank, created during iteration.
 
     Args:
-        rows: in the order of the table.
-        boxes: kind -> where a piece of that kind lies.
+        boxes: kind -> boxes in the parameter and in the HF tensor.
     """
 
     def __init__(self, rows: TableRows, boxes: Mapping[Any, BoxPair]) -> None:
@@ -60,23 +57,23 @@ class PlacementTable(Sequence[ShardBox]):
             yield ShardBox(param, local_box, hf_name, hf_box)
 
     def without(self, params: frozenset[str]) -> PlacementTable:
-        """The table but for these parameters; tables that share rows keep sharing them."""
+        """Drop parameters; shared rows stay shared."""
         return PlacementTable(_drop(self.rows, params), self.boxes) if params else self
 
     def only(self, names: frozenset[str]) -> PlacementTable:
-        """The table of these HF tensors; tables that share rows keep sharing them."""
+        """Keep these HF tensors; shared rows stay shared."""
         return PlacementTable(_keep(self.rows, names), self.boxes)
 
 
 def as_table(placements: Iterable[ShardBox]) -> PlacementTable:
-    """Shard boxes as a table; a table is returned as it is."""
+    """Convert shard boxes to a table."""
     if isinstance(placements, PlacementTable):
         return placements
     return PlacementTable(TableRows((p.param, p.hf_name, (p.local_box, p.hf_box)) for p in placements), _SameBoxes())
 
 
 class Share(NamedTuple):
-    """One of the ranks that share matrices: tensor parallel ones."""
+    """One of `count` tensor parallel ranks."""
 
     count: int
     index: int
@@ -86,16 +83,14 @@ class Share(NamedTuple):
 def split_boxes(
     shape: ModelShape, of_layer: Share, vocab_rows: int, of_expert: Share | None = None
 ) -> dict[str, BoxPair]:
-    """Where a TP rank keeps a piece of each kind, in Megatron as in vLLM.
+    """Return the boxes of a TP rank by kind, in Megatron and in vLLM.
 
-    Fused parameters are `[q; k; v]` of the rank's heads and `[gate; up]` of its columns, for a dense MLP and for an
-    expert alike. With more ranks than KV heads, tp / KV heads neighboring ranks hold the same head.
+    Fused parameters are `[q; k; v]` of the rank's heads and `[gate; up]` of its columns. With more ranks than KV heads,
+    tp / KV heads neighboring ranks hold the same head.
 
     Args:
-        shape: the model.
-        of_layer: the rank among its tensor parallel ranks.
-        vocab_rows: rows of the vocabulary per rank, padding included.
-        of_expert: the rank among those that share an expert; None: the same.
+        vocab_rows: vocabulary rows per rank, padding included.
+        of_expert: share of an expert; `None` means `of_layer`.
     """
     tp_size, tp_rank = of_layer
     sizes, d = shape.kind_sizes(), shape.head_dim
@@ -113,7 +108,7 @@ def split_boxes(
     boxes["sinks"] = rows(0, heads, sizes["sinks"]), rows(tp_rank * heads, (tp_rank + 1) * heads, sizes["sinks"])
     boxes["o"] = columns(0, o_size, sizes["o"]), columns(tp_rank * o_size, (tp_rank + 1) * o_size, sizes["o"])
     for kind in LATENT_KINDS.values() if shape.latent else ():
-        parts = tp_size if kind in ("q_up", "kv_up") else 1  # the others are whole
+        parts = tp_size if kind in ("q_up", "kv_up") else 1  # down-projections and norms are whole
         size, rank = sizes[kind][0] // parts, tp_rank % parts
         boxes[kind] = rows(0, size, sizes[kind]), rows(rank * size, (rank + 1) * size, sizes[kind])
     if shape.delta_net is not None:
@@ -131,7 +126,6 @@ def split_boxes(
 
 
 def _split_mlp(sizes: dict[str, tuple[int, ...]], prefix: str, ffn: int, tp_rank: int) -> dict[str, BoxPair]:
-    """The boxes of an MLP of `ffn` columns per rank."""
     gate, up, down = (f"{prefix}{kind}" for kind in ("gate", "up", "down"))
     mine = tp_rank * ffn, (tp_rank + 1) * ffn
     return {
@@ -147,7 +141,7 @@ def _split_mlp(sizes: dict[str, tuple[int, ...]], prefix: str, ffn: int, tp_rank
 def _split_delta_net(
     sizes: dict[str, tuple[int, ...]], projections: tuple[tuple[str, ...], tuple[str, ...]], of_layer: Share
 ) -> dict[str, BoxPair]:
-    """The boxes of a gated delta net; Megatron's `in_proj` is all projections of the rank's key heads, vLLM has two."""
+    """Return the boxes of a gated delta net: Megatron fuses all projections, vLLM into two parameters."""
     norm = full_box(sizes["delta_norm"])
     boxes: dict[str, BoxPair] = {"delta_norm": (norm, norm)}
     for kinds in (("delta_head",), CONV_PARTS, (*projections[0], *projections[1])):
@@ -167,7 +161,7 @@ def _split_delta_net(
 
 
 def list_parts(kind: str) -> list[tuple[str, str]]:
-    """The matrices of a tensor of a kind: the kind of each, and that of its boxes; norms of all places share one."""
+    """Return (kind, kind of boxes) of each matrix in a tensor."""
     if kind in FUSED_KINDS:
         return [(part, f"{kind}.{part}") for part in FUSED_KINDS[kind]]
     return [(kind, "hidden" if kind in NORM_KINDS else kind)]

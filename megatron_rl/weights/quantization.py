@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which matrices of a model are kept in 4 bits (QLoRA, 2305.14314), and in which layouts.
+"""Matrices kept in 4 bits (QLoRA, 2305.14314): those of attention and MLPs, not embedding, norms, router or head.
 
-All matrices of the layers' attention and MLPs are; embedding, norms, router and head are not. 64 neighboring elements
-of a row share a scale. Such a block lies on one rank: then a matrix has the same values in every layout.
+64 neighboring elements of a row share a scale. Each such block is on one rank, so that values are the same in every
+layout.
 """
 
 from __future__ import annotations
@@ -17,26 +17,22 @@ _PARAMETERS = tuple(f"linear_{name}.weight" for name in ("qkv", "proj", "fc1", "
 
 
 def is_quantized(parameter: str) -> bool:
-    """Whether a parameter of Megatron's is such a matrix, or several of them."""
+    """Return whether a Megatron parameter is quantized."""
     return parameter.endswith(_PARAMETERS)
 
 
 def list_quantized(placements: PlacementTable) -> frozenset[str]:
-    """The parameters of a rank that are."""
+    """Return the quantized parameters of a rank."""
     return frozenset(param for param, _, _ in placements.rows if is_quantized(param))
 
 
 def count_bytes(numel: int) -> int:
-    """Bytes of a matrix: half of one per element, and a float32 per block."""
+    """Return the bytes of a quantized matrix, scales included."""
     return numel // 2 + numel // BLOCK * 4
 
 
 def check_quantization(shape: ModelShape, tp_size: int, section: str) -> None:
-    """Refuse a layout that cuts blocks.
-
-    Raises:
-        UserError: naming the matrix, its columns on a rank, and the sizes that work.
-    """
+    """Refuse a layout that splits blocks (UserError)."""
     if shape.router is not None:
         raise UserError(
             f"{section}.quantization = nf4 with dense layers or shared experts beside a mixture of experts",

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rollout engines keep every logical tensor.
+"""Placement of logical tensors in rollout engines.
 
-vLLM, per TP rank: `qkv_proj = [q; k; v]` with the KV heads replicated when tp > KV heads,
-`gate_up_proj = [gate; up]`, vocabulary rows padded to a multiple of 64, tied embeddings as one parameter; all experts
-on every rank, fused per layer as `w13_weight` [E, 2 * ffn/tp, h] = `[gate; up]` and `w2_weight` [E, h, ffn/tp].
-Of gpt-oss, gates and ups of an expert are rows in turns, each seen as a parameter of its own, and `w2_bias` is on the
-first rank alone, as results are summed.
-Of gated delta nets, `in_proj_qkvz` and `in_proj_ba` are as in the checkpoint, or `[q; k; v; z]` and `[b; a]` of the
-rank's heads where these are apart there.
-With latent attention every projection is a parameter of its own: vLLM computes full heads then (`VLLM_MLA_DISABLE`).
-Plain HF (transformers, checkpoints): every logical tensor is a parameter of its own.
+* vLLM, per TP rank: `qkv_proj = [q; k; v]` with KV heads replicated if tp > KV heads, `gate_up_proj = [gate; up]`,
+  vocabulary rows padded to a multiple of 64, tied embeddings once; all experts on every rank, per layer `w13_weight`
+  [E, 2 * ffn/tp, h] = `[gate; up]` and `w2_weight` [E, h, ffn/tp];
+* gpt-oss: gates and ups alternate by rows, as two views; `w2_bias` is on the first rank only, as results are summed;
+* gated delta nets: `in_proj_qkvz` and `in_proj_ba` as in the checkpoint, or `[q; k; v; z]` and `[b; a]` if split there;
+* latent attention: nothing is fused, as vLLM then computes full heads (`VLLM_MLA_DISABLE`);
+* plain HF (transformers, checkpoints): nothing is fused.
 """
 
 from __future__ import annotations
@@ -24,20 +22,20 @@ from megatron_rl.weights.shard_box import ShardBox, full_box
 
 VLLM_VOCAB_MULTIPLE = 64
 VLLM_PADDED_PARAMETERS = ("model.embed_tokens.weight", "model.embedding.weight", "lm_head.weight")
-# Of gpt-oss: other names than the checkpoint's.
+# gpt-oss: checkpoint name -> vLLM's name.
 _RENAMED = {"model.embed_tokens": "model.embedding", ".self_attn.": ".attn."}
 
 
 def huggingface_placements(shape: ModelShape) -> list[ShardBox]:
-    """The identity: one rank that holds whole HF tensors under their own names."""
+    """Return the identity placement: whole HF tensors under their own names."""
     return [ShardBox(name, full_box(size), name, full_box(size)) for name, size in shape.logical_tensors().items()]
 
 
 def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> PlacementTable:
-    """Placements of all parameters of one vLLM TP rank (unquantized; fused experts seen as matrices).
+    """Return the placements of one vLLM TP rank (unquantized; experts as matrices).
 
     Raises:
-        UserError: vLLM cannot split the padded vocabulary over `tp_size` ranks.
+        UserError: `tp_size` does not divide the padded vocabulary.
     """
     assert not shape.has_score_head, "engines generate: they need a language-model head"
     padded = -(-shape.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
@@ -50,14 +48,13 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> Placeme
         )
     boxes = split_boxes(shape, Share(tp_size, tp_rank), padded // tp_size)
     packed = is_packed(shape)
-    if packed:  # an up is a parameter of its own
+    if packed:  # ups are parameters of their own
         boxes = boxes | {up: (boxes[gate][0], boxes[up][1]) for gate, up in (("gate", "up"), ("gate.bias", "up.bias"))}
     return PlacementTable(_list_rows(shape, tp_rank == 0 or not packed), boxes)
 
 
 @lru_cache(maxsize=2)
 def _list_rows(shape: ModelShape, is_first: bool) -> TableRows:
-    """What the ranks of an engine hold a part of; of gpt-oss, the first rank or the others."""
     packed = is_packed(shape)
     return TableRows(
         (_rename(name, kind) if packed else _find_param(name, kind), name, _ALONE.get(boxes, boxes))
@@ -68,7 +65,6 @@ def _list_rows(shape: ModelShape, is_first: bool) -> TableRows:
 
 
 def _rename(hf_name: str, kind: str) -> str:
-    """The parameter of gpt-oss that a logical tensor is a part of; see `split_turns`."""
     block, _, of_expert = hf_name.partition(".experts.")
     if of_expert:
         expert, matrix, what = of_expert.split(".")
@@ -79,7 +75,7 @@ def _rename(hf_name: str, kind: str) -> str:
     return _find_param(hf_name, kind)
 
 
-_ALONE = {kind: f"{kind}.alone" for kind in ("delta_ba", "delta_b", "delta_a")}  # boxes in a parameter of their own
+_ALONE = {kind: f"{kind}.alone" for kind in ("delta_ba", "delta_b", "delta_a")}  # boxes if not fused with qkvz
 _FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -94,7 +90,6 @@ _FUSED = {
 
 
 def _find_param(hf_name: str, kind: str) -> str:
-    """The parameter that a logical tensor is a part of; an expert's as `split_experts` names it."""
     block, _, of_expert = hf_name.partition(".experts.")
     if of_expert:
         fused = "w2_weight" if kind == "down" else "w13_weight"

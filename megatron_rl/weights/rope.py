@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary frequencies stretched for long contexts, as config.json describes them (`rope_type`).
+"""Scalings of rotary frequencies, as in config.json (`rope_type`); `models/rotary.py` has the formulas.
 
-Each scaling is a record of numbers that are all resolved; `models/rotary.py` has the formula of each. A scaling whose
-frequencies change with the length of a sequence is served where trainer and engines agree on them: "longrope" up to
-the context of pretraining (its short factors), "dynamic" never, as vLLM takes one base for all lengths.
+Scalings that change with sequence length are supported as far as trainer and engines agree: "longrope" up to the
+context of pretraining (its short factors), "dynamic" never, as vLLM uses one base for all lengths.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """All frequencies are divided by `factor` (position interpolation, arXiv 2306.15595)."""
+    """Division of all frequencies by `factor` (position interpolation, arXiv 2306.15595)."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """As in Llama 3.1.
+    """The scaling of Llama 3.1.
 
-    A frequency that turns less than `low_freq_factor` times in the context of pretraining is divided by `factor`, one
-    that turns more than `high_freq_factor` times is kept, and in between the two are mixed.
+    Frequencies with fewer than `low_freq_factor` turns in the context of pretraining are divided by `factor`, those
+    above `high_freq_factor` turns are kept, and those in between are interpolated.
     """
 
     factor: float
@@ -39,9 +38,9 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv 2309.00071).
 
-    A frequency that turns more than `beta_fast` times in the context of pretraining is kept, one that turns less than
-    `beta_slow` times is divided by `factor`, and in between the two are mixed, linearly in their number; the ends of
-    the ramp are whole numbers with `truncates`. Cosines and sines are multiplied by `attention_factor`.
+    Frequencies with more than `beta_fast` turns in the context of pretraining are kept, those below `beta_slow` turns
+    are divided by `factor`, and those in between are interpolated by index, from integer ends if `truncates`. Cosines
+    and sines are multiplied by `attention_factor`.
     """
 
     factor: float
@@ -54,7 +53,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongropeScaling:
-    """Every frequency is divided by a factor of its own (LongRoPE, arXiv 2402.13753), that of short sequences.
+    """Division of each frequency by its own factor (LongRoPE, arXiv 2402.13753), for short sequences.
 
     Cosines and sines are multiplied by `attention_factor`.
     """
@@ -67,21 +66,20 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongropeScaling
 
 
 def compute_yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """The growth of attention scores for a context that is `factor` times as long: 0.1 mscale ln(factor) + 1."""
+    """Return the growth of attention scores for a longer context: 0.1 mscale ln(factor) + 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rope_type_of(rope: Mapping[str, Any]) -> str:
-    """The kind of scaling that a config.json asks for."""
+    """Return the type of scaling in config.json."""
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def read_rope_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[RopeScaling | None, int]:
-    """The scaling, and the positions that may be used with it.
+    """Parse the scaling, and the number of positions it supports.
 
     Args:
-        rope: `rope_parameters` or `rope_scaling` of config.json, for which `is_served` is true.
-        config: config.json.
+        rope: `rope_parameters` or `rope_scaling` of config.json, must be served.
 
     Raises:
         KeyError: a number is missing.
@@ -92,7 +90,7 @@ def read_rope_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> tup
     scaling = _READERS[kind](rope, config)
     if isinstance(scaling, LongropeScaling):
         return scaling, min(longest, _read_original_length(rope, config))
-    if isinstance(scaling, YarnScaling):  # added by hand: the old length is still there
+    if isinstance(scaling, YarnScaling):  # if added by hand, the config still has the old length
         longest = max(longest, int(scaling.factor * scaling.original_max_position_embeddings))
     return scaling, longest
 
@@ -144,12 +142,12 @@ _READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], RopeScaling
     "llama3": _read_llama3,
     "yarn": _read_yarn,
     "longrope": _read_longrope,
-    "su": _read_longrope,  # the first name of the same
+    "su": _read_longrope,  # its first name
 }
 
 
 def restore_rope_scaling(saved: Mapping[str, Any]) -> RopeScaling:
-    """A scaling from the numbers that `dataclasses.asdict` made of it."""
+    """Restore a scaling from `dataclasses.asdict`."""
     for record in (LinearScaling, Llama3Scaling, YarnScaling, LongropeScaling):
         if {field.name for field in fields(record)} == saved.keys():
             values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
@@ -158,7 +156,7 @@ def restore_rope_scaling(saved: Mapping[str, Any]) -> RopeScaling:
 
 
 def is_served(rope: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether trainer and engines agree on a scaling: of longrope, vLLM computes both factors and reads neither."""
+    """Return whether trainer and engines agree on a scaling: vLLM computes longrope's factors itself."""
     kind = rope_type_of(rope)
     if kind not in ("longrope", "su"):
         return kind == "default" or kind in _READERS

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices in eight bits with a scale for each row (output): W[i, j] ~ s[i] code[i, j], for engines that generate.
+"""Matrices in eight bits with a scale per row (output), for engines: W[i, j] ~ s[i] code[i, j].
 
     s[i] = max_j |W[i, j]| / limit (1 for a row of zeros),     code[i, j] = round(W[i, j] / s[i])
 
-with limit 127 and integers (int8), or 448 and the nearest numbers of float8_e4m3fn (fp8), both of ties to even. All is
-computed in float32. Codes are stored and moved as int8, the bits of either kind.
+with limit 127 (int8) or 448 (fp8, float8_e4m3fn), half to even, in float32. Codes are stored as int8 bits.
 """
 
 from __future__ import annotations
@@ -19,35 +18,34 @@ from megatron_rl.weights.placement_tables import PlacementTable, as_table
 from megatron_rl.weights.shard_box import ShardBox
 
 CodeFormat = Literal["int8", "fp8"]
-SCALE_SUFFIX = "_scale"  # of a parameter's name: its scales [n, 1] float32
+SCALE_SUFFIX = "_scale"  # suffix of the parameter that holds the scales, [n, 1] float32
 _LIMITS = {"int8": 127.0, "fp8": 448.0}
 _KINDS = frozenset({"q.weight", "k.weight", "v.weight", "o", "gate", "up", "down"})
 
 
 def list_matrices(shape: ModelShape) -> frozenset[str]:
-    """HF names of the matrices that are kept in eight bits: in attention and MLPs, no embedding and no head."""
+    """Return the HF names of quantized matrices, of attention and MLPs."""
     return frozenset(name for name, kind in shape.tensor_kinds().items() if kind in _KINDS)
 
 
 def list_scales(matrices: Iterable[ShardBox]) -> PlacementTable:
-    """Where the scales of pieces of matrices lie."""
+    """Return the placements of the scales of matrix pieces."""
     return as_table(
         ShardBox(p.param + SCALE_SUFFIX, (p.local_box[0], (0, 1)), p.hf_name, (p.hf_box[0], (0, 1))) for p in matrices
     )
 
 
 def find_scales(largest: torch.Tensor, code_format: CodeFormat) -> torch.Tensor:
-    """Scales, from the largest absolute value of each row; float32 of the same shape."""
+    """Return float32 scales from the largest absolute value of each row."""
     return torch.where(largest > 0, largest / _LIMITS[code_format], 1.0)
 
 
 def encode(matrix: torch.Tensor, scales: torch.Tensor, code_format: CodeFormat) -> torch.Tensor:
-    """Codes of a piece of a matrix.
+    """Encode a piece of a matrix.
 
     Args:
         matrix: [n, m].
         scales: [n, 1] float32, of the whole rows.
-        code_format: of the codes.
 
     Returns:
         [n, m] int8.
@@ -58,5 +56,5 @@ def encode(matrix: torch.Tensor, scales: torch.Tensor, code_format: CodeFormat) 
 
 
 def decode(codes: torch.Tensor, code_format: CodeFormat, dtype: torch.dtype) -> torch.Tensor:
-    """Codes as numbers, without their scales; exact in float32 and bfloat16."""
+    """Return codes as numbers, without scales; exact in float32 and bfloat16."""
     return (codes if code_format == "int8" else codes.view(torch.float8_e4m3fn)).to(dtype)

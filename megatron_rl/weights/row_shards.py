@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each logical tensor lies when data parallel ranks share the rows of Megatron's parameters (ZeRO-3).
+"""Placement of logical tensors if data parallel ranks shard rows of Megatron's parameters (ZeRO-3).
 
-FSDP cuts a parameter of n rows as `torch.chunk` does: shard i of d has the rows [i c, (i + 1) c) with c = ceil(n / d),
-as far as there are any. The table is Megatron's with every box cut to these rows; what is not there is an empty box,
-so that all data parallel ranks share the rows of the table. Biases of routers, which are not trained, are not cut.
+FSDP splits n rows like `torch.chunk`: shard i of d has rows [i c, (i + 1) c), c = ceil(n / d), as far as they exist.
+Boxes are cut accordingly, possibly to empty ones, so that data parallel ranks share the table's rows. Router biases,
+which are not trained, are not sharded.
 """
 
 from __future__ import annotations
@@ -29,30 +29,26 @@ _EXPERT_KINDS = ("gate", "up", "down")
 
 
 class ShardPlace(NamedTuple):
-    """One of several equal shares of the rows of a parameter."""
+    """One of equal shares of the rows of a parameter."""
 
     index: int
     count: int
 
     def cut(self, num_rows: int) -> tuple[int, int]:
-        """The rows [start, stop) of a parameter of this many."""
+        """Return the rows [start, stop) of a parameter with `num_rows`."""
         size = -(-num_rows // self.count)
         return min(self.index * size, num_rows), min((self.index + 1) * size, num_rows)
 
 
 def find_shard_places(layout: ParallelLayout, rank: int) -> tuple[ShardPlace, ShardPlace]:
-    """A rank's share of dense parameters, and its share of experts, which may be another."""
+    """Return a rank's share of dense parameters, and of experts."""
     at, replicas = layout.coordinates(rank), layout.cp_size * layout.dp_size
     experts = layout.expert_coordinates(rank).dp
     return ShardPlace(at.cp + layout.cp_size * at.dp, replicas), ShardPlace(experts, layout.expert_replicas)
 
 
 def check_shared_experts(layout: ParallelLayout, shape: ModelShape, section: str) -> None:
-    """Refuse replicas of an expert that cannot have equally many rows of its matrices, which FSDP asks for there.
-
-    Raises:
-        UserError: naming the rows and the replicas.
-    """
+    """Refuse expert replicas that cannot split rows evenly, which FSDP requires there (UserError)."""
     replicas = find_shard_places(layout, layout.first_rank)[1].count
     for what, rows in (
         ("gate and up", 2 * shape.ffn_hidden_size // layout.expert_tp_size),
@@ -70,18 +66,18 @@ def check_shared_experts(layout: ParallelLayout, shape: ModelShape, section: str
 def training_placements(
     shape: ModelShape, layout: ParallelLayout, rank: int, *, is_fully_sharded: bool
 ) -> PlacementTable:
-    """Placements of all parameters of one rank's model chunks, or of their shards (ZeRO-3)."""
+    """Return the placements of a rank's parameters, or of their shards (ZeRO-3)."""
     return (row_shard_placements if is_fully_sharded else megatron_placements)(shape, layout, rank)
 
 
 def find_shard_key(layout: ParallelLayout, rank: int, *, is_fully_sharded: bool) -> Hashable:
-    """Ranks with equal keys have equal placements."""
+    """Return a key shared by ranks with equal placements."""
     at, experts = layout.coordinates(rank), layout.expert_coordinates(rank)
     return at.tp, at.pp, experts.tp, experts.ep, find_shard_places(layout, rank) if is_fully_sharded else None
 
 
 def row_shard_placements(shape: ModelShape, layout: ParallelLayout, rank: int) -> PlacementTable:
-    """Placements of the shards of all parameters of one rank's model chunks."""
+    """Return the placements of a rank's parameter shards."""
     table = megatron_placements(shape, layout, rank)
     return PlacementTable(table.rows, _cut_boxes(shape, *find_shares(layout, rank), *find_shard_places(layout, rank)))
 
@@ -94,7 +90,7 @@ def _cut_boxes(
     boxes = split_boxes(shape, of_layer, vocab_rows, of_expert)
     num_rows = {kind: local_box[0][1] for kind, (local_box, _) in boxes.items()} | {"vocab": vocab_rows}
     for kinds in (kinds for kinds in _FUSED if kinds[-1] in num_rows):
-        num_rows |= dict.fromkeys(kinds, num_rows[kinds[-1]])  # the last part ends where the parameter does
+        num_rows |= dict.fromkeys(kinds, num_rows[kinds[-1]])  # the last part ends at the end of the parameter
     fused = {kind: parts for kind, parts in FUSED_KINDS.items() if parts[0] in num_rows}
     num_rows |= {f"{kind}.{part}": num_rows[part] for kind, parts in fused.items() for part in parts}
     found = {}
@@ -105,7 +101,7 @@ def _cut_boxes(
 
 
 def _cut(pair: BoxPair, low: int, high: int) -> BoxPair:
-    """Boxes of the rows [low, high) of a parameter, which are a shard of their own."""
+    """Restrict boxes to rows [low, high), relative to `low`."""
     ((start, stop), *rest), ((hf_start, _), *hf_rest) = pair
     first = min(max(start, low), stop)
     last = max(first, min(stop, high))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every piece of every logical tensor lies.
+"""Positions of pieces of logical tensors, by which all weight formats are described.
 
-A *logical tensor* is a tensor of the HF checkpoint. A `ShardBox` says that the box `local_box` of a
-local parameter holds the box `hf_box` of a logical tensor. Boxes have equal sizes dimension by
-dimension; a format is a list of shard boxes per rank, its placement table, and nothing else is known about it.
+A *logical tensor* is a tensor of the HF checkpoint. A `ShardBox` maps box `local_box` of a local parameter to box
+`hf_box` of a logical tensor, of equal sizes. A format is a list of shard boxes per rank, its placement table.
 """
 
 from __future__ import annotations
@@ -26,37 +25,37 @@ class ShardBox:
 
 
 def full_box(shape: Iterable[int]) -> Box:
-    """The box that covers a tensor of `shape`."""
+    """Return the box that covers a tensor of `shape`."""
     return tuple((0, size) for size in shape)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """Sizes of a box."""
+    """Return the sizes of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def box_volume(box: Box) -> int:
-    """Number of elements of a box."""
+    """Return the number of elements of a box."""
     return math.prod(stop - start for start, stop in box)
 
 
 def box_slices(box: Box) -> tuple[slice, ...]:
-    """Index of a box: `tensor[box_slices(box)]`."""
+    """Return the index of a box: `tensor[box_slices(box)]`."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Common part of two boxes of one tensor, or None if there is none."""
+    """Return the intersection of two boxes, or None if empty."""
     box = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 
 def find_overlap(boxes: Iterable[Box]) -> Box | None:
-    """Common part of two of these boxes of one tensor (of at least one dimension), or None if all are disjoint."""
+    """Return an intersection of two of these boxes (at least one dimension), or None."""
     ordered = sorted(box for box in boxes if box_volume(box))
     for i, box in enumerate(ordered):
         for j in range(i + 1, len(ordered)):
-            if ordered[j][0][0] >= box[0][1]:  # begins after this one ends, and so do all that follow
+            if ordered[j][0][0] >= box[0][1]:  # sorted: neither this nor any later box can overlap
                 break
             common = intersect(box, ordered[j])
             if common is not None:
@@ -65,7 +64,7 @@ def find_overlap(boxes: Iterable[Box]) -> Box | None:
 
 
 def localize(part: Box, boxes: tuple[Box, Box]) -> Box:
-    """Where `part` (in HF coordinates, inside the HF box) lies in a parameter, from the pair `local_box, hf_box`."""
+    """Convert `part`, inside the HF box, to local coordinates, by `local_box, hf_box`."""
     return tuple(
         (start - hf_start + local_start, stop - hf_start + local_start)
         for (start, stop), (local_start, _), (hf_start, _) in zip(part, *boxes, strict=True)
@@ -73,29 +72,27 @@ def localize(part: Box, boxes: tuple[Box, Box]) -> Box:
 
 
 def rows(start: int, stop: int, shape: tuple[int, ...]) -> Box:
-    """Box of the rows [start, stop) of a tensor of `shape`, all of its other dimensions."""
+    """Return the box of the rows [start, stop) of a tensor of `shape`."""
     return ((start, stop), *full_box(shape[1:]))
 
 
 def columns(start: int, stop: int, shape: tuple[int, ...]) -> Box:
-    """Box of the columns [start, stop) of a matrix of `shape`."""
+    """Return the box of the columns [start, stop) of a matrix of `shape`."""
     return ((0, shape[0]), (start, stop))
 
 
 def check_placements(
     placements: Iterable[ShardBox], params: Mapping[str, tuple[int, ...]], *, where: str, padded: Iterable[str] = ()
 ) -> None:
-    """Compare a table with the parameters that a model really has.
+    """Check a rank's table against the parameters of its model.
 
     Args:
-        placements: the table of one rank.
-        params: name -> local shape of the real parameters.
-        where: names the side in the error ("megatron rank 3").
-        padded: parameters that may have elements which no logical tensor fills.
+        params: name -> local shape.
+        where: side, for errors ("megatron rank 3").
+        padded: parameters with padding.
 
     Raises:
-        ValueError: a parameter that the table does not know, one that does not exist, a box outside of
-            its parameter, or elements that nothing or two placements fill; the message names the parameter.
+        ValueError: missing parameters, boxes that do not fit, or elements placed twice or not at all.
     """
     filled: dict[str, list[Box]] = {}
     for p in placements:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layouts can hold a model, and which engines serve it."""
+"""Checks of models against layouts and engines."""
 
 from __future__ import annotations
 
@@ -10,22 +10,16 @@ from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.family import FAMILIES
 from megatron_rl.weights.rope import YarnScaling
 
-LARGEST_RANK = 512  # that vLLM has buffers for
+LARGEST_RANK = 512  # largest buffer of vLLM
 
 
 def check_engine(
     shape: ModelShape, engine: str, quantization: str = "none", adapters: AdapterShape | None = None
 ) -> None:
-    """Refuse an engine that is not known to compute what a model with sinks or gated delta nets computes.
+    """Refuse an engine that lacks support for sinks, gated delta nets, quantization or adapters (UserError).
 
     Args:
-        shape: the model.
-        engine: `rollout.engine`.
-        quantization: of the engine's weights.
-        adapters: that the engine keeps beside them; None: it has none.
-
-    Raises:
-        UserError: naming engines that serve it.
+        adapters: adapters kept apart from the weights, if any.
     """
     supports = find_engine(engine).has
     if shape.delta_net is not None and not supports("delta_nets"):
@@ -68,7 +62,6 @@ def check_engine(
 
 
 def _check_adapters(adapters: AdapterShape) -> None:
-    """Refuse adapters that vLLM does not keep beside the weights (UserError)."""
     if adapters.rank > LARGEST_RANK:
         raise UserError(
             f"vLLM serves adapters up to rank {LARGEST_RANK}, these have {adapters.rank}",
@@ -95,16 +88,10 @@ def check_training_layout(
     sequence_parallel: bool = True,
     section: str = "actor",
 ) -> None:
-    """Refuse a Megatron layout that cannot hold this model.
+    """Refuse a Megatron layout that does not fit the model (UserError).
 
     Args:
-        shape: the model.
-        tp_size: tensor parallel size; likewise pp, vpp, ep.
-        sequence_parallel: megatron-core trains experts under TP only with it.
-        section: of the configuration, for the error.
-
-    Raises:
-        UserError: naming the sizes and the values that work.
+        sequence_parallel: megatron-core needs it to train experts under TP.
     """
     _check_expert_layout(shape, tp_size, ep_size, sequence_parallel, section)
     for what, size in (
@@ -152,15 +139,7 @@ def _check_expert_layout(shape: ModelShape, tp_size: int, ep_size: int, sequence
 
 
 def check_router_replay(shape: ModelShape, source: str) -> None:
-    """Refuse to replay the choices of routers that are not there.
-
-    Args:
-        shape: the model.
-        source: `actor.router_replay`.
-
-    Raises:
-        UserError: the model is dense.
-    """
+    """Refuse router replay for a dense model (UserError)."""
     if source != "off" and not shape.num_experts:
         raise UserError(
             f"actor.router_replay = {source!r}, and the model has no routers",
@@ -171,11 +150,7 @@ def check_router_replay(shape: ModelShape, source: str) -> None:
 
 
 def check_rollout_layout(shape: ModelShape, tp_size: int) -> None:
-    """Refuse an engine layout that cannot hold this model; KV heads may be replicated.
-
-    Raises:
-        UserError: naming the sizes and the values that work.
-    """
+    """Refuse an engine layout that does not fit the model (UserError); KV heads may be replicated."""
     if not _fits_engine(shape, tp_size):
         valid = [n for n in range(1, shape.num_heads + 1) if _fits_engine(shape, n)]
         raise UserError(
@@ -194,7 +169,6 @@ def _fits_engine(shape: ModelShape, tp_size: int) -> bool:
 
 
 def _shared_sizes(shape: ModelShape) -> list[int]:
-    """What tensor parallel ranks share beside heads of attention."""
     return [*shape.ffn_sizes().values(), *((shape.delta_net.key_heads,) if shape.delta_net else ())]
 
 

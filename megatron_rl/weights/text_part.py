@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text part of an image-text model, which is a model of its own: its config.json, and names of its tensors.
+"""The text part of image-text models (published Qwen3.5): its config and tensor names.
 
-Published Qwen3.5 models see images. Files name tensors of the text part `model.language_model.*`, others
-`model.visual.*`.
+Files name its tensors `model.language_model.*`, others `model.visual.*`.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from typing import Any
 
 from megatron_rl.weights.family import FAMILIES
 
-# `model_type` of an image-text model -> the family of its text part.
+# `model_type` of an image-text model -> family of its text part.
 TEXT_PARTS = {family.image_text: name for name, family in FAMILIES.items() if family.image_text is not None}
-_OUTER = ("tie_word_embeddings", "quantization_config")  # said of the whole model
+_OUTER = ("tie_word_embeddings", "quantization_config")  # keys that config.json has outside the text section
 
 
 def take_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of the text part; of a model without another one, all of it."""
+    """Return the text section of config.json, or the whole config of a text-only model."""
     name, text = TEXT_PARTS.get(str(config.get("model_type"))), config.get("text_config")
     if name is None or not isinstance(text, dict):
         return dict(config)
@@ -31,7 +30,7 @@ def take_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_text_tensor(stored: str) -> str | None:
-    """The name of a tensor of a file in the text part alone; None: it belongs to the rest."""
+    """Return a tensor's name in the text-only model, or `None`."""
     if stored.startswith("model.visual."):
         return None
     inner = stored.removeprefix("model.language_model.")

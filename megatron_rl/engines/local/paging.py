@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching over a paged cache: which responses run, and where their keys and values lie. No model in here.
+"""Continuous batching over a paged KV cache: scheduling and slots, without a model.
 
-The cache has slots; a slot holds the keys and values of one token in every layer, and `block_size` slots are a block. A
-response owns whole blocks, anywhere, with room for its longest. One forward takes the whole prompt of what has just
-been admitted and the newest token of everything else, as segments of one row: n new tokens that see k >= n slots.
+A slot holds a token's keys and values in every layer; `block_size` slots are a block. A response owns blocks for its
+maximum length. A forward computes new prompts and the newest token of running responses as segments of one row: n new
+tokens that attend to k >= n slots.
 
-Requests are admitted in the order in which they came, when a place among `max_num_seqs` and their blocks are free. So
-what runs is never pushed out (no preemption), a prompt is never computed in parts, and nothing is kept from one
-response for another (no prefix cache).
+Requests start in order of arrival, if fewer than `max_num_seqs` run and their blocks are free. Hence no preemption, no
+chunked prefill, no prefix cache.
 """
 
 from __future__ import annotations
@@ -28,12 +27,9 @@ class Running:
     """A response that is being sampled.
 
     Attributes:
-        request: which one.
-        slots: [room] int64, of its tokens in their order.
-        generator: its random numbers.
-        tokens, logprobs: sampled so far.
-        kept: what each token was drawn from, where sampling is truncated.
-        routes: [s, layers, choices] parts, the experts of the request's tokens and these, where they are recorded.
+        slots: [capacity] int64, of its tokens in order.
+        kept: set of each token, if truncated.
+        routes: [s, layers, choices] parts of request and response, if recorded.
     """
 
     request: Request
@@ -45,7 +41,7 @@ class Running:
     routes: list[np.ndarray] = field(default_factory=list)
 
     def finish(self, reason: str) -> Sampled:
-        """What it has, for the one who asked."""
+        """Return the response."""
         return Sampled(
             self.request.key,
             np.array(self.tokens, np.int32),
@@ -56,7 +52,7 @@ class Running:
         )
 
     def _join_routes(self) -> np.ndarray | None:
-        """With a row for the last token, which is not fed: not known."""
+        """Append the unknown routes of the last token, which is never fed."""
         if not self.routes:
             return None
         shape = RouteShape.of(self.routes[0])
@@ -65,15 +61,15 @@ class Running:
 
 @dataclass(frozen=True)
 class PagedRows:
-    """What one forward computes: segments of new tokens, one for each running response, and maybe one of padding.
+    """The rows of one forward: a segment per running response, possibly one of padding.
 
     Attributes:
-        running: the responses that get a token.
+        running: responses that get a token.
         tokens, positions: [t] int64.
-        slots: [t] int64, where the keys and values of each row go.
-        bounds: [num_segments + 1] int32, where the rows of each segment begin and end.
-        key_slots: [k] int64, what each segment sees, segment after segment.
-        key_bounds: [num_segments + 1] int32, boundaries in `key_slots`.
+        slots: [t] int64, destination of keys and values.
+        bounds: [num_segments + 1] int32, of segments.
+        key_slots: [k] int64, attended by segments.
+        key_bounds: [num_segments + 1] int32, in `key_slots`.
     """
 
     running: Sequence[Running]
@@ -86,19 +82,15 @@ class PagedRows:
 
     @property
     def last(self) -> np.ndarray:
-        """[responses] int64, the rows whose hidden states predict the next tokens."""
+        """[responses] int64, rows that predict the next tokens."""
         return self.bounds[1 : len(self.running) + 1].astype(np.int64) - 1
 
 
 class ContinuousBatch:
-    """The requests of an engine; every rank of it has the same.
+    """The requests of an engine, identical on its ranks.
 
     Args:
-        num_blocks: of the cache.
-        block_size: slots of a block.
-        max_num_seqs: responses that run at once.
-        max_tokens: rows of a forward, at most, but for a longer prompt, which is admitted alone.
-        stop: strings that end a response.
+        max_tokens: maximum rows of a forward; a longer prompt runs alone.
     """
 
     def __init__(
@@ -111,11 +103,7 @@ class ContinuousBatch:
         self._running: list[Running] = []
 
     def add(self, requests: Sequence[Request]) -> None:
-        """They wait for a place.
-
-        Raises:
-            UserError: one that would not find room in the empty cache.
-        """
+        """Queue requests, unless one exceeds the empty cache (UserError)."""
         for request in requests:
             if self._count_blocks(request) > self._num_blocks:
                 raise UserError(
@@ -127,7 +115,7 @@ class ContinuousBatch:
         self._waiting += requests
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Forget requests; returns what they have so far, and gives their blocks back."""
+        """Remove requests, free their blocks, return partial responses."""
         asked = set(keys)
         ended = [one for one in self._running if one.request.key in asked]
         for one in ended:
@@ -139,19 +127,18 @@ class ContinuousBatch:
         return [one.finish("interrupted") for one in ended]
 
     def has_requests(self) -> bool:
-        """True if something runs or waits."""
+        """Return whether any request runs or waits."""
         return bool(self._running or self._waiting)
 
     def count_tokens(self) -> int:
-        """Tokens sampled so far for what runs."""
+        """Count the tokens sampled so far for running responses."""
         return sum(len(one.tokens) for one in list(self._running))
 
     def plan(self, multiple: int) -> PagedRows:
-        """Admit what there is room for, and lay out the next forward; something waits or runs.
+        """Admit requests that fit, and lay out the next forward; requires at least one request.
 
         Args:
-            multiple: the number of rows is padded to a multiple of this, by a segment that sees itself in the slots
-                behind the last block.
+            multiple: rows are padded to it by a segment that attends to itself, in slots behind the last block.
         """
         self._admit()
         running = list(self._running)
@@ -175,14 +162,14 @@ class ContinuousBatch:
         )
 
     def record_routes(self, rows: PagedRows, routes: np.ndarray) -> None:
-        """Note the experts [t, layers, choices] of the rows of a forward; before `record`."""
+        """Record the experts [t, layers, choices] of a forward, before `record`."""
         for one, start, stop in zip(rows.running, rows.bounds, rows.bounds[1:], strict=False):
             one.routes.append(routes[start:stop])
 
     def record(
         self, rows: PagedRows, tokens: Sequence[int], logprobs: Sequence[float], kept: KeptSets | None = None
     ) -> list[Sampled]:
-        """Append what was sampled after `rows`; returns what is finished, in the order in which it was admitted."""
+        """Append sampled tokens; return finished responses in order of admission."""
         finished, sets = [], kept.split() if kept else [None] * len(tokens)
         for one, token, logprob, kept_set in zip(rows.running, tokens, logprobs, sets, strict=True):
             one.tokens.append(token)
@@ -198,11 +185,11 @@ class ContinuousBatch:
         return finished
 
     def _count_blocks(self, request: Request) -> int:
-        """For its longest response; the last token is not read again."""
+        """Count a request's blocks at its maximum length; the last token needs no slot."""
         return -(-(len(request.tokens) + request.sampling.max_tokens - 1) // self._block_size)
 
     def _admit(self) -> None:
-        """One way of drawing at a time: the others of the batch wait until those before them are done."""
+        """Admit requests in order, while their sampling distribution is that of the running ones."""
         rows = len(self._running)
         while self._waiting and len(self._running) < self._max_num_seqs:
             request = self._waiting[0]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts with transformers' `generate`: slow, simple, for debugging and as the parity reference.
+"""Rollouts with transformers' `generate`: slow and simple, for debugging and as the parity reference.
 
-Every rank is an engine of its own with the whole model. Responses have their own seeds although they
-are generated in batches: sampling is greedy decoding of `logits / temperature + Gumbel noise`, and
-each row draws its noise from its own generator (the Gumbel-max trick).
+Each row has its own seed: sampling is greedy decoding of `logits / temperature + Gumbel noise` with a generator per row
+(the Gumbel-max trick).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from megatron_rl.weights.shard_box import ShardBox, check_placements
 
 
 class _SeededGumbel(LogitsProcessor):
-    """Turn greedy decoding into sampling with one random stream per row; records log-probs and kept sets by step."""
+    """A logits processor that samples with one generator per row, and records log-probs and kept sets."""
 
     def __init__(self, requests: Sequence[Request], bitwise: bool = False) -> None:
         self._requests, self._bitwise = requests, bitwise
@@ -59,11 +58,7 @@ class _SeededGumbel(LogitsProcessor):
 
 
 class _Stopping(StoppingCriteria):
-    """Ends a row with the token that completes a stop string, and remembers how many it has then.
-
-    Attributes:
-        lengths: by row; others have not been ended here.
-    """
+    """A criterion that ends rows at stop strings; `lengths` maps them to response tokens."""
 
     def __init__(self, stop: StopStrings, requests: Sequence[Request], width: int) -> None:
         self._stop, self._requests, self._width = stop, requests, width
@@ -78,7 +73,7 @@ class _Stopping(StoppingCriteria):
 
 
 class HuggingFaceEngine(WaitingRequests):
-    """A transformers model on every rank; `params` are the logical tensors themselves."""
+    """A transformers model on every rank; `params` are the logical tensors."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__()
@@ -109,21 +104,21 @@ class HuggingFaceEngine(WaitingRequests):
         )
 
     def shard_key(self, rank: int) -> int:
-        """All ranks hold the same."""
+        """Return 0: all ranks are equal."""
         return 0
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """ShardBox table: whole HF tensors on every rank."""
+        """Return the `ShardBox` table: whole HF tensors on every rank."""
         return self._placements
 
     def begin_weight_update(self) -> None:
-        """Nothing to do: the parameters are always there."""
+        """Do nothing."""
 
     def end_weight_update(self) -> None:
-        """Nothing to do: nothing is cached between calls."""
+        """Do nothing: no cache survives a step."""
 
     def _listen_to_routers(self) -> int:
-        """Note the experts [b * s, choices] that they choose from now on; returns how many routers there are."""
+        """Record the experts [b * s, choices] of each forward."""
         routers = [
             module for name, module in self._model.named_modules() if name.endswith((".mlp.gate", ".mlp.router"))
         ]
@@ -137,7 +132,7 @@ class HuggingFaceEngine(WaitingRequests):
         return len(routers)
 
     def _take_routes(self, num_rows: int) -> list[Any]:
-        """What was chosen in a batch: of each row [s - 1, layers, choices], padding on its left."""
+        """Return routes [s - 1, layers, choices] per left-padded row."""
         shape, chosen = self._route_shape, self._chosen
         if shape is None or chosen is None:
             return [None] * num_rows
@@ -148,7 +143,7 @@ class HuggingFaceEngine(WaitingRequests):
         return list(routes.cpu().numpy().astype(shape.dtype))
 
     def _cut_routes(self, routes: np.ndarray | None, start: int, stop: int) -> np.ndarray | None:
-        """Of the tokens [start, stop) of a row; the last one may not have been fed."""
+        """Return the routes of tokens [start, stop), the last of which may be unknown."""
         if routes is None or self._route_shape is None:
             return None
         found = routes[start : stop - 1]
@@ -156,7 +151,7 @@ class HuggingFaceEngine(WaitingRequests):
 
     @torch.no_grad()
     def step(self) -> list[Sampled]:
-        """Generate the next `max_num_seqs` responses, from the first token to the last."""
+        """Generate the next `max_num_seqs` responses to their end."""
         batch = self.take_batch(self._batch_size)
         if not batch:
             return []
@@ -195,7 +190,6 @@ class HuggingFaceEngine(WaitingRequests):
     def _cut(
         request: Request, tokens: torch.Tensor, logprobs: torch.Tensor, kept: KeptSets | None, stopped: int | None
     ) -> Sampled:
-        """What a row has up to its end, be it a stop token or behind `stopped` tokens."""
         tokens = tokens[:stopped]
         is_stop = torch.isin(tokens, torch.tensor(request.sampling.stop_token_ids))
         length = int(is_stop.nonzero()[0]) + 1 if is_stop.any() else len(tokens)
@@ -209,11 +203,11 @@ class HuggingFaceEngine(WaitingRequests):
         )
 
     def tokens_in_flight(self) -> int:
-        """Not counted: nothing runs between two steps."""
+        """Return 0: nothing runs between two steps."""
         return 0
 
     def sleep(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def close(self) -> None:
         """Drop the model."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformers model that computes the trainer's bits (rollout.bitwise): its products, and its attention in tiles.
+"""Batch-invariant transformers models (rollout.bitwise), with the trainer's matrix products and attention.
 
-Norms, activations and rotations have the same bits already.
+Norms, activations and rotary embeddings are bitwise equal already.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ATTENTION = "megatron_rl_tiled"
 
 
 class _PaddedAttention:
-    """`attend` for rows that are padded on their left; the layers of one forward share what is made of their mask."""
+    """`attend` for left-padded rows."""
 
     def __init__(self) -> None:
         self._mask: torch.Tensor | None = None
@@ -36,7 +36,7 @@ class _PaddedAttention:
         scaling: float,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query [b, n, s, d], key and value [b, ng, k, d], attention_mask [b, k] -> [b, s, n, d]."""
+        """Attend: query [b, n, s, d], key and value [b, ng, k, d], attention_mask [b, k] -> [b, s, n, d]."""
         if self._packed is None or self._mask is not attention_mask:
             self._mask, self._packed = attention_mask, _pack(attention_mask, query.shape[2], query.dtype)
         rows, keys, segments = self._packed
@@ -47,7 +47,7 @@ class _PaddedAttention:
 
 
 def _pack(mask: torch.Tensor, num_queries: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Segments]:
-    """Rows [t] of the queries and [k] of the keys that are no padding, and the segments that they make up."""
+    """Return indices of real queries [t] and keys [k], and their segments."""
     is_key, is_query = mask.bool(), mask[:, -num_queries:].bool()
     cu_q, cu_k = (torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).int() for real in (is_query, is_key))
     index = is_key.flatten().nonzero()[:, 0]
@@ -58,7 +58,7 @@ def _pack(mask: torch.Tensor, num_queries: int, dtype: torch.dtype) -> tuple[tor
 def _keep_padding(
     batch_size: int, q_length: int, kv_length: int, *_: Any, attention_mask: torch.Tensor | None = None, **__: Any
 ) -> torch.Tensor:
-    """transformers' mask function: which keys are no padding, [b, k]."""
+    """Return the padding mask [b, k] in place of transformers' causal mask."""
     if attention_mask is None:
         return torch.ones(batch_size, kv_length, dtype=torch.bool)
     return attention_mask[:, -kv_length:]
@@ -69,7 +69,7 @@ AttentionMaskInterface.register(ATTENTION, _keep_padding)
 
 
 def make_batch_invariant(model: Any) -> None:
-    """Replace what has other bits than the trainer."""
+    """Replace attention and linear layers by the trainer's kernels."""
     model.set_attn_implementation(ATTENTION)
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that is a server: started here or by the user, asked over HTTP, with weights from files.
+"""Engines that are HTTP servers, updated from weight files.
 
-A server that fails is started again (or waited for, where the user has started it), loads the weights of now, and gets
-its unfinished requests from their beginning: equal seeds, equal samples. Failures without a response between them end
-the run. The first rank of the engine speaks with the server and shares with the others what comes of it.
+A failed server is restarted (or awaited, if the user started it), loads the current weights, and gets unfinished
+requests again: equal seeds, equal samples. Repeated failures without a response end the run. An engine's first rank
+talks to the server and broadcasts results.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatron_rl.parallel.collectives import align_group_names, make_group, shar
 from megatron_rl.types import UserError
 
 T = TypeVar("T")
-_STEP_SECONDS = 0.05  # what is finished is told of within that time
+_STEP_SECONDS = 0.05  # longest wait of a step for finished responses
 _POLL_SECONDS = 0.2
-_PROBE_PROMPT, _PROBE_RESPONSE = 64, 8  # tokens; the prompt fills blocks of a prefix cache
+_PROBE_PROMPT, _PROBE_RESPONSE = 64, 8  # tokens; the prompt fills whole blocks of the prefix cache
 _log = logging.getLogger(__name__)
 
 
 class ServedEngine(StagedWeights):
-    """One rank of an engine that is a server; see `Server` for how it is kept alive."""
+    """One rank of an engine that is a server."""
 
     def __init__(self, spec: EngineSpec, api: ServerApi) -> None:
         super().__init__(spec)
@@ -49,7 +49,7 @@ class ServedEngine(StagedWeights):
         rank = spec.process.rank
         first, index = rank - self._place, (rank - (spec.ranks or range(rank + 1)).start) // self._width
         if len(spec.ranks or range(spec.process.world_size)) == spec.process.world_size:
-            align_group_names()  # else that was done where the engines are built
+            align_group_names()  # otherwise done by all ranks before engines are built
         self._first, self._group = (
             first,
             make_group(range(first, first + self._width), None) if self._width > 1 else None,
@@ -60,7 +60,7 @@ class ServedEngine(StagedWeights):
         self._close = weakref.finalize(self, _close, self._server, self._directory)
 
     def _share(self, action: Callable[[], T]) -> T:
-        """What an action on the first rank returns, or raises, on every rank of the engine."""
+        """Run an action on the first rank; share its result or error with the engine's ranks."""
         outcome: Any = None
         if self._spec.process.rank == self._first:
             try:
@@ -75,7 +75,6 @@ class ServedEngine(StagedWeights):
         return result
 
     def _tell(self, do: Callable[[Server], T]) -> T:
-        """What the server answers, on every rank of the engine."""
         return self._share(lambda: do(self._known_server))
 
     @property
@@ -84,11 +83,7 @@ class ServedEngine(StagedWeights):
         return self._server
 
     def end_weight_update(self) -> None:
-        """Write the tensors, and let the server load them.
-
-        Raises:
-            UserError: it does not, however often it is tried.
-        """
+        """Write the tensors and load them; UserError after too many failures."""
         assert not self._running, "weights change between responses only"
         self.write(self._directory)
         if self._group is not None:
@@ -96,7 +91,7 @@ class ServedEngine(StagedWeights):
         self._tell(Server.load)
 
     def probe(self) -> Probed | None:
-        """What the server says of a fixed prompt; None on all but the first rank of the engine."""
+        """Continue a fixed prompt; `None` on all but the first rank."""
         probed = self._tell(Server.probe)
         return probed if self._server is not None else None
 
@@ -106,42 +101,32 @@ class ServedEngine(StagedWeights):
         self._tell(lambda server: server.add(requests))
 
     def step(self) -> list[Sampled]:
-        """What is finished by now, or soon."""
+        """Return responses that finish within a short wait."""
         finished = self._tell(Server.step)
         for one in finished:
             del self._running[one.key]
         return finished
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Close connections, at which the server stops; what has come by then."""
+        """Close connections, which stops the server; return partial responses."""
         known = [key for key in keys if self._running.pop(key, None) is not None]
         return self._tell(lambda server: server.interrupt(known)) if known else []
 
     def has_requests(self) -> bool:
-        """True if something runs."""
+        """Return whether any request is unfinished."""
         return bool(self._running)
 
     def tokens_in_flight(self) -> int:
-        """Tokens that have come of unfinished responses."""
+        """Count received tokens of unfinished responses, on the first rank."""
         return 0 if self._server is None else self._server.client.count_tokens()
 
     def close(self) -> None:
-        """End the server, if it was started here."""
+        """Stop the server if started here."""
         self._close()
 
 
 class Server:
-    """A server as the first rank of its engine sees it.
-
-    Args:
-        spec: of the engine.
-        api: its kind.
-        directory: of the weights.
-        index: of the engine.
-
-    Attributes:
-        client: the connections.
-    """
+    """A server's process and connections, on the engine's first rank."""
 
     def __init__(self, spec: EngineSpec, api: ServerApi, directory: Path, index: int) -> None:
         self._spec, self._api, self._directory, self._config = spec, api, directory, spec.config.server
@@ -150,18 +135,18 @@ class Server:
         self._url = self._config.endpoints[index].rstrip("/") if self._config.endpoints else ""
         self._process: ServerProcess | None = None
         self._is_open, self._failures = False, 0
-        self._name, self._updates = uuid.uuid4().hex, 0  # versions of another run are other versions
+        self._name, self._updates = uuid.uuid4().hex, 0  # unique across runs that share a server
         self._running: dict[int, Request] = {}
 
     @property
     def title(self) -> str:
-        """What a message calls it."""
+        """Name of the server in messages."""
         return self._url or f"the server of {self._directory}"
 
     def load(self) -> None:
-        """Load the weights of the directory; the server is started before the first time."""
+        """Load the weights; the first call starts the server."""
         self._updates += 1
-        self._try(self._load if self._is_open else lambda: None)  # opening loads them
+        self._try(self._load if self._is_open else lambda: None)  # opening the server loads them
 
     def add(self, requests: Sequence[Request]) -> None:
         """Send requests."""
@@ -170,7 +155,7 @@ class Server:
             self.client.submit(self._url + self._api.path, self._api.make_body(request), request, self._api.read)
 
     def step(self) -> list[Sampled]:
-        """What is finished, after waiting a moment for it."""
+        """Return responses that finish within a short wait."""
         finished = self._try(lambda: self._api.complete(self._ask, self.client.take(_STEP_SECONDS)))
         for one in finished:
             self._running.pop(one.key)
@@ -178,7 +163,7 @@ class Server:
         return finished
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """What has come of requests, which end."""
+        """Cancel requests; return partial responses."""
         for key in keys:
             self._running.pop(key)
         partial = [answer.to_sampled() for answer in self.client.cancel(keys)]
@@ -189,7 +174,9 @@ class Server:
             return [Sampled(one.key, one.tokens[:0], one.logprobs[:0], "interrupted") for one in partial]
 
     def probe(self) -> Probed:
-        """Ask for two continuations of a fixed prompt; it is long enough to be in a prefix cache the next time."""
+        """Continue a prompt greedily and at the temperature; it fills blocks, so the next probe exposes a stale prefix
+        cache.
+        """
         assert not self._running, "the answers would mix"
         spec = self._spec
         length = min(_PROBE_PROMPT, spec.max_prompt_length + spec.max_response_length - _PROBE_RESPONSE)
@@ -207,11 +194,7 @@ class Server:
         return Probed(prompt, [found[key] for key in sorted(found)], temperatures)
 
     def _try(self, action: Callable[[], T]) -> T:
-        """What an action returns, however often the server must be brought back for it.
-
-        Raises:
-            UserError: it failed too often.
-        """
+        """Run an action; reopen the server after each failure until there are too many (UserError)."""
         while True:
             try:
                 if not self._is_open:
@@ -223,7 +206,6 @@ class Server:
                 self._fail(failure)
 
     def _fail(self, failure: ServerFailure) -> None:
-        """Drop the connections of a server that failed; it is opened at the next attempt."""
         self._failures += 1
         said = "" if self._process is None else f"\n{self._process.read_log()}"
         if self._failures > self._config.restarts:
@@ -241,7 +223,6 @@ class Server:
         self._is_open = False
 
     def _open(self) -> None:
-        """Start the server or wait for it, give it the weights of now, and what it has not answered."""
         if not self._config.endpoints:
             self._start()
         deadline = time.monotonic() + self._config.silent_seconds
@@ -282,7 +263,7 @@ class Server:
         return self.client.ask(url, body, method=method)
 
     def end(self) -> None:
-        """Close the connections; end the server if it was started here."""
+        """Close connections; stop the server if started here."""
         self.client.close()
         if self._process is not None:
             self._process.end()
@@ -299,7 +280,7 @@ _OWN = "megatron_rl_servers_"
 
 
 def _check_nodes(spec: EngineSpec) -> None:
-    """A server is one program on one node, and reads what its ranks write there."""
+    """Refuse engines across nodes: a server reads files of its ranks."""
     ranks, width = spec.ranks or range(spec.process.world_size), spec.config.tensor_model_parallel_size
     per_node = spec.process.ranks_per_node
     for first in ranks[::width]:
@@ -313,7 +294,7 @@ def _check_nodes(spec: EngineSpec) -> None:
 
 
 def _check_device(spec: EngineSpec) -> None:
-    """A server does not give its memory back while its ranks train."""
+    """Refuse servers on the actor's GPUs, since servers keep their memory during training."""
     ranks = set(spec.ranks or range(spec.process.world_size))
     trains = spec.model is not None and ranks & {*spec.model.layout.ranks}
     if spec.process.device.type == "cuda" and trains:
@@ -326,7 +307,6 @@ def _check_device(spec: EngineSpec) -> None:
 
 
 def _find_directory(spec: EngineSpec, index: int) -> Path:
-    """Where the weights of an engine are written."""
     given, memory = spec.config.server.directory, Path("/dev/shm")
     if given is None:
         parent = Path(tempfile.mkdtemp(prefix=_OWN, dir=memory if memory.is_dir() else None))
@@ -342,7 +322,6 @@ def _log_file(directory: Path) -> Path:
 
 
 def _list_devices(spec: EngineSpec) -> dict[str, str]:
-    """The GPUs of the ranks of an engine, for its server."""
     if spec.process.device.type != "cuda":
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -352,10 +331,10 @@ def _list_devices(spec: EngineSpec) -> dict[str, str]:
 
 
 def build_vllm_server(spec: EngineSpec) -> ServedEngine:
-    """The engine `vllm_server`."""
+    """Build `vllm_server`."""
     return ServedEngine(spec, VllmServer(spec))
 
 
 def build_openai_server(spec: EngineSpec) -> ServedEngine:
-    """The engine `openai`."""
+    """Build `openai`."""
     return ServedEngine(spec, OpenAiServer(spec))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kinds of servers understand: how a request is written, an answer read, new weights loaded."""
+"""Protocols of servers: requests, response streams, weight updates."""
 
 from __future__ import annotations
 
@@ -27,58 +27,55 @@ _ROOT = str(Path(__file__).resolve().parents[3])
 
 
 class ServerApi(Protocol):
-    """One kind of server.
+    """The HTTP protocol of one kind of server.
 
     Attributes:
-        path: where requests are posted.
-        health: where it says that it is well.
+        path: path to which requests are posted.
+        health: path of the health endpoint.
     """
 
     path: str
     health: str
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """What starts a server with the model in a directory; UserError where only users start one."""
+        """Return the command that starts a server on a directory."""
         ...
 
     def list_environment(self) -> dict[str, str]:
-        """Variables of the server beside the rank's."""
+        """Return variables in addition to the rank's."""
         ...
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """A request as it is posted; the answer comes as a stream of events."""
+        """Return the JSON body of a request, answered by events."""
         ...
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Add an event to the answer.
+        """Append an event to the answer.
 
         Raises:
-            UserError: it lacks what training needs.
+            ServerFailure: a failure, or another policy version.
+            UserError: data that training needs is missing.
         """
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Let the server load the weights of a directory, and forget what it computed with others.
-
-        Raises:
-            ServerFailure: it did not.
-        """
+        """Load weights and drop caches of older ones; ServerFailure otherwise."""
 
     def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
-        """Add what the streams of finished or interrupted requests do not bring; ServerFailure if it is lost."""
+        """Add data outside the streams; ServerFailure if lost."""
         ...
 
 
 class VllmServer:
-    """vLLM's server with its routes for reinforcement learning, and for tokens in and out (0.32)."""
+    """vLLM's server (0.32), by its token-in/token-out and RL routes."""
 
     path, health = "/inference/v1/generate", "/health"
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec, self._version = spec, ""
-        self._truncated: dict[int, tuple[str, Request]] = {}  # key -> the server's name for its sets
+        self._truncated: dict[int, tuple[str, Request]] = {}  # key -> (name of its kept sets in the server, request)
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """The server gets the arguments of the engine in the process, so it samples the same."""
+        """Use the in-process engine's arguments, so that both sample alike."""
         from megatron_rl.engines.vllm.vllm_arguments import list_engine_arguments
 
         arguments = list_engine_arguments(self._spec)
@@ -98,7 +95,7 @@ class VllmServer:
         return [python, "-m", "vllm.entrypoints.openai.api_server", *_as_flags(arguments)]
 
     def list_environment(self) -> dict[str, str]:
-        """The routes for weights are there in development mode only."""
+        """Enable development mode, which has the weight routes."""
         from megatron_rl.engines.vllm.vllm_arguments import list_engine_environment
 
         return list_engine_environment(self._spec) | {
@@ -114,7 +111,7 @@ class VllmServer:
         }
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Nothing of it is text. A request that is sent again has another name: the first one may still run."""
+        """Build a body without text; a resent request is renamed, as the first may still run."""
         from megatron_rl.engines.vllm.vllm_truncation import list_extra_args
 
         sampling, name = request.sampling, uuid.uuid4().hex
@@ -138,7 +135,7 @@ class VllmServer:
         }
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Tokens, their log-probs, and the version of the weights that made them; last, what was in the cache."""
+        """Append tokens and log-probs, and check the policy version; the last event has cache statistics."""
         check_event(event)
         if not event["choices"]:
             answer.count_cached((event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens"))
@@ -151,7 +148,7 @@ class VllmServer:
         answer.extend(choice["token_ids"], [entry["logprob"] for entry in scored], choice["finish_reason"])
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """vLLM keeps the prefix cache of older weights unless it is told not to."""
+        """Reload weights; the prefix cache needs an explicit reset."""
         from megatron_rl.engines.vllm.vllm_arguments import records_kept_sets
 
         ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
@@ -163,7 +160,7 @@ class VllmServer:
         self._version = version
 
     def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
-        """Ask what the tokens were drawn from."""
+        """Fetch the kept sets of truncated sampling."""
         known = [(one, *self._truncated.pop(one.key)) for one in sampled if one.key in self._truncated]
         if not known:
             return sampled
@@ -174,18 +171,18 @@ class VllmServer:
 
 
 def write_kept_sets(kept: KeptSets) -> list[str]:
-    """As a server answers: base64 of their ids and counts."""
+    """Encode ids and counts as base64 strings of little-endian int32."""
     return [base64.b64encode(array.astype("<i4").tobytes()).decode() for array in (kept.ids, kept.counts)]
 
 
 def read_kept_sets(texts: Sequence[str]) -> KeptSets:
-    """The inverse of `write_kept_sets`."""
+    """Decode the output of `write_kept_sets`."""
     ids, counts = (np.frombuffer(base64.b64decode(text), "<i4").astype(np.int32) for text in texts)
     return KeptSets(ids, counts)
 
 
 class OpenAiServer:
-    """Any server with `/v1/completions` that returns token ids and log-probs; the user's hook loads the weights."""
+    """Any server whose `/v1/completions` returns token ids and log-probs; the user's hook loads weights."""
 
     path, health = "/v1/completions", "/v1/models"
 
@@ -193,19 +190,19 @@ class OpenAiServer:
         self._spec, self._model = spec, ""
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """There is none; `config.rollout_checks` asks for endpoints."""
+        """Fail: `config.rollout_checks` requires a server that the user started."""
         raise AssertionError("servers of other kinds are started by the user")
 
     def list_environment(self) -> dict[str, str]:
-        """As above."""
+        """Return no variables."""
         return {}
 
     def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
-        """All has come."""
+        """Return the responses unchanged."""
         return sampled
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """What is not OpenAI's own is vLLM's and SGLang's."""
+        """Build a body with extensions of vLLM and SGLang."""
         sampling = request.sampling
         return {
             "model": self._model,
@@ -218,11 +215,11 @@ class OpenAiServer:
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # and no text, for which a server would need a tokenizer
+            "return_tokens_as_token_ids": True,  # instead of text, for which a server needs a tokenizer
         }
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """The ids are asked for beside the text, which says less."""
+        """Append token ids and log-probs, which text cannot replace."""
         check_event(event)
         if not event["choices"]:  # usage
             return
@@ -240,7 +237,7 @@ class OpenAiServer:
         answer.extend(tokens or [], logprobs or [], choice["finish_reason"])
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Call the user's hook."""
+        """Run the user's hook `rollout.server.on_update`."""
         self._model = ask("/v1/models", method="GET")["data"][0]["id"]
         hook = (self._spec.config.server.on_update or "").format(directory=directory)
         if hook.startswith(("http://", "https://")):
@@ -252,7 +249,7 @@ class OpenAiServer:
 
 
 def check_event(event: Any) -> None:
-    """An error in the middle of an answer has no other status than its own."""
+    """Raise the error in an event, which occurred after the HTTP status was sent."""
     if "error" not in event:
         return
     said = json.dumps(event["error"])[:300]
@@ -267,7 +264,6 @@ def check_event(event: Any) -> None:
 
 
 def _as_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments of a Python call, as on a command line."""
     flags = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")

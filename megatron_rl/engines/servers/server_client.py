@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server over HTTP: requests whose answers stream in on a thread, and plain questions.
+"""HTTP client of a server, on a thread, and the server's process.
 
-Each request is a stream of its own, so that what has come of it is here whenever it is interrupted: the connection is
-closed then, and the server stops.
+Each request has its own stream: an interrupt closes the connection, which stops the server, and keeps received tokens.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import StopStrings
 from megatron_rl.types import KeptSets, UserError
 
-# Environment variables that torchrun sets for a rank; a server that inherits them takes itself for one.
+# torchrun's variables for a rank; a server that inherits them would act as that rank.
 _OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
-# Runs beside the server: the end of its input is the end of the rank, however that came. It kills the whole session.
+# Supervises the server: when the rank exits, for any reason, this stdin closes and the whole session is killed.
 _WATCH = (
     "import os, signal, subprocess, sys, threading\n"
     "def follow():\n"
@@ -46,13 +45,7 @@ _LAST_BYTES = 2000
 
 
 class ServerProcess:
-    """One server.
-
-    Args:
-        command: that starts it.
-        environment: variables beside the rank's.
-        log_file: what it says is appended to it.
-    """
+    """A server as a child process; `environment` extends the rank's."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> None:
         self._log_file = log_file
@@ -69,17 +62,17 @@ class ServerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """True if it runs no more."""
+        """True if the process has exited."""
         return self._process.poll() is not None
 
     def read_log(self) -> str:
-        """The last of what it said."""
+        """Return the last 2,000 bytes of the log."""
         with open(self._log_file, "rb") as log:
             log.seek(max(0, self._log_file.stat().st_size - _LAST_BYTES))
             return log.read().decode(errors="replace")
 
     def end(self) -> None:
-        """Kill it and what it has started."""
+        """Kill the process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -88,7 +81,7 @@ class ServerProcess:
 
 
 def find_free_port() -> int:
-    """A port of the loopback interface that nobody has."""
+    """Return a free loopback port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -100,19 +93,17 @@ _TROUBLE = (aiohttp.ClientError, OSError, TimeoutError, json.JSONDecodeError)
 
 
 class ServerFailure(Exception):
-    """A server that is gone, or fails at what it served before: worth another attempt."""
+    """A failure that a retry may cure."""
 
 
 @dataclass
 class ServerAnswer:
-    """What has come of a request.
+    """A response as received so far.
 
     Attributes:
-        request: that is answered.
-        tokens, logprobs: sampled so far, [s].
-        finish_reason: "stop" or "length"; None: more is to come.
-        num_cached: as in `Sampled`.
-        kept: what the tokens were drawn from, one set each, where the stream brings it.
+        tokens, logprobs: [s].
+        finish_reason: "stop" or "length" once finished.
+        num_cached, kept: see `Sampled`.
     """
 
     request: Request
@@ -129,18 +120,18 @@ class ServerAnswer:
         finish_reason: str | None,
         kept: Sequence[Sequence[int]] = (),
     ) -> None:
-        """More has come, maybe the last of it."""
+        """Append the contents of an event."""
         self.tokens += tokens
         self.logprobs += logprobs
         self.kept += [KeptSets(np.array(ids, np.int32), np.array([len(ids)], np.int32)) for ids in kept]
         self.finish_reason = finish_reason
 
     def count_cached(self, num_tokens: int | None) -> None:
-        """How many tokens of the request the server had in its cache."""
+        """Record how many prompt tokens the prefix cache served."""
         self.num_cached = num_tokens
 
     def completes_text(self, stop: StopStrings, first: int) -> bool:
-        """True if a token from place `first` on ends the answer; what came behind it is dropped."""
+        """Return whether a token from `first` on completes a stop string; drop later tokens."""
         for end in range(first + 1, len(self.tokens) + 1):
             if self.request.ends_by(stop, self.tokens[:end]):
                 del self.tokens[end:], self.logprobs[end:], self.kept[end:]
@@ -149,7 +140,7 @@ class ServerAnswer:
         return False
 
     def to_sampled(self) -> Sampled:
-        """As an engine returns it."""
+        """Convert to an engine's response."""
         tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
         reason = self.finish_reason or "interrupted"
         kept = KeptSets.join(self.kept) if self.kept else None
@@ -157,15 +148,10 @@ class ServerAnswer:
 
 
 class ServerClient:
-    """Connections to one server, on a thread of its own.
+    """Connections to one server.
 
     Args:
-        silent_seconds: a server that says nothing for so long has failed.
-        stop: strings that end a response.
-        key: that is sent with each request.
-
-    Attributes:
-        key: see above.
+        silent_seconds: silence after which the server has failed.
     """
 
     def __init__(self, silent_seconds: float, stop: StopStrings | None = None, key: str | None = None) -> None:
@@ -179,7 +165,7 @@ class ServerClient:
         self._session = self._wait(self._open())
 
     async def _open(self) -> aiohttp.ClientSession:
-        # Servers close connections that have been idle, maybe while the next request is on its way: each has its own.
+        # No keep-alive: a server may close an idle connection just as the next request is sent over it.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         return aiohttp.ClientSession(
@@ -192,13 +178,7 @@ class ServerClient:
     def submit(
         self, url: str, body: Mapping[str, Any], request: Request, read: Callable[[Any, ServerAnswer], None]
     ) -> None:
-        """Begin a request.
-
-        Args:
-            url, body: what is posted.
-            request: that it is made of.
-            read: adds an event of the stream to the answer.
-        """
+        """Stream a response in the background; `read` appends an event to the answer."""
         answer = self._answers[request.key] = ServerAnswer(request)
         self._wait(self._begin(self._stream(url, body, answer, read), request.key))
 
@@ -218,7 +198,7 @@ class ServerClient:
                     first = len(answer.tokens)
                     read(json.loads(text), answer)
                     if self._stop is not None and answer.completes_text(self._stop, first):
-                        response.close()  # at which the server stops
+                        response.close()  # the server then stops generating
                         break
             if answer.finish_reason is None:
                 raise ServerFailure(f"{url} ended its answer too early")
@@ -229,28 +209,28 @@ class ServerClient:
             self._news.put(error)
 
     def take(self, seconds: float) -> list[Sampled]:
-        """The answers that are finished, after waiting so long for the first one.
+        """Return finished responses, after at most `seconds`.
 
         Raises:
-            ServerFailure: a request failed; the others are still there.
-            UserError: the server refuses one.
+            ServerFailure: one request failed; others are unaffected.
+            UserError: the server refused one.
         """
         found: list[Sampled] = []
         with contextlib.suppress(queue.Empty):
             news = self._news.get(timeout=seconds)
             while not isinstance(news, Exception):
                 key = news.request.key
-                if self._answers.get(key) is news:  # else it was ended meanwhile, and its key may have a new request
+                if self._answers.get(key) is news:  # otherwise cancelled meanwhile, and the key may have a new request
                     self._tasks.pop(key, None)
                     found.append(self._answers.pop(key).to_sampled())
                 news = self._news.get_nowait()
             if not found:
                 raise news
-            self._news.put(news)  # those that are finished first
+            self._news.put(news)  # finished responses first; the error is raised by the next call
         return found
 
     def cancel(self, keys: Sequence[int] | None = None) -> list[ServerAnswer]:
-        """End requests, all of them by default; what has come of them, in the order of the keys."""
+        """Cancel requests, all by default; return partial answers by key."""
         keys = list(self._answers) if keys is None else keys
         self._wait(self._end([self._tasks.pop(key) for key in keys if key in self._tasks]))
         return [self._answers.pop(key) for key in keys if key in self._answers]
@@ -261,20 +241,20 @@ class ServerClient:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def forget_news(self) -> None:
-        """What was said of requests that have been ended means nothing."""
+        """Discard queued events of cancelled requests."""
         while not self._news.empty():
             self._news.get()
 
     def count_tokens(self) -> int:
-        """That have come of unfinished requests."""
+        """Count received tokens of unfinished requests."""
         return sum(len(answer.tokens) for answer in list(self._answers.values()))
 
     def ask(self, url: str, body: Mapping[str, Any] | None = None, *, method: str = "POST") -> Any:
-        """The answer to a question: JSON, or None where there is none.
+        """Make a call; return its JSON, if any.
 
         Raises:
-            ServerFailure: there is no good answer.
-            UserError: the server refuses.
+            ServerFailure: no response, or a transient failure.
+            UserError: the server refused the call.
         """
         return self._wait(self._ask(url, body, method))
 
@@ -288,14 +268,14 @@ class ServerClient:
             raise ServerFailure(f"{url}: {type(error).__name__} {error}") from error
 
     def close(self) -> None:
-        """End all connections, and the thread."""
+        """Close connections and thread."""
         self.cancel()
         self._wait(self._session.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 async def _check(response: aiohttp.ClientResponse, url: str) -> None:
-    """Tell what the server cannot do now from what it will never do."""
+    """Raise ServerFailure for transient HTTP errors, UserError for others."""
     if response.status < 400:
         return
     text = (await response.text())[:500]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a server: made for each run, and known to the server by its environment, which no list of processes shows.
+"""The server's key: random per run, passed in the environment, which process lists do not show.
 
-vLLM's own `--api-key` leaves the routes open that load weights and run code, so `KeyGuard` (`--middleware`) guards all.
+vLLM's own `--api-key` leaves routes open that load weights and run code, so `KeyGuard` (`--middleware`) guards all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 KEY_VARIABLE = "MEGATRON_RL_SERVER_KEY"
-# Starts SGLang's server as `-m` does; it takes its key from nowhere else.
+# Same as `-m sglang.launch_server`, which accepts its key only as an argument: it is added inside the process.
 START_SGLANG = (
     "import os, runpy, sys; "
     f"sys.argv += ['--api-key', os.environ['{KEY_VARIABLE}']]; "
@@ -22,22 +22,18 @@ START_SGLANG = (
 
 
 def find_key(is_started: bool) -> str | None:
-    """The key of the user's variable; else a new one for a server that is started here."""
+    """Return the user's key, or a new one for a server started here."""
     return os.environ.get(KEY_VARIABLE) or (secrets.token_urlsafe(32) if is_started else None)
 
 
 class KeyGuard:
-    """Answers 401 to every request without the key; an ASGI application around another one.
-
-    Args:
-        app: that is guarded.
-    """
+    """An ASGI middleware that answers 401 to requests without the key."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app, self._expected = app, f"Bearer {os.environ[KEY_VARIABLE]}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        """Pass a request on, or refuse it before its body is read."""
+        """Forward a request, or refuse it before its body is read."""
         given = dict(scope.get("headers") or ()).get(b"authorization", b"")
         if scope["type"] == "lifespan" or hmac.compare_digest(given, self._expected):
             await self._app(scope, receive, send)

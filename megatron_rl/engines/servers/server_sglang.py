@@ -22,11 +22,11 @@ _ON_CPU = {
     "--mem-fraction-static": "0.1",
 }
 _IDLE_SECONDS = 60
-_ROOM_FOR_TIES = 2  # a kernel that keeps all of the equally likely tokens at the edge would end the request otherwise
+_ROOM_FOR_TIES = 2  # kernels keep all tokens tied at the boundary; a larger set aborts the request
 
 
 class SglangServer:
-    """On a CPU the seeds of requests have no effect."""
+    """The protocol of SGLang; on a CPU, seeds have no effect."""
 
     path, health = "/generate", "/health"
 
@@ -34,7 +34,7 @@ class SglangServer:
         self._spec, self._version = spec, ""
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """In the environment of `rollout.server.python`, which `config.rollout_checks` asks for."""
+        """Use `rollout.server.python`, which `config.rollout_checks` requires."""
         spec, config = self._spec, self._spec.config
         assert config.server.python is not None
         seed = str(spec.seed % (1 << 32))  # NumPy's global seed has 32 bits
@@ -52,14 +52,14 @@ class SglangServer:
         return [*command, "--mem-fraction-static", str(config.gpu_memory_utilization)]
 
     def list_environment(self) -> dict[str, str]:
-        """SGLang asks for it on a CPU; unless it is told where to run, TP ranks must not outnumber the NUMA nodes."""
+        """Set SGLang's CPU variables; without explicit cores, TP ranks must not outnumber NUMA nodes."""
         if self._spec.process.device.type != "cpu":
             return {}
         cores = "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * self._spec.config.tensor_model_parallel_size)
         return {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """`ignore_eos` would make it ignore the stop tokens too. It tells sets that `top_k` bounds only."""
+        """Build the body; SGLang's `ignore_eos` disables all stop tokens, and kept sets need `top_k`."""
         sampling = request.sampling
         limits: dict[str, Any] = {}
         if sampling.is_truncated:
@@ -81,7 +81,7 @@ class SglangServer:
         }
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Events bring all tokens so far, or the new ones; their number says how many are new."""
+        """Append the new tokens of an event, whose lists may be cumulative."""
         check_event(event)
         meta, reason = event["meta_info"], event["meta_info"]["finish_reason"]
         if meta["weight_version"] != self._version:
@@ -91,7 +91,7 @@ class SglangServer:
         answer.count_cached(meta.get("cached_tokens"))
         new = meta["completion_tokens"] - len(answer.tokens)
         tokens, logprobs, kept = [], [], []
-        if new and answer.request.sampling.is_truncated:  # `output_token_logprobs` are of the whole vocabulary
+        if new and answer.request.sampling.is_truncated:  # `output_token_logprobs` ignore truncation
             logprobs, kept = meta["output_token_sampling_logprobs"][-new:], meta["output_token_sampling_mask"][-new:]
         elif new:
             logprobs = [entry[0] for entry in meta["output_token_logprobs"][-new:]]
@@ -100,12 +100,12 @@ class SglangServer:
         answer.extend(tokens, logprobs, reason and reason["type"], kept)
 
     def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
-        """All has come."""
+        """Return the responses unchanged."""
         return sampled
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """It drops its cache of prefixes when it is told to, and then refuses weights while requests run."""
-        ask(f"/flush_cache?timeout={_IDLE_SECONDS}")  # that of its health, and those whose connections were closed
+        """Flush the prefix cache and load weights, which running requests block."""
+        ask(f"/flush_cache?timeout={_IDLE_SECONDS}")  # waits for health checks and closed connections
         body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
         answer = ask("/update_weights_from_disk", body)
         if not answer["success"]:
@@ -114,5 +114,5 @@ class SglangServer:
 
 
 def build_sglang(spec: EngineSpec) -> ServedEngine:
-    """The engine `sglang`."""
+    """Build `sglang`."""
     return ServedEngine(spec, SglangServer(spec))

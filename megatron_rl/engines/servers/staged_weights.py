@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on their way to a server: whole HF tensors in the ranks of the engine, and then in files that it reads.
-
-The ranks of an engine share the tensors out. What moves them there, and the certificate that they are the actor's, is
-that of every engine.
-"""
+"""Weights of a server's engine: whole HF tensors, distributed over its ranks and written to files for the server."""
 
 from __future__ import annotations
 
@@ -24,11 +20,7 @@ _IS_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.js
 
 
 class StagedWeights:
-    """One rank's share of the tensors.
-
-    Attributes:
-        params: its HF tensors by name.
-    """
+    """One rank's share of the tensors, `params`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec, self._width = spec, spec.config.tensor_model_parallel_size
@@ -43,24 +35,24 @@ class StagedWeights:
         self.padded_params: tuple[str, ...] = ()
 
     def shard_key(self, rank: int) -> int:
-        """Ranks with equal keys have equal placement tables."""
+        """Return a key shared by ranks with equal tables."""
         return self._spec.find_place(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """ShardBox table of any rank of the job."""
+        """Return the table of any rank of the job."""
         return self._list_tensors(self._spec.find_place(rank))
 
     def _list_tensors(self, place: int) -> list[ShardBox]:
         return huggingface_placements(self._spec.shape)[place :: self._width]
 
     def begin_weight_update(self) -> None:
-        """Nothing to do: the tensors are always there."""
+        """Do nothing."""
 
     def sleep(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def write(self, directory: Path) -> None:
-        """This rank's file of a directory in HF format; the first rank writes what is beside the weights as well."""
+        """Write this rank's file in HF format; the first rank adds index, config and tokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
         name = _name_file(self._place, self._width)
         partial = directory / f"{name}.partial"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With which arguments vLLM is started."""
+"""Arguments and environment with which vLLM is started, in process or as a server."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from megatron_rl.engines.vllm.vllm_lora import list_arguments
 from megatron_rl.weights.families import FAMILIES, ModelShape
 
 LOAD_FORMAT = "megatron_rl"
-_CPU_STEP_TOKENS = 4096  # vLLM's own default
+_CPU_STEP_TOKENS = 4096  # vLLM's default
 
 
 def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
-    """What vLLM takes from the environment only."""
+    """Return the settings that vLLM reads from the environment."""
     runner = fit_to_device(spec.config, spec.process.device).model_runner
     return {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
-        # Latent attention keeps products of weights that no update would reach.
+        # MLA caches products of weights, which a weight update would leave stale.
         "VLLM_MLA_DISABLE": "1" if spec.shape.latent is not None else "0",
     }
 
 
 def records_kept_sets(spec: EngineSpec) -> bool:
-    """Whether its model runner lets us see what it draws from."""
+    """Return whether the model runner supports `KeptSetRecorder`."""
     return fit_to_device(spec.config, spec.process.device).model_runner == "v1"
 
 
 def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """The arguments of `vllm.LLM`: what the engine needs, and `rollout.engine_options`."""
+    """Return the arguments of `vllm.LLM`, including `rollout.engine_options`."""
     config, rank = fit_to_device(spec.config, spec.process.device), spec.process.rank
     longest = spec.max_prompt_length + spec.max_response_length
     arguments: dict[str, Any] = dict(
@@ -50,13 +50,13 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         enforce_eager=config.enforce_eager,
         async_scheduling=config.async_scheduling,
         seed=(spec.seed + rank // config.tensor_model_parallel_size) % (1 << 32),  # NumPy's global seed has 32 bits
-        # Log-probs of the distribution that was sampled from: after the temperature.
+        # Log-probs after the temperature: the distribution that is sampled from.
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
     )
     if config.quantization != "none":
         arguments["quantization"] = METHOD
-    if spec.shape.latent is not None:  # what transformers takes for granted; vLLM's defaults are DeepSeek-V2's
+    if spec.shape.latent is not None:  # transformers hard-codes these; vLLM defaults to DeepSeek-V2's
         arguments["hf_overrides"] = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_router_dtype="float32")
     if FAMILIES[spec.shape.family].has_sinks:  # weights arrive decoded
         arguments["hf_overrides"] = dict(quantization_config=None)
@@ -77,13 +77,13 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             enable_chunked_prefill=False,
             max_num_batched_tokens=max(_CPU_STEP_TOKENS, longest),
         )
-        if config.bitwise or spec.shape.latent is not None:  # the C++ kernel takes views of heads for whole rows
+        if config.bitwise or spec.shape.latent is not None:  # the C++ kernel misreads strided views of heads
             arguments |= ENGINE_ARGUMENTS
     return arguments | config.engine_options
 
 
 def _take_text_part(shape: ModelShape, config: Any) -> Any:
-    """Of an image-text model's config that of its text part; see `take_text_config`."""
+    """Reduce an image-text config to its text part, like `take_text_config`."""
     config = config.get_text_config()
     config.architectures = [FAMILIES[shape.family].architecture]
     config.tie_word_embeddings = shape.tied_embeddings

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM model that computes the trainer's bits on CPU (rollout.bitwise), by objects of vLLM that are handed in.
+"""Batch-invariant vLLM models on CPU (rollout.bitwise), bitwise equal to the trainer.
 
-Its products, its paged attention and its log-softmax are replaced. Norms and activations have the same bits already,
-and so has the rotation without its C++ kernel (`ENGINE_ARGUMENTS`).
+Replaces matrix products, paged attention and log-softmax; all else is bitwise equal already, including rotary
+embeddings without their C++ kernel (`ENGINE_ARGUMENTS`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ ENGINE_ARGUMENTS: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rota
 
 
 class _PagedAttention:
-    """`attend` on vLLM's cache; the layers of one step share what is made of its metadata.
-
-    The cache is [blocks, heads, block size, 2 d], where key and value of a token lie side by side.
-    """
+    """`attend` on vLLM's cache [blocks, heads, block size, 2 d], key beside value; layers share a step's indices."""
 
     def __init__(self) -> None:
         self._metadata: Any = None
@@ -34,7 +31,7 @@ class _PagedAttention:
     def write(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Store key and value [t, heads, d] in their slots; a negative one is padding."""
+        """Store key and value [t, heads, d]; negative slots are padding."""
         slots = slots[: len(key)].long()
         is_real = slots >= 0
         block, place = slots[is_real] // kv_cache.shape[2], slots[is_real] % kv_cache.shape[2]
@@ -50,7 +47,7 @@ class _PagedAttention:
         metadata: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """query [t, n, d] -> options["output"], likewise; keys and values are read from the cache."""
+        """Attend with query [t, n, d] to the cache; write options["output"]."""
         output: torch.Tensor = options["output"]
         if metadata is None:  # warming up
             return output
@@ -65,7 +62,7 @@ class _PagedAttention:
 
 
 def _pack(metadata: Any, block_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Segments]:
-    """Block and place in it of every key [k], sequence after sequence, and the segments of a step."""
+    """Return block and offset of every key [k], by sequence, and the segments."""
     lengths = metadata.seq_lens.tolist()
     positions = [torch.arange(length) for length in lengths]
     blocks = [
@@ -80,7 +77,7 @@ def _pack(metadata: Any, block_size: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 
 def _sample_with(sample: Callable[..., Any], compute_logprobs: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """vLLM's sampler, which overwrites the logits, with other log-probs of what it samples from."""
+    """Wrap vLLM's sampler to compute log-probs before it overwrites the logits."""
 
     def sample_and_score(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = compute_logprobs(logits)
@@ -91,12 +88,10 @@ def _sample_with(sample: Callable[..., Any], compute_logprobs: Callable[[torch.T
 
 
 def make_batch_invariant(model: torch.nn.Module, sampler: Any, shard_columns: int) -> None:
-    """Replace what has other bits than the trainer, of one engine.
+    """Replace an engine's attention, linear layers and log-softmax.
 
     Args:
-        model: vLLM's.
-        sampler: of its model runner.
-        shard_columns: of the output layer of a TP rank of the trainer.
+        shard_columns: vocabulary columns per TP rank of the output layer.
     """
     attention = _PagedAttention()
     for module in model.modules():

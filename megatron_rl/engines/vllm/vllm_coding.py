@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linears of vLLM whose weights are codes with a scale per row (`weights.row_quantization`), by vLLM's classes.
+"""vLLM linear layers over 8-bit codes with a scale per row (`weights.row_quantization`).
 
-Weights lie as plain linears' do, so that they are written in place. The codes are multiplied with the
-activations as they are, and each output is scaled in float32: what is lost is lost in the weights alone.
+Parameters lie as in plain linear layers, to be written in place. Activations are not quantized, and outputs are scaled
+in float32: only weights lose precision.
 """
 
 from __future__ import annotations
@@ -16,17 +16,12 @@ import torch.nn.functional as F
 
 from megatron_rl.weights.row_quantization import SCALE_SUFFIX, CodeFormat, decode
 
-METHOD = "megatron_rl"  # vLLM's name for it
+METHOD = "megatron_rl"  # name in vLLM's registry
 _WEIGHT = "weight"
 
 
 def register_method(code_format: CodeFormat, quantization: ModuleType, linear: ModuleType) -> None:
-    """Make it known to vLLM.
-
-    Args:
-        code_format: of the codes.
-        quantization, linear: vLLM's modules of these names.
-    """
+    """Register the method with vLLM, given its modules `quantization` and `linear`."""
 
     class CodedLinear(linear.LinearMethodBase):
         def create_weights(

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM inside the training processes (`external_launcher`), on GPU and on CPU.
 
-What in-process vLLM needs beside what `engines.vllm.vllm_library` replaces in it (each is guarded by a test):
+Requirements beyond the patches in `engines.vllm.vllm_library` (each has a test):
 
-* torch.distributed is initialized before, else world > tp breaks;
-* on CPU, its fused experts compute with weights in a packed order: they are packed in place after every
-  update, so that between updates their parameters do not hold what the placement table says;
-* on CPU, prompts are computed whole: for one that is computed in parts vLLM turns back its random numbers,
-  which CPU generators cannot do;
-* an error in a step leaves its requests running: they are aborted before it is raised;
-* it must not reseed or advance the trainer's random numbers;
+* torch.distributed is initialized first, otherwise world size > tp fails;
+* on CPU, fused experts are packed in place after each update, for their kernels; until the next one they do not match
+  the placement table;
+* on CPU, no chunked prefill, for which vLLM rewinds random numbers, which CPU generators do not support;
+* after an error in a step, its requests are aborted;
+* the trainer's random numbers are preserved;
 * the prefix cache is dropped after every weight update.
 """
 
@@ -50,11 +49,10 @@ from megatron_rl.weights.shard_box import ShardBox, check_placements
 
 
 class VllmEngine:
-    """One rank of one vLLM engine.
+    """One rank of a vLLM engine.
 
     Attributes:
-        params: vLLM's own parameters by name, written in place by the hybrid engine.
-        code_format: of its matrices; None: they are in the type of the model.
+        params: vLLM's parameters, written in place.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -76,16 +74,16 @@ class VllmEngine:
         self._sampling_params = vllm.SamplingParams
         if launcher_world is not None:  # the CPU platform overwrites it with tp
             os.environ["LOCAL_WORLD_SIZE"] = launcher_world
-        self._names: dict[int, str] = {}  # key of a request -> vLLM's name for it
+        self._names: dict[int, str] = {}  # key of a request -> vLLM's name
         self._requests: dict[int, Request] = {}
         self._stop = spec.stop
-        self._keys: dict[str, int] = {}  # and back, from the short name
+        self._keys: dict[str, int] = {}  # short vLLM name -> key
         self._can_sleep = spec.process.device.type == "cuda"
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
         self.params: dict[str, torch.Tensor] = list_params(
             worker.get_model(), spec.shape, self._place(spec.process.rank)
         )
-        # A kernel of experts that wants another order has made a tensor of its own.
+        # Expert kernels that need another order have allocated tensors of their own.
         self.shared_params = frozenset(n for n in shared if self.params[n].data_ptr() == shareable[n].data_ptr())
         if spec.config.bitwise:
             columns = padded_vocab_size(spec.shape.vocab_size, self._tp_size) // self._tp_size
@@ -102,37 +100,37 @@ class VllmEngine:
             padded=VLLM_PADDED_PARAMETERS,
         )
         self._lora_request = take_adapters(worker, spec) if spec.adapters is not None else None
-        for name, tensor in self.params.items():  # vocabulary padding is written by nobody: zero it once
+        for name, tensor in self.params.items():  # no transfer writes the vocabulary padding
             if name not in self.shared_params:
                 tensor.zero_()
         self._adapters = list_adapter_params(worker.get_model(), spec.adapters) if spec.adapters else {}
         self.params |= self._adapters
 
     def _share_when_loaded(self, spec: EngineSpec) -> tuple[Mapping[str, torch.Tensor], set[str]]:
-        """What vLLM may share of the actor's, and the names of what it does once it has loaded."""
+        """Return the actor's shareable tensors, and a set of names that loading fills."""
         shareable, shared = spec.shareable(self.placements(spec.process.rank)), set[str]()
-        if spec.process.device.type == "cpu":  # experts are packed in place
+        if spec.process.device.type == "cpu":  # packing in place would corrupt the actor's experts
             shareable = {name: tensor for name, tensor in shareable.items() if ".experts." not in name}
         register_loader(lambda model: shared.update(share_params(dict(model.named_parameters()), shareable)))
         return shareable, shared
 
     def shard_key(self, rank: int) -> int:
-        """Ranks with equal keys have equal placement tables."""
+        """Return a key shared by ranks with equal tables."""
         return self._place(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """ShardBox table of any rank of the job."""
+        """Return the table of any rank of the job."""
         return vllm_placements(self._shape, tp_size=self._tp_size, tp_rank=self._place(rank))
 
     def begin_weight_update(self) -> None:
-        """Bring the parameters' memory back (same addresses) after a sleep."""
+        """Reallocate parameters at the same addresses after a sleep."""
         if self._can_sleep and self._llm.llm_engine.is_sleeping():
             self._llm.wake_up(tags=["weights"])
-            for tensor in self._adapters.values():  # wider than the adapters: nothing else is written behind them
+            for tensor in self._adapters.values():  # transfers do not write the buffers' padding
                 tensor.zero_()
 
     def end_weight_update(self) -> None:
-        """Pack the experts, forget keys and values computed with the old weights; bring the cache back."""
+        """Pack experts, reallocate the KV cache, reset the prefix cache."""
         for param, instructions in self._packed_experts:
             pack_experts(param, instructions)
         if self._can_sleep and self._llm.llm_engine.is_sleeping():
@@ -141,7 +139,7 @@ class VllmEngine:
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Take requests in; they run from the next step on."""
+        """Add requests, which start at the next step."""
         params = [
             self._sampling_params(
                 temperature=request.sampling.temperature,
@@ -151,7 +149,7 @@ class VllmEngine:
                 logprobs=0,
                 ignore_eos=True,
                 detokenize=False,
-                skip_clone=True,  # it serves this request only
+                skip_clone=True,  # not shared with other requests
                 extra_args=list_extra_args(str(request.key), request),
             )
             for request in requests
@@ -170,7 +168,7 @@ class VllmEngine:
                 self._routes.expect(name, request)
 
     def step(self) -> list[Sampled]:
-        """One forward for everything that runs; a response is returned by the step that samples its last token."""
+        """Run one forward; return the responses that it finishes."""
         with self._running():
             outputs = [output for output in self._llm.llm_engine.step() if output.finished]
         finished = []
@@ -181,7 +179,7 @@ class VllmEngine:
         return finished + (self._stop_early() if self._stop else [])
 
     def _stop_early(self) -> list[Sampled]:
-        """What a stop string has ended; vLLM, which has no tokenizer, would continue."""
+        """End responses at stop strings; vLLM has no tokenizer here."""
         states = self._llm.llm_engine.output_processor.request_states
         keys = [
             key
@@ -194,10 +192,10 @@ class VllmEngine:
         return self._stop is not None and bool(sampled) and self._requests[key].ends_by(self._stop, sampled)
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Forget requests; their blocks of the prefix cache stay, for those that continue them."""
+        """Remove requests; their prefix-cache blocks stay for continuations."""
         engine, partial = self._llm.llm_engine, []
         names = {key: self._names[key] for key in keys if key in self._names}
-        for key, name in names.items():  # vLLM itself says nothing of what it aborts
+        for key, name in names.items():  # vLLM returns no output for aborted requests
             state = engine.output_processor.request_states[name]
             tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
             partial.append(self._end(key, tokens, logprobs, "interrupted", state.num_cached_tokens))
@@ -207,7 +205,6 @@ class VllmEngine:
     def _end(
         self, key: int, token_ids: Sequence[int], logprobs: Any, finish_reason: str, num_cached: int | None
     ) -> Sampled:
-        """What a request has, which is forgotten here."""
         name, request = self._names.pop(key), self._requests.pop(key)
         del self._keys[_short(name)]
         kept = None
@@ -216,17 +213,17 @@ class VllmEngine:
             kept = self._kept.take(str(key), len(request.tokens), len(token_ids))
         routes = None if self._routes is None else self._routes.take(name, len(request.tokens) + len(token_ids))
         tokens, picked = np.array(token_ids, np.int32), np.full(len(logprobs), np.nan, np.float32)
-        if len(logprobs) == len(tokens):  # else `check_sampled` says so, on all ranks
+        if len(logprobs) == len(tokens):  # otherwise `check_sampled` raises on all ranks
             picked[:] = [entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]
         return Sampled(key, tokens, picked, finish_reason, kept, num_cached if len(tokens) else None, routes)
 
     def has_requests(self) -> bool:
-        """True if something runs or waits."""
+        """Return whether any request runs or waits."""
         return self._llm.llm_engine.has_unfinished_requests()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Keep the trainer's random numbers; an error leaves no request behind."""
+        """Preserve the trainer's random numbers; abort all requests after an error."""
         with keep_random_streams():
             try:
                 yield
@@ -235,7 +232,7 @@ class VllmEngine:
                 raise
 
     def _abort(self) -> None:
-        """Forget every request, and the blocks of the prefix cache that a step announced and did not fill."""
+        """Abort all requests; drop prefix-cache blocks left unfilled."""
         engine = self._llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         self._llm.reset_prefix_cache()
@@ -246,20 +243,19 @@ class VllmEngine:
             self._routes.clear()
 
     def tokens_in_flight(self) -> int:
-        """Tokens sampled so far for responses that are not finished."""
+        """Count the tokens of unfinished responses."""
         states = list(self._llm.llm_engine.output_processor.request_states.values())
         return sum(state.detokenizer.num_output_tokens() for state in states)
 
     def sleep(self) -> None:
-        """Give weights and KV cache back to the trainer (CUDA; a no-op on CPU)."""
+        """Release weights and KV cache (no-op on CPU)."""
         if self._can_sleep:
             self._llm.sleep(level=2)
 
     def close(self) -> None:
-        """Shut the engine down; the process groups of the job stay alive (see `prepare_vllm`)."""
+        """Shut down; process groups survive (see `prepare_vllm`)."""
         self._llm.llm_engine.engine_core.shutdown()
 
 
 def _short(name: str) -> str:
-    """What vLLM calls a request when it is finished: "7" for "7-random"."""
     return name.partition("-")[0]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's experts: as matrices, their order on CPU, and which ones it chose for each token, however it came to it.
+"""vLLM's experts: views per matrix, packed order on CPU, and routes of every token.
 
-vLLM's own output of routes needs its second model runner; routers in process have a hook. Routes lie where keys
-and values do, in blocks: a prompt that is found in the prefix cache has the routes of who computed it. A request's
-routes are collected step by step, as a preempted one may lose its blocks.
+Hooks on the routers record routes, as vLLM's own output of them needs the v2 model runner. Routes are kept per KV-cache
+block, for prefix-cache hits, and per request, for preemption.
 """
 
 from __future__ import annotations
@@ -22,20 +21,14 @@ from megatron_rl.weights.packed_experts import is_packed, split_turns
 
 
 class RouteRecorder:
-    """Listens to the routers of a model, and to the model runner (vLLM's v1) for whose rows they are.
-
-    Args:
-        model: vLLM's.
-        runner: that executes it.
-        shape: of the routes.
-    """
+    """A recorder of routes, by hooks on routers and on the v1 model runner."""
 
     def __init__(self, model: torch.nn.Module, runner: Any, shape: RouteShape) -> None:
         self._batch, self._shape = runner.input_batch, shape
-        self._step: dict[int, torch.Tensor] = {}  # layer -> experts of the rows of the forward that is under way
-        self._routes: dict[str, np.ndarray] = {}  # of each request, with room for all of its tokens
-        self._known: dict[str, int] = {}  # tokens of it whose routes are there
-        self._blocks: dict[int, np.ndarray] = {}  # of the cache, by vLLM's number
+        self._step: dict[int, torch.Tensor] = {}  # layer -> experts of the current forward's rows
+        self._routes: dict[str, np.ndarray] = {}  # by request; allocated for its maximum length
+        self._known: dict[str, int] = {}  # by request: number of leading tokens with routes
+        self._blocks: dict[int, np.ndarray] = {}  # by number of the KV-cache block
         modules: list[Any] = [*model.modules()]
         routers = [module.router for module in modules if hasattr(getattr(module, "router", None), "set_capture_fn")]
         assert len(routers) == shape.layers, f"{len(routers)} routers in {shape.layers} layers"
@@ -44,17 +37,17 @@ class RouteRecorder:
         self._execute, runner.execute_model = runner.execute_model, self._execute_and_collect
 
     def expect(self, name: str, request: Request) -> None:
-        """A request, by vLLM's name for it."""
+        """Allocate the routes of a request, by vLLM's name."""
         self._routes[name] = self._shape.unknown(len(request.tokens) + request.sampling.max_tokens)
         self._known[name] = 0
 
     def take(self, name: str, length: int) -> np.ndarray:
-        """The routes of so many tokens of a request, which is forgotten."""
+        """Remove a request; return routes of `length` tokens."""
         del self._known[name]
         return self._routes.pop(name)[:length]
 
     def clear(self) -> None:
-        """Forget all requests and blocks."""
+        """Drop all requests and blocks."""
         self._routes, self._known, self._blocks = {}, {}, {}
 
     def _listen_to(self, layer: int) -> Any:
@@ -72,7 +65,7 @@ class RouteRecorder:
         return result
 
     def _collect(self, counts: dict[str, int], rows: np.ndarray) -> None:
-        """Note [rows, layers, choices] of a step; a request has a number of them, behind its computed tokens."""
+        """Store a step's routes [rows, layers, choices]; `counts` has rows per request."""
         table, at = self._batch.block_table[0], 0
         for index, name in enumerate(self._batch.req_ids):
             first, count = int(self._batch.num_computed_tokens_cpu[index]), counts[name]
@@ -90,7 +83,7 @@ class RouteRecorder:
 
 
 def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:
-    """Fused expert weights with the instruction set that vLLM's CPU kernel wants them packed for."""
+    """Return fused weights that a CPU kernel needs packed, with its instruction set."""
     if device.type != "cpu":
         return []
     packed = []
@@ -98,17 +91,17 @@ def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tu
     for module in modules:
         if hasattr(module, "w13_weight"):
             experts = module.quant_method.moe_kernel.fused_experts
-            if not experts._use_zentorch:  # that kernel takes them as they are
+            if not experts._use_zentorch:  # that kernel needs no packing
                 packed += [(param.data, experts.isa) for param in (module.w13_weight, module.w2_weight)]
     return packed
 
 
 def list_params(model: torch.nn.Module, shape: ModelShape, tp_rank: int) -> dict[str, torch.Tensor]:
-    """The parameters by name, experts as matrices; a linear with adapters has the one without inside."""
+    """Return parameters by name, experts as matrices, without adapters."""
     params = split_experts({name.replace(".base_layer.", "."): p.data for name, p in model.named_parameters()})
     if not is_packed(shape):
         return params
-    if tp_rank:  # results are summed: the first rank alone has this bias
+    if tp_rank:  # results are summed over TP ranks: only the first one has this bias
         for name in [name for name in params if ".w2_bias." in name]:
             params.pop(name).zero_()
     return split_turns(params)

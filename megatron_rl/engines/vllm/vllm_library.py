@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's library, made fit for life inside a training process, on GPU and on CPU. The only file that imports vllm.
-
-What is replaced in it (each is guarded by a test):
+"""The only file that imports vllm: patches for use inside a training process (each has a test).
 
 * its shutdown must not destroy the job's process groups;
-* on CPU, linears must keep their weight (oneDNN would pack it away and leave an empty parameter);
-* on CPU, its shared-memory collectives stay off: their segments are named after ranks only, so a
-  killed run, or a second one on the host, makes the next engine fail; torch.distributed serves;
-* on CPU, it must not bind the memory of the whole process, the trainer's included, to one NUMA node;
-* on CPU, a server that loads weights again must pack its fused experts again.
+* on CPU, linear layers keep their weight (oneDNN would leave an empty parameter);
+* on CPU, torch.distributed replaces its shared-memory collectives: their segment names contain ranks only, so a killed
+  run, or a second one on the host, breaks the next engine;
+* on CPU, it must not bind the trainer's memory to one NUMA node;
+* on CPU, a server that reloads weights packs its fused experts again.
 
 A test lists the private names that this file and `engines.vllm.vllm_engine` rely on.
 """
@@ -42,12 +40,7 @@ from megatron_rl.weights.support import check_engine
 
 
 def find_world(spec: EngineSpec, parallel_state: Any) -> AbstractContextManager[None]:
-    """What vLLM is built in: the job; the ranks of this engine, where only a part of the job has engines.
-
-    Args:
-        spec: of the engine.
-        parallel_state: vLLM's module of that name.
-    """
+    """Return a context that restricts vLLM to this engine's ranks, if not all ranks have engines."""
     if spec.ranks is None or len(spec.ranks) == spec.process.world_size:
         return nullcontext()
     first = spec.process.rank - spec.find_place(spec.process.rank)
@@ -56,7 +49,7 @@ def find_world(spec: EngineSpec, parallel_state: Any) -> AbstractContextManager[
 
 @contextmanager
 def _own_world(ranks: range, parallel_state: Any) -> Iterator[None]:
-    """While vLLM is built in the block, it sees these ranks only, which all enter it after `align_group_names`."""
+    """Show vLLM only `ranks`, which all enter after `align_group_names`."""
     new_group, get_world_size = dist.new_group, dist.get_world_size
     init_world_group, init_model_parallel_group = (
         parallel_state.init_world_group,
@@ -102,26 +95,26 @@ _ENVIRONMENT = {
 
 
 def prepare_vllm(device: torch.device) -> ModuleType:
-    """Import vllm, made fit for life inside a training process; safe to call twice."""
+    """Import and patch vllm; idempotent."""
     os.environ.update(_ENVIRONMENT)
     if device.type == "cpu":
-        # Two sampler helpers use torch.compile even in eager mode: seconds per start, and a compiler.
+        # Two sampler helpers use torch.compile even in eager mode, which costs seconds per start and needs a compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         torch._dynamo.config.disable = True
-        # It imports inductor to correct what is compiled.
+        # This module imports inductor to patch it, which is useless without torch.compile.
         sys.modules.setdefault("vllm.env_override", ModuleType("vllm.env_override"))
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    # An error in a step would be preceded by the state of the engine, 10 kB of it from each rank.
+    # vLLM logs the engine's state at errors, 10 kB from each rank.
     logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
     import vllm
     from vllm.v1.engine import core
 
-    import_module("vllm.entrypoints.llm")  # vllm imports it, and the worker, when they are used
+    import_module("vllm.entrypoints.llm")  # vllm imports this, and the worker, lazily
 
     def keep_process_groups(*args: Any, **kwargs: Any) -> None:
-        """Stand in for a clean-up that destroys the job's process groups."""
+        """Replace the clean-up of process groups."""
 
-    engine_core: Any = core  # it imports this name from elsewhere
+    engine_core: Any = core  # the name is imported there, which type checkers reject
     engine_core.cleanup_dist_env_and_memory = keep_process_groups
     if device.type == "cpu":
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -140,7 +133,7 @@ def prepare_vllm(device: torch.device) -> ModuleType:
 
 
 def _pack_reloaded_experts() -> None:
-    """Servers load weights again by vLLM's own loader, which packs fused experts at the first time only."""
+    """Pack fused experts at every load, not only at the first."""
     methods = import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
     method = methods.UnquantizedFusedMoEMethod
     set_up = method._setup_kernel
@@ -158,7 +151,7 @@ def _pack_reloaded_experts() -> None:
 
 
 def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
-    """Let vLLM "load" a model by handing it to `bind`, before anything is compiled or captured."""
+    """Register a loader that calls `bind` before anything is compiled or captured."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -168,12 +161,12 @@ def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
             """Nothing to fetch: the actor has the weights."""
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            """Bind what can be shared; the rest is written by the first reshard."""
+            """Bind shareable tensors; the first reshard writes the rest."""
             bind(model)
 
 
 def take_adapters(worker: Any, spec: EngineSpec) -> Any:
-    """vLLM's name for the policy's adapters, for which it has a slot now."""
+    """Activate vLLM's slot for the policy's adapters; return their LoRA request."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.request import LoRARequest
 
@@ -183,18 +176,17 @@ def take_adapters(worker: Any, spec: EngineSpec) -> Any:
 
 
 def pack_experts(param: torch.Tensor, instructions: str) -> None:
-    """Reorder a fused parameter [E, rows, columns] in place; once per update, as packing twice is another order."""
+    """Reorder a fused parameter [E, rows, columns] in place; not idempotent."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     param.copy_(cpu_prepack_moe_weight(param, instructions))
 
 
 def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
-    """Register the class itself: by name, vLLM inspects it in a subprocess that takes 8 to 16 seconds.
+    """Register the class itself: by name, vLLM would inspect it in a subprocess for 8 to 16 seconds.
 
     Raises:
-        UserError: vLLM has no implementation of its own, or one that keeps weights in another order or needs a package
-            that is not here.
+        UserError: vLLM's implementation is missing, keeps weights in another order, or needs a missing package.
     """
     check_engine(spec.shape, "vllm", spec.config.quantization, spec.adapters)
     check_family(spec.shape)
@@ -212,7 +204,7 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
 
 
 def register_codes(spec: EngineSpec) -> CodeFormat | None:
-    """Let vLLM keep matrices in eight bits, if this is asked for."""
+    """Register 8-bit matrices with vLLM if `rollout.quantization` is set."""
     if spec.config.quantization == "none":
         return None
     layers = "vllm.model_executor.layers"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM lacks, or cannot do on a CPU, found without importing it, and how much KV cache it gets there."""
+"""Limits of vLLM and of its CPU backend, checked without importing it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,13 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts, and the table knows no padding
+CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts; placement tables have no padding there
 CPU_BLOCK_SIZE = 32
 _MAX_CPU_CACHE_BYTES = 1 << 30
 
 
 def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
-    """Refuse a model or an option that vLLM does not serve on a CPU.
-
-    Args:
-        shape: the model.
-        config: of its engine.
-
-    Raises:
-        UserError: naming the size and what is served.
-    """
+    """Refuse a model or option that vLLM does not support on CPU (UserError)."""
     if config.engine_options.get("enable_chunked_prefill"):
         raise UserError(
             "rollout.engine_options has enable_chunked_prefill",
@@ -63,19 +55,19 @@ def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
 
 
 def check_installed(shape: ModelShape, config: RolloutConfig) -> None:
-    """Refuse a model or options that the installed vLLM, if any, does not have (UserError)."""
+    """Refuse a model or options that the installed vLLM, if any, lacks (UserError)."""
     check_family(shape)
     check_options(config.engine_options)
 
 
 def check_server_options(shape: ModelShape, config: RolloutConfig) -> None:
-    """Refuse options that the installed vLLM does not have, if it is the one that serves (UserError)."""
+    """Refuse options that the server's vLLM lacks, if it is the installed one (UserError)."""
     if not config.server.endpoints and config.server.python is None:
         check_options(config.engine_options)
 
 
 def check_family(shape: ModelShape) -> None:
-    """Refuse a model for which the installed vLLM, if any, has no implementation of its own (UserError)."""
+    """Refuse a model without native implementation in the installed vLLM, if any (UserError)."""
     package, family = _find_package(), FAMILIES[shape.family]
     name = f"model_executor/models/{family.vllm_module or shape.family}.py"
     if package is not None and not (package / name).is_file():
@@ -88,14 +80,7 @@ def check_family(shape: ModelShape) -> None:
 
 
 def check_options(options: Iterable[str]) -> None:
-    """Refuse options that the installed vLLM, if any, does not have.
-
-    Args:
-        options: names in `rollout.engine_options`.
-
-    Raises:
-        UserError: naming the first of them.
-    """
+    """Refuse options that the installed vLLM, if any, lacks (UserError)."""
     package = _find_package()
     known = set(options) if package is None or not options else list_arguments(package)
     for name in options:
@@ -110,7 +95,7 @@ def check_options(options: Iterable[str]) -> None:
 
 
 def list_arguments(package: Path) -> set[str]:
-    """Return the names of the arguments of vLLM's `EngineArgs`, read from its source in `package`."""
+    """Return the arguments of vLLM's `EngineArgs`, parsed from its source."""
     source = (package / "engine" / "arg_utils.py").read_text(encoding="utf-8")
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     body = next(node.body for node in classes if node.name == "EngineArgs")
@@ -123,7 +108,7 @@ def _find_package() -> Path | None:
 
 
 def cpu_cache_bytes(spec: EngineSpec) -> int:
-    """The configured size, else room for `max_num_seqs` full sequences, at most 1 GiB."""
+    """Return the configured KV-cache bytes, else those of `max_num_seqs` full sequences, at most 1 GiB."""
     if spec.config.kv_cache_gib is not None:
         return int(spec.config.kv_cache_gib * (1 << 30))
     shape: ModelShape = spec.shape

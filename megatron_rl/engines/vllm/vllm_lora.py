@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy's adapters in vLLM's own buffers, which are written in place like any parameter.
+"""The policy's adapters in vLLM's own buffers, written in place.
 
-vLLM keeps the adapters of several users in slots, stacked by matrix, and loads them from files. Here there is one
-slot, which every request uses, with an adapter without matrices: that leaves zeros in its buffers, and the reshard
-writes the rest. vLLM multiplies by nothing: the scale of the adapters is in their B.
+vLLM loads adapters from files into slots. Here the one slot gets an adapter without matrices, which leaves zeros, and
+the reshard writes the buffers. B contains the scale.
 """
 
 from __future__ import annotations
@@ -15,30 +14,25 @@ import torch
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.support import LARGEST_RANK
 
-_RANKS = (8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)  # that vLLM has buffers for
+_RANKS = (8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)  # buffer sizes of vLLM
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def list_arguments(shape: AdapterShape) -> dict[str, Any]:
-    """Arguments of an engine that has room for them."""
+    """Return the arguments of an engine with one slot."""
     rank = next(size for size in _RANKS if size >= shape.rank)
     return dict(enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=rank, lora_target_modules=shape.modules)
 
 
 def take_slot(worker: Any, adapters: Any) -> None:
-    """Give the policy the one slot.
-
-    Args:
-        worker: vLLM's, of this rank.
-        adapters: the policy's, without matrices; their id is that of the requests.
-    """
+    """Activate the slot for the policy's adapters, which have no matrices."""
     manager = worker.model_runner.lora_manager._adapter_manager
-    manager._registered_adapters[adapters.id] = adapters  # `add_adapter` takes none without matrices
+    manager._registered_adapters[adapters.id] = adapters  # `add_adapter` refuses adapters without matrices
     manager.activate_adapter(adapters.id)
 
 
 def list_adapter_params(model: torch.nn.Module, shape: AdapterShape) -> dict[str, torch.Tensor]:
-    """The buffers of the slot, `<matrix>.lora_A` [R, in] and `<matrix>.lora_B` [out, R] with R >= the rank."""
+    """Return the slot's buffers, `<matrix>.lora_A` [R, in] and `<matrix>.lora_B` [out, R] with R >= the rank."""
     found, modules = {}, set(shape.modules)
     named: Any = model.named_modules()
     for name, module in named:

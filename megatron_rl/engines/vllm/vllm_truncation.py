@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Truncated sampling in vLLM: the tokens among which it draws are cut by our definition, and remembered.
+"""Truncated sampling in vLLM v1 by our own definition, applied before vLLM's sampler.
 
-vLLM itself samples from what is left, and its log-probs are of that. A request says how it is cut in its
-`SamplingParams.extra_args`, and so it may come from another process. Sets are kept by request and by the place of the
-token: where a step computes only a part of a prompt, or a prompt again after a preemption, the set of a token that is
-thrown away is written over by that of the token which counts.
+A request carries its limits in `SamplingParams.extra_args`, as it may come from another process. Sets are stored by
+request and position, so that the set of a token discarded by chunked prefill or preemption is overwritten.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _KEY = "kept_sets"
 
 
 def list_extra_args(name: str, request: Request) -> dict[str, Any]:
-    """What a request brings, as JSON: the name by which its sets are taken, where it begins, and how they are cut."""
+    """Return a request's `extra_args`: name of its sets, start of its response, limits."""
     cut = request.sampling
     if not cut.is_truncated:
         return {}
@@ -32,11 +30,7 @@ def list_extra_args(name: str, request: Request) -> dict[str, Any]:
 
 
 class KeptSetRecorder:
-    """Stands before the sampler of a model runner (vLLM's v1).
-
-    Args:
-        runner: vLLM's; its rows of logits are its requests, in order.
-    """
+    """A wrapper of a sampler that truncates logits and records kept sets, row by row in order of requests."""
 
     def __init__(self, runner: Any) -> None:
         self._requests, self._batch = runner.requests, runner.input_batch
@@ -45,12 +39,12 @@ class KeptSetRecorder:
         sampler.forward = self._before(sampler.forward)
 
     def take(self, name: str, first: int, count: int) -> KeptSets:
-        """What so many tokens of a request were drawn from, the first of them at place `first`; it is forgotten."""
+        """Remove a request; return `count` sets from position `first` on."""
         sets = self._sets.pop(name, {})
         return KeptSets.join([KeptSets.whole(0), *(sets[first + i] for i in range(count))])
 
     def clear(self) -> None:
-        """Forget all requests."""
+        """Drop the sets of all requests."""
         self._sets = {}
 
     def _before(self, sample: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +54,7 @@ class KeptSetRecorder:
         return cut_and_sample
 
     def _cut(self, logits: torch.Tensor) -> torch.Tensor:
-        """[b, v] over the temperature -> the same, without probability outside of the sets."""
+        """Truncate logits over the temperature, [b, v] -> [b, v]."""
         names = self._batch.req_ids
         assert len(names) == len(logits), f"{len(logits)} rows for {len(names)} requests"
         rows_of: dict[tuple[Any, ...], list[tuple[int, str, int]]] = {}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every worker of a vLLM server imports before it loads a model (`--worker-extension-cls`).
+"""The worker extension of a vLLM server, imported before the model is loaded (`--worker-extension-cls`).
 
-A server needs what the engine in the process needs: on CPU, linears must keep their weight. Without it a server that
-is told to load new weights takes the embeddings and the norms, leaves the rest, and says that all went well.
+It applies the in-process patches, without which a CPU update changes only embeddings and norms and reports success.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ prepare_vllm(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 class ServedWorker:
-    """What is added to vLLM's worker: methods that `/collective_rpc` calls."""
+    """A mixin of vLLM's worker with methods for `/collective_rpc`."""
 
     model_runner: Any
     kept_sets: KeptSetRecorder | None = None
 
     def record_kept_sets(self) -> None:
-        """From now on remember what truncated sampling draws from; forget what was remembered before."""
+        """Start recording kept sets; drop earlier ones."""
         if self.kept_sets is None:
             self.kept_sets = KeptSetRecorder(self.model_runner)
         self.kept_sets.clear()
 
     def take_kept_sets(self, requests: Sequence[tuple[str, int, int]]) -> list[list[str]]:
-        """What tokens were drawn from: the name of each request, the place of its first token, their number."""
+        """Return encoded kept sets for (name, position of the first token, number of tokens) of each request."""
         assert self.kept_sets is not None, "record_kept_sets comes first"
         return [write_kept_sets(self.kept_sets.take(*request)) for request in requests]
