@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our side of bench_step_vs_trl.py: one rank, packed microbatches, shared prompts, and a clock.
+"""Our side of bench_step_vs_trl.py, started by the driver: one rank, packed micro-batches, shared prompts.
 
-Only the driver starts it. In the workload "rollouts" it is the whole program, with vLLM in process.
+In the workload "rollouts" it is the whole program, with vLLM in process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tools.benchmarks._step_contest import (
 
 
 def build_actor(options: argparse.Namespace, groups: ParallelGroups) -> Actor:
-    """An actor on one rank, with Adam and clipping as TRL has them, and its logits of a whole microbatch at once."""
+    """Build an actor on one rank, with TRL's Adam and clipping, and the logits of a whole micro-batch at once."""
     chunk = options.max_tokens
     return build_bench_actor(options.model, groups, lr=LEARNING_RATE, adam_beta2=0.999, logprob_chunk_tokens=chunk)
 
@@ -50,9 +50,9 @@ def build_actor(options: argparse.Namespace, groups: ParallelGroups) -> Actor:
 def take_step(
     actor: Actor, options: argparse.Namespace, step: int, device: torch.device, reference: Actor | None = None
 ) -> dict[str, Any]:
-    """Pack, and update: the CPU-seconds of each, and the log-probs to compare, which the first update gives.
+    """Pack and update; return the CPU-seconds of each, and the log-probs of the first update for comparison.
 
-    With a reference the update is that of all epochs; else their mean.
+    Update seconds are the sum over epochs with a reference, otherwise their mean.
     """
     algorithm = replace(ALGORITHM, kl_coef=KL_COEF) if reference else ALGORITHM
     work, times = draw_workload(options, step), [read_clock()]
@@ -70,7 +70,7 @@ def take_step(
             batch = replace(batch, old_logprobs=room.clone())
         times.append(read_clock())
     packing, of_reference, *updates = (b - a for a, b in zip(times, times[1:], strict=False))
-    sums = torch.zeros(len(work.lengths) + 1, dtype=torch.float64)  # the last one: of padding
+    sums = torch.zeros(len(work.lengths) + 1, dtype=torch.float64)  # last entry: padding
     sums.index_add_(0, batch.sequence_ids.cpu() % len(sums), batch.column("old_logprobs").double().cpu())
     return {
         "packing": packing,
@@ -82,10 +82,10 @@ def take_step(
 
 
 class WholeProgram(Trainer):
-    """The main loop, which takes a step when it is asked to, and answers when everything about it is done."""
+    """The main loop with steps on request."""
 
     def steps(self) -> Iterator[int]:
-        """As the loop's, with a clock."""
+        """Wait for a request before each step, and report its seconds."""
         answer({"ready": True})
         start = None
         for step in super().steps():
@@ -97,18 +97,18 @@ class WholeProgram(Trainer):
             yield step
 
     def describe(self, step: int, samples: Any) -> None:
-        """As the loop does it; how many tokens were sampled."""
+        """Describe the step, and count sampled tokens."""
         super().describe(step, samples)
         self.tokens = int(samples.headers.num_response_tokens.sum())
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """The reward, with verl's signature."""
+    """Compute the reward, with verl's signature."""
     return score_text(solution_str)
 
 
 def run_whole_program(options: argparse.Namespace) -> None:
-    """Take steps until the driver ends the process; one more is planned than it asks for, so that none is the last."""
+    """Take steps until the driver ends the process; an extra step is planned, so that no timed step is the last."""
     prompt, longest, _ = WORKLOADS[options.workload]
     options.num_steps += 1
     prompts = options.model / "prompts.jsonl"
@@ -136,7 +136,7 @@ def run_whole_program(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_worker_options(parser)
     options = parser.parse_args()
