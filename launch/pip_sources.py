@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translate pip's package sources to uv options, for `launch/setup.sh`: uv does not read pip's configuration.
+"""Translate pip's package sources to options of uv, which does not read pip's configuration; for `launch/setup.sh`.
 
-Reads the output of `pip config list` and prints the options, separated by spaces. Exit status 1, with the reason, for
-a setting without a uv option. Runs on a bare Python.
+Reads `pip config list` and prints options. Exit status 1 for a setting without a uv option. Runs on a bare Python.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ IGNORED = ("timeout", "default-timeout", "retries", "disable-pip-version-check",
 
 
 def to_uv_options(configuration: str) -> list[str]:
-    """Return the uv options for the output of `pip config list`.
+    """Return uv options for the output of `pip config list`.
 
     Raises:
         ValueError: a setting has no uv option.
@@ -45,7 +44,7 @@ def to_uv_options(configuration: str) -> list[str]:
 
 
 def main() -> int:
-    """Print the options; exit status 1 if a setting has none."""
+    """Print the options."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     try:
         print(*to_uv_options(sys.stdin.read()))

@@ -4,11 +4,9 @@
     ray job submit --working-dir . -- python launch/ray_train.py RECIPE.yaml --num-workers 16 [section.key=value ...]
     python launch/ray_train.py RECIPE.yaml --num-workers 4 --dry-run
 
-TorchTrainer starts one worker per rank (one GPU each if the cluster has GPUs) and numbers them node by node, as
-torchrun does. With --max-failures a failed run restarts from the newest checkpoint in trainer.run_dir, which must be on
-a disk shared by all nodes. Ray is not among the requirements: pip install "ray[train]".
-
-Checked with Ray 2.60 on one machine without GPUs (4 workers, same metrics as torchrun). Not covered: clusters, GPUs.
+TorchTrainer starts one worker per rank, numbered node by node as by torchrun. With --max-failures a failed run restarts
+from the newest checkpoint in trainer.run_dir, on a disk shared by all nodes. Ray is not among the requirements: pip
+install "ray[train]". Checked with Ray 2.60 on one machine without GPUs. Not covered: clusters, GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from megatron_rl.types import UserError  # noqa: E402
 
 
 def train_worker(settings: dict[str, Any]) -> None:
-    """Run one rank; Ray has already set torchrun's environment variables and initialized torch.distributed."""
+    """Run one rank; Ray has initialized torch.distributed."""
     os.chdir(settings["directory"])  # Ray workers start in their own directory; recipes use relative paths
     from launch.pretrain_grpo import train as train_rank
 
@@ -38,10 +36,10 @@ def train_worker(settings: dict[str, Any]) -> None:
 
 
 def train(loaded: LoadedConfig, recipe: Path | None, *, options: argparse.Namespace) -> None:
-    """Start the workers and wait for them.
+    """Start the workers and wait.
 
     Raises:
-        UserError: Ray is not installed, or restarts are enabled without a run directory.
+        UserError: Ray is missing, or restarts lack a run directory.
     """
     try:
         import ray
@@ -84,13 +82,10 @@ def train(loaded: LoadedConfig, recipe: Path | None, *, options: argparse.Namesp
 
 
 def check_cluster(has: dict[str, float], per_worker: dict[str, float], num_workers: int) -> None:
-    """Refuse a job that Ray would queue forever without a message.
-
-    Args:
-        has: resources of the cluster.
+    """Refuse a job for which Ray would silently wait forever.
 
     Raises:
-        UserError: the cluster has too few resources for all workers.
+        UserError: too few resources.
     """
     for name, amount in per_worker.items():
         if has.get(name, 0) < amount * num_workers:

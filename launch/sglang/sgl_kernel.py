@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for SGLang's kernels on machines without a build: every name exists and raises an error if called.
 
-SGLang imports its kernels everywhere but, on a CPU without AMX kernels, calls none: its modules then compute with
-torch. `launch/setup_sglang.sh` installs this file as the package `sgl_kernel`.
+On a CPU without AMX kernels, SGLang imports its kernels and calls none. `launch/setup_sglang.sh` installs this file as
+the package `sgl_kernel`.
 """
 
 from __future__ import annotations
