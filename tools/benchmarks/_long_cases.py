@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of bench_long.py: each part varies one thing."""
+"""The cases of bench_long.py."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Case:
     """One measurement.
 
     Attributes:
-        part, arm: part of the benchmark, and variant within it.
+        part, arm: part of the benchmark, variant.
         length: the varied length, tokens.
         max_tokens: budget of a micro-batch.
         chunk_tokens: tokens whose logits exist at once; no limit if `None`.
-        is_padded: whether sequences are padded to the longest.
-        shares_prompts: whether a group's prompt is packed once per micro-batch.
+        is_padded: pad sequences to the longest.
+        shares_prompts: pack a group's prompt once per micro-batch.
         recompute: `recompute_granularity`.
-        is_timed: whether seconds are measured, not only memory.
+        is_timed: False measures memory only.
     """
 
     part: str
@@ -42,7 +42,7 @@ class Case:
 
 
 def list_length_cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
-    """Vary the longest of long-tailed responses: packing or padding, chunked or full logits, context parallel sizes."""
+    """Vary the longest response: packing or padding, chunked or full logits, cp."""
     for length in options.lengths:
         lengths = draw_lognormal_lengths((4, 2), length / 8, 1.0, length, options.seed)
         lengths[0][0] = length  # fix the maximum
@@ -57,7 +57,7 @@ def list_length_cases(options: argparse.Namespace, world_size: int) -> Iterator[
 
 
 def list_logits_cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
-    """Vary one micro-batch's length with a large vocabulary."""
+    """Vary a micro-batch's length with a large vocabulary."""
     for length in options.logits_lengths:
         work = Workload([1] * world_size, [[length - 1]] * world_size, options.seed)
         for arm, chunk in (("256 tokens", 256), ("512 tokens", 512), ("1024 tokens", 1024), ("full logits", None)):
@@ -65,7 +65,7 @@ def list_logits_cases(options: argparse.Namespace, world_size: int) -> Iterator[
 
 
 def list_context_cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
-    """Vary context parallelism and recomputation for one micro-batch."""
+    """Vary cp and recomputation."""
     length = options.context_length
     for cp_size in (size for size in options.cp if world_size % size == 0):
         replicas = world_size // cp_size
@@ -77,7 +77,7 @@ def list_context_cases(options: argparse.Namespace, world_size: int) -> Iterator
 
 
 def list_packing_cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
-    """Compare a long-tailed batch padded, packed, and packed with shared prompts."""
+    """Compare padding, packing, and shared prompts."""
     prompts = options.packing_prompts
     lengths = draw_lognormal_lengths((prompts, 8), 128, 1.0, 4096, options.seed)
     work = Workload([_PROMPT] * prompts, lengths, options.seed)
@@ -91,7 +91,7 @@ def list_packing_cases(options: argparse.Namespace, world_size: int) -> Iterator
 
 
 def list_linear_cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
-    """Vary the number of equal sequences by factors 1 to 16."""
+    """Vary the number of sequences from 1 to 16 times."""
     for factor in (1, 2, 4, 8, 16):
         count = 8 * factor * world_size
         work = Workload([1] * count, [[511]] * count, options.seed)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our side of bench_step_vs_trl.py, started by the driver: one rank, packed micro-batches, shared prompts.
-
-In the workload "rollouts" it is the whole program, with vLLM in process.
-"""
+"""Our side of bench_step_vs_trl.py, on one rank; in the workload "rollouts" the whole program with vLLM."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ from tools.benchmarks._step_contest import (
 
 
 def build_actor(options: argparse.Namespace, groups: ParallelGroups) -> Actor:
-    """Build an actor on one rank, with TRL's Adam and clipping, and the logits of a whole micro-batch at once."""
+    """Build an actor with TRL's Adam and clipping, and unchunked logits."""
     chunk = options.max_tokens
     return build_bench_actor(options.model, groups, lr=LEARNING_RATE, adam_beta2=0.999, logprob_chunk_tokens=chunk)
 
@@ -50,9 +47,9 @@ def build_actor(options: argparse.Namespace, groups: ParallelGroups) -> Actor:
 def take_step(
     actor: Actor, options: argparse.Namespace, step: int, device: torch.device, reference: Actor | None = None
 ) -> dict[str, Any]:
-    """Pack and update; return the CPU-seconds of each, and the log-probs of the first update for comparison.
+    """Return the CPU-seconds of packing and update, and the log-probs of the first update.
 
-    Update seconds are the sum over epochs with a reference, otherwise their mean.
+    With a reference, update seconds are the sum over epochs, otherwise their mean.
     """
     algorithm = replace(ALGORITHM, kl_coef=KL_COEF) if reference else ALGORITHM
     work, times = draw_workload(options, step), [read_clock()]
@@ -85,7 +82,7 @@ class WholeProgram(Trainer):
     """The main loop with steps on request."""
 
     def steps(self) -> Iterator[int]:
-        """Wait for a request before each step, and report its seconds."""
+        """Take a step per request and report its seconds."""
         answer({"ready": True})
         start = None
         for step in super().steps():
@@ -97,7 +94,7 @@ class WholeProgram(Trainer):
             yield step
 
     def describe(self, step: int, samples: Any) -> None:
-        """Describe the step, and count sampled tokens."""
+        """Count sampled tokens."""
         super().describe(step, samples)
         self.tokens = int(samples.headers.num_response_tokens.sum())
 
@@ -108,7 +105,7 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: An
 
 
 def run_whole_program(options: argparse.Namespace) -> None:
-    """Take steps until the driver ends the process; an extra step is planned, so that no timed step is the last."""
+    """Take steps until the driver ends the process; no timed step is the last planned one."""
     prompt, longest, _ = WORKLOADS[options.workload]
     options.num_steps += 1
     prompts = options.model / "prompts.jsonl"

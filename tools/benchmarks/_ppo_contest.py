@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step mode of `bench_ppo_step.py`: an actor, its padded micro-batches, and measurements of its updates."""
+"""One step mode of `bench_ppo_step.py`."""
 
 from __future__ import annotations
 
@@ -55,13 +55,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Draw:
-    """Sizes of a round.
-
-    Attributes:
-        size: tokens of a padded micro-batch.
-        microbatches: per update.
-        sequence_length: about the longest.
-    """
+    """Tokens of a padded micro-batch, micro-batches per update, approximate longest sequence."""
 
     size: int
     microbatches: int
@@ -82,7 +76,7 @@ class Contestant:
 
     Attributes:
         seconds: per update.
-        fingerprint: metrics of every update, and weight bits after the last.
+        fingerprint: metrics of every update, and final weight bits.
     """
 
     def __init__(
@@ -103,7 +97,7 @@ class Contestant:
         self._found: dict[str, Any] = {"busy": None, "graph_bytes": 0, "graphs": 0}
 
     def open(self) -> None:
-        """Build actor and batch, and take untimed updates."""
+        """Build actor and batch, and warm up."""
         fixed = {} if self.mode == "eager" else {"bucket_tokens": [self._draw.size]}
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -146,7 +140,7 @@ class Contestant:
         self.seconds.append(wall if self._device.type == "cuda" else cpu)
 
     def measure_busy(self) -> None:
-        """Measure the share of an update in which a kernel runs, from a trace; CUDA only."""
+        """Trace the share of an update in which a kernel runs; CUDA only."""
         from torch.profiler import ProfilerActivity, profile
 
         self._update()
@@ -180,11 +174,7 @@ class Contestant:
             torch.cuda.empty_cache()
 
     def report(self, ceiling: float) -> dict[str, Any]:
-        """Return the row of this mode.
-
-        Args:
-            ceiling: FLOP/s of the fastest matrix product on this device.
-        """
+        """Return the row, given the FLOP/s of the fastest matrix product."""
         median = statistics.median(self.seconds) / self._draw.microbatches
         lengths, tp_size = self._draw.lengths(), self._groups.layout.tp_size
         flops = count_flops(self._shape, lengths) / tp_size
@@ -200,7 +190,7 @@ class Contestant:
 
 
 def count_flops(shape: ModelShape, lengths: list[int]) -> float:
-    """Count model FLOPs of forward and backward: 6 per matrix weight and token, plus causal attention."""
+    """Count model FLOPs of forward and backward: 6 per weight and token, plus causal attention."""
     heads = shape.num_heads * shape.head_dim
     layer = shape.hidden_size * (2 * heads + 2 * shape.num_kv_heads * shape.head_dim + 3 * shape.ffn_hidden_size)
     weights = shape.num_layers * layer + shape.hidden_size * shape.vocab_size

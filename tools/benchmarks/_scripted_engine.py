@@ -18,12 +18,9 @@ class ScriptedEngine:
 
     Args:
         lengths: response tokens by request key.
-        slots: limit of running requests; further ones wait in order.
-        spend: called with the seconds of each step, such as `time.sleep`.
+        slots: limit of running requests.
+        spend: called with a step's seconds, such as `time.sleep`.
         prompt_tokens: per prompt; a request's further tokens were sampled earlier. If `None`, all are prompt.
-
-    Attributes:
-        seconds: total of all steps.
     """
 
     def __init__(

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses of scripted lengths, with seeded random tokens and rewards (needs numpy only).
-
-Nothing is generated, so all contestants and runs compute the same tokens.
-"""
+"""Responses of scripted lengths with seeded tokens and rewards, equal for all contestants (needs numpy only)."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class Workload:
         return np.random.default_rng([self.seed, 1]).normal(size=len(self.group_of))
 
     def draw_tokens(self, vocab_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Draw prompt and response [s] int64 of each sequence; a group shares its prompt."""
+        """Draw prompt and response [s] int64 of each sequence."""
         rng = np.random.default_rng([self.seed, 0])
         pairs = []
         for prompt_length, lengths in zip(self.prompt_lengths, self.response_lengths, strict=True):
@@ -62,7 +59,6 @@ def draw_geometric_lengths(shape: tuple[int, int], mean: float, limit: int, seed
 
     Args:
         shape: prompts, responses per prompt.
-        mean: without the limit.
     """
     rng = np.random.default_rng([seed, 2])
     return np.minimum(rng.geometric(1.0 / mean, shape), limit).tolist()
@@ -71,6 +67,6 @@ def draw_geometric_lengths(shape: tuple[int, int], mean: float, limit: int, seed
 def draw_lognormal_lengths(
     shape: tuple[int, int], median: float, sigma: float, limit: int, seed: int
 ) -> list[list[int]]:
-    """Draw lognormal lengths with log-scale standard deviation `sigma`, between 1 and a limit."""
+    """Draw lognormal lengths between 1 and a limit."""
     rng = np.random.default_rng([seed, 3])
     return np.clip(np.rint(median * np.exp(sigma * rng.normal(size=shape))), 1, limit).astype(int).tolist()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts shared by both sides of bench_step_vs_trl.py: model, responses, settings, and the protocol with the driver.
+"""Parts shared by both sides of bench_step_vs_trl.py; independent of megatron_rl, for TRL's environment.
 
-A side is a process. It reports that it is ready, then takes a step and prints a line for each line on stdin. TRL's
-process imports this module too, so it does not depend on megatron_rl.
+A side is a process that reports when it is ready, then takes a step and prints a line for each line on stdin.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ MARK = "ANSWER "
 
 
 def add_worker_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that the driver passes to a side."""
+    """Add the options of a side."""
     parser.add_argument("--model", type=Path, help="directory of the model")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), help="see the description")
     parser.add_argument("--num-steps", type=int, default=1, help="steps that will be asked for")
@@ -65,7 +64,7 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
 
 
 def draw_workload(options: argparse.Namespace, step: int) -> Workload:
-    """Draw a step's responses, equal on both sides."""
+    """Draw a step's responses."""
     prompt, longest, mean = WORKLOADS[options.workload]
     shape = (options.prompts, options.samples)
     lengths = draw_geometric_lengths(shape, mean, longest, step) if mean else [[longest] * shape[1]] * shape[0]
@@ -73,31 +72,31 @@ def draw_workload(options: argparse.Namespace, step: int) -> Workload:
 
 
 def draw_prompts(options: argparse.Namespace) -> list[str]:
-    """Draw the prompt texts of all steps, a word per token."""
+    """Draw all prompts, a word per token."""
     count = options.prompts * options.num_steps
     work = Workload([WORKLOADS[options.workload][0]] * count, [[1]] * count)
     return [" ".join(f"t{token}" for token in prompt) for prompt, _ in work.draw_tokens(MODEL["vocab_size"])]
 
 
 def score_text(text: str) -> float:
-    """Return the share of even words, the reward of sampled responses."""
+    """Return the share of even words as reward."""
     words = text.split()
     return sum(word[-1] in "02468" for word in words) / max(len(words), 1)
 
 
 def wait_for_step() -> None:
-    """Wait for the driver's request; exit if the driver is gone."""
+    """Wait for the driver, or exit with it."""
     if not sys.stdin.readline():
         raise SystemExit(0)
 
 
 def answer(message: dict[str, Any]) -> None:
-    """Print a line for the driver, marked to distinguish it from library output."""
+    """Print a line with a mark, which library output lacks."""
     print(MARK + json.dumps(message), flush=True)
 
 
 def read_clock() -> float:
-    """Return CPU-seconds of this process, or on a GPU synchronized wall seconds."""
+    """Return CPU-seconds, or wall seconds on a GPU."""
     if not torch.cuda.is_available():
         return time.process_time()
     torch.cuda.synchronize()

@@ -4,9 +4,9 @@
     python tools/benchmarks/bench_breakdown.py --recipe launch/recipes/toy_arithmetic.yaml --nproc 4 \\
         --against CHECKOUT --rounds 3 --json FILE model.path=DIR ...
 
-Checkouts alternate. Figures are CPU time of all ranks and their threads, as medians over steps, then over rounds; since
-waiting is not counted, other load has little effect. "rest" is time outside all phases. The share of matrix products
-and attention comes from extra steps that time every operator.
+Checkouts alternate. Figures are medians over steps, then over rounds; CPU time excludes waiting, so other load has
+little effect. "rest" is time outside all phases. Extra steps time every operator for the share of matrix products and
+attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Step = list[dict[str, float]]  # by rank
 
 
 def run_checkout(options: argparse.Namespace, checkout: Path, directory: Path) -> list[Step]:
-    """Run one round; return the measurements by step and rank."""
+    """Run a round; return measurements by step and rank."""
     out, total = directory / "ranks", WARMUP_STEPS + options.steps + COMPUTE_STEPS + 1
     command = [
         *("torchrun", "--standalone", "--nproc-per-node", str(options.nproc)),
@@ -45,10 +45,10 @@ def run_checkout(options: argparse.Namespace, checkout: Path, directory: Path) -
 
 
 def summarize(steps: list[Step], num_measured: int) -> dict[str, float]:
-    """Return CPU-seconds by phase, of the step and of compute, and the shares of named phases and of compute.
+    """Return CPU-seconds by phase, and the shares of named phases and of compute.
 
     Args:
-        steps: of a round; operators are timed only after the first `num_measured`.
+        steps: operators are timed only after the first `num_measured`.
     """
 
     def median(name: str, chosen: list[Step]) -> float:

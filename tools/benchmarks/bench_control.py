@@ -3,10 +3,9 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 tools/benchmarks/bench_control.py --json FILE
 
-The ranks form one engine and share messages as the serving loop does (shared memory within a host, otherwise gloo):
-empty ones, the usual case, and ones with requests. Back to back, the fastest round shows the pure cost; behind a
-decoding step (a sleep), a message also waits for the last rank to wake up. Exit status 1 if an empty message, back to
-back, takes over 1 % of the step.
+The ranks form one engine and share empty messages and ones with requests. Back to back, the fastest round shows the
+pure cost; behind a decoding step (a sleep), a message also waits for the last rank to wake up. Exit status 1 if an
+empty message, back to back, takes over 1 % of the step.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
     python tools/benchmarks/bench_dispatch.py --json FILE
     torchrun --standalone --nproc-per-node 8 tools/benchmarks/bench_dispatch.py --json FILE
 
-Lengths are lognormal and correlated within a prompt. Scripted engines: a step has a fixed cost, one per running request
-and one per prefilled token. The first form adds up simulated clocks. Under torchrun, every rank is also an engine that
-sleeps through its steps (lengths cut to a tenth), and wall time is measured, gloo included. Both check that the samples
-are bitwise equal.
+Lengths are lognormal and correlated within a prompt; a scripted engine's step has a fixed cost, one per request and one
+per prefilled token. The first form simulates clocks. Under torchrun, every rank is also an engine that sleeps (lengths
+cut to a tenth), and wall time is measured. Samples must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ SLEEP_SHARE = 0.1  # share of the lengths, when engines sleep
 
 
 def draw_lengths(args: argparse.Namespace, seed: int) -> np.ndarray:
-    """Draw response lengths [prompts, group_size]: lognormal, at most `--longest`, correlated within a prompt."""
+    """Draw correlated lognormal lengths [prompts, group_size]."""
     rng, rho = np.random.default_rng(seed), args.correlation
     shared, own = rng.standard_normal((args.prompts, 1)), rng.standard_normal((args.prompts, args.group_size))
     logs = np.log(args.median) + args.sigma * (np.sqrt(rho) * shared + np.sqrt(1 - rho) * own)
@@ -54,7 +53,7 @@ def draw_lengths(args: argparse.Namespace, seed: int) -> np.ndarray:
 
 
 def make_requests(args: argparse.Namespace, seed: int) -> list[Request]:
-    """Make a request per sample, with prompts of various lengths."""
+    """Make a request per sample."""
     rng = np.random.default_rng(seed + 1000)
     prompts = [
         rng.integers(0, VOCAB_SIZE, int(size), dtype=np.int32)
@@ -73,7 +72,7 @@ def make_requests(args: argparse.Namespace, seed: int) -> list[Request]:
 
 
 def simulate(args: argparse.Namespace, seed: int, dispatch: str) -> tuple[float, list[Sampled]]:
-    """Return the slowest engine's seconds, and all samples in order."""
+    """Return the slowest engine's seconds, and the samples."""
     lengths = dict(enumerate(draw_lengths(args, seed).reshape(-1).tolist()))
     requests = make_requests(args, seed)
     prompts = [len(request.tokens) for request in requests[:: args.group_size]]
@@ -98,7 +97,7 @@ def is_same(one: list[Sampled], other: list[Sampled]) -> bool:
 def compare(
     run: Callable[[int, str], tuple[float, Any]], same: Callable[[Any, Any], bool], seeds: int
 ) -> dict[str, Any]:
-    """Run both ways on the same lengths, for each seed."""
+    """Run both ways on equal lengths."""
     rows = []
     for seed in range(seeds):
         (slow, one), (fast, other) = (run(seed, way) for way in WAYS)
@@ -119,7 +118,7 @@ def compare(
 
 
 def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float, Any]]:
-    """Return a function that generates on all ranks with sleeping engines; collective."""
+    """Return a run on all ranks with sleeping engines; collective."""
     import torch.distributed as dist
 
     from megatron_rl.observability.rollout_progress import RolloutProgress

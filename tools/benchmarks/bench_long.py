@@ -6,15 +6,14 @@
 Five parts (`--parts`) vary one thing each on a random model; variants alternate by round:
 
     lengths   longest response 1k, 2k, ...: packing or padding, chunked or full logits, cp = 1, 2, 4
-    logits    memory of a micro-batch with a vocabulary of 150k: log-probs in chunks or full logits
-    context   activations of a micro-batch per rank: cp = 1, 2, 4 and recomputation
-    packing   a long-tailed (lognormal) batch: padded to the longest, packed, packed with shared prompts
-    linear    seconds over total tokens at fixed length, over a range of 16
+    logits    memory with a vocabulary of 150k: chunked or full logits
+    context   activations per rank: cp = 1, 2, 4 and recomputation
+    packing   a lognormal batch: padded, packed, packed with shared prompts
+    linear    seconds over total tokens at fixed length
 
-Timed is one optimizer step of an `Actor`: forward, backward, optimizer. Seconds are process CPU-seconds on a CPU and
-wall seconds on a GPU, summed over ranks; tokens exclude padding, so `tokens_per_second` is per second of one rank.
-`peak_bytes` is the peak tensor memory, above weights, gradients and optimizer, during forward and backward of a rank's
-largest micro-batch.
+Timed is one optimizer step: process CPU-seconds on a CPU, wall seconds on a GPU, summed over ranks. Tokens exclude
+padding; `tokens_per_second` is per rank. `peak_bytes` is tensor memory above weights, gradients and optimizer during
+forward and backward of a rank's largest micro-batch.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Bench:
         )
 
     def run_part(self, part: str) -> None:
-        """Measure a part; an arm ends before the length that would exceed memory."""
+        """Measure a part; skip lengths that would exceed memory."""
         cases: list[tuple[Case, dict[str, Any]]] = []
         for case in PARTS[part](self.options, self.world_size):
             known = [row for c, row in cases if (c.arm, c.cp_size) == (case.arm, case.cp_size)]
@@ -101,7 +100,7 @@ class Bench:
                 self._report(row)
 
     def measure_memory(self, case: Case) -> dict[str, Any]:
-        """Return a row with the sizes of a case's batch, and the peak of its largest micro-batch."""
+        """Return a case's row with its peak memory."""
         actor, batch = self._build(case)
         largest = max(batch.microbatches(), key=lambda m: len(m.tokens))
 
@@ -130,7 +129,7 @@ class Bench:
         }
 
     def measure_seconds(self, case: Case) -> float:
-        """Return the seconds of one update summed over ranks, after a one-micro-batch warm-up."""
+        """Return the seconds of one update, summed over ranks."""
         actor, batch = self._build(case)
         batch = replace(batch, old_logprobs=torch.full_like(batch.loss_weights, -math.log(case.vocab_size)))
         actor.forward_backward(replace(batch.microbatches()[0], ledgers=()), ALGORITHM)  # warm-up
@@ -170,7 +169,7 @@ class Bench:
         return path
 
     def _measure_imbalance(self, actor: Actor, batch: TrainBatch) -> float:
-        """Return the estimated cost (tokens and attention) of the heaviest DP rank over the mean."""
+        """Return the heaviest DP rank's estimated cost over the mean."""
         cost = 0.0
         for piece in batch.slices:
             queries = piece.cu_seqlens.diff().double()
@@ -180,7 +179,7 @@ class Bench:
         return self._reduce({"cost": cost}, dist.ReduceOp.MAX)["cost"] / mean
 
     def _fits(self, num_bytes: float) -> bool:
-        """Whether every rank of this host can allocate `num_bytes`; equal on all ranks."""
+        """Whether every rank can allocate `num_bytes`; collective."""
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0]
         else:
@@ -192,7 +191,7 @@ class Bench:
         return reduce_scalars(values, op, dist.group.WORLD, self.device)
 
     def _report(self, row: dict[str, Any]) -> None:
-        """Print a row and save all rows, in case the run is interrupted."""
+        """Print a row and save all rows."""
         if row not in self.rows:
             self.rows.append(row)
         if self.rank > 0:

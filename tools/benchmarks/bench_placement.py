@@ -4,9 +4,8 @@
     python tools/make_toy_task.py --out TASK
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 tools/benchmarks/bench_placement.py TASK --json FILE
 
-Runs PPO with the actor on rank 0, critic and reference on rank 1, and records each role's calls by a clock shared by
-the ranks. The figure of a pair is the time from first beginning to last end over the slower role's work; sequential
-calls give 2. The least loaded step counts; the median is shown. Exit status 1 if a figure is above 1.15.
+Runs PPO with the actor on rank 0, critic and reference on rank 1. The figure of a pair is its wall time over the slower
+role's own time; equal sequential calls give 2. The least loaded step counts. Exit status 1 if a figure is above 1.15.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ STEPS: list[list[Call]] = []  # all ranks', by step
 
 @contextmanager
 def timed(role: str, what: str) -> Iterator[None]:
-    """Record the start and end of a call."""
+    """Record a call."""
     start = time.monotonic()
     yield
     CALLS.append((role, what, start, time.monotonic()))
@@ -99,17 +98,17 @@ class TimedReference(Reference):
 
 
 class TimedTrainer(Trainer):
-    """A trainer that separates the calls by step."""
+    """A trainer that separates calls by step."""
 
     def describe(self, step: int, samples: Experience) -> None:
-        """Store the step's calls of all ranks."""
+        """Store the step's calls."""
         STEPS.append([call for mine in gather_objects(CALLS, world()) for call in mine])
         CALLS.clear()
         super().describe(step, samples)
 
 
 def measure(step: list[Call], pair: tuple[tuple[str, str], ...]) -> dict[str, float]:
-    """Return a step's wall seconds of a pair, their ratio, and each role's own seconds."""
+    """Return a pair's wall seconds, ratio, and seconds by role."""
     found = {key: [(start, end) for role, what, start, end in step if (role, what) == key] for key in pair}
     both = [span for spans in found.values() for span in spans]
     wall = max(end for _, end in both) - min(start for start, _ in both)
@@ -118,7 +117,7 @@ def measure(step: list[Call], pair: tuple[tuple[str, str], ...]) -> dict[str, fl
 
 
 def make_overrides(task: Path, run_dir: str, steps: int) -> list[str]:
-    """Return the settings: two optimizer steps on 256 responses."""
+    """Return settings of two optimizer steps on 256 responses."""
     return [
         f"model.path={task}/model",
         "model.dtype=float32",

@@ -5,16 +5,14 @@
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_ppo_step.py --shapes 1m --sizes 256 1024 --json FILE      CPU
     torchrun --nproc-per-node N tools/benchmarks/bench_ppo_step.py --tp N ... tensor parallel
 
-Needs torch and megatron-core only. An update is one optimizer step of an `Actor` on `--microbatches` micro-batches,
-padded from about 97 %: forward, loss, backward, gradient norm, clipping, Adam. All modes take the same micro-batches
-and initial weights; after `--rounds` updates, metrics and weights are compared bitwise (`equal_to_eager`; bfloat16
-attention on a GPU needs --deterministic for equal results). On a CPU the modes alternate by round, in process
-CPU-seconds; on a GPU they run one after the other, in wall seconds. Per row:
+An update is one optimizer step of an `Actor` on equal micro-batches, padded from about 97 %. All modes start from the
+same weights; metrics and final weights are compared bitwise (`equal_to_eager`; bfloat16 attention on a GPU needs
+--deterministic). Modes alternate on a CPU, in process CPU-seconds; on a GPU each runs alone, in wall seconds. Per row:
 
     milliseconds, tokens_per_second   of one micro-batch (update / microbatches), real tokens
-    mfu, tflops                       model FLOPs of the real tokens, over a matrix product's measured here
-    busy                              share of an update in which the GPU computes; the rest are launch gaps
-    peak_bytes, graph_bytes, graphs   device memory of the whole process, and of its graphs
+    mfu, tflops                       model FLOPs of the real tokens; mfu relative to a measured matrix product
+    busy                              share of an update in which the GPU computes
+    peak_bytes, graph_bytes, graphs   device memory of the process, and of its graphs
     speedup                           eager milliseconds over this mode's
 """
 
@@ -88,7 +86,7 @@ class Bench:
         )
 
     def _take_rounds(self, contestants: list[Contestant]) -> None:
-        """Alternate the modes on a CPU; run each alone on a GPU and release its memory."""
+        """Alternate modes on a CPU; run each alone on a GPU."""
         rounds = range(self.options.rounds)
         if self.is_gpu:
             for contestant in contestants:
@@ -140,7 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all rows and a description of the machine."""
+    """Return all rows and the machine."""
     bench = Bench(options)
     options.sizes = options.sizes or [2**n for n in range(8, 16 if bench.is_gpu else 12)]
     names = options.shapes or (["10m", "100m", "0.5b", "1.5b"] if bench.is_gpu else ["1m"])

@@ -4,14 +4,11 @@
     torchrun --standalone --nproc-per-node 4 tools/benchmarks/bench_reshard.py --hf-config DIR_OR_JSON \
         --source tp=2,pp=2 --destination tp=1 --dtype bfloat16 --json FILE
 
-Parameters have the shapes of Megatron's and vLLM's shards; neither engine is started. Interleaved repeats on the same
-weights, medians:
+Parameters have the shapes of Megatron's and vLLM's shards; neither engine is started. Medians of interleaved repeats:
 
-* ours: plan and executor, into the destination parameters; every element is checked afterwards;
-* gather: per tensor, broadcast over PP, all-gather over TP, concatenate, copy the engine's slice (as Megatron trainers
-  with vLLM rollouts do), re-implemented for models without expert parallelism;
-* floor: all ranks copy as many bytes at once by memcpy from mapped memory (pull), or send as many bytes to the same
-  peers in bucket-sized messages without packing (buckets).
+* ours: plan and executor; every element is checked afterwards;
+* gather: per tensor, broadcast over PP, all-gather over TP, copy the engine's slice; without expert parallelism;
+* floor: as many bytes by memcpy from mapped memory (pull), or in bucket-sized messages without packing (buckets).
 """
 
 from __future__ import annotations
@@ -90,12 +87,12 @@ class Bench:
         self.pp_group = dist.new_group(layout.group_of(self.rank, "pp"), use_local_synchronization=True)
 
     def write_weights(self, step: int) -> None:
-        """Fill the source with values determined by name, position and step, to check every copy."""
+        """Fill the source with values that identify name, position and step."""
         for p in self.source_table(self.rank):
             self.source[p.param][box_slices(p.local_box)].copy_(self._value(p, step))
 
     def _value(self, p: ShardBox, step: int) -> torch.Tensor:
-        """Compute the elements of a box: a hash of name, index and step, exact in either dtype."""
+        """Hash name, index and step, exact in either dtype."""
         width = self._tensors[p.hf_name][-1]
         index = torch.arange(*p.hf_box[-1])
         if len(p.hf_box) == 2:
@@ -103,11 +100,11 @@ class Bench:
         return ((index * 31 + sum(map(ord, p.hf_name)) * 7 + step * 13) % 251 - 125).to(self.dtype)
 
     def source_table(self, rank: int) -> Sequence[ShardBox]:
-        """Return Megatron's placements of a rank."""
+        """Return Megatron's placements."""
         return megatron_placements(self.shape, self.layout, rank)
 
     def destination_table(self, rank: int) -> Sequence[ShardBox]:
-        """Return vLLM's placements of a rank."""
+        """Return vLLM's placements."""
         return vllm_placements(self.shape, tp_size=self.tp, tp_rank=rank % self.tp)
 
     def _build(self, aliased: frozenset[str], transport: str) -> Resharder:
@@ -137,7 +134,7 @@ class Bench:
 
     @torch.no_grad()
     def gather_and_load(self) -> None:
-        """Transfer by gathering every full tensor on every rank."""
+        """Transfer by gathering full tensors on every rank."""
         mine = {}
         for p in self.source_table(self.rank):
             mine.setdefault(p.hf_name, p)
@@ -182,11 +179,11 @@ class Bench:
         self._resident = _status_bytes("VmRSS")
 
     def read_peak(self) -> None:
-        """Record the growth since `reset_peak`, which includes touched pages of peers."""
+        """Record the growth, including touched pages of peers."""
         self.measured_peak = max(0, _status_bytes("VmHWM") - self._resident)
 
     def memcpy_floor(self) -> Callable[[], None]:
-        """Return a copy of as many bytes from mapped memory into the same destination pages."""
+        """Return a memcpy of as many bytes into the same destination pages."""
         exports: list[Any] = [None] * self.world
         dist.all_gather_object(exports, export_params({str(i): block for i, block in enumerate(self._blocks)}))
         device = self._blocks[0].device
@@ -210,7 +207,7 @@ class Bench:
         return run
 
     def p2p_floor(self) -> Callable[[], None]:
-        """Return a transfer of as many bytes to the same peers in the same turns, without packing."""
+        """Return a transfer of as many bytes between the same peers, without packing."""
         sends, receives = (
             {peer: sum(op.num_elements for op in ops) for peer, ops in side.items()}
             for side in (self.plan.sends, self.plan.receives)
@@ -234,7 +231,7 @@ class Bench:
         return run
 
     def report(self, options: argparse.Namespace, seconds: dict[str, list[float]], wrong: int) -> dict[str, Any]:
-        """Return totals over ranks and medians over repeats; collective."""
+        """Return totals and medians; collective."""
         stats = self.resharder.stats
         totals = reduce_scalars(
             {
@@ -281,7 +278,7 @@ class Bench:
         }
 
     def count_wrong(self, step: int) -> int:
-        """Count destination elements that differ from the source."""
+        """Count wrong destination elements."""
         return sum(
             int((self.destination[p.param][box_slices(p.local_box)] != self._value(p, step)).sum())
             for p in self.destination_table(self.rank)
@@ -294,7 +291,7 @@ def _status_bytes(key: str) -> int:
 
 
 def _find_engine_block(name: str) -> tuple[str, int | None]:
-    """Return the engine parameter of a table's name, and the expert's index."""
+    """Return engine parameter and expert index of a table's name."""
     param, _, expert = name.rpartition(".")
     return (param, int(expert)) if ".experts." in name else (name, None)
 
@@ -302,7 +299,7 @@ def _find_engine_block(name: str) -> tuple[str, int | None]:
 def _allocate(
     placements: Sequence[ShardBox], dtype: torch.dtype, find_block: Callable[[str], tuple[str, int | None]]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Allocate parameters, with a layer's experts in one; return views by table name, and the parameters."""
+    """Allocate parameters, fusing a layer's experts; return views by table name, and the parameters."""
     extents: dict[str, tuple[int, ...]] = {}
     for p in placements:
         stops = tuple(stop for _, stop in p.local_box)
@@ -329,7 +326,7 @@ def measure(function: Callable[[], Any]) -> float:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Build both sides, interleave the contestants, check every element; return rank 0's result."""
+    """Measure all contestants and check every element."""
     process = init_distributed(timeout_minutes=10)
     torch.set_num_threads(1)
     shape = read_shape(options.hf_config)

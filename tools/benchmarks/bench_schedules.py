@@ -3,10 +3,9 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 8 tools/benchmarks/bench_schedules.py --json FILE
 
-Every rank is an engine that sleeps through its decoding passes, in the real serving loop; training and weight updates
-are sleeps, too. Lengths are lognormal and correlated within a prompt. If many ranks share few cores, Python's time
-between passes matters; `--pace` above 1 stretches all sleeps. Exit status 1 if a measured step differs from the
-simulated one by over 5 %.
+Every rank is an engine that sleeps through decoding passes in the real serving loop; training and weight updates sleep,
+too. If many ranks share few cores, Python's time matters; `--pace` above 1 stretches all sleeps. Exit status 1 if a
+measured step differs from the simulated one by over 5 %.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated schedules of 8B parameters on 64 GPUs: seconds per step, idle engines, staleness.
+"""Simulated schedules of 8B parameters on 64 GPUs, for docs/schedules.md.
 
     python tools/benchmarks/bench_simulated_schedules.py --median 4000 --sigma 1.0 --json FILE
 
 An engine is one GPU of 80 GB: a decoding pass takes 7 ms, 20 us per response and 57 ns per token in the KV cache of
-380,000; training, log-probs and prefill reach 400e12 operations per second. Figures are in docs/schedules.md.
+380,000; training, log-probs and prefill reach 400e12 operations per second.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ ROWS: list[Row] = [
 
 
 def describe_costs(engines: int) -> Costs:
-    """Return the costs with `engines` GPUs for engines; the rest train, or all alternate."""
+    """Return the costs with `engines` GPUs for engines."""
     trainers = GPUS - engines or GPUS
 
     def train(tokens: int) -> float:
-        """Count two operations per weight and token for old log-probs, six for the update, one prompt per group."""
+        """Count two operations per weight and token for old log-probs, six for the update."""
         return 8 * PARAMETERS * (tokens + PROMPTS * PROMPT_TOKENS) / (trainers * SPEED)
 
     switch = SWITCH_COLOCATED if engines == GPUS else SWITCH_OWN_RANKS

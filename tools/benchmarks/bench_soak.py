@@ -7,8 +7,8 @@
         model.path=TASK/model data.train_files=[TASK/train.jsonl] data.validation_files=[TASK/validation.jsonl] \\
         actor.pipeline_model_parallel_size=1 trainer.run_dir=RUN --steps 1000 --json FILE
 
-Takes any recipe and settings. The JSON has, per figure and rank, first, last and largest value, and the least-squares
-slope per step of the last half, when caches and allocators have settled. /dev/shm includes other programs.
+The JSON has first, last and largest value, and the least-squares slope per step of the last half, when allocators have
+settled. /dev/shm includes other programs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_rl.samples.experience import Experience
 
 
 class SoakTrainer(Trainer):
-    """A trainer that measures its process after each step."""
+    """A trainer that measures its process."""
 
     def describe(self, step: int, samples: Experience) -> None:
         """Describe the step, then measure."""
@@ -44,7 +44,7 @@ class SoakTrainer(Trainer):
 
 
 def measure() -> dict[str, float]:
-    """Measure this process and the host's shared memory."""
+    """Measure this process and shared memory."""
     process, shared = psutil.Process(), [p.stat().st_size for p in Path("/dev/shm").rglob("*") if p.is_file()]
     return {
         "seconds": time.monotonic(),
@@ -58,14 +58,14 @@ def measure() -> dict[str, float]:
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
-    """Return first, last, largest, and the slope per step of the last half (0 for fewer than two values)."""
+    """Return first, last, largest, and the slope of the last half."""
     half = np.asarray(values[len(values) // 2 :], dtype=np.float64)
     slope = float(np.polyfit(np.arange(len(half)), half, 1)[0]) if len(half) > 1 else 0.0
     return {"first": values[0], "last": values[-1], "largest": max(values), "slope_per_step": slope}
 
 
 def soak(recipe: Path, overrides: Sequence[str], steps: int) -> dict[str, Any]:
-    """Run the steps; return the figures of all ranks; collective."""
+    """Run; return the figures of all ranks; collective."""
     loaded = load_config(recipe, [*overrides, f"trainer.total_steps={steps}"])
     trainer = SoakTrainer.from_config(loaded.config, recipe)
     trainer.train()

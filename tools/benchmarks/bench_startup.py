@@ -6,9 +6,8 @@
         launch/recipes/toy_arithmetic.yaml \\
         model.path=TASK/model data.train_files=[TASK/train.jsonl] data.validation_files=[TASK/validation.jsonl]
 
-Stages: `built` (roles and engines exist), `first_step` (after validation), `first_update` (end of step 1), read from
-the run's output; copied into an older checkout, this file measures that commit. The first round only fills the page
-cache.
+Stages: `built` (roles and engines), `first_step` (after validation), `first_update` (end of step 1). Copied into an
+older checkout, this file measures that commit. The first round only fills the page cache.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ STAGES = {"run directory:": "built", "step 0/": "first_step", "step 1/": "first_
 
 
 def measure_start(nproc: int, arguments: list[str]) -> dict[str, dict[str, float]]:
-    """Run one step; return seconds since the start of torchrun, by stage.
+    """Run one step; return seconds by stage.
 
     Raises:
-        RuntimeError: the run ended before its first step.
+        RuntimeError: the run ended early.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     found: dict[str, dict[str, float]] = {}

@@ -4,22 +4,19 @@
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_step_vs_trl.py --trl-python VENV/bin/python --json FILE
 
 Needs TRL (`pip install trl==1.16.0`), here or in the environment of `--trl-python`. Each side is a process with one
-thread; the sides take the same step in turns, in alternating order. A step has 16 prompts x 8 samples. Except in the
-last workload, both sides get responses of scripted lengths, TRL through its `rollout_func`, and a step is the log-probs
-before the update and one update, the mean of two. TRL takes a separate pass for these log-probs, as by default with
-vLLM (here forced by `num_iterations=2`); ours come from the update. Two more ratios are printed: for two epochs (one
-TRL pass, two updates), and for one update without the pass, as when TRL corrects nothing.
+thread; they take the same steps (16 prompts x 8 samples) in alternating order. Except in the last workload, response
+lengths are scripted, and a step is the log-probs before the update and one update, the mean of two. TRL takes a
+separate pass for these log-probs, as by default with vLLM (forced by `num_iterations=2`); ours come from the update.
+Also printed: ratios for two epochs, and for one update without TRL's pass.
 
     ragged     32 prompt tokens, up to 128 in a response (geometric, mean about 45)
     prompt     256 prompt tokens, up to 64 in a response (geometric, mean about 33)
     fixed      32 prompt tokens, 128 in every response
-    reference  as ragged, with a reference pass for the KL term, and both updates: two epochs
-    rollouts   as ragged, but each side samples, scores and takes one update: the whole program with vLLM in process
-               against TRL with transformers, per 1000 response tokens, since lengths differ by chance (the model ends
-               a response with a probability of about 1/49 per token)
+    reference  as ragged, with a reference pass for the KL term, and two epochs
+    rollouts   as ragged, but each side samples, scores and takes one update: vLLM in process against TRL with
+               transformers, per 1000 response tokens (the end probability is about 1/49 per token)
 
-Ours includes packing; TRL's padding, rewards and advantages are left out. Log-probs of both sides are compared in every
-step, after the preceding updates.
+Ours includes packing; TRL's padding, rewards and advantages are left out. Log-probs are compared in every step.
 """
 
 from __future__ import annotations
@@ -93,7 +90,7 @@ class Side:
 
 
 def run_workload(options: argparse.Namespace, workload: str, directory: Path) -> dict[str, Any]:
-    """Run all rounds of a workload, without warm-up steps."""
+    """Run a workload."""
     steps = options.warmup_steps + options.steps
     model = directory / ("model" if workload != "rollouts" else "ending")
     if not model.exists():
@@ -160,7 +157,7 @@ def _take_turns(sides: list[Side], step: int) -> dict[str, Any]:
 def summarize(
     workload: str, rounds: list[list[dict[str, Any]]], prompt_tokens: list[int], tokens: list[int]
 ) -> dict[str, Any]:
-    """Return medians over the steps of each round, and TRL's over ours."""
+    """Return medians per round, and TRL's over ours."""
     table = []
     for steps in rounds:
         sums = {
@@ -190,7 +187,7 @@ def summarize(
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """Format the seconds of each part in each round."""
+    """Format a table."""
     lines = [
         f"{result['workload']}: {result['response_tokens']:.0f} response tokens of {result['tokens']:.0f}; "
         f"log-probs differ by {result['max_logprob_gap']:.1e} (relative)",

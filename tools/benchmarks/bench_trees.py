@@ -3,10 +3,9 @@
 
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_trees.py --json FILE
 
-An episode has several conversations on one prompt (`--ways`) of several turns (`--turns`). Chat templates drop a turn's
-thoughts from later contexts, so each turn is its own branch. The arms of `actor.share_prompts` alternate by round on a
-random model. Seconds are process CPU-seconds on a CPU and wall seconds on a GPU, summed over ranks; `tokens_unique`
-counts distinct branch prefixes.
+An episode has several conversations (`--ways`) of several turns (`--turns`) on one prompt. Chat templates drop a turn's
+thoughts from later contexts, so each turn is its own branch. Seconds are process CPU-seconds on a CPU and wall seconds
+on a GPU, summed over ranks; `tokens_unique` counts distinct branch prefixes.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ class ForkedEpisodes:
         samples: episodes per group.
         ways: conversations per episode.
         turns: per conversation.
-        prompt: tokens of the task.
+        prompt, observation: tokens.
         thoughts, answer: sampled tokens per turn; later turns see only the answer.
-        observation: tokens after an answer.
     """
 
     samples: int = 2
@@ -64,7 +62,7 @@ class ForkedEpisodes:
     observation: int = 48
 
     def draw(self, vocab_size: int, seed: int = 0) -> list[tuple[int, Rollout]]:
-        """Draw the rollouts, with branches ordered by turn, then by way."""
+        """Draw rollouts with branches by turn, then by way."""
         random = np.random.default_rng(seed)
 
         def draw(count: int) -> np.ndarray:
@@ -87,7 +85,7 @@ class ForkedEpisodes:
 
 
 def count_unique_tokens(rollouts: list[tuple[int, Rollout]]) -> int:
-    """Count the nodes of the tree of all branches."""
+    """Count nodes of the prefix tree."""
     branches = [branch.tokens for _, rollout in rollouts for branch in rollout.branches]
     return len({tokens[:stop].tobytes() for tokens in branches for stop in range(1, len(tokens) + 1)})
 
@@ -110,7 +108,7 @@ def pack_rollouts(actor: Actor, rollouts: list[tuple[int, Rollout]], share: Any,
 
 
 class Arm:
-    """One way to pack the episodes, with its own model; collective."""
+    """One way to pack the episodes; collective."""
 
     def __init__(self, name: str, path: Path, options: argparse.Namespace, rollouts: list[tuple[int, Rollout]]) -> None:
         groups = build_groups(ParallelLayout(dist.get_world_size(), cp_size=options.cp))
@@ -131,7 +129,7 @@ class Arm:
         }
 
     def measure(self) -> None:
-        """Time one log-prob pass and one update."""
+        """Time log-probs and an update."""
         actor, batch = self._actor, self._batch
         watch = Stopwatch(batch.tokens.device)
         logprobs = actor.compute_logprobs(batch)
