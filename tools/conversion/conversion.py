@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion between HF models and Megatron distributed checkpoints, through the placement tables.
+"""Conversion between HF models and Megatron distributed checkpoints, which are independent of layouts.
 
-Distributed checkpoints are independent of layouts. Both directions stream: a process holds at most `MAX_CHUNK_BYTES` of
-a tensor, briefly twice. Output goes to a temporary name and can be resumed; see `units.py`. Values are copied bitwise
-unless another dtype is requested.
+A process holds at most `MAX_CHUNK_BYTES` of a tensor, briefly twice. Output goes to a temporary name and can be
+resumed; see `units.py`. Values are copied bitwise unless another dtype is requested.
 """
 
 from __future__ import annotations
@@ -54,11 +53,10 @@ def convert_to_megatron(
     workers: Workers,
     progress: Progress | None = None,
 ) -> Path:
-    """Write an HF model as a distributed checkpoint; collective over the workers.
+    """Write an HF model as a distributed checkpoint; collective.
 
     Args:
-        source: model directory with safetensors.
-        dtype: of the output, except router biases, which stay float32; unchanged if `None`.
+        dtype: unchanged if `None`; router biases become float32.
         file_bytes: size at which a new file begins.
         force: replace an existing `out` once the new one is finished.
 
@@ -108,10 +106,10 @@ class CheckpointWeights:
     """Weights of a distributed checkpoint.
 
     Attributes:
-        path: a converted checkpoint, a training checkpoint or run directory, or a checkpoint of megatron-core.
+        path: a converted or training checkpoint, a run, or a checkpoint of megatron-core.
         role: of a training checkpoint: "actor" or "critic".
         config: directory with config.json and tokenizer, if the checkpoint has none.
-        verify: whether to compare digests first.
+        verify: compare digests first.
     """
 
     path: Path
@@ -130,12 +128,7 @@ def convert_to_huggingface(
     workers: Workers,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a distributed checkpoint as an HF model with config and tokenizer; collective over the workers.
-
-    Args:
-        dtype: of the output, except router biases, which become float32; unchanged if `None`.
-        file_bytes: size at which a new file begins.
-        force: replace an existing `out` once the new one is finished.
+    """Write a distributed checkpoint as an HF model; collective. Arguments as in `convert_to_megatron`.
 
     Raises:
         UserError: a damaged checkpoint, another model's config, a failed write, ...
@@ -180,10 +173,10 @@ def convert_to_huggingface(
 
 
 class _RoleReader(ChunkReader):
-    """A reader of a role's weights, including a trained MTP layer, which has its own directory.
+    """A reader of a role's weights.
 
     Attributes:
-        mtp: `None` if the layer was not trained.
+        mtp: reads a trained MTP layer, which has its own directory; otherwise `None`.
     """
 
     def __init__(self, weights: Path) -> None:
@@ -194,7 +187,7 @@ class _RoleReader(ChunkReader):
             self.tensors = {**self.mtp.tensors, **self.tensors}
 
     def read(self, key: str, box: Box, target: torch.Tensor) -> None:
-        """Fill `target` with a box of a tensor; see `ChunkReader.read`."""
+        """Fill `target` with a box of a tensor."""
         if self.mtp is not None and key in self.mtp.tensors:
             self.mtp.read(key, box, target)
         else:
@@ -202,7 +195,7 @@ class _RoleReader(ChunkReader):
 
 
 def _claim(out: Path, force: bool) -> Path:
-    """Return the temporary name of an output; refuse an existing output without `force`."""
+    """Return the temporary output name."""
     if out.exists() and not force:
         raise UserError(
             f"{out} exists",
@@ -225,7 +218,7 @@ def _finish(out: Path, finish: Any, workers: Workers) -> Path:
 
 
 def _find_damage(weights: Path, workers: Workers) -> UserError | None:
-    """Check this worker's share of the files; checkpoints of megatron-core have no digests."""
+    """Check this worker's share of the files; megatron-core writes no digests."""
     directory = next(
         (d for d in (weights, weights.parent) if (d / DIGESTS_FILE).is_file() and (d / MANIFEST_FILE).is_file()), None
     )
@@ -243,7 +236,7 @@ def _find_damage(weights: Path, workers: Workers) -> UserError | None:
 
 
 def _split_rows(place: GlobalPlacement, itemsize: int) -> Iterator[Box]:
-    """Split `place.hf_box` into boxes of at most MAX_CHUNK_BYTES (at least one row)."""
+    """Split `place.hf_box` by rows into boxes of at most MAX_CHUNK_BYTES."""
     (start, stop), *rest = place.hf_box
     step = max(1, MAX_CHUNK_BYTES // (itemsize * max(1, box_volume(tuple(rest)))))
     for first in range(start, stop, step):
@@ -275,7 +268,6 @@ def _write_distcp(
 
 
 def _read_rows(reader: ChunkReader, places: Sequence[GlobalPlacement], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield a logical tensor some rows at a time."""
     for place in places:
         for part in _split_rows(place, dtype.itemsize):
             piece = locate(place, part, torch.empty(box_shape(part), dtype=dtype))
