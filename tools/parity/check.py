@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the same sequences through transformers, Megatron and vLLM and compare the results; collective.
+"""Run the same sequences through transformers, Megatron and an engine, and compare the results; collective.
 
-transformers on the HF files is the reference. Megatron loads HF files or a distributed checkpoint in the given layout.
-vLLM loads HF files through its placement table and samples the responses that all models score. The Megatron engine
-samples with the compared modules.
+transformers on the HF files is the reference. Megatron loads HF files or a distributed checkpoint. vLLM loads HF files
+through its placement table and samples the responses that all models score.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class ParityCheck:
         hf: reference model.
         weights: distributed checkpoint for Megatron; the HF files if `None`.
         layout: Megatron's.
-        sequence_parallel: Megatron's TP sequence parallelism.
-        engine: "vllm", "hf" or "megatron"; no engine if `None`.
+        engine: no engine if `None`.
         prompts: [s] tokens each.
         response_length: sampled tokens per prompt.
     """
@@ -66,7 +64,7 @@ class ParityCheck:
 
 
 def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
-    """Compare; return the report (see `make_report`) on every rank.
+    """Return the report (see `make_report`) on every rank.
 
     Raises:
         UserError: models or layouts that cannot be compared.
@@ -147,7 +145,7 @@ def _engine_name(check: ParityCheck) -> str:
 def _ask_engine(
     check: ParityCheck, process: Process, policy: Any | None
 ) -> tuple[list[np.ndarray], Scores, list[WrongTensor]]:
-    """Return sampled sequences, the engine's log-probs of the responses, and wrong weights, on every rank.
+    """Return sequences, the engine's log-probs, and wrong weights, on every rank.
 
     `policy` is the Megatron engine's model; other engines load the HF files.
     """

@@ -28,7 +28,7 @@ class Gap:
 
 
 def measure_gaps(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[Gap]:
-    """Measure the gap of every tensor in both traces, in the order of the first."""
+    """Measure gaps of common tensors, in order."""
     gaps = []
     for name in first:
         if name in second:
@@ -58,7 +58,7 @@ def measure_logprobs(scores: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, 
 def explain(
     reference: ModelShape, other: ModelShape, wrong: Mapping[str, Sequence[WrongTensor]], divergence: Gap | None
 ) -> list[str]:
-    """List causes, most certain first: settings, weights, then the point of divergence."""
+    """List causes, most certain first."""
     causes = []
     for item in dataclasses.fields(ModelShape):
         values = getattr(reference, item.name), getattr(other, item.name)
@@ -93,7 +93,7 @@ def make_report(
     other: ModelShape,
     dtype: str,
 ) -> dict[str, Any]:
-    """Return the result as JSON; docs/conversion.md describes its keys."""
+    """Return JSON (see docs/conversion.md)."""
     logprobs = measure_logprobs(scores)
     # First gap beyond rounding.
     divergence = next((gap for gap in gaps if not gap.relative_gap <= TRACE_TOLERANCE[dtype]), None)

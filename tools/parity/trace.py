@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Intermediate results of a model, under the same names for transformers and Megatron.
 
-A *trace* maps HF module names to [t, n] float32 on the CPU, in execution order: embedding; per layer norms,
-projections, attention before its output projection, MLP; last norm; logits. The first differing entry locates an error.
+A *trace* maps HF module names to [t, n] float32 on the CPU, in execution order. The first differing entry locates an
+error.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ def trace_megatron(policy: PackedModel, tokens: np.ndarray) -> Trace:
 
 
 def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) -> Iterator[_Catch]:
-    """Yield the hooks of a model chunk; TP ranks hook the same modules, because hooks gather."""
+    """Yield a model chunk's hooks, equal on TP ranks, because hooks gather."""
     shape, tp_size = policy.shape, policy.groups.layout.tp_size
     norms = {kind: name for name, kind in FAMILIES[shape.family].norms}
 
     def keep(name: str, value: torch.Tensor, *, is_split: bool) -> None:
-        """Keep the first micro-batch's value, gathered over TP if heads, columns or rows are split."""
+        """Keep the first micro-batch's value, gathered over TP."""
         if name not in trace:
             flat = value.reshape(-1, value.shape[-1]) if not is_split else value.reshape(value.shape[0], -1)
             has_rows = policy.config.sequence_parallel and not is_split
