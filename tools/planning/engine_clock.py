@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated time of one rollout engine: which responses run, wait, and finish next.
 
-Each decoding pass adds a token to every running response. A response joins between two passes if a slot and KV cache
-for its tokens are free; if the cache is full, the response that joined last is preempted and later recomputed. This is
-vLLM's policy without its limit on tokens per pass.
+A decoding pass adds a token to every running response. A response joins between passes if a slot and KV cache are free;
+if the cache is full, the last one to join is preempted and later recomputed. This is vLLM's policy without its limit on
+tokens per pass.
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a decoding pass.
-
-    Attributes:
-        fixed: per pass.
-        per_request: per running response.
-        per_prompt_token: per prefilled token.
-        per_context_token: per token read from the KV cache.
-    """
+    """Seconds of a decoding pass: fixed, per running response, per prefilled token, per KV cache token read."""
 
     fixed: float
     per_request: float
@@ -31,19 +24,14 @@ class StepCost:
     per_context_token: float = 0.0
 
     def of_passes(self, passes: int, running: int, context: int) -> float:
-        """Return the seconds of `passes` passes, given the initial numbers of responses and cached tokens."""
+        """Return the seconds of passes from these numbers of responses and cached tokens."""
         read = passes * context + running * passes * (passes - 1) / 2
         return passes * (self.fixed + self.per_request * running) + self.per_context_token * read
 
 
 @dataclass(frozen=True)
 class EngineModel:
-    """Size and speed of an engine.
-
-    Attributes:
-        max_num_seqs: limit of running responses.
-        cache_tokens: capacity of the KV cache.
-    """
+    """Cost, maximum running responses, and KV cache capacity of an engine."""
 
     cost: StepCost
     max_num_seqs: int
@@ -56,7 +44,7 @@ class Response:
 
     Attributes:
         ordinal: index of its prompt in the stream.
-        length: final number of tokens.
+        length: final tokens.
         done: tokens when it last left an engine.
         version: policy version of its first token; -1 before it.
     """
@@ -67,11 +55,11 @@ class Response:
     version: int = -1
 
     def join(self, version: int) -> None:
-        """Record the policy version of the first token."""
+        """Set the policy version of the first token."""
         self.version = version if self.version < 0 else self.version
 
     def leave(self, passes: int) -> None:
-        """Count the passes it ran for."""
+        """Add passes."""
         self.done += passes
 
 
@@ -79,12 +67,11 @@ class EngineClock:
     """An engine that only counts seconds.
 
     Args:
-        prompt_tokens: tokens per prompt, prefilled once per policy version.
+        prompt_tokens: prefilled once per policy version.
 
     Attributes:
         now: end of the last pass, seconds.
         busy: seconds of computation.
-        queue: waiting responses.
     """
 
     def __init__(self, model: EngineModel, prompt_tokens: int) -> None:
@@ -103,16 +90,16 @@ class EngineClock:
 
     @property
     def num_unfinished(self) -> int:
-        """Count running and waiting responses."""
+        """Count responses."""
         return len(self._running) + len(self.queue)
 
     def begin(self, now: float, version: int) -> None:
-        """Start a policy version: prompts are prefilled again, running responses keep their tokens."""
+        """Start a policy version; prompts must be prefilled again."""
         self.now, self._version = now, version
         self._cached.clear()
 
     def fill(self) -> None:
-        """Admit waiting responses in order while they fit."""
+        """Admit responses in order while they fit."""
         while self.queue:
             tokens, count = self._prompt_tokens + self.queue[0].done, len(self._running)
             fits = count < self._model.max_num_seqs and self._context + tokens + count + 1 <= self._model.cache_tokens
@@ -135,7 +122,7 @@ class EngineClock:
         self.busy += seconds
 
     def next_event(self) -> float:
-        """Return the time at which a response finishes or the cache is full."""
+        """Return when a response finishes or the cache is full."""
         return self.now + self._seconds(self._passes_to_event()) if self._running else math.inf
 
     def _passes_to_event(self) -> int:
@@ -149,17 +136,17 @@ class EngineClock:
         return self._model.cost.of_passes(passes, len(self._running), self._context)
 
     def run_to_event(self) -> list[Response]:
-        """Run to the next event, admit responses, and return finished ones."""
+        """Run to the next event; return finished responses."""
         return self._run(self._passes_to_event())
 
     def run_past(self, time: float) -> list[Response]:
-        """Finish the pass that runs at `time`, which precedes the next event; return finished responses."""
+        """Finish the pass that runs at `time`; return finished responses."""
         if self._running and self.now < time:
             return self._run(self._count_passes(time - self.now))
         return []
 
     def _count_passes(self, seconds: float) -> int:
-        """Return the fewest passes that take `seconds`, at most up to the next event."""
+        """Return the fewest passes that take `seconds`, limited by the next event."""
         low, high = 1, self._passes_to_event()
         while low < high:
             middle = (low + high) // 2
@@ -192,7 +179,7 @@ class EngineClock:
         return held + sum(response.done for response in self.queue)
 
     def interrupt(self) -> None:
-        """Drop the KV cache: running responses return to the queue, in stream order."""
+        """Drop the KV cache and requeue running responses in stream order."""
         stopped = [self._leave(place) for place in list(self._running)]
         self.queue = deque(sorted([*stopped, *self.queue], key=lambda response: response.ordinal))
         self._ends.clear()

@@ -28,9 +28,8 @@ class LengthModel:
     """A distribution of lengths.
 
     Attributes:
-        values: [n] quantiles in ascending order, tokens.
+        values: [n] ascending quantiles, tokens.
         correlation: within a prompt, in [0, 1).
-        source: description.
     """
 
     values: np.ndarray = field(repr=False)
@@ -38,10 +37,9 @@ class LengthModel:
     source: str
 
     def draw(self, seed: int, first: int, num_prompts: int, group_size: int, longest: int) -> np.ndarray:
-        """Draw lengths [num_prompts, group_size] for the prompts of a stream from `first` on.
+        """Draw lengths [num_prompts, group_size] for prompts of a stream.
 
         Args:
-            seed: lengths depend on seed and `first` only.
             first: index of the first prompt, a multiple of `num_prompts`.
             longest: maximum length.
         """
@@ -52,11 +50,11 @@ class LengthModel:
         return np.minimum(self.values[np.minimum(places, len(self.values) - 1)], longest)
 
     def mean(self, longest: int) -> float:
-        """Return the mean of lengths cut at `longest`."""
+        """Return the mean."""
         return float(np.minimum(self.values, longest).mean())
 
     def describe(self, longest: int) -> str:
-        """Describe in one line."""
+        """Format one line."""
         cut = np.minimum(self.values, longest)
         return (
             f"{self.source}, correlation {self.correlation:.2f} inside of a prompt: mean {cut.mean():.0f}, median "
@@ -68,7 +66,7 @@ def read_lengths(text: str) -> LengthModel:
     """Parse `--lengths`.
 
     Raises:
-        UserError: neither a file of lengths nor valid parameters.
+        UserError: no file of lengths, or invalid parameters.
     """
     if text.startswith("lognormal:"):
         return _read_lognormal(text)
@@ -88,7 +86,7 @@ def read_lengths(text: str) -> LengthModel:
 
 
 def make_lognormal(median: float, sigma: float, correlation: float = CORRELATION) -> LengthModel:
-    """Build a lognormal distribution with log-scale standard deviation `sigma`, at least 1 token."""
+    """Build a lognormal distribution of at least 1 token."""
     steps = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
     z = np.array([NormalDist().inv_cdf(float(step)) for step in steps])
     values = np.maximum(1, np.rint(median * np.exp(sigma * z))).astype(int)
@@ -107,12 +105,12 @@ def _read_lognormal(text: str) -> LengthModel:
 
 
 def _is_extreme(row: Any) -> bool:
-    """Whether a rollout was logged for its extreme length or reward, which would bias the sample."""
+    """Whether a rollout was logged for its extreme length or reward, a biased sample."""
     return isinstance(row, dict) and "logged_as" in row
 
 
 def _length(text: str, row: Any) -> int:
-    """Return the length in a line: a number, or a rollout with its tokens or their number."""
+    """Return the length of a line, a number or a rollout."""
     length = row
     if isinstance(row, dict):
         length = len(row["tokens"]) if isinstance(row.get("tokens"), list) else row.get("num_tokens")
@@ -122,12 +120,12 @@ def _length(text: str, row: Any) -> int:
 
 
 def _group(row: Any) -> tuple[int, int] | None:
-    """Return the key that rollouts of a group share."""
+    """Return the key of a rollout's group."""
     return (row.get("prompt_id", -1), row.get("policy_version", -1)) if isinstance(row, dict) else None
 
 
 def _measure_correlation(groups: list[tuple[int, int] | None], lengths: np.ndarray) -> float | None:
-    """Return the mean product of normal scores of response pairs; `None` without pairs."""
+    """Return the mean product of paired normal scores, if there are pairs."""
     ranks = np.argsort(np.argsort(lengths, kind="stable"), kind="stable")
     scores = [NormalDist().inv_cdf((int(rank) + 0.5) / len(lengths)) for rank in ranks]
     members: dict[tuple[int, int], list[float]] = {}

@@ -35,9 +35,9 @@ class Plan:
     Attributes:
         memory: one rank per pipeline stage, or per combination of roles.
         problem: why it does not fit, or `None`.
-        packing: microbatches of the first minibatch under assumed lengths.
+        packing: of the first minibatch under assumed lengths.
         candidates: layouts that fit, fastest first.
-        nearest: the candidate that changes least; `None` if nothing fits.
+        nearest: the candidate that changes least, or `None`.
     """
 
     job: Job
@@ -55,7 +55,7 @@ class Plan:
 
 
 def make_plan(job: Job, assumed: Assumptions) -> Plan:
-    """Plan a job in its own layout and all others.
+    """Plan a job and its alternatives.
 
     Raises:
         UserError: the run's checks refuse the job.
@@ -82,7 +82,7 @@ def make_plan(job: Job, assumed: Assumptions) -> Plan:
 
 
 def _pack(job: Job, batch: BatchPlan, assumed: Assumptions) -> dict[str, float]:
-    """Pack a minibatch with lengths spread evenly around the assumed mean, by the run's algorithm."""
+    """Pack a minibatch with lengths spread evenly around the assumed mean."""
     count = min(batch.rollouts_per_minibatch, _MAX_PACKED // batch.dp_size * batch.dp_size or batch.dp_size)
     prompt = batch.max_prompt_length * assumed.mean_prompt
     longest = min(2 * assumed.mean_response, 1.0) * batch.max_response_length
@@ -139,12 +139,11 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _sent(plan: Plan, rank: int, link: str) -> int:
-    """Return the bytes that a rank sends over a class of links, in all its roles."""
+    """Sum a rank's bytes over a class of links."""
     return sum(t.bytes_per_rank for t in plan.traffic if t.link == link and rank in plan.job.ranks_of(t.role))
 
 
 def _list_roles(job: Job, rank: int) -> list[str]:
-    """List a rank's roles; its engine is "rollout"."""
     return [name for name in (*job.spec.roles, "rollout") if rank in job.ranks_of(name)]
 
 
@@ -206,7 +205,6 @@ def _memory_table(plan: Plan) -> list[str]:
 
 
 def _peak_lines(plan: Plan) -> list[str]:
-    """Format the peak per pipeline stage or per combination of roles."""
     if plan.job.config.placement.placed:
         return [
             f"  peak of ranks like {rank.rank}, with {', '.join(_list_roles(plan.job, rank.rank))}: "

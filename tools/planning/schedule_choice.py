@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of a schedule and of the ranks for engines: all options are simulated, one is recommended.
+"""Choice of a schedule and of the ranks for engines: options are simulated, one is recommended.
 
-Costs of training and weight transfer come from `steptime.py` and `switch.py`. A decoding pass reads the weights and the
-whole KV cache; operations and messages are added without overlap. On own ranks, roles keep their layouts with fewer
-replicas, and engines get `OWN_UTILIZATION` of memory. For a job with a placement, only staleness varies.
+Training and weight transfer cost what `steptime.py` and `switch.py` predict. A decoding pass reads the weights and the
+KV cache; operations and messages add without overlap. On own ranks, roles keep their layouts with fewer replicas. For a
+job with a placement, only staleness varies.
 """
 
 from __future__ import annotations

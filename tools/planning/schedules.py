@@ -28,11 +28,10 @@ class Schedule:
     """When samples are generated, and with which weights.
 
     Attributes:
-        max_staleness: limit, in updates.
-        updates: "in_flight" running responses continue with the new weights; "drain" the update waits until all prompts
-            that may begin are finished.
-        order: see above.
-        own_ranks: whether engines and training are on different ranks; otherwise they alternate on the same.
+        max_staleness: in updates.
+        updates: "in_flight": running responses continue with the new weights; "drain": the update waits for all prompts
+            that may begin.
+        own_ranks: whether engines and training are on different ranks.
         dispatch: as `rollout.dispatch`; a response stays on its engine.
     """
 
@@ -50,7 +49,7 @@ class Costs:
     Attributes:
         batch_size, group_size: prompts per batch, responses per prompt.
         prompt_tokens, longest: per prompt; at most per response.
-        train: seconds of a batch, given its response tokens.
+        train: seconds of a batch by response tokens.
         switch_seconds: pause at an update.
     """
 
@@ -69,11 +68,11 @@ class ScheduleTimes:
     """Means over steps.
 
     Attributes:
-        rollout_seconds: part of a step in which training waits for samples.
-        engine_idle: idle share of generation time (colocated: the rollout; own ranks: the step).
+        rollout_seconds: part in which training waits for samples.
+        engine_idle: idle share of generation time.
         trainer_idle: idle share of training-only ranks; `None` if colocated.
         staleness_mean, staleness_max: updates from a response's first token to its training.
-        carried_tokens: tokens of unfinished responses at an update.
+        carried_tokens: of unfinished responses at an update.
     """
 
     seconds: float
@@ -86,13 +85,7 @@ class ScheduleTimes:
 
 
 def simulate(schedule: Schedule, costs: Costs, lengths: LengthModel, *, steps: int, skip: int = 0) -> ScheduleTimes:
-    """Run a schedule.
-
-    Args:
-        lengths: the same draws for every schedule.
-        steps: training steps.
-        skip: initial steps left out of the means.
-    """
+    """Run a schedule; means exclude the first `skip` steps."""
     run = _Run(schedule, costs, lengths)
     rows = [run.step() for _ in range(steps)][skip:]
     seconds, waited, trained, busy, carried = (
@@ -114,7 +107,7 @@ def simulate(schedule: Schedule, costs: Costs, lengths: LengthModel, *, steps: i
 
 @dataclass(frozen=True)
 class _Step:
-    """One step: seconds in total, waited and trained, engine seconds, ages of responses, carried tokens."""
+    """Seconds in total, waited, trained, of engines; ages of responses; carried tokens."""
 
     seconds: float
     waited: float
@@ -141,7 +134,7 @@ class _Run:
         self._now = 0.0
 
     def step(self) -> _Step:
-        """Collect a batch, train on it, update the weights."""
+        """Collect a batch, train, update."""
         costs, engines, is_colocated = self._costs, self._engines, not self._schedule.own_ranks
         start, busy = self._now, self._count_busy()
         self._open_gate()
@@ -207,7 +200,7 @@ class _Run:
         return self._drawn[1][place]
 
     def _run_until(self, is_done: Callable[[], bool], end: float = np.inf) -> None:
-        """Run the engines until `is_done`, or until a time, at which each finishes its pass."""
+        """Run the engines until `is_done` or, finishing their pass, until `end`."""
         events = [(engine.next_event(), number) for number, engine in enumerate(self._engines) if engine.is_running]
         heapq.heapify(events)
         while not is_done() and events and events[0][0] <= end:
@@ -235,7 +228,7 @@ class _Run:
                 self._num_due -= response.ordinal < self._find_due()
 
     def _take_batch(self) -> list[Response]:
-        """Remove the first complete prompts and return their responses."""
+        """Remove and return the first complete prompts' responses."""
         whole = [ordinal for ordinal in self._groups if ordinal not in self._missing][: self._costs.batch_size]
         assert len(whole) == self._costs.batch_size, "every prompt that may begin is finished in the end"
         return [response for ordinal in whole for response in self._groups.pop(ordinal)]
