@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of a rehearsal: full microbatches of one group each, enough to reach a pipeline's peak."""
+"""Batches of a rehearsal: full micro-batches, enough to reach a pipeline's peak."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.types import Branch
 
 
 def pack_full(job: Job, spec: RoleSpec, model: PackedModel) -> TrainBatch:
-    """Build this rank's microbatches: responses to one prompt each, with a shared prompt packed once."""
+    """Build this rank's micro-batches, of one prompt each."""
     lengths, prompt, is_shared = find_lengths(job, spec)
     layout, count = job.layout_of(spec), count_rehearsed(job, spec)
     rng, sequences = np.random.default_rng(0), []
@@ -45,7 +45,7 @@ def find_share_in_loss(job: Job, spec: RoleSpec) -> float:
 
 
 def find_lengths(job: Job, spec: RoleSpec) -> tuple[list[int], int, bool]:
-    """Return a full microbatch's response lengths, prompt length, and whether the prompt is shared."""
+    """Return response lengths, prompt length, and whether the prompt is shared."""
     data, budget = job.config.data, spec.layout.max_tokens_per_microbatch
     is_shared, prompt = bool(spec.layout.share_prompts), data.max_prompt_length
     longest = prompt + data.max_response_length
@@ -60,7 +60,7 @@ def find_lengths(job: Job, spec: RoleSpec) -> tuple[list[int], int, bool]:
 
 
 def count_rehearsed(job: Job, spec: RoleSpec) -> int:
-    """Count the microbatches of a rehearsed step: a pipeline's peak, and one more."""
+    """Count the micro-batches of a pipeline's peak, and one more."""
     layout = job.layout_of(spec)
     number = count_microbatches(job, layout, spec.layout)
     return min(number, max(2, layout.pp_size + 1) if layout.vpp_size == 1 else 2 * layout.pp_size * layout.vpp_size)

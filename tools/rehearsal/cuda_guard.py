@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A no-op CUDA device guard for a CPU build of torch; loaded before torch is imported.
 
-Fake tensors (FakeTensorMode) may claim to be on a GPU, but their backward needs streams from a device guard, which a
-CPU build lacks. `cuda_guard.cpp` is compiled once per torch version.
+The backward of fake CUDA tensors needs streams from a device guard, which a CPU build lacks. `cuda_guard.cpp` is
+compiled once per torch version.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _find_torch() -> Path:
 
 
 def compile_guard() -> Path:
-    """Return the compiled library; raises the errors of `load_guard`."""
+    """Return the library; raises as `load_guard`."""
     torch, version = _find_torch(), importlib.metadata.version("torch")
     digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron_rl"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Effects of a rehearsal's operations: device memory by storage, collectives by group, host synchronization.
+"""Effects of a rehearsal's operations: device memory, collectives, host synchronization.
 
-Memory counts storages on the device, rounded up to the allocator's 512 bytes, until release. Not covered: allocator
-fragmentation, the driver's context, kernel workspaces. Fake tensors have no values; the host reads 1.
+Storages count, rounded up to the allocator's 512 bytes, until release. Not covered: allocator fragmentation, the
+driver's context, kernel workspaces. Fake tensors have no values; the host reads 1.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _NO_FAKE_KERNEL = ("aten._fused_adam", "aten._foreach_")
 
 @dataclass
 class Phase:
-    """Effects within a phase. A "line" is a source line of ours or megatron-core's.
+    """Effects within a phase, by source line of ours or megatron-core's.
 
     Attributes:
         peak: maximum bytes held.
-        at_peak: bytes by allocating line at the peak, largest first.
+        at_peak: allocating lines at the peak, largest first.
         live: bytes held at the end.
-        held: `live` by allocating line.
+        held: `live` by line.
         traffic: (operation, group) -> calls, bytes of whole tensors, bytes that a rank sends.
-        syncs: waits for the device by line.
-        copies: copies between host and device by line.
-        copied: their bytes by direction.
-        host_collectives: collectives of host tensors by line.
-        mixes: operations on both host and device tensors by line.
+        syncs: waits for the device.
+        copies: between host and device.
+        copied: bytes by direction.
+        host_collectives: collectives of host tensors.
+        mixes: operations on both host and device tensors.
     """
 
     peak: int = 0
@@ -62,22 +62,22 @@ class Phase:
     operations: int = 0
 
     def count_operation(self) -> None:
-        """Count one operation."""
+        """Count one."""
         self.operations += 1
 
     def raise_peak(self, held: int) -> bool:
-        """Raise the peak to `held` bytes; return whether it rose."""
+        """Raise the peak; return whether it rose."""
         is_higher = held > self.peak
         self.peak = max(self.peak, held)
         return is_higher
 
     def describe_peak(self, by_line: list[tuple[str, int]]) -> None:
-        """Record the composition of the peak."""
+        """Store the peak's composition."""
         self.at_peak = by_line
 
 
 class Ledger(TorchDispatchMode):
-    """A recorder of operations, to be entered inside a FakeTensorMode.
+    """A recorder of operations inside a FakeTensorMode.
 
     Args:
         count_true: number of true elements to assume in a mask.
@@ -96,14 +96,14 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def of_others(self) -> Iterator[None]:
-        """Attribute memory allocated in the block to other ranks."""
+        """Attribute the block's memory to other ranks."""
         self._is_elsewhere = True
         yield
         self._is_elsewhere = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record, including resized storages and `tolist`, which a dispatch mode does not see."""
+        """Record, including storage resizes and `tolist`, which dispatch modes miss."""
         resize, tolist = torch.UntypedStorage.resize_, self._wrap_tolist(torch.Tensor.tolist)
         with (
             patch.object(torch.UntypedStorage, "resize_", self._wrap_resize(resize)),
@@ -118,11 +118,11 @@ class Ledger(TorchDispatchMode):
         self._names.setdefault(group.group_name, name)
 
     def note_wait(self, line: str) -> None:
-        """Count a wait of the host for the device."""
+        """Count a wait for the device."""
         self.phase.syncs[line] += 1
 
     def note_copy(self, way: str, size: int) -> None:
-        """Count copied bytes in a direction such as "cpu to cuda"."""
+        """Add bytes in a direction such as "cpu to cuda"."""
         self.phase.copied[way] += size
 
     def begin(self) -> None:
@@ -130,7 +130,7 @@ class Ledger(TorchDispatchMode):
         self.phase = Phase(peak=self._now, at_peak=self._describe_live())
 
     def end(self) -> Phase:
-        """Return the finished phase."""
+        """End the phase."""
         self._settle()
         held = dict(self._describe_live(None))
         found, self.phase = replace(self.phase, live=self._now, held=held), Phase(peak=self._now)
@@ -156,9 +156,9 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _stand_in(self, name: str, func: Any, args: Any, tensors: list[torch.Tensor]) -> Any:
-        """Compute operations that depend on values or lack a fake kernel; `NotImplemented` for all others.
+        """Compute operations that depend on values or lack a fake kernel, else return `NotImplemented`.
 
-        Masks on the host mark errors, so they are treated as all false.
+        Host masks mark errors, so they are all false.
         """
         on_device = any(tensor.device.type == "cuda" for tensor in tensors)
         if name == "aten._local_scalar_dense.default":
@@ -251,7 +251,7 @@ class Ledger(TorchDispatchMode):
         self._now -= size
 
     def _settle(self) -> None:
-        """Record the composition of the peak before memory is released."""
+        """Describe the peak before memory is released."""
         if self._peak_is_new and self._now == self.phase.peak:
             self.phase.describe_peak(self._describe_live())
         self._peak_is_new = False
@@ -283,7 +283,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _list_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """List tensors like `tree_leaves`, in a fourth of the time."""
+    """List tensors as `tree_leaves` does, in a fourth of the time."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -294,7 +294,7 @@ def _list_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _find_whole(operation: str, args: Any, tensors: list[torch.Tensor]) -> int:
-    """Return the bytes of a collective's whole tensors."""
+    """Return a collective's bytes, of whole tensors."""
     if operation in (
         "allgather",
         "reduce_scatter",
@@ -322,7 +322,7 @@ def _make_list(shape: Any, value: Any) -> Any:
 
 
 def _check_shapes(func: Any, args: Any) -> None:
-    """Check that tensors combined elementwise have equal shapes."""
+    """Check elementwise operands for equal shapes."""
     lists = [x for x in args if isinstance(x, list | tuple) and x and all(isinstance(y, torch.Tensor) for y in x)]
     for first, *others in zip(*lists, strict=False):
         for other in others:
@@ -331,7 +331,7 @@ def _check_shapes(func: Any, args: Any) -> None:
 
 
 def _find_line() -> str:
-    """Return the calling line of ours or of megatron-core's; otherwise the first one outside torch."""
+    """Return the calling line of ours or megatron-core's, else outside torch."""
     first = "elsewhere"
     for file, line in _walk():
         if "/megatron/core/" in file:

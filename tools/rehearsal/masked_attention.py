@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A CPU implementation of torch's memory-efficient attention by its formula, for small shapes.
 
-It lets the backend "efficient" (`models/attention_backends.py`) run without a GPU. Unlike "sdpa", that backend reads no
-lengths on the host, so a step has the same shapes for every batch.
+The backend "efficient" (`models/attention_backends.py`) then runs without a GPU. It reads no lengths on the host, so a
+step has the same shapes for every batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 @cache
 def install() -> None:
-    """Register the kernels with torch for this process."""
+    """Register the kernels."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_efficient_attention_forward", _attend, "CPU")
     library.impl("_efficient_attention_backward", _attend_backward, "CPU")
@@ -26,7 +26,7 @@ _KEPT: list[torch.library.Library] = []
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, scale: float) -> tuple[Any, ...]:
-    """Return the output [1, t, n, d], empty tensors in place of the saved ones, and the longest segments."""
+    """Return output [1, t, n, d], empty saved tensors, longest segments."""
     _bias, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, *_ = rest
     weights = _compute_weights(query, key, cu_seqlens_q, cu_seqlens_k, scale)
     output = torch.einsum("hqk,khd->qhd", weights, value[0])[None]

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs on a CPU: a capture records operations, a replay runs them again on the same memory.
+"""CUDA graphs on a CPU: a capture records ATen operations, a replay runs them again on the same storages.
 
-A capture keeps every ATen operation with its inputs and outputs. A replay runs the operations on the same storages,
-without the surrounding Python: a step that depends on captured values or on moved memory then differs from an eager
-step. Before a replay, the pool's memory is filled with NaN, as smaller graphs reuse the memory of larger ones.
+A replay skips the surrounding Python, so a step that depends on captured values or on moved memory differs from an
+eager step. Before it, the pool's memory is filled with NaN, as smaller graphs reuse the memory of larger ones.
 
-As on a GPU, a capture refuses (`CaptureError`) host reads of values, value-dependent shapes, random numbers, host
-tensors among device tensors, and memory of another capture. Exception: a backward reads activations of the forward
-captured before it, and must be replayed directly after it. Collectives are replayed. Not covered: streams, kernels, and
-NCCL inside a capture.
+As on a GPU, a capture refuses (`CaptureError`) host reads, value-dependent shapes, random numbers, host tensors among
+device tensors, and memory of another capture. Only a backward may read the forward captured before it, and must be
+replayed directly after it. Collectives are replayed. Not covered: streams, kernels, NCCL inside a capture.
 """
 
 from __future__ import annotations
@@ -59,11 +57,11 @@ class Pool:
     replayed: RecordedGraph | None = None
 
     def add(self, graph: RecordedGraph, num_bytes: int) -> None:
-        """Record a captured graph and its bytes."""
+        """Add a captured graph."""
         self.captured, self.num_bytes[graph] = graph, num_bytes
 
     def clear(self, graph: RecordedGraph, kept: Set[int]) -> None:
-        """Overwrite all memory except the storages `kept`, before a replay."""
+        """Overwrite all memory except storages `kept`."""
         self.replayed = graph
         for memory in (memory for graph in self.num_bytes for memory in graph.memory):
             if _storage_of(memory) not in kept:
@@ -78,7 +76,7 @@ class RecordedGraph:
     """A stand-in for `torch.cuda.CUDAGraph`.
 
     Attributes:
-        memory: storages that its capture allocated, as bytes.
+        memory: allocated storages, as bytes.
     """
 
     def __init__(self) -> None:
@@ -90,15 +88,15 @@ class RecordedGraph:
 
     @property
     def num_operations(self) -> int:
-        """Count the operations of a replay."""
+        """Count recorded operations."""
         return len(self._tape)
 
     def register_generator_state(self, state: Any) -> None:
-        """Do nothing: random numbers are refused."""
+        """Do nothing."""
 
     @contextmanager
     def record(self, pool: tuple[int, int]) -> Iterator[None]:
-        """Capture the operations of the block."""
+        """Capture the block."""
         self._pool = _POOLS[pool]
         self._before = self._pool.captured
         waiting = Work.wait
@@ -114,7 +112,7 @@ class RecordedGraph:
         self._pool.add(self, left + sum(memory.nbytes for memory in self.memory))
 
     def replay(self) -> None:
-        """Run the operations again, on overwritten memory except for activations that a backward reads."""
+        """Run the operations again on overwritten memory."""
         if self._activations and self._pool.replayed is not self._before:
             raise CaptureError("a backward is replayed, and not directly after the forward that it belongs to")
         self._pool.clear(self, self._activations)
@@ -134,7 +132,7 @@ class RecordedGraph:
                 old.copy_(new)
 
     def keep(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Append an operation, with aliases of its tensors, since `tensor.data = ...` moves a tensor."""
+        """Record an operation with aliases, since `tensor.data = ...` moves a tensor."""
         read = {_storage_of(tensor) for tensor in _list_tensors((args, kwargs))}
         for tensor in _list_tensors(result):
             key = _storage_of(tensor)
@@ -149,11 +147,11 @@ class RecordedGraph:
             self._tape.append((function, *aliases))
 
     def has_made(self, tensor: torch.Tensor) -> bool:
-        """Whether this capture allocated the tensor's memory."""
+        """Whether this capture allocated it."""
         return self._pool.made.get(_storage_of(tensor)) is self
 
     def may_touch(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's memory belongs to this capture or, in a backward, to the capture before it."""
+        """Whether its memory is this capture's or, in a backward, the preceding one's."""
         key = _storage_of(tensor)
         maker = self._pool.made.get(key, self)
         if maker is self._before and maker is not None and torch._C._current_graph_task_id() != _NO_BACKWARD:
@@ -170,7 +168,6 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Do not record the block."""
         before, self._is_seen = self._is_seen, False
         try:
             yield
@@ -178,14 +175,11 @@ class _Recorder(TorchDispatchMode):
             self._is_seen = before
 
     def note_on_host(self, tensor: torch.Tensor) -> None:
-        """Mark a tensor that would be on the host in a GPU run."""
+        """Mark a tensor that a GPU run has on the host."""
         self._on_host[_storage_of(tensor)] = tensor
 
     def _is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was made without a device or is the state of the host's generator.
-
-        A generator state is a 1-D byte tensor that no operation made; routes are bytes of more dimensions.
-        """
+        """Whether it was made without a device, or is the host generator's state (1-D bytes that no operation made)."""
         is_state = tensor.dtype is torch.uint8 and tensor.dim() == 1 and not self._graph.has_made(tensor)
         return is_state or _storage_of(tensor) in self._on_host
 
@@ -213,7 +207,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _HostWatch(TorchFunctionMode):
-    """Detects tensors made without a device, and host reads, which a dispatch mode does not see."""
+    """Detects tensors without a device, and host reads, outside of dispatch."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -234,7 +228,7 @@ class _HostWatch(TorchFunctionMode):
 
 
 def _explain_refusal(function: Any, args: Any, kwargs: Any) -> str:
-    """Return why an operation cannot be captured; "" if it can."""
+    """Return the reason to refuse an operation, or ""."""
     name, tags = str(function), function.tags
     if name in _INDEXING:
         index = [x for x in args[1] if x is not None]
@@ -259,7 +253,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def recorded_graphs() -> Iterator[None]:
-    """Replace CUDA graphs by recorded ones, and attention by the GPU backend, within the block."""
+    """Record CUDA graphs and use a GPU's attention backend within the block."""
     masked_attention.install()
     with ExitStack() as stack:
         random: Any = sys.modules["megatron.core.tensor_parallel.random"]
@@ -289,7 +283,7 @@ def _make_pool() -> tuple[int, int]:
 
 
 def _describe_memory() -> list[dict[str, Any]]:
-    """Return a segment per pool, as large as its largest graph."""
+    """Return a segment per pool of its largest graph's size."""
     return [
         {"segment_pool_id": handle, "total_size": max(pool.num_bytes.values(), default=0)}
         for handle, pool in _POOLS.items()

@@ -30,13 +30,13 @@ from tools.rehearsal.ledger import Ledger
 
 
 def can_switch(job: Job) -> bool:
-    """Whether the transfer is rehearsed: to vLLM on the actor's ranks, with the actor's dtype."""
+    """Whether the transfer goes to vLLM on the actor's ranks, in the actor's dtype."""
     is_vllm = job.config.rollout.supports("vllm_modes") and not job.config.rollout.supports("is_server")
     return is_vllm and not job.config.placement.placed and not is_coded(job)
 
 
 class SleepingEngine:
-    """vLLM's weights on one rank, whose own memory is released while it sleeps (`EngineWeights`).
+    """vLLM's weights on one rank, released while it sleeps (`EngineWeights`).
 
     Args:
         actor: shares its storage if the layouts agree.
@@ -126,7 +126,6 @@ def build_switch(job: Job, actor: Any, rank: int, ledger: Ledger) -> HybridEngin
 
 
 def _find_sizes(table: Sequence[ShardBox]) -> dict[str, list[int]]:
-    """Return the sizes of parameters, the extents of their boxes."""
     sizes: dict[str, list[int]] = {}
     for placed in table:
         stops = [stop for _, stop in placed.local_box]
@@ -135,7 +134,6 @@ def _find_sizes(table: Sequence[ShardBox]) -> dict[str, list[int]]:
 
 
 def _map(ops: Sequence[Any], source: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
-    """Allocate a peer's parameters up to the extents read."""
     sizes: dict[str, list[int]] = {}
     for op in ops:
         stops = [stop for _, stop in op.src_box]
