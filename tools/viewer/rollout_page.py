@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writer of `tools/view_rollouts.py`: one self-contained HTML page of a run's rollouts.
 
-Data is compressed JSON in elements that browsers do not execute: an index of all rollouts (listed, sorted, filtered)
-and per-token values in chunks, loaded when a rollout is opened. The script inserts texts as text only, and a content
-security policy forbids foreign scripts and all connections.
+Data is compressed JSON in elements that browsers do not execute: an index, and per-token values in chunks. Texts are
+inserted as text only, and a content security policy forbids foreign scripts and all connections.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class Mode:
     Attributes:
         key, label, meaning: name in the data, in the menu, sentence in the legend.
         kind: "diverging" (around 0), "sequential" (from 0) or "flag".
-        transform: before coloring: "none", "log" or "negative".
-        decimals: kept.
+        transform: "none", "log" or "negative".
     """
 
     key: str
@@ -99,7 +97,7 @@ class Page:
 
 
 def find_rollout_files(run_dir: Path, steps: range | None = None) -> dict[int, Path]:
-    """Return a run's rollout files by step, in order.
+    """Return rollout files by step.
 
     Args:
         steps: all if `None`.
@@ -138,10 +136,9 @@ def find_rollout_files(run_dir: Path, steps: range | None = None) -> dict[int, P
 
 
 def write_page(run_dirs: Sequence[Path], out: Path, steps: range | None = None) -> Page:
-    """Write the page; of several runs, responses to the same prompt and step are side by side.
+    """Write the page; several runs' responses to a prompt are side by side.
 
     Args:
-        out: appears when complete.
         steps: all if `None`.
 
     Raises:
