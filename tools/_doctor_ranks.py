@@ -42,7 +42,7 @@ class Peer:
 
 
 class Listener:
-    """A server that answers each connection with this host's time."""
+    """A server that sends this host's time."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.create_server((address, 0), backlog=512)
@@ -82,7 +82,7 @@ def ask_time(address: str, port: int, timeout: float) -> tuple[float, float]:
 
 
 def find_address() -> str:
-    """Return this host's address on GLOO_SOCKET_IFNAME, otherwise on the route to the rendezvous.
+    """Return this host's address on GLOO_SOCKET_IFNAME or towards the rendezvous.
 
     Raises:
         OSError: no IPv4 address or no route.
@@ -115,11 +115,7 @@ def _describe_self(listener: Listener, address: str) -> Peer:
 
 
 def check_ranks(timeout_seconds: float) -> tuple[list[Finding], dist.Store, int, int]:
-    """Check the job that torchrun started.
-
-    Returns:
-        This rank's findings, and the store, rank and world size for `gather_findings`.
-    """
+    """Check the job; return this rank's findings, and the store, rank and world size for `gather_findings`."""
     timeout = timedelta(seconds=timeout_seconds)
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     store.set_timeout(timeout)
@@ -151,7 +147,7 @@ def _meet(store: dist.Store, name: str, world_size: int) -> None:
 
 
 def _check_links(peers: list[Peer], rank: int, timeout: float) -> Iterator[Finding]:
-    """Connect the first rank of each host to the first rank of every other host."""
+    """Connect the first rank of each host to each other host."""
     leaders: dict[tuple[str, str], int] = {}
     for other, peer in enumerate(peers):
         leaders.setdefault((peer.host, peer.address), other)
@@ -245,7 +241,7 @@ def _check_backends(store: dist.Store, rank: int, world_size: int, timeout: time
 
 
 def gather_findings(store: dist.Store, rank: int, world_size: int, findings: list[Finding]) -> list[list[Finding]]:
-    """Gather all ranks' findings on every rank."""
+    """Gather all findings on every rank."""
     store.set(f"findings{rank}", json.dumps([asdict(finding) for finding in findings]))
     reports = [[Finding(**entry) for entry in json.loads(store.get(f"findings{other}"))] for other in range(world_size)]
     _meet(store, "end", world_size)  # the rank that hosts the store must not exit before all ranks have read

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's GPU configuration for a recipe, without a GPU.
 
-vLLM's platform detection gets an H100; `vllm.LLM` starts with the arguments of `VllmEngine`, and is stopped once its
-configuration is made.
+vLLM's platform detection gets an H100; `vllm.LLM` is stopped once its configuration is made.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ class Setting:
 
 
 class _Configured(Exception):
-    """Signals that vLLM has made its configuration, the argument."""
+    """Carries vLLM's finished configuration."""
 
 
 def configure_engine(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Any]:
-    """Return the arguments of `vllm.LLM` for a recipe, and the `VllmConfig` that vLLM derives from them on a GPU.
+    """Return the arguments of `vllm.LLM` for a recipe, and vLLM's `VllmConfig` on a GPU.
 
     Raises:
         UserError: an invalid recipe, or a setting that the engine refuses.
@@ -103,7 +102,6 @@ def _find_adapters(config: RunConfig, shape: ModelShape) -> AdapterShape | None:
 
 
 def _list_ranks(world_size: int) -> dict[str, str]:
-    """Return torchrun's environment variables of rank 0."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return dict(zip(names, ("0", "0", str(world_size), str(world_size), "localhost", "29500"), strict=True))
 
@@ -122,11 +120,11 @@ def _configure(vllm: Any, arguments: Mapping[str, Any], environment: Mapping[str
 
 
 def list_settings(config: Any, arguments: Mapping[str, Any], section: str = "") -> Iterator[Setting]:
-    """List settings of a `VllmConfig` that differ from the defaults of its classes.
+    """List settings of a `VllmConfig` that differ from its classes' defaults.
 
     Args:
         config: a `VllmConfig` or a section of one.
-        section: name of the section, with a trailing dot.
+        section: name with a trailing dot.
     """
     for item in fields(config):
         name, value, default = section + item.name, getattr(config, item.name, None), _find_default(item)

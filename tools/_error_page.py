@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page `docs/errors.md`: every error that a user can fix, by topic, read from the syntax trees.
 
-Each message of a `UserError` of the package, tools and launchers is listed once; messages with the same advice share a
-row. Values computed at run time appear as `{name}`. A function that builds an error from texts of its callers
-(`require`, `_damaged`, ...) has one message per caller.
+Messages of `UserError` with the same advice share a row. Values computed at run time appear as `{name}`. A function
+that builds an error from texts of its callers (`require`, `_damaged`, ...) has one message per caller.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def format_page(root: Path) -> str:
-    """Format the page; errors that several places raise alike are listed once."""
+    """Format the page without duplicates."""
     areas: dict[str, dict[str, dict[str, None]]] = {area: {} for area in _AREAS}
     for row in read_rows(root):
         messages = areas[_find_area(row.path)].setdefault(_format_cell(row.advice), {})
@@ -190,7 +189,7 @@ class _Builder:
 
 
 def _find_builders(tree: ast.Module) -> Iterator[_Builder]:
-    """Find functions with an error whose message or advice uses one of their parameters."""
+    """Find functions whose error uses their parameters."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
             continue
@@ -230,7 +229,7 @@ class _ModuleReader:
         }
 
     def rows(self) -> Iterator[Row]:
-        """Yield a row per literal error, and one per call of a builder."""
+        """Yield a row per literal error and per builder call."""
         calls = [(node, builder) for node in ast.walk(self._tree) if (builder := self._builder_of(node)) is not None]
         replaced = {
             builder.error
@@ -268,7 +267,7 @@ class _ModuleReader:
         return Row(self._path, line, tuple(self._say(parts[part], values) for part in _PARTS))
 
     def _say(self, node: ast.expr, values: Mapping[str, ast.expr]) -> str:
-        """Render an expression as in the printed error, with marked placeholders."""
+        """Render an expression with marked placeholders."""
         if isinstance(node, ast.Name) and node.id in values:
             return self._say(values[node.id], {})
         if isinstance(node, ast.Name) and node.id in self._constants:
@@ -308,7 +307,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _name_call(node: ast.Call) -> str:
-    """Name a call's placeholder, preferably by its arguments, which are usually more specific."""
+    """Name a call by its arguments, which are usually more specific than the callee."""
     function = node.func
     if isinstance(function, ast.Name) and function.id == "len":
         return f"number of {_name(node.args[0])}"

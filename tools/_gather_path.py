@@ -13,12 +13,11 @@ from megatron_rl.weights.shard_box import box_volume
 
 @dataclass(frozen=True)
 class GatherSummary:
-    """Cost of gathering weights: per tensor, broadcast over PP, all-gather over TP (and EP), load.
+    """Cost of gathering: per tensor, broadcast over PP, all-gather over TP (and EP), load.
 
     Attributes:
-        bytes_within_node: received by the busiest rank from its node.
-        bytes_across_nodes: received by the same rank from other nodes.
-        transient_bytes: gathered parts of the largest tensor plus the assembled tensor.
+        bytes_within_node, bytes_across_nodes: received by the busiest rank.
+        transient_bytes: parts of the largest tensor plus the assembled tensor.
     """
 
     bytes_within_node: int
@@ -36,16 +35,14 @@ def summarize_gather(
 ) -> GatherSummary:
     """Compute the bytes that a rank receives if the full model passes through it.
 
-    A rank first receives its own part of a tensor from its peer in the pipeline stage that holds it, then the other
-    parts from the ranks of its block. The result is for the first rank of the stage that receives the most from other
-    nodes.
+    A rank first receives its own part of a tensor from its peer in another stage, then the other parts from the ranks
+    of its block. Reported is the first rank of a stage that receives the most from other nodes.
 
     Args:
         source: shards of the training layout; every rank is in one.
         stage_ranks: consecutive ranks of a pipeline stage.
         block_ranks: consecutive ranks that together hold a stage (tp * ep).
         itemsize: bytes per element on the wire.
-        ranks_per_node: consecutive ranks of a node.
     """
     shard_of = {rank: index for index, shard in enumerate(source) for rank in shard.ranks}
     classes = list(dict.fromkeys(find_classes(TensorIndex(source), TensorIndex([])).values()))
@@ -75,5 +72,5 @@ def summarize_gather(
 
 
 def predict_gather_seconds(gather: GatherSummary, bandwidths: Bandwidths) -> float:
-    """Return the seconds of receiving. A tensor crosses nodes before it is gathered, so both times add up."""
+    """Return seconds; a tensor crosses nodes before it is gathered, so both times add up."""
     return gather.bytes_within_node / bandwidths.within_node + gather.bytes_across_nodes / bandwidths.across_nodes

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Branches of the package that run only on a GPU, found in its syntax trees.
 
-A branch is the part of an `if` or conditional expression that requires CUDA, the statements after an `if` that leaves
-on a CPU, a statement that calls `torch.cuda` directly, or an import of a GPU-only library.
+A branch is the part of a conditional that requires CUDA, the statements after an `if` that leaves on a CPU, a direct
+call of `torch.cuda`, or an import of a GPU-only library.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Branch:
     """A branch that runs only on a GPU.
 
     Attributes:
-        function: qualified name of the enclosing function; "" at module level.
-        text: first line of the branch.
+        function: enclosing qualified name; "" at module level.
+        text: first line.
         line: line number of `text`.
         last: last line of the first statement.
-        is_expression: whether a CPU also runs part of the line.
+        is_expression: whether a CPU runs part of the line.
     """
 
     file: str
@@ -41,12 +41,12 @@ class Branch:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Return an identity that survives moved lines."""
+        """Return an identity independent of line numbers."""
         return self.file, self.function, self.text
 
 
 def list_branches() -> list[Branch]:
-    """List the branches by file and line, each key once."""
+    """List branches by file and line."""
     found: dict[tuple[str, str, str], Branch] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
@@ -115,7 +115,7 @@ class _Finder:
             yield from self._visit(node, function)
 
     def _visit_expressions(self, node: ast.AST, function: str) -> Iterator[Branch]:
-        """Yield branches of a statement, without nested statements."""
+        """Yield branches of a statement itself."""
         if isinstance(node, ast.Import | ast.ImportFrom) and function:
             module = node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
             if module.startswith(_GPU_LIBRARIES):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU checks, one per process: python tools/_gpu_probes.py PROBE [--pretend]; see tools/first_gpu_run.py.
 
-A probe prints its results, and exits with status 1 and one sentence if they are wrong. Without a GPU, computations run
-on the CPU; with --pretend, other probes run on a fake GPU. `numbers` prints the CPU reference.
+A probe prints its results, and exits with status 1 if they are wrong. Without a GPU, computations run on the CPU, and
+with --pretend other probes on a fake GPU. `numbers` prints the CPU reference.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WrongAnswer(Exception):
 
 
 def probe_machine() -> dict[str, Any]:
-    """List GPUs, and check that their memory is free."""
+    """List GPUs and check for free memory."""
     if not torch.cuda.is_available():
         from megatron_rl.parallel.driver import explain_unusable_gpus
 
@@ -53,7 +53,7 @@ def probe_machine() -> dict[str, Any]:
 
 
 def probe_products() -> dict[str, Any]:
-    """Compare matrix products with float64; measure speed."""
+    """Check and time matrix products."""
     device, found = _find_device(), {}
     generator = torch.Generator().manual_seed(1)
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
@@ -71,7 +71,7 @@ def probe_products() -> dict[str, Any]:
 
 
 def probe_groups() -> dict[str, Any]:
-    """Check a sum over each process group; runs under torchrun."""
+    """Check sums over process groups, under torchrun."""
     from megatron_rl.parallel.collectives import init_distributed
     from megatron_rl.parallel.groups import build_groups
     from megatron_rl.parallel.layout import ParallelLayout
@@ -96,7 +96,7 @@ def probe_groups() -> dict[str, Any]:
 
 
 def probe_memory() -> dict[str, Any]:
-    """Check that freed memory returns to the driver; measure the CUDA context."""
+    """Check that freed memory returns to the driver."""
     device = _find_device()
     torch.zeros(1, device=device)
     free, total = torch.cuda.mem_get_info(device)
@@ -111,7 +111,7 @@ def probe_memory() -> dict[str, Any]:
 
 
 def probe_attention() -> dict[str, Any]:
-    """Compare output and gradients of every available attention kernel with CPU results."""
+    """Compare attention kernels, output and gradients, with a CPU."""
     from megatron_rl.models.attention_backends import KERNELS, find_kernel_failure, list_kernels
 
     device, expected, found = _find_device(), json.loads(NUMBERS.read_text())["attention"], {}
@@ -131,7 +131,7 @@ def probe_attention() -> dict[str, Any]:
 
 
 def compute_attention(backend: str, device: torch.device, dtype: torch.dtype) -> list[float]:
-    """Return weighted means of the output and the gradients of attention on fixed inputs."""
+    """Return weighted means of attention's output and gradients on fixed inputs."""
     from megatron_rl.models.attention_backends import attend, build_segments
 
     rows, starts = sum(_LENGTHS), torch.tensor([0, *_LENGTHS]).cumsum(0).to(device, torch.int32)
@@ -150,7 +150,7 @@ def _describe(tensor: torch.Tensor) -> float:
 
 
 def compute_numbers() -> dict[str, Any]:
-    """Return tools/first_gpu_numbers.json without `steps`, which tools/first_gpu_run.py adds."""
+    """Return the reference without `steps`."""
     return {"attention": compute_attention("sdpa", torch.device("cpu"), torch.float32)}
 
 

@@ -21,7 +21,7 @@ def parse_sizes(text: str, flag: str, known: tuple[str, ...]) -> dict[str, int]:
     """Parse `tp=2,pp=2` into `{"tp": 2, "pp": 2}`.
 
     Raises:
-        UserError: a part cannot be parsed.
+        UserError: an unreadable part.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -38,14 +38,14 @@ def parse_sizes(text: str, flag: str, known: tuple[str, ...]) -> dict[str, int]:
 
 
 def read_training_layout(text: str, flag: str, num_ranks: int | None = None) -> ParallelLayout:
-    """Parse the layout of the Megatron side.
+    """Parse Megatron's layout.
 
     Args:
-        flag: the option, for errors.
+        flag: option name for errors.
         num_ranks: ranks of the job, of which dp is the remainder; if `None`, dp comes from `text` (default 1).
 
     Raises:
-        UserError: the text cannot be parsed, or does not fit the number of ranks.
+        UserError: unreadable, or not for this number of ranks.
     """
     sizes = parse_sizes(text, flag, TRAINING_SIZES)
     dp = sizes.pop("dp", 1 if num_ranks is None else None)
@@ -64,7 +64,7 @@ def read_engine_tp(text: str, flag: str, num_ranks: int) -> int:
     """Parse an engine's TP size.
 
     Raises:
-        UserError: the text cannot be parsed, or engines do not fill the ranks.
+        UserError: unreadable, or engines do not fill the ranks.
     """
     sizes = parse_sizes(text, flag, ENGINE_SIZES)
     tp = sizes.get("tp", 1)
@@ -81,13 +81,10 @@ def read_engine_tp(text: str, flag: str, num_ranks: int) -> int:
 def read_layouts(
     shape: ModelShape, source: str, destination: str, num_ranks: int | None = None
 ) -> tuple[ParallelLayout, int]:
-    """Parse --source and --destination, and check them against the model and each other.
+    """Parse and check --source and --destination; return training layout and engine TP size.
 
     Args:
-        num_ranks: ranks of the job; if `None`, they follow from `source`.
-
-    Returns:
-        Training layout, engine TP size.
+        num_ranks: ranks of the job; derived from `source` if `None`.
     """
     layout = read_training_layout(source, "--source", num_ranks)
     check_training_layout(shape, layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size)
@@ -97,10 +94,10 @@ def read_layouts(
 
 
 def read_shape(path: Path) -> ModelShape:
-    """Read the shape from a model directory or a config.json.
+    """Read a model directory or config.json.
 
     Raises:
-        UserError: an unreadable file or unsupported model.
+        UserError: unreadable or unsupported.
     """
     if path.is_dir():
         return load_model_shape(path)

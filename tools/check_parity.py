@@ -4,10 +4,9 @@
     python tools/check_parity.py --hf DIR [--checkpoint DIR] --json F
     torchrun --nproc-per-node 4 tools/check_parity.py --hf DIR --layout tp=2,pp=2 --engine-tp 2 --json F
 
-transformers on the HF directory is the reference. Megatron runs in the given layout with the weights of --checkpoint
-(converted or trained) or of the HF directory. An engine (vLLM by default) samples responses that all models score.
-Compared: per-token log-probs, weights, layer outputs. Exit code: 0 equal, 1 different, 2 for input that cannot be
-compared.
+transformers on the HF directory is the reference; Megatron loads --checkpoint or the HF directory; the engine samples
+responses that all score. Compared: per-token log-probs, weights, layer outputs. Exit code: 0 equal, 1 different, 2 for
+input that cannot be compared.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_prompts(options: argparse.Namespace) -> list[np.ndarray]:
-    """Return the prompts' token ids.
+    """Return token ids.
 
     Raises:
         UserError: no usable prompt or no tokenizer.

@@ -5,10 +5,9 @@
     python tools/check_signatures.py                                          # checks the current environment
     python tools/check_signatures.py --engine RECIPE.yaml [section.key=value]
 
-Covers torch.cuda, vLLM, flash-attn, Transformer Engine, bitsandbytes and SGLang. Not covered: methods of objects, and
-the meaning of arguments. With a CUDA build of torch, GPU-only modules are imported as well, and --engine prints vLLM's
-GPU configuration for a recipe instead; a missing driver is replaced by a stand-in. Exit status 1 if a module or name is
-missing or a call does not fit; libraries that are not installed are only listed.
+Not covered: methods of objects, and the meaning of arguments. With a CUDA build of torch, GPU-only modules are imported
+as well, and --engine prints vLLM's GPU configuration for a recipe instead; a stand-in replaces a missing driver. Exit
+status 1 if a module or name is missing or a call does not fit; missing libraries are only listed.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def list_uses(source: str, file: str) -> Iterator[Use]:
 
 
 def find_misfit(use: Use) -> str | None:
-    """Describe a misfit; `None` if the use fits, "" if its library is not installed."""
+    """Describe a misfit; `None` if there is none, "" if the library is missing."""
     try:
         found = _resolve(use.name)
     except ModuleNotFoundError as error:
@@ -135,7 +134,7 @@ def _resolve(name: str) -> Any:
 
 
 def import_modules(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Import the modules; return missing libraries, and errors of the others."""
+    """Return missing libraries and import errors."""
     absent, problems = list[str](), []
     for name in names:
         try:
@@ -150,7 +149,7 @@ def import_modules(names: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def check_calls() -> tuple[set[str], list[str], int]:
-    """Return missing libraries, misfits, and the number of fitting calls."""
+    """Return missing libraries, misfits, number of fitting calls."""
     absent, misfits, fitting = set[str](), [], 0
     for path in sorted((ROOT / "megatron_rl").rglob("*.py")):
         for use in list_uses(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()):
@@ -164,7 +163,7 @@ def check_calls() -> tuple[set[str], list[str], int]:
 
 
 def _prepare_for_gpus() -> tuple[list[str], list[str]]:
-    """Import GPU-only modules; returns the result of `import_modules`."""
+    """Import GPU-only modules, as `import_modules`."""
     functions = stand_in_for_driver()
     if functions:
         print(f"no driver: {functions} functions stand in for it")

@@ -4,8 +4,7 @@
     python tools/compare_runs.py RUN_DIR RUN_DIR
     python tools/compare_runs.py grpo=RUN_DIR grpo=RUN_DIR ppo=RUN_DIR --metrics reward/mean policy/entropy --out F.png
 
-Prints differing settings, and the first step at which each run differs from the first run. Runs of one label are seeds,
-plotted as the mean and a band for the range.
+Prints differing settings and the first differing step. Runs of one label are seeds, plotted as mean and range.
 """
 
 from __future__ import annotations

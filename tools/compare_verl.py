@@ -2,11 +2,10 @@
 """Compare verl's functions with ours for every estimator, loss and KL that a recipe may select by a verl name.
 
     python tools/compare_verl.py CHECKOUT        # a checkout of verl; nothing of it is installed
-    python tools/compare_verl.py                 # skipped
 
-Both get the same random ragged batches: verl padded rows, ours packed tokens, with settings translated from verl's.
-Losses and KL are compared in value and gradient; relative differences up to 1e-6 count as equal. Intended differences
-have rows of their own with the reason. Exit code: 0, or 1 for any other difference.
+Both get the same random batches: verl padded rows, ours packed tokens. Losses and KL are compared in value and
+gradient; relative differences up to 1e-6 count as equal. Intended differences have rows with the reason. Exit code: 0,
+or 1 for any other difference.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _ONE = "a group of one: verl keeps the reward itself, here there is nothing to c
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison; `reason` explains an intended difference or a skipped comparison."""
+    """One comparison; `reason` explains an intended difference or a skip."""
 
     kind: str
     verl: str
@@ -81,7 +80,7 @@ class Row:
 
 
 class Batch:
-    """Random responses, padded for verl and packed for ours, with a prompt token before each packed response."""
+    """Random responses, padded for verl and packed for ours after a prompt token."""
 
     def __init__(self, seed: int, group_sizes: list[int] | None = None) -> None:
         self.group_sizes = np.array(group_sizes or _GROUP_SIZES)
@@ -101,7 +100,7 @@ class Batch:
         self.values, self.squares = self.draw() * self.mask, self.old.exp().square() + 0.1
 
     def draw(self) -> torch.Tensor:
-        """Return padded normal numbers, [b, w]."""
+        """Draw padded normal numbers."""
         return torch.randn(int(self.group_sizes.sum()), _WIDTH, generator=self._random, dtype=torch.float64)
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
@@ -128,7 +127,7 @@ class Batch:
         return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths + 1)
 
     def loss_inputs(self, logprobs: torch.Tensor, chosen: torch.Tensor | None = None) -> PolicyLossInputs:
-        """Pack the inputs of a policy loss."""
+        """Pack policy loss inputs."""
         return PolicyLossInputs(
             logprobs, self.pack(self.old), self.pack(self.advantages), self.packed_mask, self.sequence_ids, chosen
         )
@@ -140,7 +139,7 @@ def read_settings(*overrides: str) -> AlgorithmConfig:
 
 
 def measure(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest number (at least 1)."""
+    """Return the largest difference over the largest number (at least 1)."""
     found, expected = found.detach().double(), expected.detach().double()
     return float((found - expected).abs().max() / max(float(expected.abs().max()), 1.0))
 
@@ -274,7 +273,7 @@ def _compare_loss(verl: SimpleNamespace, name: str, aggregation: str, config: Al
 
 
 def compare_kl(verl: SimpleNamespace) -> Iterator[Row]:
-    """Compare the KL estimators and the adaptive coefficient."""
+    """Compare KL estimators and the adaptive coefficient."""
     for name, ours in KL_TYPES.items():
         for seed, scale, reason in ((0, 1.0, ""), (1, 30.0, "beyond 10 verl cuts k3 and its gradient off")):
             if reason and ours != "k3":
@@ -308,7 +307,7 @@ def compare_kl(verl: SimpleNamespace) -> Iterator[Row]:
 
 
 def compare_the_rest(verl: SimpleNamespace) -> Iterator[Row]:
-    """Compare importance weights and the critic's loss."""
+    """Compare importance weights and value loss."""
     for level in ("token", "sequence"):
         for is_normalized in (False, True):
             config = read_settings(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a model in Hugging Face format to a Megatron distributed checkpoint (torch_dist).
+"""Convert a model in Hugging Face format to a Megatron distributed checkpoint (torch_dist) for any layout.
 
     python tools/convert_hf_to_megatron.py --hf DIR --out DIR [--processes 4]
     torchrun --nproc-per-node 8 tools/convert_hf_to_megatron.py --hf DIR --out DIR
 
-The result, which includes config and tokenizer, loads into any TP/PP/VPP/DP/EP layout and into megatron-core's own
-models. Incomplete output has the suffix .partial; rerunning an interrupted conversion resumes it.
+The result includes config and tokenizer; megatron-core loads it, too. Incomplete output has the suffix .partial;
+rerunning resumes it.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     python tools/convert_megatron_to_hf.py --checkpoint DIR --out DIR [--processes 4]
     torchrun --nproc-per-node 8 tools/convert_megatron_to_hf.py --checkpoint DIR --out DIR
 
-DIR is a run directory (newest checkpoint), a checkpoint step_<N>, the output of convert_hf_to_megatron.py, or a
-checkpoint written by megatron-core (pass --config). transformers, vLLM and the Hub accept the result. Incomplete output
-has the suffix .partial; rerunning an interrupted conversion resumes it.
+DIR is a run directory (newest checkpoint), a checkpoint step_<N>, a converted checkpoint, or one written by
+megatron-core (pass --config). Incomplete output has the suffix .partial; rerunning resumes it.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     torchrun --nnodes 2 --nproc-per-node 8 ... tools/doctor.py        # every rank, and the links between the hosts
     srun python tools/doctor.py --quiet || exit 1                     # in a job prologue
 
-Checks versions, accelerators, fast paths, shared memory, open files, disk and host names; under torchrun also links,
-clocks, collectives over gloo and NCCL, and equal code. Exit status, the same on every rank: 0 without problems, 1 for a
-problem (with --strict also a warning), 2 for a wrong command line.
+Checks versions, accelerators, fast paths, limits and host names; under torchrun also links, clocks, collectives and
+equal code. Exit status, the same on every rank: 0 without problems, 1 for a problem (with --strict also a warning), 2
+for a wrong command line.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def merge(reports: list[list[Finding]]) -> list[tuple[Finding, list[int]]]:
-    """Merge equal findings in order of appearance, with the ranks that reported each."""
+    """Merge equal findings, with their ranks."""
     ranks: dict[Finding, list[int]] = {}
     for rank, report in enumerate(reports):
         for finding in report:

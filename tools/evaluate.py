@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 4 tools/evaluate.py checkpoints/runs/RUN/config.yaml model.path=checkpoints/runs/RUN \
         rollout.tensor_model_parallel_size=2 --samples 8 rollout.validation_temperature=1.0 --rollouts evaluation
 
-model.path is a model in HF format, a converted checkpoint, checkpoints/step_<N> of a run, or a run (newest checkpoint).
-The recipe may be a run's, or only set model, data.validation_files, reward, the actor's layout and engine. Given a
-run's weights, seed and settings, validation/<set>/accuracy equals the run's.
+model.path is an HF model, a converted checkpoint, checkpoints/step_<N> of a run, or a run (newest checkpoint). The
+recipe needs only model, data.validation_files, reward, the actor's layout and engine. With a run's weights, seed and
+settings, validation/<set>/accuracy equals the run's.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_config(options: argparse.Namespace) -> RunConfig:
-    """Read the config; rank 0 prints notes to stderr.
+    """Read the config; rank 0 prints notes.
 
     Raises:
         UserError: an invalid setting.
@@ -77,7 +77,7 @@ def read_config(options: argparse.Namespace) -> RunConfig:
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """Format the evaluated model and one line per metric."""
+    """Format model and metrics."""
     lines = [
         f"{report['model']} (step {report['step']}): {report['layout']}, {report['engine']} "
         f"tp={report['engine_tp_size']}, {report['samples']} responses per prompt at temperature "

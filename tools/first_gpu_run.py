@@ -5,9 +5,9 @@
     python tools/first_gpu_run.py --rehearse          # without a GPU
     python tools/first_gpu_run.py --from "two ranks"  # continue after a repair
 
-The rungs range from the driver to a run with all features on, each in its own process. A failure prints one sentence
-with the finding and the next thing to try. The report is one file, to attach to an issue. Exit status: 0 if all rungs
-hold, 1 if one breaks, 2 for a wrong command line.
+The rungs range from the driver to a run with all features on. A failure prints the finding and the next thing to try;
+the report is a file to attach to an issue. Exit status: 0 if all rungs hold, 1 if one breaks, 2 for a wrong command
+line.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Rung:
 
     Attributes:
         command: arguments after "python", run in the root of the checkout.
-        advice: the next thing to try if the rung breaks.
-        check: inspects the files that the command wrote; returns a problem or `None`.
+        advice: next thing to try.
+        check: inspects written files; returns a problem or `None`.
         seconds: time limit.
     """
 
@@ -58,10 +58,10 @@ class Rung:
 
 
 def climb(rungs: Sequence[Rung], report: Path, environment: Mapping[str, str]) -> str | None:
-    """Try the rungs in order until one breaks, and append the results to the file `report`.
+    """Try the rungs until one breaks, appending to `report`.
 
     Returns:
-        The finding and the next thing to try, or `None` if all rungs hold.
+        The finding and the next thing to try, or `None`.
     """
     with report.open("a", encoding="utf-8") as file:
         for number, rung in enumerate(rungs, 1):
@@ -82,7 +82,7 @@ def climb(rungs: Sequence[Rung], report: Path, environment: Mapping[str, str]) -
 
 
 def _run(rung: Rung, environment: Mapping[str, str]) -> tuple[int | None, str]:
-    """Return the exit status (`None` if the command hung) and the output."""
+    """Return exit status (`None` on timeout) and output."""
     command = [sys.executable, *rung.command]
     with subprocess.Popen(
         command, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -114,8 +114,8 @@ def list_rungs(work: Path, ranks: int, is_rehearsal: bool, trl_python: str | Non
     Args:
         work: directory for models and runs.
         ranks: GPUs of this machine.
-        is_rehearsal: computations run on the CPU, all other checks on a fake GPU.
-        trl_python: Python of an environment with TRL; leaves the comparison out if `None`.
+        is_rehearsal: compute on the CPU, and check the rest on a fake GPU.
+        trl_python: Python with TRL; no comparison if `None`.
     """
     task, pretend = work / "task", ["--pretend"] if is_rehearsal else []
     sft = ["launch/pretrain_sft.py", "launch/recipes/toy_arithmetic_sft.yaml", *_name_task(task)]
@@ -158,7 +158,7 @@ _ENGINE_MODES_OF_TWO = {
 
 
 def _list_rollouts(work: Path, ranks: int, is_rehearsal: bool) -> list[Rung]:
-    """List the rungs of the whole loop (sleep, weight transfer, rollout), then one per vLLM default."""
+    """List rungs of the whole loop, then one per vLLM default."""
     one = [
         "actor.tensor_model_parallel_size=1",
         "actor.pipeline_model_parallel_size=1",
@@ -193,7 +193,7 @@ def _list_rollouts(work: Path, ranks: int, is_rehearsal: bool) -> list[Rung]:
 
 
 def _list_benchmarks(work: Path, is_rehearsal: bool, trl_python: str | None) -> list[Rung]:
-    """List the benchmarks of the GPU table in docs/benchmarks.md."""
+    """List benchmarks of docs/benchmarks.md."""
     small = ["--sizes", "256", "--rounds", "1", "--modes", "eager,static"] if is_rehearsal else ["--shapes", "100m"]
     shape = "launch/recipes/shapes/Qwen2.5-0.5B-Instruct.json"
     shape = str(work / "task/model/config.json") if is_rehearsal else shape
@@ -230,7 +230,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Comparison of a run's steps with a CPU's float32 steps."""
+    """Comparison with a CPU's float32 steps."""
 
     run: Path
 
@@ -244,13 +244,13 @@ class _Comparison:
 
 
 def read_steps(run: Path) -> list[dict[str, float]]:
-    """Return the compared metrics of a run, step by step."""
+    """Return a run's compared metrics by step."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [{name: step[name] for name in _COMPARED} for step in map(json.loads, lines)]
 
 
 def describe_machine() -> str:
-    """Format versions and GPUs for the report."""
+    """Format versions and GPUs."""
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
     for name in _PACKAGES:
         try:
@@ -265,14 +265,14 @@ def describe_machine() -> str:
 
 
 def count_gpus() -> int:
-    """Count the GPUs that torch detects."""
+    """Count GPUs."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def write_numbers(rungs: Sequence[Rung], work: Path, environment: Mapping[str, str]) -> int:
-    """Write the CPU reference to tools/first_gpu_numbers.json."""
+    """Write the CPU reference."""
     made = [replace(rung, check=_nothing) for rung in rungs if rung.name in ("toy task", "eager step")]
     probe = Rung("numbers", ["tools/_gpu_probes.py", "numbers"], "")
     status, output = _run(probe, environment)

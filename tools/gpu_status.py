@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write docs/gpu_status.md: every branch that only a GPU takes, and the evidence that it ran without one.
 
-    python tools/gpu_status.py             # some minutes: runs the rehearsals, and traces them
+    python tools/gpu_status.py             # some minutes: runs and traces the rehearsals
     python tools/gpu_status.py --check     # a second: is every branch on the page?
 
-Exit status 1 if a branch has no entry, if less than 90 percent were executed, or if a rehearsal fails.
+Exit status 1 if a branch has no entry, less than 90 percent were executed, or a rehearsal fails.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Executed means that the branch ran and that what follows it agreed, not that ker
 
 
 def collect(branches: list[Branch]) -> tuple[dict[Branch, list[str]], list[str]]:
-    """Run the tests; return the evidence per branch, and failed evidence."""
+    """Run the tests; return evidence per branch, and failures."""
     lines: dict[str, list[int]] = defaultdict(list)
     for branch in branches:
         lines[str(PACKAGE / branch.file)] += range(branch.line, branch.last + 1)
@@ -89,7 +89,7 @@ def _quote(text: str) -> str:
 
 
 def find_missing(branches: list[Branch], page: str) -> list[Branch]:
-    """List branches without an entry."""
+    """List branches without entry."""
     return [b for b in branches if f"| {' | '.join(_quote(part) for part in b.key)} | " not in page]
 
 

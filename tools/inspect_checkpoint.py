@@ -3,9 +3,8 @@
 
     python tools/inspect_checkpoint.py DIR [--tensors] [--recipe] [--verify] [--json FILE]
 
-DIR is a run directory (newest checkpoint), a training checkpoint step_<N>, the output of convert_hf_to_megatron.py, a
-checkpoint written by megatron-core, or a model in Hugging Face format. Only headers are read, except with --verify,
-which compares the digests of all files (exit code 1 if one differs).
+DIR is a run directory (newest checkpoint), a training checkpoint step_<N>, a converted checkpoint, one written by
+megatron-core, or an HF model. Only --verify reads more than headers: it compares digests (exit code 1 if one differs).
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 
 A prompt is "373*452=", its answer "168596", one token per character. A model of this size does not learn to multiply,
 but it can call the environment `calculator`: it writes "[373*452]", receives "[168596]", and repeats the number. Most
-rows of `demonstrations.jsonl`, for a warm start, answer with the product of the rounded numbers ("200000"), the rest
-show a calculator call. The policy learns from the reward which of the two pays.
+demonstrations of the warm start answer with the product of rounded numbers ("200000"), the rest call the calculator.
+The policy learns from the reward which pays.
 
 Invariants: the same arguments give byte-identical files; training and validation share no pair of numbers; `task.json`
-(the arguments) is written last.
+is written last.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def check_arguments(task: dict[str, Any]) -> None:
 
 
 def make_rows(task: dict[str, Any]) -> tuple[list[Row], list[Row], list[Row]]:
-    """Return training prompts, validation prompts, and demonstrations."""
+    """Make training prompts, validation prompts, demonstrations."""
     generator = random.Random(task["seed"])
     wanted, pairs = task["train"] + task["validation"], dict[tuple[int, int], None]()
     while len(pairs) < wanted:
@@ -97,7 +97,7 @@ def make_rows(task: dict[str, Any]) -> tuple[list[Row], list[Row], list[Row]]:
 
 
 def estimate(left: int, right: int) -> int:
-    """Return the product of two numbers, each rounded to hundreds."""
+    """Multiply after rounding to hundreds."""
     return round(left, -2) * round(right, -2)
 
 

@@ -2,15 +2,12 @@
 """Make an arithmetic task that a small model learns on a laptop: tokenizer, prompts, model; no network.
 
 A prompt is "37+45=", its answer "82", one token per character: an exact reward and a few million parameters suffice to
-watch GRPO work. Most `demonstration`s of training rows forget the carry ("37+45=72"), so a warm-started model is often
-wrong, and improves from the reward alone.
-
-`train_mixed.jsonl` and `validation_mixed.jsonl` add long prompts: operands with one more digit, never demonstrated,
+watch GRPO work. Most `demonstration`s forget the carry ("37+45=72"), so a warm-started model is often wrong, and
+improves from the reward alone. The `_mixed` files add long prompts: operands with one more digit, never demonstrated,
 which a warm-started model gets wrong. The prompt thus predicts the reward, which a critic can learn.
 
 Invariants: the same arguments give byte-identical files; training and validation share no pair of operands (in either
-order, under any operation); no prompt occurs twice in a file; results are not negative; `task.json` (the arguments) is
-written last.
+order, under any operation); no prompt occurs twice in a file; results are not negative; `task.json` is written last.
 """
 
 from __future__ import annotations
@@ -157,7 +154,7 @@ def make_prompts(task: dict[str, Any]) -> tuple[list[Row], list[Row]]:
 
 
 def mix_in_long_prompts(task: dict[str, Any], train: list[Row], validation: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Drop demonstrations, add a share of `long_share` of long prompts to both lists, and shuffle them."""
+    """Replace demonstrations by a share of `long_share` of long prompts, shuffled."""
     generator = random.Random(task["seed"])
     share, lowest = task["long_share"], 10 ** len(str(task["max_operand"]))
     sizes = [round(len(rows) * share / (1 - share)) for rows in (validation, train)]
@@ -255,7 +252,7 @@ def write_model(directory: Path, task: dict[str, Any], vocab_size: int) -> int:
 
 
 def write_policy(out: Path, task: dict[str, Any], proto: bytes) -> int:
-    """Remove `task.json`, then write tokenizer and model; return the number of parameters."""
+    """Invalidate `task.json`, write tokenizer and model; return the number of parameters."""
     (out / "model").mkdir(parents=True, exist_ok=True)
     (out / ARGUMENTS_FILE).unlink(missing_ok=True)
     for file in (out / "tokenizer.model", out / "model" / "tokenizer.model"):

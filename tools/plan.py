@@ -5,11 +5,10 @@
     python tools/plan.py RECIPE.yaml actor.tensor_model_parallel_size=4 --nodes 4 --json plan.json --plot memory.png
     python tools/plan.py RECIPE.yaml --nodes 8 --lengths lognormal:4000,1.0 --top 3
 
-The report ends with the training methods that fit (ZeRO-1, ZeRO-3, LoRA, QLoRA). Nothing is started and no weights are
-read: the model's shape comes from config.json (--hf-config, else the one in model.path, else shapes/<last part of
-model.path>.json beside the recipe). Weights, gradients, optimizer states, batch arithmetic and the weight transfer are
-exact; activations are counted; seconds are predicted from the stated assumptions. Exit status 1 if the recipe does not
-fit, 2 if it cannot be planned.
+Nothing is started and no weights are read: the model's shape comes from config.json (--hf-config, else the one in
+model.path, else shapes/<last part of model.path>.json beside the recipe). Weights, gradients, optimizer states, batch
+arithmetic and the weight transfer are exact; activations are counted; seconds follow from stated assumptions. Exit
+status 1 if the recipe does not fit, 2 if it cannot be planned.
 """
 
 from __future__ import annotations

@@ -5,11 +5,8 @@
     python tools/prepare_prompts.py --dataset math --input MATH --out data/math --format jsonl
 
 DIR contains the published splits: train.jsonl and test.jsonl, parquet files (train.parquet, or
-[main/|data/]train-00000-of-00001.parquet), or one JSON file per problem in train/ and test/ (MATH).
-
-Rows have verl's schema: `data_source`, `prompt` (chat messages), `ability`, `reward_model.ground_truth`, `extra_info`.
-The final answer follows the solution's last "####" or is in its last \\boxed{}; a row without one is an error.
-`--instruction ''` leaves the question unchanged.
+[main/|data/]train-00000-of-00001.parquet), or one JSON file per problem in train/ and test/ (MATH). Rows have verl's
+schema. The final answer follows the solution's last "####" or is in its last \\boxed{}; a row without one is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ class Dataset:
     Attributes:
         data_source: verl's name, which may select the reward.
         instruction: appended to each question.
-        strips_commas: whether to remove thousands separators from answers.
+        strips_commas: remove thousands separators from answers.
     """
 
     data_source: str
@@ -94,7 +91,7 @@ def find_files(directory: Path, split: str) -> list[Path]:
 
 
 def read_split(files: list[Path]) -> Iterator[Row]:
-    """Yield rows of JSONL or parquet files, or of files with one JSON object each.
+    """Yield rows of JSONL, parquet, or single JSON objects.
 
     Raises:
         UserError: an unreadable file.
@@ -116,10 +113,10 @@ def read_split(files: list[Path]) -> Iterator[Row]:
 
 
 def build_prompt(row: Row, dataset: Dataset, split: str, instruction: str) -> dict[str, Any]:
-    """Build one row of verl's schema.
+    """Build a row of verl's schema.
 
     Raises:
-        UserError: a missing column, or a solution without a final answer.
+        UserError: a missing column or final answer.
     """
     question, solution = row.scalar_text(dataset.question), row.scalar_text(dataset.solution)
     answer = extract_answer(solution)

@@ -4,11 +4,10 @@
     python tools/rehearse.py launch/recipes/qwen2.5_7b_gsm8k.yaml --nodes 8 --gpus-per-node 8 --json rehearsal.json
     python tools/rehearse.py RECIPE.yaml actor.step_mode=static --nodes 1 --rank-class 0
 
-One rank of each class, on one CPU core each, builds the real roles, transfers weights to an engine, scores, takes two
-optimizer steps and saves, on tensors without memory. Reported per phase: peak memory and the lines that allocated it,
-calls and bytes of collectives, host waits, copies, and operations that mix host and device tensors. Exit status: 0 if
-every rank ran and agrees with tools/plan.py within 5 percent, 1 if not, 2 if the job cannot be rehearsed.
-Not covered: generation, kernels, streams, and allocator fragmentation.
+One rank of each class builds the real roles, transfers weights, scores, takes two optimizer steps and saves, on tensors
+without memory. Reported per phase: peak memory by line, collectives, host waits, copies, and operations that mix host
+and device tensors. Exit status: 0 if every rank agrees with tools/plan.py within 5 percent, 1 if not, 2 if the job
+cannot be rehearsed. Not covered: generation, kernels, streams, allocator fragmentation.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_rehearsed_job(arguments: list[str]) -> tuple[Job, argparse.Namespace]:
-    """Return the job, without the memory reserve, whose causes are not rehearsed, and without the MTP layer.
+    """Return the job without memory reserve, which is not rehearsed, and without the MTP layer.
 
     Raises:
-        UserError: a recipe, cluster or model that cannot be planned.
+        UserError: a job that cannot be planned.
     """
     options, overrides = build_parser().parse_known_args(arguments)
     options.reserve_gib = 0.0
@@ -55,7 +54,7 @@ def read_rehearsed_job(arguments: list[str]) -> tuple[Job, argparse.Namespace]:
 
 
 def rehearse_apart(arguments: list[str], rank: int) -> dict[str, Any] | str:
-    """Rehearse a rank in its own process; return its report, or the end of its output if it failed."""
+    """Rehearse a rank in its own process; return its report, or its last output on failure."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "rank.json"
         command = [sys.executable, str(_ONE_RANK), str(rank), str(file), *arguments]

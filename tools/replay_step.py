@@ -4,9 +4,8 @@
     torchrun --nproc-per-node N tools/replay_step.py RUN/capsules/step_<N>
     torchrun --nproc-per-node 1 tools/replay_step.py RUN/capsules/step_<N> actor.tensor_model_parallel_size=1 ...
 
-Runs `Trainer.train` on the recorded rollouts and state, without engine or rewards; the run is not changed. Exit code: 0
-equal (bitwise in the same layout, within --tolerance in another), 1 different or failed, 2 for input that cannot be
-used. See docs/replay.md.
+Runs `Trainer.train` on the recorded rollouts and state. Exit code: 0 equal (bitwise in the same layout, within
+--tolerance in another), 1 different or failed, 2 for input that cannot be used. See docs/replay.md.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class ReplayTrainer(Trainer):
 
     Attributes:
         recorded: set before `train`.
-        allow_changed: accept a state that differs from the recorded digests.
-        sections: results of the replayed step.
+        allow_changed: accept a state that differs from its digests.
+        sections: results.
     """
 
     recorded: Capsule
@@ -52,7 +51,7 @@ class ReplayTrainer(Trainer):
         """Print nothing."""
 
     def steps(self) -> Iterator[int]:
-        """Restore the recorded state, and yield the captured step."""
+        """Restore the state and yield the step."""
         self.checkpoints.start()
         step = self.recorded.step
         self.run.timers.begin_step(step)
@@ -65,7 +64,7 @@ class ReplayTrainer(Trainer):
             yield step
 
     def describe(self, step: int, samples: Experience) -> None:
-        """Keep the results of the step."""
+        """Keep the results."""
         self.count_elsewhere()
         _, self.sections = self.observer.end(samples, self.inputs.tokenizer.decode, self.run.series)
 
@@ -88,15 +87,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def count_ranks(number: int) -> str:
-    """Format a number of ranks."""
+    """Format the number."""
     return f"{number} rank{'s' * (number != 1)}"
 
 
 def replay(options: argparse.Namespace, run_dir: Path) -> bool:
-    """Replay, print the comparison, and return whether everything is equal. Collective.
+    """Replay and print; return whether all is equal. Collective.
 
     Raises:
-        UserError: a capsule or layout that cannot be used.
+        UserError: an unusable capsule or layout.
         OSError: the report cannot be written.
     """
     capsule = open_capsule(options.capsule, allow_changed=options.allow_changed)
@@ -117,7 +116,7 @@ def replay(options: argparse.Namespace, run_dir: Path) -> bool:
 
 
 def report(options: argparse.Namespace, trainer: ReplayTrainer) -> bool:
-    """Compare, print and write the report; return whether everything is equal."""
+    """Compare, print and write the report; return whether all is equal."""
     capsule, world_size = trainer.recorded, trainer.process.world_size
     tolerance = None if is_same_layout(capsule, trainer.config, world_size) else options.tolerance
     rows = compare_sections(capsule.sections, trainer.sections, tolerance=tolerance, read=capsule.read_parameter)
