@@ -2,8 +2,8 @@
 """Stand-ins that let CUDA wheels be imported without an NVIDIA driver.
 
 vLLM's libraries resolve all their libcuda.so.1 functions at load time; the stand-in's return CUDA_ERROR_NO_DEVICE.
-vLLM's platform detection gets an H100. flash-attn and Transformer Engine are imported without their kernels, which take
-an hour to compile.
+vLLM's platform detection gets an H100. flash-attn and Transformer Engine lack their kernels, which take an hour to
+compile.
 """
 
 from __future__ import annotations
@@ -87,17 +87,17 @@ def choose_cuda_platform() -> None:
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> Any:
-            """Return sm_90."""
+            """Return capability 9.0."""
             return interface.DeviceCapability(9, 0)
 
         @classmethod
         def get_device_name(cls, device_id: int = 0) -> str:
-            """Return its name."""
+            """Return the device name."""
             return "NVIDIA H100 80GB HBM3"
 
         @classmethod
         def get_device_total_memory(cls, device_id: int = 0) -> int:
-            """Return bytes."""
+            """Return the memory in bytes."""
             return 80 << 30
 
     platforms: Any = importlib.import_module("vllm.platforms")

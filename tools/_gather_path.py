@@ -26,7 +26,7 @@ class GatherSummary:
 
     @property
     def bytes_received(self) -> int:
-        """Add both."""
+        """Return the bytes within and across nodes."""
         return self.bytes_within_node + self.bytes_across_nodes
 
 

@@ -3,9 +3,8 @@
 
     python tools/compare_verl.py CHECKOUT        # a checkout of verl; nothing of it is installed
 
-Both get the same random batches: verl padded rows, ours packed tokens. Losses and KL are compared in value and
-gradient; relative differences up to 1e-6 count as equal. Intended differences have rows with the reason. Exit code: 0,
-or 1 for any other difference.
+Both get the same random batches. Losses and KL are compared in value and gradient; relative differences up to 1e-6
+count as equal. Intended differences are listed with the reason. Exit code: 0, or 1 for any other difference.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 bisect. The policy learns from the reward which pays.
 
 Invariants: the same arguments and packages give byte-identical files; training and validation share no question;
-`task.json` (the arguments) is written last.
+`task.json` is written last.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 
 def make_legs(task: dict[str, Any]) -> Rows:
-    """Make questions of reasoning-gym, and demonstrations in the requested answer tags."""
+    """Make questions, and demonstrations in answer tags."""
     generator = random.Random(task["seed"])
     train = [row for _, row in read_reasoning_gym(LEGS.format(size=task["train"], seed=task["seed"]))]
     asked = {row["prompt"][0]["content"] for row in train}

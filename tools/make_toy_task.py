@@ -154,7 +154,7 @@ def make_prompts(task: dict[str, Any]) -> tuple[list[Row], list[Row]]:
 
 
 def mix_in_long_prompts(task: dict[str, Any], train: list[Row], validation: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Replace demonstrations by a share of `long_share` of long prompts, shuffled."""
+    """Drop demonstrations, mix in a share of `long_share` of long prompts, and shuffle."""
     generator = random.Random(task["seed"])
     share, lowest = task["long_share"], 10 ** len(str(task["max_operand"]))
     sizes = [round(len(rows) * share / (1 - share)) for rows in (validation, train)]
@@ -252,7 +252,7 @@ def write_model(directory: Path, task: dict[str, Any], vocab_size: int) -> int:
 
 
 def write_policy(out: Path, task: dict[str, Any], proto: bytes) -> int:
-    """Invalidate `task.json`, write tokenizer and model; return the number of parameters."""
+    """Remove `task.json`, write tokenizer and model; return the number of parameters."""
     (out / "model").mkdir(parents=True, exist_ok=True)
     (out / ARGUMENTS_FILE).unlink(missing_ok=True)
     for file in (out / "tokenizer.model", out / "model" / "tokenizer.model"):

@@ -5,7 +5,7 @@
         --ranks-per-node 8 --json FILE
 
 The plan is training's; its bytes are exact. Seconds are a lower bound from bandwidth alone (bytes of the busiest rank
-over the speed of its link), also for the path that gathers full tensors. No weights are read.
+over the speed of its link). No weights are read.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class ReplayTrainer(Trainer):
     sections: list[Section]
 
     def introduce(self) -> None:
-        """Print nothing."""
+        """Print nothing, unlike a training run."""
 
     def steps(self) -> Iterator[int]:
         """Restore the state and yield the step."""
@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def count_ranks(number: int) -> str:
-    """Format the number."""
+    """Format a number of ranks."""
     return f"{number} rank{'s' * (number != 1)}"
 
 

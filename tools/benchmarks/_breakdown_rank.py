@@ -3,8 +3,8 @@
 
     _breakdown_rank.py CHECKOUT OUT COMPUTE_STEPS ARGUMENTS...
 
-Writes a line per step to OUT.<rank>: CPU-seconds of the process (key "step") and by phase. In the last COMPUTE_STEPS
-steps every operator is timed, which slows the step down, to measure matrix products and attention (key "compute").
+Writes a line per step to OUT.<rank>: CPU-seconds in total (key "step") and by phase. The last COMPUTE_STEPS steps time
+every operator, for matrix products and attention (key "compute").
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMPUTE = ("mm", "linear", "matmul", "scaled_dot_product", "attention")
 
 
 class ComputeClock(TorchDispatchMode):
-    """Sums this thread's CPU time in matrix products and attention, forward and backward."""
+    """Sums CPU time in matrix products and attention, forward and backward."""
 
     seconds = 0.0
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's side of bench_step_vs_trl.py: an unchanged GRPOTrainer with scripted responses and timers.
 
-The driver starts it with the Python that has TRL. Responses come from `rollout_func`, rewards from a table; in the
-workload "rollouts" TRL samples with transformers, and a function of the text computes the reward.
+The driver starts it with the Python that has TRL. In the workload "rollouts", TRL samples with transformers, and a
+function of the text computes the reward.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _roll_out(prompts: list[str], trainer: ScriptedTrainer) -> dict[str, Any]:
 
 
 class _Clock(TrainerCallback):
-    """Times updates without their preparation, and answers the driver after a step's last update."""
+    """Times updates without preparation, and answers the driver after a step."""
 
     def __init__(self, trainer: ScriptedTrainer) -> None:
         self._trainer = trainer
@@ -135,7 +135,7 @@ class _WholeSteps(TrainerCallback):
 
 
 def build_trainer(options: argparse.Namespace) -> GRPOTrainer:
-    """Build TRL's trainer with our algorithm settings and its defaults for the rest."""
+    """Build TRL's trainer with our algorithm settings."""
     core = Tokenizer(WordLevel(WORDS, unk_token="<pad>"))
     core.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")

@@ -3,8 +3,7 @@
 
     python tools/benchmarks/bench_convert.py --hf-config docs/shapes/3b.json --work DIR --processes 2 --json F
 
-DIR needs space for three copies of the model, which are removed again. Peak memory is the largest process's resident
-set, including pages of mapped files.
+DIR needs space for three copies of the model. Peak memory is the largest resident set, including mapped files.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def write_random_model(directory: Path, config: dict[str, Any], dtype: torch.dtype, file_bytes: int) -> list[Path]:
-    """Write a random HF model piece by piece; return its weight files."""
+    """Write a random HF model; return its weight files."""
     sizes = model_shape_from_config(config, source="--hf-config").logical_tensors()
     num_bytes = {name: torch.Size(size).numel() * dtype.itemsize for name, size in sizes.items()}
     units, generator = split_units(num_bytes, file_bytes, name_safetensors), torch.Generator().manual_seed(0)
@@ -67,7 +66,7 @@ def write_random_model(directory: Path, config: dict[str, Any], dtype: torch.dty
 
 
 def run_tool(name: str, *arguments: object) -> dict[str, float]:
-    """Run a tool; return seconds, and peak resident bytes of its largest process.
+    """Run a tool; return seconds and peak resident bytes.
 
     Raises:
         UserError: it failed.

@@ -3,8 +3,8 @@
 
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_host_work.py --ranks 8 128 1024 --sequences 512 8192 --json FILE
 
-Covers the host work of `run/grpo.py`: headers of all sequences, minibatch plans, exchange of tokens, this replica's
-batch, dispatch, group baselines and metrics. Per-token work (packing rows) covers this replica's share only.
+Covers the host work of `run/grpo.py`: headers of all sequences, minibatch plans, token exchange, this replica's batch,
+dispatch, group baselines and metrics.
 """
 
 from __future__ import annotations

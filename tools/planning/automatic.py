@@ -36,10 +36,10 @@ def choose_layout(
         recipe: file whose directory may contain model shapes.
 
     Returns:
-        The config with the choice in place of `layout.mode` auto; one line per choice with the reason.
+        The config with the choice; one line per choice with the reason.
 
     Raises:
-        UserError: no layout fits, or the lengths cannot be read.
+        UserError: no layout fits, or unreadable lengths.
     """
     job, assumed = read_job(replace(config, layout=AutoLayoutConfig()), spec, cluster, recipe), Assumptions()
     lengths = None if config.layout.lengths is None else read_lengths(config.layout.lengths)

@@ -31,7 +31,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class EngineModel:
-    """Cost, maximum running responses, and KV cache capacity of an engine."""
+    """Cost, maximum running responses, and KV cache capacity in tokens of an engine."""
 
     cost: StepCost
     max_num_seqs: int
@@ -90,7 +90,7 @@ class EngineClock:
 
     @property
     def num_unfinished(self) -> int:
-        """Count responses."""
+        """Count running and waiting responses."""
         return len(self._running) + len(self.queue)
 
     def begin(self, now: float, version: int) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of a schedule and of the ranks for engines: options are simulated, one is recommended.
 
-Training and weight transfer cost what `steptime.py` and `switch.py` predict. A decoding pass reads the weights and the
+Costs of training and weight transfer come from `steptime.py` and `switch.py`. A decoding pass reads the weights and the
 KV cache; operations and messages add without overlap. On own ranks, roles keep their layouts with fewer replicas. For a
 job with a placement, only staleness varies.
 """

@@ -42,7 +42,6 @@ def build_shards(
     """Build the shards of training and of the engines.
 
     Args:
-        layout: the actor's.
         rollout_tp: TP size of the engines.
         engine_ranks: default: all of `layout`.
         is_fully_sharded: whether the actor shards rows of every parameter (ZeRO-3).

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fake `torch.cuda`, with which megatron-core and this package take their GPU branches.
 
-Patches torch for the whole process. `cuda_guard.load_guard()` must run before torch is imported, `install()` before
-megatron-core.
+`cuda_guard.load_guard()` must run before torch is imported, `install()` before megatron-core.
 """
 
 from __future__ import annotations

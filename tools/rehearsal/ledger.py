@@ -62,7 +62,7 @@ class Phase:
     operations: int = 0
 
     def count_operation(self) -> None:
-        """Count one."""
+        """Count an operation."""
         self.operations += 1
 
     def raise_peak(self, held: int) -> bool:

@@ -41,7 +41,7 @@ def name_scoring(role: RoleSpec) -> str:
 
 
 def list_rank_classes(job: Job) -> list[int]:
-    """List ranks that differ: one per combination of the roles' stages, and the last, which has other shards."""
+    """List ranks that differ: one per combination of the roles' stages, and the last, with other shards."""
     return sorted({rank.rank for rank in compute_memory(job)} | {job.cluster.world_size - 1})
 
 
@@ -88,7 +88,7 @@ def compare_rank(job: Job, rank: int, found: Found) -> dict[str, Any]:
 
 
 def _plan_of(job: Job, rank: int) -> RankMemory:
-    """Return the plan of the rank's class: the last planned rank up to it."""
+    """Return the plan of the rank's class."""
     return [memory for memory in compute_memory(job) if memory.rank <= rank][-1]
 
 
@@ -123,7 +123,7 @@ def _compare_traffic(job: Job, rank: int, found: Found) -> Iterator[dict[str, An
 
 
 def _find_share_of_ends(layout: ParallelLayout, stage: int, passes: int, trainings: int) -> float:
-    """Return a stage's traffic over an inner stage's: the first sends a chunk less back, the last one less forward."""
+    """Return a stage's traffic over an inner stage's: the ends send a chunk less in one direction."""
     forward, back, chunks = passes + trainings, trainings, layout.vpp_size
     if layout.pp_size == 1:
         return 1.0
@@ -197,7 +197,7 @@ def _differs(planned: float, found: float) -> bool:
 
 
 def format_ranks(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Format tables: memory by phase with the lines of the peak, and bytes by axis."""
+    """Format memory by phase with the lines of the peak, and bytes by axis."""
     lines = []
     for rank in ranks:
         lines.append(f"rank {rank['rank']} ({rank['seconds']:.0f} s)")

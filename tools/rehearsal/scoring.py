@@ -29,7 +29,7 @@ def score(job: Job, name: str, role: Any, batch: TrainBatch) -> None:
 
 
 def make_lessons(job: Job, num_tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return empty teacher outputs, sliced to a batch from those of a whole step."""
+    """Return empty teacher outputs for a batch, sliced from the tensors of a whole step."""
     distillation = job.config.algorithm.distillation
     widths = [job.shape_of(teacher).hidden_size for teacher in job.spec.teachers.values()]
     size = {"sampled": (), "top_k": (2, distillation.k + 1), "full": (max(widths),)}[distillation.kind]

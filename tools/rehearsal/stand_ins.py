@@ -83,7 +83,7 @@ def counted_loads(ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def known_messages(ledger: Ledger, find_message: Callable[[], list[int]]) -> Iterator[None]:
-    """Return the shapes that stages of an interleaved pipeline exchange before messages."""
+    """Return shapes that interleaved pipeline stages exchange before messages."""
 
     def communicate(this: Any, to_next: Any, to_previous: Any, from_previous: bool, from_next: bool) -> Any:
         ledger.note_wait("megatron/core/pipeline_parallel/p2p_communication.py")

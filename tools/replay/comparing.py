@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparison of a replayed step with its capsule, down to the first number that differs (pure).
 
-Inputs of a step must be bitwise equal in any layout. Results must be bitwise equal in the same layout; in another one
-they may differ by `tolerance * max(1, |recorded|)`, since sums are taken in another order.
+Inputs must be bitwise equal in any layout, results in the same layout. In another layout, results may differ by
+`tolerance * max(1, |recorded|)`, since sums are taken in another order.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ _BITWISE, _CLOSE, _DIFFERENT, _MISSING = "bitwise", "within tolerance", "DIFFERE
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of a quantity or logical tensor.
-
-    It is located by element, by rollout and token, or by optimizer step; "" if unavailable.
+    """The first difference of a quantity or logical tensor, by element, token, or optimizer step.
 
     Attributes:
         recorded, found: `None` if unavailable.
@@ -66,11 +64,11 @@ class Row:
 def compare_sections(
     recorded: Sequence[Section], found: Sequence[Section], *, tolerance: float | None, read: ReadTensor
 ) -> list[Row]:
-    """Compare all numbers of a step; rows are in order of computation.
+    """Compare all numbers of a step, in order of computation.
 
     Args:
         tolerance: bitwise if `None`.
-        read: reads the state's value of a parameter that differs from the record.
+        read: reads a differing parameter from the state.
     """
     by_name, rows = {section.name: section for section in found}, []
     for section in recorded:
@@ -184,7 +182,7 @@ def _compare_parameters(
 def _describe_parameter(
     section: str, name: str, row: int, recorded: Fingerprints, found: Fingerprints, read: ReadTensor
 ) -> Difference:
-    """Describe the only differing element if it can be identified and read, otherwise the worst sampled element."""
+    """Describe the only differing element if it can be read, otherwise the worst sampled element."""
     what, shape = f"{section}: {name}", recorded.shapes[name]
     old, new, places = recorded.samples[row], found.samples[row], sample_places(name, shape)
     change = locate_change(recorded.bits[row], found.bits[row], shape) if section.endswith("before") else None
