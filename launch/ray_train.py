@@ -2,11 +2,10 @@
 """The training of `launch/pretrain_grpo.py` under Ray Train.
 
     ray job submit --working-dir . -- python launch/ray_train.py RECIPE.yaml --num-workers 16 [section.key=value ...]
-    python launch/ray_train.py RECIPE.yaml --num-workers 4 --dry-run
 
 TorchTrainer starts one worker per rank, numbered node by node as by torchrun. With --max-failures a failed run restarts
-from the newest checkpoint in trainer.run_dir, on a disk shared by all nodes. Ray is not among the requirements: pip
-install "ray[train]". Checked with Ray 2.60 on one machine without GPUs. Not covered: clusters, GPUs.
+from the newest checkpoint in trainer.run_dir, on a disk shared by all nodes. Requires pip install "ray[train]". Checked
+with Ray 2.60 on one machine without GPUs. Not covered: clusters, GPUs.
 """
 
 from __future__ import annotations

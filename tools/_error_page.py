@@ -77,7 +77,7 @@ class Row:
 
     @property
     def advice(self) -> str:
-        """Return the hint if it names a setting, command or file, or has over nine words."""
+        """Return the hint if it names a setting, command or file, or is long."""
         known = self.parts[3].split(_MARK)[::2]
         return self.parts[3] if _NAME.search(" ".join(known)) or len(" ".join(known).split()) > 9 else ""
 
@@ -183,7 +183,7 @@ class _Builder:
         return not self.function.name.startswith("_") and self.parameters[:1] != ("self",)
 
     def bind(self, call: ast.Call) -> dict[str, ast.expr]:
-        """Map parameters to the argument expressions of a call."""
+        """Map parameters to a call's arguments."""
         names = self.parameters[self.parameters[:1] == ("self",) :]
         return dict(zip(names, call.args)) | {word.arg: word.value for word in call.keywords if word.arg}
 

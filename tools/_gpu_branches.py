@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Branches of the package that run only on a GPU, found in its syntax trees.
 
-A branch is the part of a conditional that requires CUDA, the statements after an `if` that leaves on a CPU, a direct
-call of `torch.cuda`, or an import of a GPU-only library.
+A branch is a conditional part that requires CUDA, the statements after an `if` that leaves on a CPU, a direct call of
+`torch.cuda`, or an import of a GPU-only library.
 """
 
 from __future__ import annotations

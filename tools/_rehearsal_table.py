@@ -3,7 +3,7 @@
 
     python tools/_rehearsal_table.py DIRECTORY [RECIPE ...]
 
-Existing reports, DIRECTORY/<recipe>.json, are reused; planned numbers come from the current planner.
+Existing reports, DIRECTORY/<recipe>.json, are reused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tools.rehearse import read_rehearsed_job
 
 
 def find_command(recipe: Path) -> list[str]:
-    """Read the arguments of tools/plan.py from a recipe's header."""
+    """Read a recipe's arguments of tools/plan.py."""
     head = "#   python tools/plan.py "
     [line] = [line for line in recipe.read_text(encoding="utf-8").splitlines() if line.startswith(head)]
     return shlex.split(line.removeprefix(head))

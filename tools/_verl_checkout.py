@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own functions, loaded from a checkout without installing verl or its dependencies.
 
-`core_algos.py`, `rollout_corr_helper.py` and their helpers are imported unchanged; config and container classes, used
-only in annotations and `isinstance`, are replaced by empty ones.
+The needed modules are imported unchanged; config and container classes, used only in annotations and `isinstance`, are
+replaced by empty ones.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     python tools/check_signatures.py --engine RECIPE.yaml [section.key=value]
 
 Not covered: methods of objects, and the meaning of arguments. With a CUDA build of torch, GPU-only modules are imported
-as well, and --engine prints vLLM's GPU configuration for a recipe instead; a stand-in replaces a missing driver. Exit
-status 1 if a module or name is missing or a call does not fit; missing libraries are only listed.
+as well, and --engine prints vLLM's GPU configuration instead. Exit status 1 if a module or name is missing or a call
+does not fit; missing libraries are only listed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare verl's functions with ours for every estimator, loss and KL that a recipe may select by a verl name.
 
-    python tools/compare_verl.py CHECKOUT        # a checkout of verl; nothing of it is installed
+    python tools/compare_verl.py CHECKOUT        # a checkout of verl; without one, skipped
 
-Both get the same random batches. Losses and KL are compared in value and gradient; relative differences up to 1e-6
-count as equal. Intended differences are listed with the reason. Exit code: 0, or 1 for any other difference.
+Losses and KL are compared in value and gradient; relative differences up to 1e-6 count as equal. Intended differences
+are listed with the reason. Exit code: 0, or 1 for any other difference.
 """
 
 from __future__ import annotations

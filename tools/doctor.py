@@ -2,12 +2,12 @@
 """Check whether a machine, or all machines of a job, are ready for training.
 
     python tools/doctor.py                                            # one machine
-    torchrun --nnodes 2 --nproc-per-node 8 ... tools/doctor.py        # every rank, and the links between the hosts
+    torchrun --nnodes 2 --nproc-per-node 8 ... tools/doctor.py        # every rank, and links
     srun python tools/doctor.py --quiet || exit 1                     # in a job prologue
 
 Checks versions, accelerators, fast paths, limits and host names; under torchrun also links, clocks, collectives and
-equal code. Exit status, the same on every rank: 0 without problems, 1 for a problem (with --strict also a warning), 2
-for a wrong command line.
+equal code. Exit status on every rank: 0 without problems, 1 for a problem (with --strict also a warning), 2 for a wrong
+command line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validate a model or a checkpoint in any layout, without an optimizer: mean@k, pass@k, maj@k, and the rollouts.
 
-    python tools/evaluate.py RECIPE.yaml model.path=models/Qwen2.5-0.5B-Instruct
     torchrun --nproc-per-node 4 tools/evaluate.py checkpoints/runs/RUN/config.yaml model.path=checkpoints/runs/RUN \
         rollout.tensor_model_parallel_size=2 --samples 8 rollout.validation_temperature=1.0 --rollouts evaluation
 

@@ -5,9 +5,8 @@
     python tools/first_gpu_run.py --rehearse          # without a GPU
     python tools/first_gpu_run.py --from "two ranks"  # continue after a repair
 
-The rungs range from the driver to a run with all features on. A failure prints the finding and the next thing to try;
-the report is a file to attach to an issue. Exit status: 0 if all rungs hold, 1 if one breaks, 2 for a wrong command
-line.
+A failure prints the finding and the next thing to try; the report is a file to attach to an issue. Exit status: 0 if
+all rungs hold, 1 if one breaks, 2 for a wrong command line.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 """Write docs/gpu_status.md: every branch that only a GPU takes, and the evidence that it ran without one.
 
     python tools/gpu_status.py             # some minutes: runs and traces the rehearsals
-    python tools/gpu_status.py --check     # a second: is every branch on the page?
+    python tools/gpu_status.py --check     # a second
 
-Exit status 1 if a branch has no entry, less than 90 percent were executed, or a rehearsal fails.
+Exit status 1 if a branch has no entry, under 90 percent were executed, or a rehearsal fails.
 """
 
 from __future__ import annotations

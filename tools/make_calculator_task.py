@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a task that needs a calculator: tokenizer, prompts, demonstrations, model; no network.
 
-A prompt is "373*452=", its answer "168596", one token per character. A model of this size does not learn to multiply,
-but it can call the environment `calculator`: it writes "[373*452]", receives "[168596]", and repeats the number. Most
-demonstrations of the warm start answer with the product of rounded numbers ("200000"), the rest call the calculator.
-The policy learns from the reward which pays.
+A prompt is "373*452=", its answer "168596", one token per character. A small model does not learn to multiply, but can
+call the environment `calculator`: it writes "[373*452]", receives "[168596]", and repeats the number. Most
+demonstrations of the warm start answer with the product of rounded numbers ("200000"), the rest call the calculator;
+the policy learns from the reward which pays.
 
 Invariants: the same arguments give byte-identical files; training and validation share no pair of numbers; `task.json`
 is written last.
@@ -50,10 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_arguments(task: dict[str, Any]) -> None:
-    """Refuse arguments that are out of range.
+    """Refuse arguments.
 
     Raises:
-        UserError: with argument and range.
+        UserError: an argument is out of range.
     """
     ranges = {
         "train": (1, MOST_PROMPTS),

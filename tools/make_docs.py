@@ -4,7 +4,7 @@
     python tools/make_docs.py            # after a change of the schema, an error, a metric, or an alias
     python tools/make_docs.py --check    # status 1 if a page is out of date
 
-The whole site: python -m mkdocs build --strict -f .mkdocs.yml, or mkdocs serve -f .mkdocs.yml.
+The whole site: python -m mkdocs build --strict -f .mkdocs.yml.
 """
 
 from __future__ import annotations

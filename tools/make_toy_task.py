@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make an arithmetic task that a small model learns on a laptop: tokenizer, prompts, model; no network.
 
-A prompt is "37+45=", its answer "82", one token per character: an exact reward and a few million parameters suffice to
-watch GRPO work. Most `demonstration`s forget the carry ("37+45=72"), so a warm-started model is often wrong, and
-improves from the reward alone. The `_mixed` files add long prompts: operands with one more digit, never demonstrated,
-which a warm-started model gets wrong. The prompt thus predicts the reward, which a critic can learn.
+A prompt is "37+45=", its answer "82", one token per character, so a few million parameters suffice to watch GRPO work.
+Most `demonstration`s forget the carry ("37+45=72"), so a warm-started model is often wrong, and improves from the
+reward alone. The `_mixed` files add prompts with one more digit, never demonstrated and so answered wrong: the prompt
+predicts the reward, which a critic can learn.
 
 Invariants: the same arguments give byte-identical files; training and validation share no pair of operands (in either
 order, under any operation); no prompt occurs twice in a file; results are not negative; `task.json` is written last.
@@ -89,10 +89,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_arguments(task: dict[str, Any]) -> None:
-    """Refuse arguments that are out of range.
+    """Refuse arguments.
 
     Raises:
-        UserError: with argument and range.
+        UserError: an argument is out of range.
     """
 
     def refuse(flag: str, found: Any, expected: str) -> None:

@@ -2,13 +2,12 @@
 """Predict whether a recipe fits a cluster, how long a step takes, and which layouts are better.
 
     python tools/plan.py launch/recipes/qwen2.5_7b_gsm8k.yaml --nodes 1 --gpus-per-node 8 --gpu-memory-gib 80
-    python tools/plan.py RECIPE.yaml actor.tensor_model_parallel_size=4 --nodes 4 --json plan.json --plot memory.png
-    python tools/plan.py RECIPE.yaml --nodes 8 --lengths lognormal:4000,1.0 --top 3
+    python tools/plan.py RECIPE.yaml --nodes 8 --lengths lognormal:4000,1.0 --top 3 --json plan.json --plot memory.png
 
-Nothing is started and no weights are read: the model's shape comes from config.json (--hf-config, else the one in
-model.path, else shapes/<last part of model.path>.json beside the recipe). Weights, gradients, optimizer states, batch
-arithmetic and the weight transfer are exact; activations are counted; seconds follow from stated assumptions. Exit
-status 1 if the recipe does not fit, 2 if it cannot be planned.
+No weights are read: the model's shape comes from config.json (--hf-config, else the one in model.path, else
+shapes/<last part of model.path>.json beside the recipe). Memory of weights and optimizer, batch arithmetic and the
+weight transfer are exact, activations are counted, seconds follow from stated assumptions. Exit status 1 if the recipe
+does not fit, 2 if it cannot be planned.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert local files of GSM8K or MATH to prompts; nothing is downloaded.
+"""Convert local files of GSM8K or MATH to prompts in verl's schema; nothing is downloaded.
 
-    python tools/prepare_prompts.py --dataset gsm8k --input DIR --out data/gsm8k
-    python tools/prepare_prompts.py --dataset math --input MATH --out data/math --format jsonl
+    python tools/prepare_prompts.py --dataset math --input DIR --out data/math --format jsonl
 
 DIR contains the published splits: train.jsonl and test.jsonl, parquet files (train.parquet, or
-[main/|data/]train-00000-of-00001.parquet), or one JSON file per problem in train/ and test/ (MATH). Rows have verl's
-schema. The final answer follows the solution's last "####" or is in its last \\boxed{}; a row without one is an error.
+[main/|data/]train-00000-of-00001.parquet), or one JSON file per problem in train/ and test/ (MATH). The final answer
+follows the solution's last "####" or is in its last \\boxed{}; a row without one is an error.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python tools/rehearse.py RECIPE.yaml actor.step_mode=static --nodes 1 --rank-class 0
 
 One rank of each class builds the real roles, transfers weights, scores, takes two optimizer steps and saves, on tensors
-without memory. Reported per phase: peak memory by line, collectives, host waits, copies, and operations that mix host
-and device tensors. Exit status: 0 if every rank agrees with tools/plan.py within 5 percent, 1 if not, 2 if the job
-cannot be rehearsed. Not covered: generation, kernels, streams, allocator fragmentation.
+without memory. Reported per phase: peak memory by line, collectives, host waits, copies. Exit status: 0 if every rank
+agrees with tools/plan.py within 5 percent, 1 if not, 2 if the job cannot be rehearsed. Not covered: generation,
+kernels, streams, allocator fragmentation, the MTP layer.
 """
 
 from __future__ import annotations

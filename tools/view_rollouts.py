@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write rollouts of one or more runs to an HTML page that needs no server and no network.
 
-    python tools/view_rollouts.py checkpoints/runs/RUN --out page.html
-    python tools/view_rollouts.py RUN_DIR --out page.html --steps 90-100
+    python tools/view_rollouts.py checkpoints/runs/RUN --out page.html --steps 90-100
     python tools/view_rollouts.py RUN_DIR OTHER_RUN_DIR --out page.html
 
 A run logs trainer.log_rollouts=N groups of each step; see docs/rollout_viewer.md.
