@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Do the wheels for GPUs have what the program calls? Makes an environment with them on a machine without a GPU (10 GB,
-# some minutes), imports what only GPUs use, checks every call, and prints how vLLM configures itself on a GPU.
+# Check the package's calls against the GPU wheels, on a machine without a GPU: makes an environment with them (10 GB,
+# some minutes), imports the GPU-only modules, checks every call, and prints vLLM's GPU configuration.
 #   bash launch/check_cuda_wheels.sh
 #   bash launch/check_cuda_wheels.sh launch/recipes/qwen3_30b_a3b_math.yaml rollout.tensor_model_parallel_size=2
 set -euo pipefail
@@ -11,7 +11,7 @@ export MEGATRON_RL_VENV="${MEGATRON_RL_VENV:-$PWD/.venv-cuda}" MEGATRON_RL_DEVIC
 bash launch/setup.sh
 python="$MEGATRON_RL_VENV/bin/python"
 
-# The optional kernels without compiling them: flash-attn's functions, and Transformer Engine's with its core library.
+# Optional kernels without compilation: the functions of flash-attn, and of Transformer Engine with its core library.
 pin() { sed -nE "s/^# $1(\[.*\])?(==.*)$/\2/p" requirements.txt; }
 engine="$(pin transformer-engine)"
 export FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the environment what the requirements say, and does it import?
+"""Check that installed packages match the requirements and can be imported.
 
-Called by ``launch/setup.sh``; runs on a bare Python and prints what is broken. The quick check (under a second)
-compares installed versions with the pins; the full check also imports what breaks in practice: torch of the wrong
-build, transformers beside a CUDA torchvision, vLLM.
+Called by ``launch/setup.sh`` on a bare Python. The quick check compares versions with the pins; the full check also
+imports the usual failures: torch of the wrong build, transformers beside a CUDA torchvision, vLLM.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ PIN = re.compile(r'([\w.-]+)==([\w.]+)(?:; python_version (<|>=) "3\.(\d+)")?')
 
 
 def read_pins(path: Path, minor: int = sys.version_info.minor) -> dict[str, str]:
-    """Return ``{name: version}`` of the ``name==version`` lines of a requirements file.
+    """Parse ``name==version`` lines of a requirements file.
 
     Args:
-        path: the file.
-        minor: Python 3.`minor`, for lines that are meant for some versions only.
+        minor: Python 3.`minor`, for conditional lines.
 
     Raises:
-        ValueError: for a line that is neither a comment nor pinned with ``==``.
+        ValueError: an unpinned line.
     """
     pins: dict[str, str] = {}
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -46,7 +44,7 @@ def read_pins(path: Path, minor: int = sys.version_info.minor) -> dict[str, str]
 
 
 def find_version_problems(pins: dict[str, str], device: str) -> Iterator[str]:
-    """Yield one line per package that is missing, of another version, or must not be there."""
+    """Yield missing, wrong and forbidden packages."""
     for name, wanted in pins.items():
         try:
             found = metadata.version(name)
@@ -63,7 +61,7 @@ def find_version_problems(pins: dict[str, str], device: str) -> Iterator[str]:
 
 
 def check_torch(device: str) -> str:
-    """Import torch and compare its build with the device; returns what to print."""
+    """Import torch and check its build."""
     import torch
 
     cuda = torch.version.cuda
@@ -86,7 +84,7 @@ def check_torch(device: str) -> str:
 
 
 def check_transformers() -> str:
-    """Import the model classes that the package supports; they load lazily, so a bare import proves nothing."""
+    """Import the supported model classes; they load lazily, so a bare import proves nothing."""
     from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
     assert LlamaForCausalLM and Qwen2ForCausalLM and Qwen3ForCausalLM
@@ -101,21 +99,21 @@ def check_vllm() -> str:
 
 
 def check_flashinfer() -> str:
-    """Import what vLLM's kernels for GPUs need; it breaks where cuda-python and cuda-bindings are of two versions."""
+    """Import vLLM's GPU kernels; fails if cuda-python and cuda-bindings differ in version."""
     import flashinfer
 
     return flashinfer.__version__
 
 
 def check_megatron_core() -> str:
-    """Find megatron.core without importing it: on CPU it wants the package's own runtime first."""
+    """Find megatron.core without importing it, which on a CPU needs the package's own runtime."""
     if find_spec("megatron.core") is None:
         raise RuntimeError("megatron.core is not importable")
     return metadata.version("megatron-core")
 
 
 def run_import_checks(device: str) -> Iterator[str]:
-    """Print the version of each part that works; yield one line per part that does not."""
+    """Print working versions; yield broken parts."""
     checks: dict[str, Callable[[], str]] = {
         "torch": lambda: check_torch(device),
         "transformers": check_transformers,
@@ -132,7 +130,7 @@ def run_import_checks(device: str) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print every problem; exit status 1 if there is one."""
+    """Print problems; exit status 1 if any."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "gpu"), required=True, help="what the environment is for")
     parser.add_argument("--requirements", type=Path, required=True, help="the file of pins it was made from")

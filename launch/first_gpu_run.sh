@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The first hour on a GPU: environment, then a ladder of rungs from the driver to a run with everything on. It stops at
-# the first one that breaks, says what to try, and writes one report to attach to an issue.
+# The first hour on a GPU: environment, then checks from the driver to a run with all features on. Stops at the first
+# failure, prints the next thing to try, and writes one report to attach to an issue.
 #   bash launch/first_gpu_run.sh
 #   bash launch/first_gpu_run.sh --from "graph step"
 #   bash launch/first_gpu_run.sh --rehearse           without a GPU

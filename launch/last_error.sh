@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Say again what ended a run: torchrun follows the one message that says it with some forty lines of its own.
+# Print again the error that ended a run, which torchrun follows with some forty lines of its own.
 #   bash launch/last_error.sh FILE
-# FILE is what the launcher wrote on stderr, with or without srun's labels. Prints nothing where there is no message.
+# FILE is the launcher's stderr, with or without srun's labels. Prints nothing if it contains no error message.
 set -euo pipefail
 
 awk '

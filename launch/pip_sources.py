@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where pip looks for packages, as options of uv, which does not read pip's configuration; for `launch/setup.sh`.
+"""Translate pip's package sources to options of uv, which does not read pip's configuration; for `launch/setup.sh`.
 
-Reads what `pip config list` prints, and prints the options, separated by spaces. Exit status 1, with the reason, for a
-configuration that means more to pip than these options say. Runs on a bare Python.
+Reads `pip config list` and prints options. Exit status 1 for a setting without a uv option. Runs on a bare Python.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ OPTIONS = {
     "trusted-host": "--allow-insecure-host",
     "constraint": "--constraint",
 }
-# How pip goes about it, not what it finds.
+# These affect how pip works, not the packages it finds.
 IGNORED = ("timeout", "default-timeout", "retries", "disable-pip-version-check", "root-user-action", "progress-bar")
 
 
 def to_uv_options(configuration: str) -> list[str]:
-    """The options of uv for what `pip config list` prints.
+    """Return uv options for the output of `pip config list`.
 
     Raises:
-        ValueError: a setting that has none.
+        ValueError: a setting has no uv option.
     """
     settings: dict[str, str] = {}
-    for section in ("global", "install", ":env:"):  # each overrides what is before it
+    for section in ("global", "install", ":env:"):  # later sections override earlier ones
         for line in configuration.splitlines():
             name, _, quoted = line.partition("=")
             if name.startswith(f"{section}."):
                 settings[name.removeprefix(f"{section}.")] = ast.literal_eval(quoted)
-    options = ["--index-strategy", "unsafe-best-match"]  # as pip: the best version, from whichever index
+    options = ["--index-strategy", "unsafe-best-match"]  # as pip: the best version of all indexes
     for name, values in settings.items():
         if name in OPTIONS:
             options += [word for value in values.split() for word in (OPTIONS[name], value)]
@@ -45,7 +44,7 @@ def to_uv_options(configuration: str) -> list[str]:
 
 
 def main() -> int:
-    """Print the options; exit status 1 if they would not say everything."""
+    """Print the options."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     try:
         print(*to_uv_options(sys.stdin.read()))

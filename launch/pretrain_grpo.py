@@ -16,7 +16,7 @@ from megatron_rl.run.resolve import resolve  # noqa: E402
 def check_memory(
     config: RunConfig, recipe: Path | None, world_size: int, memory_gib: float, gpus_per_node: int | None
 ) -> tuple[RunConfig, list[str], str]:
-    """Lay the run out if it says so, and refuse what does not fit into GPUs of this size."""
+    """Choose a layout if `layout.mode` is auto, and refuse a run that does not fit GPUs of this size."""
     from megatron_rl.planning.admission import check_fits
     from megatron_rl.planning.cluster import describe_cluster
     from tools.planning.automatic import choose_layout
@@ -28,7 +28,7 @@ def check_memory(
 
 
 def train(loaded: LoadedConfig, recipe: Path | None) -> None:
-    """Train; the heavy imports happen here, after the config has been checked."""
+    """Train; heavy imports happen here, after the config was checked."""
     from megatron_rl import Trainer
     from megatron_rl.run.parts import NO_PARTS, Parts
 

@@ -14,7 +14,7 @@ from megatron_rl.run.loading import LoadedConfig  # noqa: E402
 
 
 def train(loaded: LoadedConfig, recipe: Path | None) -> None:
-    """Train; the heavy imports happen here, after the config has been checked."""
+    """Train; heavy imports happen here, after the config was checked."""
     with kept_imports():
         from megatron_rl.run.sft import train_sft
 

@@ -3,8 +3,8 @@
 # From a fresh clone to a trained policy on a toy task, on any machine: environment, task, warm start, GRPO.
 #   bash launch/quickstart.sh                            needs no GPU
 #   NPROC=2 bash launch/quickstart.sh trainer.total_steps=5
-# Arguments go to launch/pretrain_grpo.py. Steps whose result is already there are skipped. With a number of ranks
-# that TP2 x PP2 of the recipe does not divide, the layout is the largest part of it that does.
+# Arguments go to launch/pretrain_grpo.py. Steps whose result exists are skipped. If the recipe's TP2 x PP2 does not
+# divide the number of ranks, the layout drops PP, then TP.
 set -euo pipefail
 if [[ ${1:-} == --help || ${1:-} == -h ]]; then
     sed -n '3,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
@@ -27,7 +27,7 @@ elif ((NPROC % 4)); then
     GRPO_ARGS+=(actor.pipeline_model_parallel_size=1)
 fi
 
-# A run directory named on the command line wins over ours.
+# A run directory on the command line overrides the default.
 has_run_dir=false
 for argument in "$@"; do
     case $argument in
@@ -56,7 +56,7 @@ if [[ -f $WARM_START_DIR/summary.json ]]; then
     echo "quickstart: warm start is in $WARM_START_DIR"
 else
     echo "quickstart: supervised warm start on $SFT_NPROC ranks"
-    rm -rf "$WARM_START_DIR"   # of a run that was cut off
+    rm -rf "$WARM_START_DIR"   # left by an interrupted run
     bash launch/supervise.sh "" torchrun --standalone --nproc-per-node "$SFT_NPROC" launch/pretrain_sft.py "${SFT_ARGS[@]}"
 fi
 

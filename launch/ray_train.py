@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same training under Ray Train, for those who have a Ray cluster.
+"""The training of `launch/pretrain_grpo.py` under Ray Train.
 
     ray job submit --working-dir . -- python launch/ray_train.py RECIPE.yaml --num-workers 16 [section.key=value ...]
-    python launch/ray_train.py RECIPE.yaml --num-workers 4 --dry-run
 
-Ray Train's TorchTrainer starts one worker per rank (one GPU each where the cluster has GPUs), numbers them node by
-node as torchrun does, and calls what `launch/pretrain_grpo.py` calls; the Ray dashboard and debugger see the workers.
-With --max-failures a failed run is started again and continues from the newest checkpoint in trainer.run_dir, which
-must be on a disk that all nodes share. Ray is not among the requirements: pip install "ray[train]".
-
-Checked with Ray 2.60 on one machine without GPUs (4 workers, the metrics of torchrun); not run on a cluster or on GPUs.
+TorchTrainer starts one worker per rank, numbered node by node as by torchrun. With --max-failures a failed run restarts
+from the newest checkpoint in trainer.run_dir, on a disk shared by all nodes. Requires pip install "ray[train]". Checked
+with Ray 2.60 on one machine without GPUs. Not covered: clusters, GPUs.
 """
 
 from __future__ import annotations
@@ -31,18 +27,18 @@ from megatron_rl.types import UserError  # noqa: E402
 
 
 def train_worker(settings: dict[str, Any]) -> None:
-    """One rank: Ray has set torchrun's environment variables and initialized torch.distributed."""
-    os.chdir(settings["directory"])  # Ray starts workers in a directory of its own; recipes name relative paths
+    """Run one rank; Ray has initialized torch.distributed."""
+    os.chdir(settings["directory"])  # Ray workers start in their own directory; recipes use relative paths
     from launch.pretrain_grpo import train as train_rank
 
     train_rank(settings["loaded"], settings["recipe"])
 
 
 def train(loaded: LoadedConfig, recipe: Path | None, *, options: argparse.Namespace) -> None:
-    """Start the workers and wait for them.
+    """Start the workers and wait.
 
     Raises:
-        UserError: Ray is not installed, or restarts are asked for without a run directory.
+        UserError: Ray is missing, or restarts lack a run directory.
     """
     try:
         import ray
@@ -85,15 +81,10 @@ def train(loaded: LoadedConfig, recipe: Path | None, *, options: argparse.Namesp
 
 
 def check_cluster(has: dict[str, float], per_worker: dict[str, float], num_workers: int) -> None:
-    """Refuse what Ray would wait for in silence.
-
-    Args:
-        has: resources of the cluster.
-        per_worker: resources of one worker.
-        num_workers: ranks.
+    """Refuse a job for which Ray would silently wait forever.
 
     Raises:
-        UserError: the cluster has less than all workers take.
+        UserError: too few resources.
     """
     for name, amount in per_worker.items():
         if has.get(name, 0) < amount * num_workers:
@@ -106,7 +97,7 @@ def check_cluster(has: dict[str, float], per_worker: dict[str, float], num_worke
 
 
 def main(arguments: list[str]) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--num-workers", type=int, default=1)
     parser.add_argument("--cpus-per-worker", type=float, default=1.0)

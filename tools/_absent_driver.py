@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA wheels where there is no driver: stand-ins for what is missing, so that they can be imported.
+"""Stand-ins that let CUDA wheels be imported without an NVIDIA driver.
 
-vLLM's libraries need every function of libcuda.so.1 that they call when they are loaded. The stand-in has those
-functions, and each of them says that there is no device, so nothing can be computed with it. vLLM looks for a GPU to
-choose its platform; it is told that there is an H100. flash-attn and Transformer Engine have functions in Python over
-kernels that take an hour to compile; the functions do not need them to be imported.
+vLLM's libraries resolve all their libcuda.so.1 functions at load time; the stand-in's return CUDA_ERROR_NO_DEVICE.
+vLLM's platform detection gets an H100. flash-attn and Transformer Engine lack their kernels, which take an hour to
+compile.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _NAME = re.compile(rb"(?<=\0)cu[A-Z][A-Za-z0-9_]*(?=\0)")
 
 
 def stand_in_for_driver() -> int:
-    """Load a library in the place of the driver's, unless there is one; to be called before vLLM is imported.
+    """Load a stand-in for libcuda.so.1 if there is no driver. Must run before vLLM is imported.
 
     Returns:
-        How many functions it has; 0 where the driver is here.
+        Number of functions in the stand-in; 0 if the driver is installed.
 
     Raises:
         UserError: there is no C compiler.
@@ -55,16 +54,12 @@ def stand_in_for_driver() -> int:
         source.write_text("".join(f"int {name}(void) {{ return {_NO_DEVICE}; }}\n" for name in names))
         flags = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
         subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # what asks for this name from now on gets it
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # later loads by this name resolve to it
     return len(names)
 
 
 def stand_in_for_kernels() -> list[str]:
-    """Have flash-attn and Transformer Engine imported without their kernels where these were not compiled.
-
-    Returns:
-        Whose kernels are missing.
-    """
+    """Make flash-attn and Transformer Engine importable without kernels; return the libraries that lack them."""
     missing = []
     if _is_there("flash_attn") and not _is_there("flash_attn_2_cuda"):
         sys.modules["flash_attn_2_cuda"] = MagicMock()
@@ -82,27 +77,27 @@ def _is_there(module: str) -> bool:
 
 
 def choose_cuda_platform() -> None:
-    """Have vLLM's modules see an H100 from now on; they ask when they are imported."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as Ray does before there are devices: else vLLM leaves out Triton
+    """Make vLLM modules that are imported later detect an H100."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as Ray does before devices are assigned; otherwise vLLM disables Triton
     cuda: Any = importlib.import_module("vllm.platforms.cuda")
     interface: Any = importlib.import_module("vllm.platforms.interface")
 
     class AbsentGpu(cuda.CudaPlatform):
-        """What is asked of the driver."""
+        """A CUDA platform that reports an H100."""
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> Any:
-            """Of an H100."""
+            """Return capability 9.0."""
             return interface.DeviceCapability(9, 0)
 
         @classmethod
         def get_device_name(cls, device_id: int = 0) -> str:
-            """Its name."""
+            """Return the device name."""
             return "NVIDIA H100 80GB HBM3"
 
         @classmethod
         def get_device_total_memory(cls, device_id: int = 0) -> int:
-            """Its memory."""
+            """Return the memory in bytes."""
             return 80 << 30
 
     platforms: Any = importlib.import_module("vllm.platforms")
@@ -110,7 +105,7 @@ def choose_cuda_platform() -> None:
 
 
 def _list_functions() -> list[str]:
-    """Names in vLLM's libraries that look like the driver's."""
+    """List names in vLLM's shared libraries that look like CUDA driver functions."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return []

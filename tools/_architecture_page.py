@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/architecture.md: the rooms by layer, the two roads through their files, and where topics are."""
+"""docs/architecture.md: packages by layer, data and weight flow file by file, topics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ The code is divided into rooms, the subpackages of `megatron_rl/`. A room import
 | layer | room | what it does |
 |---|---|---|
 """
-# The files of a step in order: what each does, file of the package, and the name in it; a test looks them up.
+# Files of a step in order: description, file in the package, and a name in it; a test checks that they exist.
 SAMPLES_ROAD = (
     ("prompts of step n, shuffled by (seed, epoch)", "data/prompt_order.py", "PromptBatches"),
     (
@@ -59,7 +59,7 @@ _ROADS_END = """
 """
 
 _PLACES_HEAD = "| what | file | name |\n|---|---|---|"
-# Topic -> file of the package, and the name in it; a test looks them up.
+# Topic, file in the package, and a name in it; a test checks that they exist.
 PLACES = (
     ("the algorithm, line by line", "run/grpo.py", "Trainer"),
     ("prompts of a step, and their order", "data/prompt_order.py", "PromptBatches"),
@@ -88,7 +88,7 @@ PLACES = (
 
 
 def format_page() -> str:
-    """The page, the highest layer first."""
+    """Format the page."""
     rows = sorted(ROOMS.items(), key=lambda item: -item[1].layer)
     table = [f"| {room.layer} | `{name}` | {room.does} |" for name, room in rows]
     parts = [_HEAD + "\n".join(table)]

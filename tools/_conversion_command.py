@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both conversion tools share on the command line: output options, the progress bar, the processes."""
+"""Command-line parts shared by both conversion tools."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LINE_SECONDS = 10.0
 
 
 class ProgressBar(Progress):
-    """How far the first process is, on stderr: a bar on a terminal, else a line every ten seconds and at the end."""
+    """Progress on stderr: a bar on a terminal, otherwise a line every ten seconds and at the end."""
 
     def __init__(self, label: str) -> None:
         self._label, self._bar = label, tqdm(disable=True)
         self._total, self._done, self._begun, self._told = 0, 0, 0.0, 0.0
 
     def begin(self, num_bytes: int) -> None:
-        """There are so many bytes to write."""
+        """Set the total."""
         self._total, self._begun = num_bytes, time.monotonic()
         self._told = self._begun
         self._bar = tqdm(
@@ -44,7 +44,7 @@ class ProgressBar(Progress):
         )
 
     def advance(self, num_bytes: int) -> None:
-        """So many more are written."""
+        """Add `num_bytes`."""
         self._bar.update(num_bytes)
         self._done += num_bytes
         now = time.monotonic()
@@ -57,12 +57,12 @@ class ProgressBar(Progress):
             )
 
     def close(self) -> None:
-        """Leave the line as it is."""
+        """Close the bar."""
         self._bar.close()
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Options of both directions."""
+    """Add options of both directions."""
     parser.add_argument("--dtype", choices=("same", *DTYPES), default="same", help="type of the output (same)")
     parser.add_argument("--file-gib", type=float, default=4.0, metavar="GIB", help="size of an output file (4)")
     parser.add_argument(
@@ -72,11 +72,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_conversion(convert: Callable[..., Path], options: argparse.Namespace) -> int:
-    """`convert` in this process, in several, or on all ranks of torchrun; says what was written, or what is wrong.
-
-    Returns:
-        The exit code.
-    """
+    """Run `convert` in this process, in several, or on all ranks of torchrun; return the exit code."""
     try:
         out = _convert(convert, options)
     except (UserError, OSError) as error:
@@ -88,13 +84,10 @@ def run_conversion(convert: Callable[..., Path], options: argparse.Namespace) ->
 
 
 def _convert(convert: Callable[..., Path], options: argparse.Namespace) -> Path | None:
-    """Call `convert(workers=..., progress=...)`.
-
-    Returns:
-        What was written, on the first process; None on the others.
+    """Return the written path on the first process, `None` elsewhere.
 
     Raises:
-        UserError: as `convert` does, and for options without sense.
+        UserError: raised by `convert`, or an option is out of range.
     """
     if options.processes < 1 or options.file_gib <= 0:
         raise UserError(
@@ -103,7 +96,7 @@ def _convert(convert: Callable[..., Path], options: argparse.Namespace) -> Path 
             expected="numbers greater than 0",
             hint="leave them out for the defaults",
         )
-    torch.set_num_threads(1)  # copying needs no more, and the processes share the cores
+    torch.set_num_threads(1)  # copying is not compute-bound, and the processes share the cores
     is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if is_launched:
         dist.init_process_group("gloo")

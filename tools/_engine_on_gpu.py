@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM makes of our arguments on a GPU: its whole configuration, without a GPU.
+"""vLLM's GPU configuration for a recipe, without a GPU.
 
-vLLM finds no GPU and would configure itself for an unknown device, so it is told that there is an H100. `vllm.LLM` is
-then started with the arguments of `VllmEngine`, and stopped when its configuration is made.
+vLLM's platform detection gets an H100; `vllm.LLM` is stopped once its configuration is made.
 """
 
 from __future__ import annotations
@@ -35,19 +34,18 @@ from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.support import check_engine
 from tools._absent_driver import choose_cuda_platform, stand_in_for_driver
 
-_GPUS = 8  # of a machine
-_WIDTH = 90  # of a value
-_LEFT_OUT = ("hf_config", "hf_text_config", "instance_id")  # the model's, and a name
+_GPUS = 8  # GPUs of a machine
+_WIDTH = 90  # characters of a printed value
+_LEFT_OUT = ("hf_config", "hf_text_config", "instance_id")  # model configs, and a random name
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of vLLM that is not what its class says.
+    """A vLLM setting that differs from its class's default.
 
     Attributes:
         name: section and field.
-        value, default: as text.
-        is_ours: among the arguments that we give.
+        is_ours: whether our arguments set it; otherwise vLLM chose it.
     """
 
     name: str
@@ -57,14 +55,14 @@ class Setting:
 
 
 class _Configured(Exception):
-    """vLLM has made its configuration, the argument."""
+    """Carries vLLM's finished configuration."""
 
 
 def configure_engine(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Any]:
-    """The arguments of `vllm.LLM` for a recipe, and the `VllmConfig` that it makes of them on a GPU.
+    """Return the arguments of `vllm.LLM` for a recipe, and vLLM's `VllmConfig` on a GPU.
 
     Raises:
-        UserError: anything in the recipe, or what the engine refuses.
+        UserError: an invalid recipe, or a setting that the engine refuses.
     """
     config = load_config(recipe, overrides).config
     stand_in_for_driver()
@@ -104,7 +102,6 @@ def _find_adapters(config: RunConfig, shape: ModelShape) -> AdapterShape | None:
 
 
 def _list_ranks(world_size: int) -> dict[str, str]:
-    """What torchrun says to its first rank."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return dict(zip(names, ("0", "0", str(world_size), str(world_size), "localhost", "29500"), strict=True))
 
@@ -123,12 +120,11 @@ def _configure(vllm: Any, arguments: Mapping[str, Any], environment: Mapping[str
 
 
 def list_settings(config: Any, arguments: Mapping[str, Any], section: str = "") -> Iterator[Setting]:
-    """What a `VllmConfig` says differently than its classes do by default.
+    """List settings of a `VllmConfig` that differ from its classes' defaults.
 
     Args:
-        config: that was made, or a part of it.
-        arguments: that were given.
-        section: the name of the part, with a dot.
+        config: a `VllmConfig` or a section of one.
+        section: name with a trailing dot.
     """
     for item in fields(config):
         name, value, default = section + item.name, getattr(config, item.name, None), _find_default(item)
@@ -139,7 +135,7 @@ def list_settings(config: Any, arguments: Mapping[str, Any], section: str = "") 
 
 
 def _find_default(item: Any) -> Any:
-    """Of a dataclass's field, which pydantic may have wrapped once more."""
+    """Return a field's default, which pydantic may have wrapped."""
     default, factory = item.default, item.default_factory
     if isinstance(default, FieldInfo):
         default, factory = default.default, default.default_factory or MISSING
@@ -154,7 +150,7 @@ def _show(value: Any) -> str:
 
 
 def print_engine(recipe: Path, overrides: Sequence[str]) -> None:
-    """Print what we say and what vLLM then decides."""
+    """Print our settings and vLLM's choices."""
     arguments, config = configure_engine(recipe, overrides)
     settings = list(list_settings(config, arguments))
     print(f"\nvLLM on a GPU, for {recipe.name}; its own defaults in brackets")

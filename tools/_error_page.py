@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page `docs/errors.md`: every error that a user can fix, by what is wrong, read from the syntax trees.
+"""The page `docs/errors.md`: every error that a user can fix, by topic, read from the syntax trees.
 
-Every message of a `UserError(found, source=, expected=, hint=)` of the package, the tools and the launchers stands
-once, messages with the same advice in one row. Parts that are only known when the error occurs are shown as `{name}`.
-A function that builds an error out of texts of its callers (`require`, `_damaged`, ...) has a message per caller.
+Messages of `UserError` with the same advice share a row. Values computed at run time appear as `{name}`. A function
+that builds an error from texts of its callers (`require`, `_damaged`, ...) has one message per caller.
 """
 
 from __future__ import annotations
@@ -69,8 +68,6 @@ class Row:
     """One error.
 
     Attributes:
-        path: the file that raises it, from the root.
-        line: in it.
         parts: found, source, expected and hint, with marked placeholders.
     """
 
@@ -80,12 +77,12 @@ class Row:
 
     @property
     def advice(self) -> str:
-        """The hint, if it names a setting, a command or a file, or explains; a short one says what anyone would try."""
+        """Return the hint if it names a setting, command or file, or is long."""
         known = self.parts[3].split(_MARK)[::2]
         return self.parts[3] if _NAME.search(" ".join(known)) or len(" ".join(known).split()) > 9 else ""
 
 
-# What is wrong -> one line about it, and the files whose errors belong to it: the longest prefix of a path decides.
+# Topic -> a one-line description and path prefixes; the longest matching prefix decides the topic of an error.
 _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Settings, recipes and the command line": (
         "A name, a type, a bound, or settings that do not go together.",
@@ -135,11 +132,7 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def format_page(root: Path) -> str:
-    """The page as Markdown; an error that several places raise alike stands once.
-
-    Args:
-        root: of the checkout; the sources below it are read, not imported.
-    """
+    """Format the page without duplicates."""
     areas: dict[str, dict[str, dict[str, None]]] = {area: {} for area in _AREAS}
     for row in read_rows(root):
         messages = areas[_find_area(row.path)].setdefault(_format_cell(row.advice), {})
@@ -161,7 +154,7 @@ def _find_area(path: Path) -> str:
 
 
 def read_rows(root: Path) -> list[Row]:
-    """Every error of the sources, by file and line."""
+    """List all errors by file and line."""
     trees = {
         path.relative_to(root): ast.parse(path.read_text(encoding="utf-8"))
         for room in _ROOMS
@@ -182,7 +175,7 @@ class _Builder:
     function: ast.FunctionDef
     error: ast.Call
     parameters: tuple[str, ...]
-    advice: frozenset[str]  # parameters that are in the message, in what is expected, or in the hint
+    advice: frozenset[str]  # parameters used in the message, the expectation or the hint
 
     @property
     def is_shared(self) -> bool:
@@ -190,13 +183,13 @@ class _Builder:
         return not self.function.name.startswith("_") and self.parameters[:1] != ("self",)
 
     def bind(self, call: ast.Call) -> dict[str, ast.expr]:
-        """The arguments of a call by parameter."""
+        """Map parameters to a call's arguments."""
         names = self.parameters[self.parameters[:1] == ("self",) :]
         return dict(zip(names, call.args)) | {word.arg: word.value for word in call.keywords if word.arg}
 
 
 def _find_builders(tree: ast.Module) -> Iterator[_Builder]:
-    """Functions whose error's message or advice contains one of their own parameters."""
+    """Find functions whose error uses their parameters."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
             continue
@@ -219,7 +212,7 @@ def _parts_of(call: ast.Call) -> dict[str, ast.expr]:
 
 
 class _ModuleReader:
-    """Finds the errors of one module."""
+    """Reader of one module's errors."""
 
     def __init__(self, path: Path, tree: ast.Module, shared: list[_Builder]) -> None:
         self._path, self._tree = path, tree
@@ -236,7 +229,7 @@ class _ModuleReader:
         }
 
     def rows(self) -> Iterator[Row]:
-        """One per error written out, or per call of a function that builds one out of texts."""
+        """Yield a row per literal error and per builder call."""
         calls = [(node, builder) for node in ast.walk(self._tree) if (builder := self._builder_of(node)) is not None]
         replaced = {
             builder.error
@@ -261,7 +254,7 @@ class _ModuleReader:
         return isinstance(value, ast.JoinedStr) or self._is_prose(value)
 
     def _is_prose(self, value: ast.expr) -> bool:
-        """Whether an argument has words of its own, rather than values that are only known later."""
+        """Whether an argument contains literal words."""
         if isinstance(value, ast.Name):
             value = self._constants.get(value.id, value)
         if isinstance(value, ast.IfExp):
@@ -274,7 +267,7 @@ class _ModuleReader:
         return Row(self._path, line, tuple(self._say(parts[part], values) for part in _PARTS))
 
     def _say(self, node: ast.expr, values: Mapping[str, ast.expr]) -> str:
-        """An expression as a reader of the error would see it, with marked placeholders."""
+        """Render an expression with marked placeholders."""
         if isinstance(node, ast.Name) and node.id in values:
             return self._say(values[node.id], {})
         if isinstance(node, ast.Name) and node.id in self._constants:
@@ -294,7 +287,7 @@ class _ModuleReader:
 
 
 def _name(node: ast.expr) -> str:
-    """A short name for what an expression will say."""
+    """Name an expression's placeholder."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -314,7 +307,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _name_call(node: ast.Call) -> str:
-    """What is called says less than what it is called with, as a rule."""
+    """Name a call by its arguments, which are usually more specific than the callee."""
     function = node.func
     if isinstance(function, ast.Name) and function.id == "len":
         return f"number of {_name(node.args[0])}"
@@ -330,7 +323,7 @@ def _name_call(node: ast.Call) -> str:
 
 
 def _format_cell(text: str) -> str:
-    """Text for a table of Markdown: placeholders as code, everything else as it is."""
+    """Format a table cell, with placeholders as code."""
     pieces = " ".join(text.split()).split(_MARK)
     cells = [f"`{{{piece.strip('_')}}}`" if index % 2 else _escape(piece) for index, piece in enumerate(pieces)]
     return "".join(cells)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan is compared with: the path of trainers that gather full tensors on every rank."""
+"""Cost of trainers that gather full tensors on every rank, as a baseline for reshard plans."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from megatron_rl.weights.shard_box import box_volume
 
 @dataclass(frozen=True)
 class GatherSummary:
-    """The path of trainers that gather: per tensor, broadcast over PP, all-gather over TP (and EP), load.
+    """Cost of gathering: per tensor, broadcast over PP, all-gather over TP (and EP), load.
 
     Attributes:
-        bytes_within_node: what the busiest rank receives from its node: the model but for what it holds.
-        bytes_across_nodes: what that rank receives from other nodes.
-        transient_bytes: the gathered parts of the largest tensor, and the tensor that is made of them.
+        bytes_within_node, bytes_across_nodes: received by the busiest rank.
+        transient_bytes: parts of the largest tensor plus the assembled tensor.
     """
 
     bytes_within_node: int
@@ -27,26 +26,23 @@ class GatherSummary:
 
     @property
     def bytes_received(self) -> int:
-        """By one rank."""
+        """Return the bytes within and across nodes."""
         return self.bytes_within_node + self.bytes_across_nodes
 
 
 def summarize_gather(
     source: Sequence[Shard], *, num_ranks: int, stage_ranks: int, block_ranks: int, itemsize: int, ranks_per_node: int
 ) -> GatherSummary:
-    """What a rank receives when the full model passes through it.
+    """Compute the bytes that a rank receives if the full model passes through it.
 
-    A tensor comes first from the rank at the same place in the pipeline stage that holds it, then its
-    other parts from the rest of the block, each having received its own like this. The first rank of every
-    stage is looked at, and the one that receives the most from other nodes is reported.
+    A rank first receives its own part of a tensor from its peer in another stage, then the other parts from the ranks
+    of its block. Reported is the first rank of a stage that receives the most from other nodes.
 
     Args:
         source: shards of the training layout; every rank is in one.
-        num_ranks: ranks of the job.
-        stage_ranks: consecutive ranks that form a pipeline stage.
-        block_ranks: consecutive ranks of a stage that hold all of it together (tp * ep).
+        stage_ranks: consecutive ranks of a pipeline stage.
+        block_ranks: consecutive ranks that together hold a stage (tp * ep).
         itemsize: bytes per element on the wire.
-        ranks_per_node: consecutive ranks that share a node.
     """
     shard_of = {rank: index for index, shard in enumerate(source) for rank in shard.ranks}
     classes = list(dict.fromkeys(find_classes(TensorIndex(source), TensorIndex([])).values()))
@@ -58,7 +54,7 @@ def summarize_gather(
     received = []
     for first in range(0, num_ranks, stage_ranks):
         block = range(first, first + block_ranks)
-        # First the own line through the stages, beginning with what the rank holds, then its neighbors'.
+        # Order of arrival: parts that the rank holds, parts from its peers in other stages, parts from its neighbors.
         arrivals = [(at, at) for at in (first, *range(0, num_ranks, stage_ranks))]
         arrivals += [(q, q % stage_ranks + stage) for q in block[1:] for stage in range(0, num_ranks, stage_ranks)]
         order: dict[int, int] = {}  # shard -> its first arrival
@@ -76,5 +72,5 @@ def summarize_gather(
 
 
 def predict_gather_seconds(gather: GatherSummary, bandwidths: Bandwidths) -> float:
-    """Receiving alone; a tensor crosses the nodes and is then gathered, so the two do not overlap."""
+    """Return seconds; a tensor crosses nodes before it is gathered, so both times add up."""
     return gather.bytes_within_node / bandwidths.within_node + gather.bytes_across_nodes / bandwidths.across_nodes

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the program does on a GPU what it does not do on a CPU, read off its source.
+"""Branches of the package that run only on a GPU, found in its syntax trees.
 
-A branch is what an `if` (or a conditional expression) does only where a device is "cuda" or not "cpu", or where CUDA is
-available; what follows an `if` that leaves on a CPU; a statement that calls `torch.cuda` by itself; and an import of a
-library that only GPUs have.
+A branch is a conditional part that requires CUDA, the statements after an `if` that leaves on a CPU, a direct call of
+`torch.cuda`, or an import of a GPU-only library.
 """
 
 from __future__ import annotations
@@ -16,22 +15,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_rl"
 _GPU_LIBRARIES = ("flash_attn", "transformer_engine", "torch.nn.attention.varlen")
-_APART = ("parallel/cpu_runtime.py",)  # what stands in for GPUs
+_APART = ("parallel/cpu_runtime.py",)  # the CPU stand-in for GPUs
 _LEAVING = (ast.Return, ast.Raise, ast.Continue)
-_HARMLESS = ("is_available", "Stream", "CUDAGraph")  # asked for everywhere, or types
+_HARMLESS = ("is_available", "Stream", "CUDAGraph")  # called on every device, or types
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One of them.
+    """A branch that runs only on a GPU.
 
     Attributes:
-        file: in the package.
-        function: that it is in; "" at the module's level.
-        text: its first line.
-        line: of the file, now.
-        last: line of its first statement's end.
-        is_expression: part of a line that a CPU runs as well.
+        function: enclosing qualified name; "" at module level.
+        text: first line.
+        line: line number of `text`.
+        last: last line of the first statement.
+        is_expression: whether a CPU runs part of the line.
     """
 
     file: str
@@ -43,12 +41,12 @@ class Branch:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What names it while lines move."""
+        """Return an identity independent of line numbers."""
         return self.file, self.function, self.text
 
 
 def list_branches() -> list[Branch]:
-    """All of the package, in the order of files and lines, each key once."""
+    """List branches by file and line."""
     found: dict[tuple[str, str, str], Branch] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
@@ -61,7 +59,7 @@ def list_branches() -> list[Branch]:
 class _Finder:
     def __init__(self, file: str, source: str) -> None:
         self._file, self._lines, self._tree = file, source.splitlines(), ast.parse(source)
-        self._names: dict[str, bool] = {}  # of conditions that have a name: whether true means a GPU
+        self._names: dict[str, bool] = {}  # condition assigned to a variable -> whether true means a GPU
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Assign):
                 self._name_conditions(node)
@@ -80,7 +78,7 @@ class _Finder:
                 self._names[name] = self._means_gpu(value, True)
 
     def _means_gpu(self, test: ast.expr, value: bool) -> bool:
-        """Whether a test that has this value says that there is a GPU."""
+        """Whether a test with this value implies a GPU."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return self._means_gpu(test.operand, not value)
         if isinstance(test, ast.BoolOp):
@@ -117,7 +115,7 @@ class _Finder:
             yield from self._visit(node, function)
 
     def _visit_expressions(self, node: ast.AST, function: str) -> Iterator[Branch]:
-        """Of a statement without those inside of it."""
+        """Yield branches of a statement itself."""
         if isinstance(node, ast.Import | ast.ImportFrom) and function:
             module = node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
             if module.startswith(_GPU_LIBRARIES):

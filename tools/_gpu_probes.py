@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small questions to a GPU, one per process: python tools/_gpu_probes.py PROBE [--pretend]; see tools/first_gpu_run.py.
+"""GPU checks, one per process: python tools/_gpu_probes.py PROBE [--pretend]; see tools/first_gpu_run.py.
 
-A probe prints what it has found, and ends with status 1 and one sentence if that is wrong. Without a GPU the probes
-that compute run on the CPU; with --pretend the others ask a GPU that is not there. `numbers` prints what a CPU gives.
+A probe prints its results, and exits with status 1 if they are wrong. Without a GPU, computations run on the CPU, and
+with --pretend other probes on a fake GPU. `numbers` prints the CPU reference.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import torch
 import torch.distributed as dist
 
 GIB = 1 << 30
-_LENGTHS = [37, 64, 1, 90]  # of the segments whose attention is compared
-# Greatest distance from the numbers of a CPU in float32, over them.
+_LENGTHS = [37, 64, 1, 90]  # tokens per segment of the attention probe
+# Largest relative error against the CPU's float32 results.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 class WrongAnswer(Exception):
-    """What a GPU has answered is not what it should."""
+    """A wrong GPU result."""
 
 
 def probe_machine() -> dict[str, Any]:
-    """The GPUs that torch sees."""
+    """List GPUs and check for free memory."""
     if not torch.cuda.is_available():
         from megatron_rl.parallel.driver import explain_unusable_gpus
 
@@ -53,7 +53,7 @@ def probe_machine() -> dict[str, Any]:
 
 
 def probe_products() -> dict[str, Any]:
-    """Matrix products against float64, and how fast they are."""
+    """Check and time matrix products."""
     device, found = _find_device(), {}
     generator = torch.Generator().manual_seed(1)
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
@@ -71,7 +71,7 @@ def probe_products() -> dict[str, Any]:
 
 
 def probe_groups() -> dict[str, Any]:
-    """Every process group of a layout sums what its ranks have; under torchrun."""
+    """Check sums over process groups, under torchrun."""
     from megatron_rl.parallel.collectives import init_distributed
     from megatron_rl.parallel.groups import build_groups
     from megatron_rl.parallel.layout import ParallelLayout
@@ -96,7 +96,7 @@ def probe_groups() -> dict[str, Any]:
 
 
 def probe_memory() -> dict[str, Any]:
-    """Memory that is given back is free again; what the driver keeps beside tensors."""
+    """Check that freed memory returns to the driver."""
     device = _find_device()
     torch.zeros(1, device=device)
     free, total = torch.cuda.mem_get_info(device)
@@ -111,7 +111,7 @@ def probe_memory() -> dict[str, Any]:
 
 
 def probe_attention() -> dict[str, Any]:
-    """Every kernel of attention that is here, output and gradients, against a CPU's numbers."""
+    """Compare attention kernels, output and gradients, with a CPU."""
     from megatron_rl.models.attention_backends import KERNELS, find_kernel_failure, list_kernels
 
     device, expected, found = _find_device(), json.loads(NUMBERS.read_text())["attention"], {}
@@ -131,7 +131,7 @@ def probe_attention() -> dict[str, Any]:
 
 
 def compute_attention(backend: str, device: torch.device, dtype: torch.dtype) -> list[float]:
-    """Numbers that fixed inputs and their gradients give: each tensor, weighted by a wave and averaged."""
+    """Return weighted means of attention's output and gradients on fixed inputs."""
     from megatron_rl.models.attention_backends import attend, build_segments
 
     rows, starts = sum(_LENGTHS), torch.tensor([0, *_LENGTHS]).cumsum(0).to(device, torch.int32)
@@ -150,7 +150,7 @@ def _describe(tensor: torch.Tensor) -> float:
 
 
 def compute_numbers() -> dict[str, Any]:
-    """What tools/first_gpu_numbers.json holds, but for the steps of a run, which tools/first_gpu_run.py adds."""
+    """Return the reference without `steps`."""
     return {"attention": compute_attention("sdpa", torch.device("cpu"), torch.float32)}
 
 
@@ -159,7 +159,7 @@ def _find_device() -> torch.device:
 
 
 def _time(work: Callable[[], object]) -> float:
-    """Seconds of one of ten calls."""
+    """Return the mean seconds of ten calls."""
     import time
 
     is_gpu = torch.cuda.is_available()
@@ -184,7 +184,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def _pretend(probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Ask a GPU of 80 GiB that is not there."""
+    """Run a probe on a fake GPU of 80 GiB."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from tools.rehearsal import fake_cuda
@@ -195,7 +195,7 @@ def _pretend(probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(name: str, is_pretended: bool) -> int:
-    """Entry point; returns the exit code."""
+    """Run the probe."""
     try:
         found = _pretend(PROBES[name]) if is_pretended else PROBES[name]()
     except WrongAnswer as error:

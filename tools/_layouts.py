@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tools are told a model's shape and layouts: `--source tp=8,pp=8,dp=16 --destination tp=8`."""
+"""Parsing of model shapes and layouts: `--source tp=8,pp=8,dp=16 --destination tp=8`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ENGINE_SIZES = ("tp", "dp")
 
 
 def parse_sizes(text: str, flag: str, known: tuple[str, ...]) -> dict[str, int]:
-    """`tp=2,pp=2` -> {"tp": 2, "pp": 2}.
+    """Parse `tp=2,pp=2` into `{"tp": 2, "pp": 2}`.
 
     Raises:
-        UserError: names the part that does not read.
+        UserError: an unreadable part.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -38,14 +38,14 @@ def parse_sizes(text: str, flag: str, known: tuple[str, ...]) -> dict[str, int]:
 
 
 def read_training_layout(text: str, flag: str, num_ranks: int | None = None) -> ParallelLayout:
-    """The layout of the Megatron side.
+    """Parse Megatron's layout.
 
     Args:
-        text, flag: what was given with which flag.
-        num_ranks: that were started; dp is what the other sizes leave of them. None: dp says it, and is 1 by default.
+        flag: option name for errors.
+        num_ranks: ranks of the job, of which dp is the remainder; if `None`, dp comes from `text` (default 1).
 
     Raises:
-        UserError: it does not read, or does not fit the number of ranks.
+        UserError: unreadable, or not for this number of ranks.
     """
     sizes = parse_sizes(text, flag, TRAINING_SIZES)
     dp = sizes.pop("dp", 1 if num_ranks is None else None)
@@ -61,10 +61,10 @@ def read_training_layout(text: str, flag: str, num_ranks: int | None = None) -> 
 
 
 def read_engine_tp(text: str, flag: str, num_ranks: int) -> int:
-    """Tensor-parallel ranks of an engine.
+    """Parse an engine's TP size.
 
     Raises:
-        UserError: it does not read, or does not fill the ranks.
+        UserError: unreadable, or engines do not fill the ranks.
     """
     sizes = parse_sizes(text, flag, ENGINE_SIZES)
     tp = sizes.get("tp", 1)
@@ -81,10 +81,10 @@ def read_engine_tp(text: str, flag: str, num_ranks: int) -> int:
 def read_layouts(
     shape: ModelShape, source: str, destination: str, num_ranks: int | None = None
 ) -> tuple[ParallelLayout, int]:
-    """What --source and --destination say, checked against the model and each other: layout and the engine's TP size.
+    """Parse and check --source and --destination; return training layout and engine TP size.
 
     Args:
-        num_ranks: that were started, None: --source says how many there are.
+        num_ranks: ranks of the job; derived from `source` if `None`.
     """
     layout = read_training_layout(source, "--source", num_ranks)
     check_training_layout(shape, layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size)
@@ -94,10 +94,10 @@ def read_layouts(
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape in a model directory or a config.json.
+    """Read a model directory or config.json.
 
     Raises:
-        UserError: there is none, or it is not served.
+        UserError: unreadable or unsupported.
     """
     if path.is_dir():
         return load_model_shape(path)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/rehearsal.md: every shipped recipe, rehearsed on the cluster that its head plans it for.
+"""The table of docs/rehearsal.md: every shipped recipe, rehearsed on the cluster in its header.
 
     python tools/_rehearsal_table.py DIRECTORY [RECIPE ...]
 
-Reports are kept in DIRECTORY as <recipe>.json; one that is there already is not made again. What was rehearsed comes
-from them, what is planned from the plan as it is now.
+Existing reports, DIRECTORY/<recipe>.json, are reused.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from tools.rehearse import read_rehearsed_job
 
 
 def find_command(recipe: Path) -> list[str]:
-    """The arguments of tools/plan.py in a recipe's head."""
+    """Read a recipe's arguments of tools/plan.py."""
     head = "#   python tools/plan.py "
     [line] = [line for line in recipe.read_text(encoding="utf-8").splitlines() if line.startswith(head)]
     return shlex.split(line.removeprefix(head))
 
 
 def list_rows(name: str, world_size: int, ranks: list[dict[str, Any]]) -> Iterator[str]:
-    """Of each phase and axis the rank that differs most from the plan, then what it took; the first row is named."""
+    """Yield the rank that differs most from the plan per phase and axis, then the duration."""
     memory = [(row["phase"], row) for rank in ranks for row in rank["memory"]]
     memory += [("on the host", rank["host"]) for rank in ranks if max(rank["host"].values()) > SMALL]
     sent = [(f"{row['role']} {row['axis']}, sent", row) for rank in ranks for row in rank["traffic"]]
@@ -57,7 +56,7 @@ def _find_difference(row: dict[str, Any]) -> float:
 
 
 def main(directory: Path, recipes: list[Path]) -> None:
-    """Entry point."""
+    """Rehearse recipes without a report, and print the table."""
     directory.mkdir(parents=True, exist_ok=True)
     print("| recipe | GPUs | | planned GiB | rehearsed GiB | |\n|---|---|---|---|---|---|")
     for recipe in recipes:

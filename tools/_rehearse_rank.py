@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a rehearsal: RANK FILE, and the command line of tools/rehearse.py; writes its report to FILE.
-
-The process pretends to have GPUs from its first import of torch on.
-"""
+"""One rank of a rehearsal: RANK FILE, then the command line of tools/rehearse.py; writes its report to FILE."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from tools.rehearsal.cuda_guard import load_guard
 
 
 def main(rank: int, file: Path, arguments: list[str]) -> None:
-    """Entry point."""
+    """Rehearse one rank."""
     load_guard()  # before torch
     from tools.rehearsal import fake_cuda
     from tools.rehearse import read_rehearsed_job

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms of the house by layer: tests/test_house.py enforces the table, docs/architecture.md draws it."""
+"""Layers of the packages, for tests/test_house.py and docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import NamedTuple
 
 
 class Room(NamedTuple):
-    """A sub-package or root module of megatron_rl, `launch` or `tools`.
+    """A subpackage or root module of megatron_rl, `launch` or `tools`.
 
     Attributes:
-        layer: it imports lower ones only.
-        does: one line for the page.
+        layer: may import lower layers only.
     """
 
     layer: int
     does: str
 
 
-# A new room must be given a layer here; two rooms of one layer do not know each other.
+# A new package needs a layer here; packages of the same layer must not import each other.
 ROOMS: dict[str, Room] = {
     "config": Room(0, "settings: declarations, rules, batch arithmetic"),
     "types": Room(0, "shared types: prompts, rollouts, user errors"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page `docs/config.md`: every setting with its type, default, unit and meaning, made from `schema.py`."""
+"""The page `docs/config.md`: type, default, unit and meaning of every setting, from `schema.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HEADER = """
 
 
 def format_page() -> str:
-    """The page as Markdown."""
+    """Format the page."""
     fields = list_fields()
     parts = [_INTRODUCTION]
     for section, section_class in section_classes().items():
@@ -42,7 +42,7 @@ def format_page() -> str:
 
 
 def _format_row(info: FieldInfo, actors: FieldInfo | None) -> str:
-    """A row; a setting that the actor has, too, is explained there."""
+    """Format a row; text shared with the actor's setting becomes a link."""
     default = "**required**" if info.required else f"`{render(info.default)}`"
     meaning = _escape(info.doc)
     if actors is not None and info.name != actors.name and info.doc == actors.doc and len(info.doc.split()) > 3:
@@ -59,7 +59,7 @@ def _format_type(info: FieldInfo) -> str:
 
 
 def _escape(text: str) -> str:
-    """Text that Markdown and HTML leave as it is, also inside of a table."""
+    """Escape Markdown and HTML, also inside tables."""
     for old, new in (("\\", "\\\\"), ("|", "\\|"), ("<", "&lt;"), ("*", "\\*"), ("_", "\\_")):
         text = text.replace(old, new)
     return text

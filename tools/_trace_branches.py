@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which lines of a list a process and its children run: `trace(commands, lines)`, with Python's own tracing.
+"""Coverage of selected lines in a process and its children, by Python's tracing.
 
-Children trace themselves: Python imports `sitecustomize` from its path when it starts, whatever started it.
+Children trace themselves: Python imports `sitecustomize` at startup.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ sys.settrace(enter)
 
 
 def trace(command: Sequence[str], lines: Mapping[str, Sequence[int]], root: Path) -> tuple[int, set[tuple[str, int]]]:
-    """Run a command of Python.
+    """Run a Python command and record the executed lines.
 
     Args:
-        command: its arguments.
-        lines: by file, those that are looked for.
-        root: of the checkout, where it runs.
+        lines: lines of interest by file.
+        root: working directory.
 
     Returns:
-        Its exit status, and the lines that it or a child has run.
+        Exit status; lines executed by the process or its children.
     """
     with tempfile.TemporaryDirectory() as directory:
         site, found = Path(directory) / "site", Path(directory) / "found"

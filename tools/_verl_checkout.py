@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's own functions out of a checkout, without installing it or what it imports.
+"""verl's own functions, loaded from a checkout without installing verl or its dependencies.
 
-`core_algos.py` and `rollout_corr_helper.py` are imported as they stand in the checkout, and so are the helpers that
-they compute with. What they import beside that (classes of configs and containers, for annotations and `isinstance`)
-is replaced by empty classes.
+The needed modules are imported unchanged; config and container classes, used only in annotations and `isinstance`, are
+replaced by empty ones.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ _THIRD_PARTY = {"omegaconf": ("DictConfig",), "tensordict": ("TensorDict",)}
 
 
 class ActorConfig(SimpleNamespace):
-    """Stands for verl's: attributes, and `get` as its configs have it."""
+    """A stand-in for verl's actor config."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The attribute, or the default."""
+        """Return the attribute, or the default."""
         return getattr(self, name, default)
 
 
 def load_verl(checkout: Path) -> SimpleNamespace:
-    """verl's modules `core` (losses, estimators, KL) and `correction` (importance weights), and its `ActorConfig`.
+    """Load verl's modules `core` (losses, estimators, KL) and `correction` (importance weights), and its `ActorConfig`.
 
     Raises:
-        UserError: the directory is no checkout of verl.
+        UserError: no checkout of verl.
     """
     if not (checkout / _ENTRY).is_file():
         raise UserError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page `docs/verl_keys.md`: every verl name that is understood, ignored or refused, made from the tables."""
+"""The page `docs/verl_keys.md`: every verl name that is translated, ignored or refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ None of these changes the results.
 
 
 def format_page() -> str:
-    """The page as Markdown."""
+    """Format the page."""
     own = list_fields()
     understood, accepted, ignored = [], [], []
     for name, alias in sorted(ALIASES.items()):

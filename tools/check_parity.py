@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do transformers, Megatron and vLLM compute the same? And if not: where do they part, by how much, and why?
+"""Compare transformers, Megatron and vLLM; locate, measure and explain the first difference.
 
     python tools/check_parity.py --hf DIR [--checkpoint DIR] --json F
     torchrun --nproc-per-node 4 tools/check_parity.py --hf DIR --layout tp=2,pp=2 --engine-tp 2 --json F
 
-transformers on the HF directory is the reference. Megatron runs in the given layout with the weights of --checkpoint
-(what convert_hf_to_megatron.py or training wrote) or of the HF directory. An engine (vLLM by default) samples
-responses, and all of them score these. Compared are per-token log-probs, the weights tensor by tensor, and what each
-layer computes. Exit code: 0 equal, 1 different, 2 for input that cannot be compared.
+transformers on the HF directory is the reference; Megatron loads --checkpoint or the HF directory; the engine samples
+responses that all score. Compared: per-token log-probs, weights, layer outputs. Exit code: 0 equal, 1 different, 2 for
+input that cannot be compared.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from tools._layouts import read_training_layout
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", type=Path, required=True, help="model in HF format: the reference")
     parser.add_argument("--checkpoint", type=Path, help="run, training checkpoint or converted checkpoint of it")
@@ -54,10 +53,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_prompts(options: argparse.Namespace) -> list[np.ndarray]:
-    """Token ids of every prompt.
+    """Return token ids.
 
     Raises:
-        UserError: no usable prompt, or no tokenizer for a file of them.
+        UserError: no usable prompt or no tokenizer.
     """
     if options.prompts is not None:
         tokenizer = load_tokenizer(options.hf)
@@ -77,7 +76,7 @@ def read_prompts(options: argparse.Namespace) -> list[np.ndarray]:
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """The report, the same on every rank.
+    """Return the report, equal on every rank.
 
     Raises:
         UserError: input that cannot be compared.
@@ -112,7 +111,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = build_parser().parse_args(arguments)
     try:
         report = compare(options)

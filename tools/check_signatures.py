@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the libraries of GPUs have what the program calls, with these arguments? It needs their wheels, and no GPU.
+"""Check the package's calls of GPU libraries against the signatures of installed wheels; needs no GPU.
 
     bash launch/check_cuda_wheels.sh                                          # makes an environment that has them
-    python tools/check_signatures.py                                          # of the environment that is here
+    python tools/check_signatures.py                                          # checks the current environment
     python tools/check_signatures.py --engine RECIPE.yaml [section.key=value]
 
-Calls of torch.cuda, vLLM, flash-attn, Transformer Engine, bitsandbytes and SGLang in the package are read off its
-source, and bound to the signatures of what is installed. Not seen: methods of objects, and what arguments mean.
-With a build of torch for CUDA, modules that only GPUs use are imported as well, and --engine prints instead how
-vLLM configures itself on a GPU for a recipe; a stand-in for the driver has its functions, where there is none. Ends
-with status 1 if a module or a name is missing or a call does not fit, and says which libraries are not installed.
+Not covered: methods of objects, and the meaning of arguments. With a CUDA build of torch, GPU-only modules are imported
+as well, and --engine prints vLLM's GPU configuration instead. Exit status 1 if a module or name is missing or a call
+does not fit; missing libraries are only listed.
 """
 
 from __future__ import annotations
@@ -69,9 +67,8 @@ class Use:
     """A call, or an import without one.
 
     Attributes:
-        place: file and line.
-        name: dotted, of what is called.
-        call: its arguments; None: it is imported only.
+        name: dotted name of the callee.
+        call: `None` for an import.
     """
 
     place: str
@@ -80,7 +77,7 @@ class Use:
 
 
 def list_uses(source: str, file: str) -> Iterator[Use]:
-    """What a file uses of the libraries."""
+    """Yield a file's uses of the libraries."""
     tree, names = ast.parse(source), {"torch": "torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(LIBRARIES):
@@ -101,7 +98,7 @@ def list_uses(source: str, file: str) -> Iterator[Use]:
 
 
 def find_misfit(use: Use) -> str | None:
-    """What is wrong with a use: None if it fits, "" if its library is not installed."""
+    """Describe a misfit; `None` if there is none, "" if the library is missing."""
     try:
         found = _resolve(use.name)
     except ModuleNotFoundError as error:
@@ -111,14 +108,14 @@ def find_misfit(use: Use) -> str | None:
     if use.call is None or not callable(found):
         return None
     if any(isinstance(part, ast.Starred) for part in use.call.args):
-        return None  # what they hold is known when it runs
+        return None  # the length of *args is determined at run time
     named = {keyword.arg: keyword for keyword in use.call.keywords if keyword.arg is not None}
     try:
         signature = inspect.signature(found)
-        is_whole = len(named) == len(use.call.keywords)  # else the rest is known when it runs
+        is_whole = len(named) == len(use.call.keywords)  # **kwargs are determined at run time
         (signature.bind if is_whole else signature.bind_partial)(*use.call.args, **named)
     except ValueError:
-        return None  # of a built-in
+        return None  # built-ins have no signature
     except TypeError as error:
         return f"{use.name}: {error}"
     return None
@@ -137,7 +134,7 @@ def _resolve(name: str) -> Any:
 
 
 def import_modules(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Import them; which libraries are not installed, and what is wrong with the others."""
+    """Return missing libraries and import errors."""
     absent, problems = list[str](), []
     for name in names:
         try:
@@ -152,7 +149,7 @@ def import_modules(names: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def check_calls() -> tuple[set[str], list[str], int]:
-    """The libraries that are not installed, the calls that do not fit, and how many do."""
+    """Return missing libraries, misfits, number of fitting calls."""
     absent, misfits, fitting = set[str](), [], 0
     for path in sorted((ROOT / "megatron_rl").rglob("*.py")):
         for use in list_uses(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()):
@@ -166,7 +163,7 @@ def check_calls() -> tuple[set[str], list[str], int]:
 
 
 def _prepare_for_gpus() -> tuple[list[str], list[str]]:
-    """Import what only GPUs use, as a run does; returns what `import_modules` does."""
+    """Import GPU-only modules, as `import_modules`."""
     functions = stand_in_for_driver()
     if functions:
         print(f"no driver: {functions} functions stand in for it")
@@ -179,7 +176,7 @@ def _prepare_for_gpus() -> tuple[list[str], list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", type=Path, metavar="RECIPE", help="print vLLM's configuration on a GPU")
     options, overrides = parser.parse_known_args(arguments)

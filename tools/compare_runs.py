@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what several runs differ in, and draw their curves over each other.
+"""List the differences between runs, and plot their curves.
 
     python tools/compare_runs.py RUN_DIR RUN_DIR
     python tools/compare_runs.py grpo=RUN_DIR grpo=RUN_DIR ppo=RUN_DIR --metrics reward/mean policy/entropy --out F.png
 
-Printed are the settings that differ, and the first step in which a run differs from the first one. In the picture, runs
-of one label are seeds: a line for their mean, a band for their range.
+Prints differing settings and the first differing step. Runs of one label are seeds, plotted as mean and range.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tools.viewer.comparison import describe_comparison, plot_comparison
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="LABEL=RUN_DIR", help="runs; without a label, the directory's name")
     parser.add_argument("--metrics", nargs="+", default=["reward/mean"], help="keys of metrics.jsonl, one panel each")

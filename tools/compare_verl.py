@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's functions and ours side by side, over every estimator, loss and KL whose verl name a recipe may write.
+"""Compare verl's functions with ours for every estimator, loss and KL that a recipe may select by a verl name.
 
-    python tools/compare_verl.py CHECKOUT        # a checkout of verl; nothing of it is installed
-    python tools/compare_verl.py                 # says that it has been skipped
+    python tools/compare_verl.py CHECKOUT        # a checkout of verl; without one, skipped
 
-Both get the same random ragged batches: verl padded rows, ours packed tokens with the settings that verl's names are
-read as. Losses and KL are compared in value and gradient. Differences are relative to the largest number, at most 1e-6
-is equal. What differs on purpose has a row of its own with the reason. Exit code: 0, or 1 where something else differs.
+Losses and KL are compared in value and gradient; relative differences up to 1e-6 count as equal. Intended differences
+are listed with the reason. Exit code: 0, or 1 for any other difference.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ _SEEDS = (0, 1, 2)
 _GROUP_SIZES, _WIDTH = [4, 3, 5, 2], 12
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 _NAMES = ("actor_rollout_ref.model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=4")
-# Settings of the comparison, by verl's names; the shares of tokens are such that verl's choice is not random.
+# Settings by verl's names. The token shares are chosen so that verl's selection of tokens is deterministic.
 _LOSS_SETTINGS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05}
 _COV_SETTINGS = {
     "clip_cov_ratio": 1.0,
@@ -61,7 +59,7 @@ _ONE = "a group of one: verl keeps the reward itself, here there is nothing to c
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison; `reason` says why it differs on purpose, or was not made."""
+    """One comparison; `reason` explains an intended difference or a skip."""
 
     kind: str
     verl: str
@@ -71,17 +69,17 @@ class Row:
 
     @property
     def is_wrong(self) -> bool:
-        """Different without a reason."""
+        """Whether the difference is unintended."""
         return not self.reason and not (self.difference is not None and self.difference <= TOLERANCE)
 
     def cells(self) -> tuple[str, ...]:
-        """What is printed."""
+        """Return the printed cells."""
         found = "-" if self.difference is None else f"{self.difference:.1e}"
         return self.kind, self.verl, self.ours, found, self.reason or ("DIFFERENT" if self.is_wrong else "equal")
 
 
 class Batch:
-    """Random rows, padded for verl and packed for ours; packed, every response has a prompt token in front of it."""
+    """Random responses, padded for verl and packed for ours after a prompt token."""
 
     def __init__(self, seed: int, group_sizes: list[int] | None = None) -> None:
         self.group_sizes = np.array(group_sizes or _GROUP_SIZES)
@@ -101,7 +99,7 @@ class Batch:
         self.values, self.squares = self.draw() * self.mask, self.old.exp().square() + 0.1
 
     def draw(self) -> torch.Tensor:
-        """Padded normal numbers."""
+        """Draw padded normal numbers."""
         return torch.randn(int(self.group_sizes.sum()), _WIDTH, generator=self._random, dtype=torch.float64)
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
@@ -128,25 +126,25 @@ class Batch:
         return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths + 1)
 
     def loss_inputs(self, logprobs: torch.Tensor, chosen: torch.Tensor | None = None) -> PolicyLossInputs:
-        """Packed tokens of a policy loss."""
+        """Pack policy loss inputs."""
         return PolicyLossInputs(
             logprobs, self.pack(self.old), self.pack(self.advantages), self.packed_mask, self.sequence_ids, chosen
         )
 
 
 def read_settings(*overrides: str) -> AlgorithmConfig:
-    """What verl's names are read as, in a recipe that is verl's."""
+    """Translate verl overrides to our settings."""
     return load_config(None, [*_NAMES, *overrides]).config.algorithm
 
 
 def measure(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, relative to the largest number (at least 1)."""
+    """Return the largest difference over the largest number (at least 1)."""
     found, expected = found.detach().double(), expected.detach().double()
     return float((found - expected).abs().max() / max(float(expected.abs().max()), 1.0))
 
 
 def compare_estimators(verl: SimpleNamespace) -> Iterator[Row]:
-    """Advantages, and returns where both have them."""
+    """Compare advantages and returns."""
     for name, ours in ESTIMATORS:
         config = read_settings(f"algorithm.adv_estimator={name}", "algorithm.gamma=0.95", "algorithm.lam=0.9")
         worst = max(_compare_advantages(verl, name, config, Batch(seed)) for seed in _SEEDS)
@@ -203,7 +201,7 @@ def _compare_advantages(
 
 
 def compare_losses(verl: SimpleNamespace) -> Iterator[Row]:
-    """Loss and gradient of every loss mode, in every aggregation that it takes."""
+    """Compare every loss mode under every aggregation."""
     for name, ours in LOSS_MODES.items():
         if name not in verl.core.POLICY_LOSS_REGISTRY:
             yield Row("loss", name, ours, None, _NOT_IN_CHECKOUT)
@@ -274,7 +272,7 @@ def _compare_loss(verl: SimpleNamespace, name: str, aggregation: str, config: Al
 
 
 def compare_kl(verl: SimpleNamespace) -> Iterator[Row]:
-    """The KL estimators, and the adaptive coefficient."""
+    """Compare KL estimators and the adaptive coefficient."""
     for name, ours in KL_TYPES.items():
         for seed, scale, reason in ((0, 1.0, ""), (1, 30.0, "beyond 10 verl cuts k3 and its gradient off")):
             if reason and ours != "k3":
@@ -308,7 +306,7 @@ def compare_kl(verl: SimpleNamespace) -> Iterator[Row]:
 
 
 def compare_the_rest(verl: SimpleNamespace) -> Iterator[Row]:
-    """Importance weights, and the loss of the critic."""
+    """Compare importance weights and value loss."""
     for level in ("token", "sequence"):
         for is_normalized in (False, True):
             config = read_settings(
@@ -350,7 +348,7 @@ COMPARISONS: tuple[Callable[[SimpleNamespace], Iterator[Row]], ...] = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, nargs="?", help="directory of a checkout of verl")
     options = parser.parse_args(arguments)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a model in Hugging Face format to a Megatron distributed checkpoint (torch_dist).
+"""Convert a model in Hugging Face format to a Megatron distributed checkpoint (torch_dist) for any layout.
 
     python tools/convert_hf_to_megatron.py --hf DIR --out DIR [--processes 4]
     torchrun --nproc-per-node 8 tools/convert_hf_to_megatron.py --hf DIR --out DIR
 
-Any TP/PP/VPP/DP/EP layout loads the result, megatron-core's own models included. Config and tokenizer go along.
-The output has the suffix .partial until it is whole; a conversion that was interrupted continues where it stopped.
+The result includes config and tokenizer; megatron-core loads it, too. Incomplete output has the suffix .partial;
+rerunning resumes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.conversion.conversion import DTYPES, convert_to_megatron
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", type=Path, required=True, help="model directory: config.json and *.safetensors")
     parser.add_argument("--out", type=Path, required=True, help="new directory for the checkpoint")
@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = build_parser().parse_args(arguments)
     return run_conversion(
         partial(

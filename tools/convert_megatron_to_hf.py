@@ -4,10 +4,8 @@
     python tools/convert_megatron_to_hf.py --checkpoint DIR --out DIR [--processes 4]
     torchrun --nproc-per-node 8 tools/convert_megatron_to_hf.py --checkpoint DIR --out DIR
 
-DIR is a run directory (its newest checkpoint is taken), a checkpoint step_<N>, the output of
-convert_hf_to_megatron.py, or a checkpoint that megatron-core wrote (pass --config then). The result has sharded
-safetensors, config, tokenizer and generation config: transformers, vLLM and a hub take it as it is. The output has the
-suffix .partial until it is whole; a conversion that was interrupted continues where it stopped.
+DIR is a run directory (newest checkpoint), a checkpoint step_<N>, a converted checkpoint, or one written by
+megatron-core (pass --config). Incomplete output has the suffix .partial; rerunning resumes it.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from tools.conversion.conversion import DTYPES, CheckpointWeights, convert_to_hu
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, required=True, help="checkpoint or run directory")
     parser.add_argument("--out", type=Path, required=True, help="new directory for the model")
@@ -38,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = build_parser().parse_args(arguments)
     source = CheckpointWeights(options.checkpoint, options.role, options.config, verify=not options.no_verify)
     return run_conversion(

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is this machine, or this whole job, fit to train?
+"""Check whether a machine, or all machines of a job, are ready for training.
 
     python tools/doctor.py                                            # one machine
-    torchrun --nnodes 2 --nproc-per-node 8 ... tools/doctor.py        # every rank, and the links between the hosts
+    torchrun --nnodes 2 --nproc-per-node 8 ... tools/doctor.py        # every rank, and links
     srun python tools/doctor.py --quiet || exit 1                     # in a job prologue
 
-Looks at versions, accelerators, which fast paths are active and what each missing one would bring, shared memory,
-open files, disk, host names; under torchrun also at which host reaches which, clocks, collectives over gloo and NCCL,
-and whether all ranks run the same code. Ends with status 0 if nothing is wrong (warnings are not), 1 if there is a
-problem (with --strict: a warning), 2 for a wrong command line; the same status on every rank.
+Checks versions, accelerators, fast paths, limits and host names; under torchrun also links, clocks, collectives and
+equal code. Exit status on every rank: 0 without problems, 1 for a problem (with --strict also a warning), 2 for a wrong
+command line.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SIGNS = {"ok": "  ok      ", "warning": "  WARNING ", "problem": "  PROBLEM "}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--run-dir", type=Path, default=Path("checkpoints"), metavar="DIR", help="where runs are written (checkpoints)"
@@ -45,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def merge(reports: list[list[Finding]]) -> list[tuple[Finding, list[int]]]:
-    """Each different finding once, with the ranks that made it, in the order of the first."""
+    """Merge equal findings, with their ranks."""
     ranks: dict[Finding, list[int]] = {}
     for rank, report in enumerate(reports):
         for finding in report:
@@ -54,7 +53,7 @@ def merge(reports: list[list[Finding]]) -> list[tuple[Finding, list[int]]]:
 
 
 def format_findings(merged: list[tuple[Finding, list[int]]], world_size: int, quiet: bool) -> str:
-    """One line per finding, advice below it."""
+    """Format a line per finding, advice below it."""
     lines = []
     for finding, ranks in merged:
         if quiet and finding.status == "ok":
@@ -69,7 +68,7 @@ def format_findings(merged: list[tuple[Finding, list[int]]], world_size: int, qu
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = build_parser().parse_args(arguments)
     needs = Needs(options.shared_memory_gib, options.disk_gib, options.open_files)
     local_rank = int(os.environ.get("LOCAL_RANK", 0))

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validate a model or a checkpoint in any layout, without an optimizer: mean@k, pass@k, maj@k, and the rollouts.
 
-    python tools/evaluate.py RECIPE.yaml model.path=models/Qwen2.5-0.5B-Instruct
     torchrun --nproc-per-node 4 tools/evaluate.py checkpoints/runs/RUN/config.yaml model.path=checkpoints/runs/RUN \
         rollout.tensor_model_parallel_size=2 --samples 8 rollout.validation_temperature=1.0 --rollouts evaluation
 
-model.path is a model in HF format, a converted checkpoint, checkpoints/step_<N> of a run, or a run (its latest). The
-recipe is that of a run, or only what an evaluation needs: model, data.validation_files, the reward, the actor's layout
-and the engine. With the weights, seed and settings of a run, validation/<set>/accuracy is that of the run.
+model.path is an HF model, a converted checkpoint, checkpoints/step_<N> of a run, or a run (newest checkpoint). The
+recipe needs only model, data.validation_files, reward, the actor's layout and engine. With a run's weights, seed and
+settings, validation/<set>/accuracy equals the run's.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.run.command_line import end_program, leave
 from megatron_rl.run.loading import load_config
 
-# The schema asks for them; an evaluation does not look at them.
+# Required by the schema, unused in an evaluation.
 _NOT_READ = ("data.train_files=[none]", "data.weights=null", "data.pass_rates=null", "data.train_batch_size=1")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "settings",
@@ -55,10 +54,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_config(options: argparse.Namespace) -> RunConfig:
-    """The config of the settings; notes go to stderr of the first rank.
+    """Read the config; rank 0 prints notes.
 
     Raises:
-        UserError: anything in it that is wrong.
+        UserError: an invalid setting.
     """
     settings = list(options.settings)
     recipe = Path(settings.pop(0)) if "=" not in settings[0] else None
@@ -77,7 +76,7 @@ def read_config(options: argparse.Namespace) -> RunConfig:
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """What was evaluated, and one line per metric."""
+    """Format model and metrics."""
     lines = [
         f"{report['model']} (step {report['step']}): {report['layout']}, {report['engine']} "
         f"tp={report['engine_tp_size']}, {report['samples']} responses per prompt at temperature "
@@ -88,7 +87,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = build_parser().parse_intermixed_args(arguments)
     try:
         config = read_config(options)

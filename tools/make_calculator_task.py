@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a task that needs a calculator: tokenizer, prompts, demonstrations, model; no network.
 
-A prompt is "373*452=", its answer "168596", one token per character. A model of this size does not learn to multiply,
-but it can ask the environment `calculator`: it writes "[373*452]", is told "[168596]", and repeats that. In
-`demonstrations.jsonl`, for a warm start, most rows answer at once with the product of the rounded numbers ("200000").
-The others show both turns of a use of the calculator. Which of the two pays, the policy learns from the reward.
+A prompt is "373*452=", its answer "168596", one token per character. A small model does not learn to multiply, but can
+call the environment `calculator`: it writes "[373*452]", receives "[168596]", and repeats the number. Most
+demonstrations of the warm start answer with the product of rounded numbers ("200000"), the rest call the calculator;
+the policy learns from the reward which pays.
 
-Invariants: the same arguments give byte-identical files; training and validation share no pair of numbers;
-`task.json` (the arguments) is written last, so a directory that has it is complete.
+Invariants: the same arguments give byte-identical files; training and validation share no pair of numbers; `task.json`
+is written last.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Row = dict[str, str]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -50,10 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_arguments(task: dict[str, Any]) -> None:
-    """Refuse arguments that no task can be made from.
+    """Refuse arguments.
 
     Raises:
-        UserError: names the argument and what is accepted.
+        UserError: an argument is out of range.
     """
     ranges = {
         "train": (1, MOST_PROMPTS),
@@ -74,7 +74,7 @@ def check_arguments(task: dict[str, Any]) -> None:
 
 
 def make_rows(task: dict[str, Any]) -> tuple[list[Row], list[Row], list[Row]]:
-    """Training and validation prompts, and the demonstrations for the former."""
+    """Make training prompts, validation prompts, demonstrations."""
     generator = random.Random(task["seed"])
     wanted, pairs = task["train"] + task["validation"], dict[tuple[int, int], None]()
     while len(pairs) < wanted:
@@ -97,12 +97,12 @@ def make_rows(task: dict[str, Any]) -> tuple[list[Row], list[Row], list[Row]]:
 
 
 def estimate(left: int, right: int) -> int:
-    """The product of two numbers, each rounded to hundreds."""
+    """Multiply after rounding to hundreds."""
     return round(left, -2) * round(right, -2)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     task = vars(build_parser().parse_args(arguments))
     out = task.pop("out")
     try:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the pages of docs/ that are made from the code: rooms, settings, errors, metrics, verl's names.
+"""Write the pages of docs/ that are generated from code.
 
     python tools/make_docs.py            # after a change of the schema, an error, a metric, or an alias
-    python tools/make_docs.py --check    # status 1 if a page is not what the code says
+    python tools/make_docs.py --check    # status 1 if a page is out of date
 
-The whole site: python -m mkdocs build --strict -f .mkdocs.yml (to build/site), or mkdocs serve -f .mkdocs.yml.
+The whole site: python -m mkdocs build --strict -f .mkdocs.yml.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools import _architecture_page, _error_page, _metrics_page, _settings_page
 
 
 def make_pages() -> dict[Path, str]:
-    """Every generated page: its path, and what the code says."""
+    """Return path and text of every page."""
     docs = ROOT / "docs"
     return {
         docs / "architecture.md": _architecture_page.format_page(),
@@ -33,7 +33,7 @@ def make_pages() -> dict[Path, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse and write, or compare; returns the exit status."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a page is not up to date")
     check = parser.parse_args(argv).check

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a task of another package that a small model learns on a laptop: tokenizer, demonstrations, model; no network.
 
-`legs` are tasks of reasoning-gym (`pip install reasoning-gym`): how many legs so many animals of a kind have. Most
-demonstrations count the animals. `guesses` is the game GuessTheNumber of textarena (`pip install textarena`): most
-demonstrated players count up from 1, the others halve what is left. What pays, the policy learns from the reward.
+`legs` counts animals' legs (`pip install reasoning-gym`); most demonstrations answer with the number of animals.
+`guesses` is the game GuessTheNumber (`pip install textarena`); most demonstrated players count up from 1, the rest
+bisect. The policy learns from the reward which pays.
 
-Invariants: the same arguments and packages give byte-identical files; no question of the validation is one of the
-training; `task.json` (the arguments) is written last, so a directory that has it is complete.
+Invariants: the same arguments and packages give byte-identical files; training and validation share no question;
+`task.json` is written last.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from tools.make_toy_task import (
 )
 
 LEGS = "reasoning-gym:leg_counting?size={size}&seed={seed}&min_animals=1&max_animals=1"
-DEMONSTRATIONS = 10  # for each training prompt, some good and some poor
+DEMONSTRATIONS = 10  # per training prompt, some good and some poor
 GAME = "textarena:GuessTheNumber-v0"
-LOWEST, HIGHEST = 1, 20  # of the numbers to guess
-MOST_GUESSES = 5  # enough to halve the numbers until one is left
+LOWEST, HIGHEST = 1, 20  # range of the numbers to guess
+MOST_GUESSES = 5  # enough for bisection
 GAME_PROMPT = "A game begins."
 MODEL = {"hidden_size": 128, "intermediate_size": 640, "heads": 4, "kv_heads": 2, "layers": 4}
 MOST_PIECES = 1024
@@ -51,7 +51,7 @@ Row = dict[str, Any]
 
 
 class Rows(NamedTuple):
-    """The files of a task."""
+    """The rows of a task's files."""
 
     demonstrations: list[Row]
     train: list[Row]
@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 
 def make_legs(task: dict[str, Any]) -> Rows:
-    """Questions of reasoning-gym; a demonstration answers in the tags that the question asks for."""
+    """Make questions, and demonstrations in answer tags."""
     generator = random.Random(task["seed"])
     train = [row for _, row in read_reasoning_gym(LEGS.format(size=task["train"], seed=task["seed"]))]
     asked = {row["prompt"][0]["content"] for row in train}
@@ -76,7 +76,7 @@ def make_legs(task: dict[str, Any]) -> Rows:
 
 
 def make_guesses(task: dict[str, Any]) -> Rows:
-    """Games, and turns of players as demonstrations: what was said so far, and the next guess."""
+    """Make games; a demonstration is the dialog so far and the next guess."""
     generator, make_environment = random.Random(task["seed"]), find_environment(GAME)
     demonstrations = []
     for number in range(DEMONSTRATIONS * task["train"]):
@@ -87,7 +87,7 @@ def make_guesses(task: dict[str, Any]) -> Rows:
 
 
 def play(environment: Environment, seed: int, listens: bool) -> Iterator[Row]:
-    """The turns of a player who counts up from the lowest number, or of one who says the middle of what is possible."""
+    """Yield the turns of a player who bisects (`listens`) or counts up."""
     random.seed(seed)
     answer, said = environment.reset(Task("", "", "", {}, {}, seed=seed)), GAME_PROMPT
     lowest, highest = LOWEST, HIGHEST
@@ -109,7 +109,7 @@ TASKS: dict[str, Callable[[dict[str, Any]], Rows]] = {"legs": make_legs, "guesse
 
 
 def show(row: Row) -> str:
-    """A demonstration as the policy sees it."""
+    """Format a demonstration as policy input."""
     prompt = row["prompt"]
     if not isinstance(prompt, str):
         prompt = "".join(f"{message['role']}: {message['content']}\n" for message in prompt) + "assistant: "
@@ -117,7 +117,7 @@ def show(row: Row) -> str:
 
 
 def train_tokenizer(texts: Sequence[str]) -> bytes:
-    """A sentencepiece model whose pieces are phrases of the texts, single digits and brackets; round trips exactly."""
+    """Train a sentencepiece model of phrases, digits and brackets; it round-trips exactly."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([line for text in texts for line in text.split("\n") if line]),
@@ -144,7 +144,7 @@ def train_tokenizer(texts: Sequence[str]) -> bytes:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -158,7 +158,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     task = vars(build_parser().parse_args(arguments))
     out, files = task.pop("out"), [f"{name}.jsonl" for name in Rows._fields]
     try:

@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make an arithmetic task that a small model learns on a laptop: tokenizer, prompts, model; no network.
 
-The idea: a prompt is "37+45=", its answer "82", one token per character, so that exact reward and a few
-million parameters are enough to watch GRPO work. Training rows also hold a `demonstration` to imitate,
-and most of these forget the carry ("37+45=72"): a model warm-started on them is often wrong, and learns
-from the reward alone what the demonstrations do not show it often enough.
+A prompt is "37+45=", its answer "82", one token per character, so a few million parameters suffice to watch GRPO work.
+Most `demonstration`s forget the carry ("37+45=72"), so a warm-started model is often wrong, and improves from the
+reward alone. The `_mixed` files add prompts with one more digit, never demonstrated and so answered wrong: the prompt
+predicts the reward, which a critic can learn.
 
-`train_mixed.jsonl` and `validation_mixed.jsonl` hold the same prompts and, among them, long ones: operands of one
-digit more, never demonstrated, so that a warm-started model gets them wrong. What reward to expect is then plain
-to see from the prompt, as in prompt sets that reach beyond a policy's abilities: something for a critic to learn.
-
-Invariants: the same arguments give byte-identical files; training and validation share no pair of
-operands (in either order, under any operation); no prompt occurs twice in a file; results are not negative;
-`task.json` (the arguments) is written last, so a directory that has it is complete.
+Invariants: the same arguments give byte-identical files; training and validation share no pair of operands (in either
+order, under any operation); no prompt occurs twice in a file; results are not negative; `task.json` is written last.
 """
 
 from __future__ import annotations
@@ -46,15 +41,15 @@ FILES = (
 )
 DATA_SOURCE = "toy_arithmetic"
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
-HEAD_DIMS = (32, 64)  # what the rollout engine's CPU attention supports for small heads
+HEAD_DIMS = (32, 64)  # supported by the rollout engine's CPU attention
 MAX_POSITIONS = 256
-MAX_LONG_SHARE = 0.9  # up to here there are always enough pairs of long operands
+MAX_LONG_SHARE = 0.9  # guarantees enough pairs of long operands
 
 Row = dict[str, str]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -94,10 +89,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_arguments(task: dict[str, Any]) -> None:
-    """Refuse arguments that no task can be made from.
+    """Refuse arguments.
 
     Raises:
-        UserError: names the argument and what is accepted.
+        UserError: an argument is out of range.
     """
 
     def refuse(flag: str, found: Any, expected: str) -> None:
@@ -128,10 +123,10 @@ def check_arguments(task: dict[str, Any]) -> None:
 
 
 def make_prompts(task: dict[str, Any]) -> tuple[list[Row], list[Row]]:
-    """Training and validation rows; pairs of operands are dealt to one of the two before prompts are made.
+    """Make training and validation rows from disjoint pairs of operands.
 
     Raises:
-        UserError: there are not enough pairs for so many prompts.
+        UserError: too few pairs of operands.
     """
     generator = random.Random(task["seed"])
     pairs = [(a, b) for a in range(task["max_operand"] + 1) for b in range(a + 1)]
@@ -159,11 +154,11 @@ def make_prompts(task: dict[str, Any]) -> tuple[list[Row], list[Row]]:
 
 
 def mix_in_long_prompts(task: dict[str, Any], train: list[Row], validation: list[Row]) -> tuple[list[Row], list[Row]]:
-    """The rows without their demonstrations, and long ones to make up `long_share` of each list, in random order."""
+    """Drop demonstrations, mix in a share of `long_share` of long prompts, and shuffle."""
     generator = random.Random(task["seed"])
     share, lowest = task["long_share"], 10 ** len(str(task["max_operand"]))
     sizes = [round(len(rows) * share / (1 - share)) for rows in (validation, train)]
-    drawn: dict[tuple[int, int], Row] = {}  # one prompt of each pair, so that the two lists share none
+    drawn: dict[tuple[int, int], Row] = {}  # one prompt per pair: the lists stay disjoint
     while len(drawn) < sum(sizes):
         smaller, larger = sorted(generator.randrange(lowest, 10 * lowest) for _ in range(2))
         drawn[larger, smaller] = _row(*generator.choice(_expressions(larger, smaller, task["operations"])))
@@ -176,7 +171,7 @@ def mix_in_long_prompts(task: dict[str, Any], train: list[Row], validation: list
 
 
 def forget_carries(prompt: str) -> str:
-    """The answer of somebody who works digit by digit and never carries or borrows: "37+45=" -> "72"."""
+    """Compute digit by digit, without carries or borrows: "37+45=" -> "72"."""
     sign = -1 if "-" in prompt else 1
     left, right = (int(number) for number in prompt.rstrip("=").replace("-", "+").split("+"))
     places = range(max(len(str(left)), len(str(right))))
@@ -197,7 +192,7 @@ def _expressions(larger: int, smaller: int, operations: str) -> list[tuple[str, 
 
 
 def train_tokenizer(alphabet: str) -> bytes:
-    """A sentencepiece model with one piece per character and no normalization; round trips exactly."""
+    """Train a sentencepiece model with one piece per character; it round-trips exactly."""
     model = io.BytesIO()  # no file names inside the model: its bytes depend on the alphabet only
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([alphabet]),
@@ -220,7 +215,7 @@ def train_tokenizer(alphabet: str) -> bytes:
 
 
 def write_model(directory: Path, task: dict[str, Any], vocab_size: int) -> int:
-    """A randomly initialized Qwen2ForCausalLM in HF format, float32.
+    """Write a randomly initialized Qwen2ForCausalLM in HF format, float32.
 
     Returns:
         Number of parameters (tied embeddings counted once).
@@ -257,7 +252,7 @@ def write_model(directory: Path, task: dict[str, Any], vocab_size: int) -> int:
 
 
 def write_policy(out: Path, task: dict[str, Any], proto: bytes) -> int:
-    """Write the tokenizer `proto` and the model, and remove `task.json` before; returns the number of parameters."""
+    """Remove `task.json`, write tokenizer and model; return the number of parameters."""
     (out / "model").mkdir(parents=True, exist_ok=True)
     (out / ARGUMENTS_FILE).unlink(missing_ok=True)
     for file in (out / "tokenizer.model", out / "model" / "tokenizer.model"):
@@ -267,7 +262,7 @@ def write_policy(out: Path, task: dict[str, Any], proto: bytes) -> int:
 
 
 def write_task(out: Path, task: dict[str, Any]) -> int:
-    """Write every file of the task, `task.json` last; returns the number of parameters."""
+    """Write all files, `task.json` last; return the number of parameters."""
     train, validation = make_prompts(task)
     mixed_train, mixed_validation = mix_in_long_prompts(task, train, validation)
     parameters = write_policy(out, task, train_tokenizer("0123456789=" + "".join(sorted(task["operations"]))))
@@ -284,10 +279,10 @@ def write_task(out: Path, task: dict[str, Any]) -> int:
 
 
 def already_made(out: Path, task: dict[str, Any], files: Sequence[str] = FILES) -> bool:
-    """Whether `out` holds these files of the task with these arguments.
+    """Whether `out` contains this task, made with the same arguments.
 
     Raises:
-        UserError: it holds something else.
+        UserError: `out` contains something else.
     """
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file", source="--out", expected="a directory", hint="choose another --out")
@@ -319,7 +314,7 @@ def already_made(out: Path, task: dict[str, Any], files: Sequence[str] = FILES) 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = vars(build_parser().parse_args(arguments))
     out, force = options.pop("out"), options.pop("force")
     options.setdefault("intermediate_size", 5 * options["hidden_size"])

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Will this recipe fit this cluster, what will a step take, and which layouts would be better?
+"""Predict whether a recipe fits a cluster, how long a step takes, and which layouts are better.
 
     python tools/plan.py launch/recipes/qwen2.5_7b_gsm8k.yaml --nodes 1 --gpus-per-node 8 --gpu-memory-gib 80
-    python tools/plan.py RECIPE.yaml actor.tensor_model_parallel_size=4 --nodes 4 --json plan.json --plot memory.png
-    python tools/plan.py RECIPE.yaml --nodes 8 --lengths lognormal:4000,1.0 --top 3
+    python tools/plan.py RECIPE.yaml --nodes 8 --lengths lognormal:4000,1.0 --top 3 --json plan.json --plot memory.png
 
-The end of the report says which ways to train fit: all weights with ZeRO-1 or ZeRO-3, LoRA, QLoRA.
-
-Nothing is started and no weights are read: the model's shape comes from its config.json (--hf-config, else the one in
-model.path, else shapes/<last part of model.path>.json beside the recipe). Weights, gradients, optimizer states, batch
-arithmetic and the switch of the weights are exact; activations are counted; seconds are predicted from the stated
-assumptions. Ends with status 1 if the recipe does not fit, 2 if it cannot be planned.
+No weights are read: the model's shape comes from config.json (--hf-config, else the one in model.path, else
+shapes/<last part of model.path>.json beside the recipe). Memory of weights and optimizer, batch arithmetic and the
+weight transfer are exact, activations are counted, seconds follow from stated assumptions. Exit status 1 if the recipe
+does not fit, 2 if it cannot be planned.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from tools.planning.schedule_choice import choose_schedule, format_schedules, sc
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line; what it does not know are overrides of the recipe."""
+    """Build the parser; unrecognized arguments are overrides of the recipe."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -77,10 +74,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_plan_job(options: argparse.Namespace, overrides: list[str]) -> tuple[Job, list[str]]:
-    """The job that the command line describes, and notes on settings without effect.
+    """Return the job, and notes on settings without effect.
 
     Raises:
-        UserError: anything in recipe, cluster or model that cannot be planned.
+        UserError: a recipe, cluster or model that cannot be planned.
     """
     loaded, memory = load_config(options.recipe, overrides), int(options.gpu_memory_gib * GIB)
     reserve = RESERVE * memory if options.reserve_gib is None else options.reserve_gib * GIB
@@ -107,7 +104,7 @@ def read_plan_job(options: argparse.Namespace, overrides: list[str]) -> tuple[Jo
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options, overrides = build_parser().parse_known_args(arguments)
     try:
         job, notes = read_plan_job(options, overrides)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan a reshard on paper, for a cluster that you need not have: bytes per link class, seconds, memory.
+"""Plan a reshard for any cluster without running it: bytes per link class, seconds, memory.
 
     python tools/plan_reshard.py --hf-config DIR_OR_JSON --source tp=8,pp=8,dp=16 --destination tp=8 \
         --ranks-per-node 8 --json FILE
 
-The plan is the one that training executes; its bytes are exact. Seconds are predicted from bandwidth
-alone (bytes of the busiest rank over the speed of its link) and are a lower bound, for the plan and for the
-path that gathers full tensors alike. The placement tables need sizes only; no weights are read.
+The plan is training's; its bytes are exact. Seconds are a lower bound from bandwidth alone (bytes of the busiest rank
+over the speed of its link). No weights are read.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-config", type=Path, required=True, help="model directory or config.json")
     parser.add_argument("--source", required=True, help="training layout: tp=8,pp=8,dp=16 (also vpp, cp, ep)")
@@ -50,10 +49,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:
-    """The result as it goes into the JSON file: bytes and seconds.
+    """Return bytes and seconds, as in the JSON file.
 
     Raises:
-        UserError: arguments that no plan can be made from.
+        UserError: arguments that cannot be planned.
     """
     for flag in ("ranks_per_node", "bucket_mib"):
         if getattr(options, flag) < 1:
@@ -111,7 +110,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """The result as a table for people."""
+    """Format the result as a table."""
     gather, first = result["gather"], result["rank_0"]
 
     def gib(num_bytes: int) -> str:
@@ -148,7 +147,7 @@ def format_result(result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = build_parser().parse_args(arguments)
     try:
         result = plan(options)

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make prompts of GSM8K or MATH out of local files; nothing is downloaded.
+"""Convert local files of GSM8K or MATH to prompts in verl's schema; nothing is downloaded.
 
-    python tools/prepare_prompts.py --dataset gsm8k --input DIR --out data/gsm8k
-    python tools/prepare_prompts.py --dataset math --input MATH --out data/math --format jsonl
+    python tools/prepare_prompts.py --dataset math --input DIR --out data/math --format jsonl
 
-DIR holds the splits as they are published: train.jsonl and test.jsonl, parquet files (train.parquet, or
-[main/|data/]train-00000-of-00001.parquet), or one JSON file per problem in train/ and test/ (MATH).
-
-Rows are written in verl's schema, which training reads as it is: `data_source`, `prompt` (chat messages), `ability`,
-`reward_model.ground_truth`, `extra_info`. The final answer is what the solution names behind its last "####" or in
-its last \\boxed{}; a row that names none is an error, not a prompt without an answer. `--instruction ''` leaves the
-question alone.
+DIR contains the published splits: train.jsonl and test.jsonl, parquet files (train.parquet, or
+[main/|data/]train-00000-of-00001.parquet), or one JSON file per problem in train/ and test/ (MATH). The final answer
+follows the solution's last "####" or is in its last \\boxed{}; a row without one is an error.
 """
 
 from __future__ import annotations
@@ -32,13 +27,12 @@ from megatron_rl.types import UserError
 
 @dataclass(frozen=True)
 class Dataset:
-    """How a data set names its columns, and what a prompt asks for.
+    """Column names and instruction of a data set.
 
     Attributes:
-        data_source: verl's name of it, which may pick the reward.
-        question, solution: columns.
+        data_source: verl's name, which may select the reward.
         instruction: appended to each question.
-        strips_commas: a final answer is a number, written without commas between thousands.
+        strips_commas: remove thousands separators from answers.
     """
 
     data_source: str
@@ -66,10 +60,10 @@ DATASETS = {
 
 
 def find_files(directory: Path, split: str) -> list[Path]:
-    """The files of a split, in order; empty if there are none.
+    """Return a split's files, sorted.
 
     Raises:
-        UserError: there are files of several kinds.
+        UserError: files of several kinds.
     """
     kinds = [sorted(directory.glob(pattern)) for pattern in (f"{split}.jsonl", f"{split}/**/*.json")]
     kinds.append(
@@ -96,10 +90,10 @@ def find_files(directory: Path, split: str) -> list[Path]:
 
 
 def read_split(files: list[Path]) -> Iterator[Row]:
-    """Rows of JSONL or parquet files, or of files with one JSON object each.
+    """Yield rows of JSONL, parquet, or single JSON objects.
 
     Raises:
-        UserError: a file that cannot be read.
+        UserError: an unreadable file.
     """
     if files[0].suffix != ".json":
         yield from read_rows([str(file) for file in files])
@@ -118,10 +112,10 @@ def read_split(files: list[Path]) -> Iterator[Row]:
 
 
 def build_prompt(row: Row, dataset: Dataset, split: str, instruction: str) -> dict[str, Any]:
-    """One row of verl's schema.
+    """Build a row of verl's schema.
 
     Raises:
-        UserError: a column is missing, or the solution names no final answer.
+        UserError: a missing column or final answer.
     """
     question, solution = row.scalar_text(dataset.question), row.scalar_text(dataset.solution)
     answer = extract_answer(solution)
@@ -159,7 +153,7 @@ def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", choices=DATASETS, required=True)
     parser.add_argument("--input", type=Path, required=True, metavar="DIR", help="directory with the published files")

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the program of a recipe on GPUs that are not there, and compare what it does with the plan.
+"""Run a recipe's program on fake GPUs, and compare memory and traffic with the plan.
 
     python tools/rehearse.py launch/recipes/qwen2.5_7b_gsm8k.yaml --nodes 8 --gpus-per-node 8 --json rehearsal.json
     python tools/rehearse.py RECIPE.yaml actor.step_mode=static --nodes 1 --rank-class 0
 
-The real roles are built, give their weights to an engine, score, take two optimizer steps and are saved, on tensors
-without memory, one rank of every class at a time, on one CPU core each. Per rank and phase: the peak of memory with the
-lines that made it, calls and bytes of collectives, waits of the host for the device, copies, and operations on tensors
-of host and device. Ends with status 0 if every rank ran and agrees with tools/plan.py within 5 percent, 1 if not, 2 if
-the job cannot be rehearsed.
-Not rehearsed: generation, kernels, streams, and an allocator's fragments.
+One rank of each class builds the real roles, transfers weights, scores, takes two optimizer steps and saves, on tensors
+without memory. Reported per phase: peak memory by line, collectives, host waits, copies. Exit status: 0 if every rank
+agrees with tools/plan.py within 5 percent, 1 if not, 2 if the job cannot be rehearsed. Not covered: generation,
+kernels, streams, allocator fragmentation, the MTP layer.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _ONE_RANK = Path(__file__).with_name("_rehearse_rank.py")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of tools/plan.py, and which ranks."""
+    """Build the parser of tools/plan.py, plus rank options."""
     parser = build_plan_parser()
     parser.description = __doc__
     parser.add_argument("--rank-class", default="all", help="all (default), or one rank")
@@ -45,12 +43,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_rehearsed_job(arguments: list[str]) -> tuple[Job, argparse.Namespace]:
-    """What the command line describes, without a reserve of memory: nobody rehearses what it is for.
-
-    The layer of `actor.mtp_lr` is put aside.
+    """Return the job without memory reserve, which is not rehearsed, and without the MTP layer.
 
     Raises:
-        UserError: anything in recipe, cluster or model that cannot be planned.
+        UserError: a job that cannot be planned.
     """
     options, overrides = build_parser().parse_known_args(arguments)
     options.reserve_gib = 0.0
@@ -58,7 +54,7 @@ def read_rehearsed_job(arguments: list[str]) -> tuple[Job, argparse.Namespace]:
 
 
 def rehearse_apart(arguments: list[str], rank: int) -> dict[str, Any] | str:
-    """One rank in a process of its own: its report, or the end of what it said when it failed."""
+    """Rehearse a rank in its own process; return its report, or its last output on failure."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "rank.json"
         command = [sys.executable, str(_ONE_RANK), str(rank), str(file), *arguments]
@@ -82,7 +78,7 @@ def _choose_ranks(job: Job, chosen: str) -> list[int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
         job, options = read_rehearsed_job(given)

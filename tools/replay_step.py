@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do a captured step again, in the same layout or in another, and compare every number with the capsule.
+"""Replay a captured step in the same or another layout, and compare every number with the capsule.
 
     torchrun --nproc-per-node N tools/replay_step.py RUN/capsules/step_<N>
     torchrun --nproc-per-node 1 tools/replay_step.py RUN/capsules/step_<N> actor.tensor_model_parallel_size=1 ...
 
-Runs `Trainer.train` on the recorded rollouts, from the recorded state: no engine, no rewards; it writes nothing into
-the run. Exit code: 0 equal (same layout: to the last bit; another one: within --tolerance), 1 different or failed, 2
-for input that cannot be used. See docs/replay.md.
+Runs `Trainer.train` on the recorded rollouts and state. Exit code: 0 equal (bitwise in the same layout, within
+--tolerance in another), 1 different or failed, 2 for input that cannot be used. See docs/replay.md.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from tools.replay.replaying import Capsule, is_same_layout, make_config, open_ca
 
 
 class ReplayTrainer(Trainer):
-    """A trainer whose only step is that of a capsule.
+    """A trainer whose only step is a capsule's.
 
     Attributes:
-        recorded: the capsule; set before `train`.
-        allow_changed: take a state with other content than was written.
-        sections: what the step computed.
+        recorded: set before `train`.
+        allow_changed: accept a state that differs from its digests.
+        sections: results.
     """
 
     recorded: Capsule
@@ -49,10 +48,10 @@ class ReplayTrainer(Trainer):
     sections: list[Section]
 
     def introduce(self) -> None:
-        """The report says what ran."""
+        """Print nothing, unlike a training run."""
 
     def steps(self) -> Iterator[int]:
-        """The captured step, from the state that it began with."""
+        """Restore the state and yield the step."""
         self.checkpoints.start()
         step = self.recorded.step
         self.run.timers.begin_step(step)
@@ -65,13 +64,13 @@ class ReplayTrainer(Trainer):
             yield step
 
     def describe(self, step: int, samples: Experience) -> None:
-        """Keep what the step computed."""
+        """Keep the results."""
         self.count_elsewhere()
         _, self.sections = self.observer.end(samples, self.inputs.tokenizer.decode, self.run.series)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capsule", type=Path, help="<run_dir>/capsules/step_<N>")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="another layout, a moved model.path")
@@ -88,15 +87,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def count_ranks(number: int) -> str:
-    """In words."""
+    """Format a number of ranks."""
     return f"{number} rank{'s' * (number != 1)}"
 
 
 def replay(options: argparse.Namespace, run_dir: Path) -> bool:
-    """Do the step again, print what is equal and what is not; True if all is. Collective.
+    """Replay and print; return whether all is equal. Collective.
 
     Raises:
-        UserError: a capsule or a layout that cannot be used.
+        UserError: an unusable capsule or layout.
         OSError: the report cannot be written.
     """
     capsule = open_capsule(options.capsule, allow_changed=options.allow_changed)
@@ -112,12 +111,12 @@ def replay(options: argparse.Namespace, run_dir: Path) -> bool:
         except (UserError, OSError) as caught:
             error = caught
     raise_together(error, dist.group.WORLD)
-    # Also keeps the other ranks until the first has spoken: torchrun ends all when one ends with a difference.
+    # Also holds all ranks until rank 0 has printed: torchrun stops the job once a rank exits with a difference.
     return share_object(is_equal, dist.group.WORLD)
 
 
 def report(options: argparse.Namespace, trainer: ReplayTrainer) -> bool:
-    """Compare, print and write the report; True if all is equal."""
+    """Compare, print and write the report; return whether all is equal."""
     capsule, world_size = trainer.recorded, trainer.process.world_size
     tolerance = None if is_same_layout(capsule, trainer.config, world_size) else options.tolerance
     rows = compare_sections(capsule.sections, trainer.sections, tolerance=tolerance, read=capsule.read_parameter)
@@ -153,7 +152,7 @@ def report(options: argparse.Namespace, trainer: ReplayTrainer) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = build_parser().parse_intermixed_args(arguments)
     try:
         with tempfile.TemporaryDirectory(prefix="replay-") as run_dir:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward service to start from: POST /score with the math rule, as `reward.service_url` asks it.
+"""An example reward service for `reward.service_url`: POST /score with the math rule.
 
 python tools/reward_service.py --port 8700
 torchrun ... launch/pretrain_grpo.py RECIPE.yaml reward.service_url=http://localhost:8700/score
@@ -44,8 +44,8 @@ class Batch(BaseModel):
 
 @app.post("/score")
 async def score(batch: Batch) -> dict[str, list[dict[str, float]]]:
-    """One score per sample, in order, with what the rule counts, and the rule `format` as a component."""
-    # One at a time; `uvicorn --workers` adds processes.
+    """Score each sample by the math rule and the rule `format`."""
+    # Requests are scored one at a time; `uvicorn --workers` adds processes.
     return {
         "scores": [
             {
@@ -58,7 +58,7 @@ async def score(batch: Batch) -> dict[str, list[dict[str, float]]]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description="Serve the math rule over HTTP; Ctrl-C or SIGTERM ends it.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8700, help="port to listen on (default: %(default)s)")
@@ -66,9 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; serves until it is told to end."""
+    """Serve until SIGINT or SIGTERM."""
     options = build_parser().parse_args(arguments)
-    # uvicorn shuts down on these and then raises them again, which would end the process with an error.
+    # uvicorn shuts down on these signals and raises them again, which would exit with an error.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning")

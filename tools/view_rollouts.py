@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the rollouts of one run or several into an HTML page that works from the disk, without a server or a network.
+"""Write rollouts of one or more runs to an HTML page that needs no server and no network.
 
-    python tools/view_rollouts.py checkpoints/runs/RUN --out page.html
-    python tools/view_rollouts.py RUN_DIR --out page.html --steps 90-100
+    python tools/view_rollouts.py checkpoints/runs/RUN --out page.html --steps 90-100
     python tools/view_rollouts.py RUN_DIR OTHER_RUN_DIR --out page.html
 
-What a run logs is trainer.log_rollouts=N groups of each step (-1: all); see docs/rollout_viewer.md.
+A run logs trainer.log_rollouts=N groups of each step; see docs/rollout_viewer.md.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from tools.viewer.rollout_page import write_page
 
 
 def read_steps(text: str) -> range:
-    """The steps of "90-100" or "7"."""
+    """Parse "90-100" or "7" into a range of steps."""
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="directory of a run")
     parser.add_argument("--out", type=Path, required=True, help="page to write")

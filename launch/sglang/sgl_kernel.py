@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands for SGLang's kernels where there is no build of them: every name is there, and says so when it is called.
+"""A stand-in for SGLang's kernels on machines without a build: every name exists and raises an error if called.
 
-SGLang imports them everywhere, and on a CPU without its own AMX kernels calls none of them: its modules compute with
-torch. `launch/setup_sglang.sh` installs this as the package `sgl_kernel`.
+On a CPU without AMX kernels, SGLang imports its kernels and calls none. `launch/setup_sglang.sh` installs this file as
+the package `sgl_kernel`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __version__ = "99.0"
 
 
 class _Missing:
-    """A kernel that is not there."""
+    """A kernel without a build."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
@@ -45,7 +45,7 @@ class _Submodule(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every submodule."""
+    """A finder of every submodule."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         found = name.startswith("sgl_kernel.")
@@ -57,7 +57,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run."""
+        """Execute nothing."""
 
 
 sys.meta_path.append(_Finder())

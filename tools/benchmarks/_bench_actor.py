@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark tools time: a random model on disk, an actor on it, and scripted responses packed for it."""
+"""Shared benchmark parts: a random model, an actor, and packed scripted responses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALGORITHM = AlgorithmConfig(adv_estimator="grpo", loss_agg_mode="token-mean")
 
 
 def write_random_model(directory: Path, config: dict[str, Any]) -> Path:
-    """Write a model in Hugging Face format with random weights (normal, 0.02; norms 1); returns its directory."""
+    """Write a random HF model (normal, 0.02; norms 1)."""
     shape = model_shape_from_config(config, source="the benchmark")
     generator = torch.Generator().manual_seed(0)
     directory.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def write_random_model(directory: Path, config: dict[str, Any]) -> Path:
 
 
 def build_bench_actor(path: Path, groups: ParallelGroups, dtype: str = "float32", **settings: Any) -> Actor:
-    """An actor on the model in `path`, with `settings` of `ActorConfig`; collective."""
+    """Build an actor with `settings` of `ActorConfig`; collective."""
     config = ActorConfig(**(dict(lr=1e-5, weight_decay=0.0) | settings))
     spec = RoleSpec(name="actor", path=str(path), section="actor", layout=config, head="logprob", trainable=True)
     return Actor(
@@ -76,14 +76,13 @@ def build_bench_batch(
     pad_to: int = 0,
     buckets: Buckets | None = None,
 ) -> TrainBatch:
-    """This rank's part of one minibatch of a workload, packed as the main loop does it.
+    """Pack this rank's part of one minibatch as the main loop does.
 
     Args:
-        max_tokens: budget of a microbatch.
-        shares_prompts: pack the prompt of a group once per microbatch.
-        pad_to: append padding to every sequence until it has so many tokens; 0: none. The padding is computed and
-            enters no loss, as where a minibatch is a [sequences, longest] tensor.
-        buckets: shapes of the microbatches; None: the actor's.
+        max_tokens: budget of a micro-batch.
+        shares_prompts: pack a group's prompt once per micro-batch.
+        pad_to: minimum tokens per sequence; padding is computed and enters no loss.
+        buckets: the actor's if `None`.
     """
     pairs = work.draw_tokens(actor.model.shape.vocab_size)
     responses = [len(response) for _, response in pairs]
@@ -144,10 +143,7 @@ def _estimate_advantages(actor: Actor, work: Workload, batch: TrainBatch) -> tor
 
 
 def measure_peak(device: torch.device, function: Callable[[], Any]) -> int:
-    """Bytes of tensors that were alive at once during a call, above those at its start.
-
-    From the statistics of CUDA's allocator; on a CPU every allocation is recorded, which slows the call down.
-    """
+    """Return the growth of live tensor bytes during a call; profiling on a CPU slows it down."""
     if device.type == "cuda":
         start = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -161,17 +157,14 @@ def measure_peak(device: torch.device, function: Callable[[], Any]) -> int:
 
 
 class Stopwatch:
-    """Time of this process since it was made: on the wall, and of its threads on the CPU.
-
-    CPU-seconds leave out what other processes of a shared machine take away. On a GPU only the wall says anything.
-    """
+    """A clock of wall and process CPU time; the latter excludes other load, but is meaningless on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start, self._cpu_start = self._now()
 
     def read(self) -> tuple[float, float]:
-        """Seconds on the wall, and CPU-seconds."""
+        """Return wall and CPU-seconds."""
         now, cpu_now = self._now()
         return now - self._start, cpu_now - self._cpu_start
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of bench_breakdown.py: the GRPO program of a checkout, with a clock of CPU time. torchrun starts it.
+"""A rank of bench_breakdown.py: a checkout's GRPO program with CPU-time timers, started by torchrun.
 
     _breakdown_rank.py CHECKOUT OUT COMPUTE_STEPS ARGUMENTS...
 
-Writes to OUT.<rank> a line for each step: the CPU-seconds of the process in all (key "step") and by phase. In the last
-COMPUTE_STEPS steps every operator passes through a clock, which slows the step down: they say what matrix products and
-attention take (key "compute").
+Writes a line per step to OUT.<rank>: CPU-seconds in total (key "step") and by phase. The last COMPUTE_STEPS steps time
+every operator, for matrix products and attention (key "compute").
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.observability.timers import PhaseTimers
 
-# Work between the program's own phases, by phase: module, class and method; checkouts that lack one count it as rest.
+# Phases in addition to the program's: module, class and method. A checkout without one counts it as rest.
 FURTHER = {
     "packing": ("megatron_rl.samples.pack", "Packer", "pack"),
     "kl": ("megatron_rl.run.grpo", "Trainer", "compare"),
@@ -37,12 +36,12 @@ COMPUTE = ("mm", "linear", "matmul", "scaled_dot_product", "attention")
 
 
 class ComputeClock(TorchDispatchMode):
-    """Sums up the CPU time that this thread spends in matrix products and attention, also in their backward."""
+    """Sums CPU time in matrix products and attention, forward and backward."""
 
     seconds = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, and look at the clock if it is one of them."""
+        """Run the operator, timed if it is in `COMPUTE`."""
         if not any(word in func.__name__ for word in COMPUTE):
             return func(*args, **(kwargs or {}))
         start = time.thread_time()
@@ -53,7 +52,7 @@ class ComputeClock(TorchDispatchMode):
 
 
 class CpuTimers(PhaseTimers):
-    """The program's timers with CPU time for a clock, and the further phases."""
+    """The program's timers on CPU time, with further phases."""
 
     def __init__(self) -> None:
         super().__init__(time.process_time)
@@ -76,7 +75,7 @@ class CpuTimers(PhaseTimers):
         setattr(kind, method, timed)
 
     def pop(self) -> dict[str, float]:
-        """As the program's own; the end of a step."""
+        """End the step and write its line."""
         record, now = super().pop(), time.process_time()
         seconds = {key.removeprefix("time/"): value for key, value in record.items() if key.startswith("time/")}
         line = seconds | {"step": now - self._began, "compute": self._compute.seconds}

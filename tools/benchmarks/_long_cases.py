@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of bench_long.py: what is varied in each of its parts, everything else held."""
+"""The cases of bench_long.py."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ class Case:
     """One measurement.
 
     Attributes:
-        part, arm: what it belongs to, and what is compared there.
-        length: what the part varies, tokens.
-        work: the responses.
-        max_tokens: budget of a microbatch.
-        vocab_size: of the model.
-        cp_size: context parallel size.
-        chunk_tokens: tokens whose logits exist at once; None: all of a microbatch.
-        is_padded: every sequence is padded to the longest.
-        shares_prompts: a group's prompt is packed once per microbatch.
+        part, arm: part of the benchmark, variant.
+        length: the varied length, tokens.
+        max_tokens: budget of a micro-batch.
+        chunk_tokens: tokens whose logits exist at once; no limit if `None`.
+        is_padded: pad sequences to the longest.
+        shares_prompts: pack a group's prompt once per micro-batch.
         recompute: `recompute_granularity`.
         is_timed: False measures memory only.
     """
@@ -45,10 +42,10 @@ class Case:
 
 
 def list_length_cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
-    """Long-tailed responses up to `length`: packing or padding, chunked or full logits, context parallel sizes."""
+    """Vary the longest response: packing or padding, chunked or full logits, cp."""
     for length in options.lengths:
         lengths = draw_lognormal_lengths((4, 2), length / 8, 1.0, length, options.seed)
-        lengths[0][0] = length  # the longest is as long as the row says
+        lengths[0][0] = length  # fix the maximum
         work = Workload([_PROMPT] * 4, lengths, options.seed)
         for cp_size in (size for size in options.cp if world_size % size == 0):
             for arm, settings in (
@@ -60,7 +57,7 @@ def list_length_cases(options: argparse.Namespace, world_size: int) -> Iterator[
 
 
 def list_logits_cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
-    """One microbatch of `length` tokens with a large vocabulary."""
+    """Vary a micro-batch's length with a large vocabulary."""
     for length in options.logits_lengths:
         work = Workload([1] * world_size, [[length - 1]] * world_size, options.seed)
         for arm, chunk in (("256 tokens", 256), ("512 tokens", 512), ("1024 tokens", 1024), ("full logits", None)):
@@ -68,7 +65,7 @@ def list_logits_cases(options: argparse.Namespace, world_size: int) -> Iterator[
 
 
 def list_context_cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
-    """Activations of one microbatch over context parallel ranks, and with recomputation."""
+    """Vary cp and recomputation."""
     length = options.context_length
     for cp_size in (size for size in options.cp if world_size % size == 0):
         replicas = world_size // cp_size
@@ -80,7 +77,7 @@ def list_context_cases(options: argparse.Namespace, world_size: int) -> Iterator
 
 
 def list_packing_cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
-    """The same long-tailed batch padded to the longest, packed, and packed with shared prompts."""
+    """Compare padding, packing, and shared prompts."""
     prompts = options.packing_prompts
     lengths = draw_lognormal_lengths((prompts, 8), 128, 1.0, 4096, options.seed)
     work = Workload([_PROMPT] * prompts, lengths, options.seed)
@@ -94,7 +91,7 @@ def list_packing_cases(options: argparse.Namespace, world_size: int) -> Iterator
 
 
 def list_linear_cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
-    """1, 2, 4, 8, 16 times as many sequences of one length."""
+    """Vary the number of sequences from 1 to 16 times."""
     for factor in (1, 2, 4, 8, 16):
         count = 8 * factor * world_size
         work = Workload([1] * count, [[511]] * count, options.seed)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our side of bench_step_vs_trl.py: one rank, packed microbatches, shared prompts, and a clock.
-
-Only the driver starts it. In the workload "rollouts" it is the whole program, with vLLM in process.
-"""
+"""Our side of bench_step_vs_trl.py, on one rank; in the workload "rollouts" the whole program with vLLM."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ from tools.benchmarks._step_contest import (
 
 
 def build_actor(options: argparse.Namespace, groups: ParallelGroups) -> Actor:
-    """An actor on one rank, with Adam and clipping as TRL has them, and its logits of a whole microbatch at once."""
+    """Build an actor with TRL's Adam and clipping, and unchunked logits."""
     chunk = options.max_tokens
     return build_bench_actor(options.model, groups, lr=LEARNING_RATE, adam_beta2=0.999, logprob_chunk_tokens=chunk)
 
@@ -50,9 +47,9 @@ def build_actor(options: argparse.Namespace, groups: ParallelGroups) -> Actor:
 def take_step(
     actor: Actor, options: argparse.Namespace, step: int, device: torch.device, reference: Actor | None = None
 ) -> dict[str, Any]:
-    """Pack, and update: the CPU-seconds of each, and the log-probs to compare, which the first update gives.
+    """Return the CPU-seconds of packing and update, and the log-probs of the first update.
 
-    With a reference the update is that of all epochs; else their mean.
+    With a reference, update seconds are the sum over epochs, otherwise their mean.
     """
     algorithm = replace(ALGORITHM, kl_coef=KL_COEF) if reference else ALGORITHM
     work, times = draw_workload(options, step), [read_clock()]
@@ -70,7 +67,7 @@ def take_step(
             batch = replace(batch, old_logprobs=room.clone())
         times.append(read_clock())
     packing, of_reference, *updates = (b - a for a, b in zip(times, times[1:], strict=False))
-    sums = torch.zeros(len(work.lengths) + 1, dtype=torch.float64)  # the last one: of padding
+    sums = torch.zeros(len(work.lengths) + 1, dtype=torch.float64)  # last entry: padding
     sums.index_add_(0, batch.sequence_ids.cpu() % len(sums), batch.column("old_logprobs").double().cpu())
     return {
         "packing": packing,
@@ -82,10 +79,10 @@ def take_step(
 
 
 class WholeProgram(Trainer):
-    """The main loop, which takes a step when it is asked to, and answers when everything about it is done."""
+    """The main loop with steps on request."""
 
     def steps(self) -> Iterator[int]:
-        """As the loop's, with a clock."""
+        """Take a step per request and report its seconds."""
         answer({"ready": True})
         start = None
         for step in super().steps():
@@ -97,18 +94,18 @@ class WholeProgram(Trainer):
             yield step
 
     def describe(self, step: int, samples: Any) -> None:
-        """As the loop does it; how many tokens were sampled."""
+        """Count sampled tokens."""
         super().describe(step, samples)
         self.tokens = int(samples.headers.num_response_tokens.sum())
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """The reward, with verl's signature."""
+    """Compute the reward, with verl's signature."""
     return score_text(solution_str)
 
 
 def run_whole_program(options: argparse.Namespace) -> None:
-    """Take steps until the driver ends the process; one more is planned than it asks for, so that none is the last."""
+    """Take steps until the driver ends the process; no timed step is the last planned one."""
     prompt, longest, _ = WORKLOADS[options.workload]
     options.num_steps += 1
     prompts = options.model / "prompts.jsonl"
@@ -136,7 +133,7 @@ def run_whole_program(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_worker_options(parser)
     options = parser.parse_args()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of bench_long.py in one picture, a panel per question."""
+"""Plot of bench_long.py, a panel per question."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plot_long(rows: Sequence[Row], path: Path) -> None:
         axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flat
         for (draw, found), panel in zip(panels, axes):
             draw(panel, found)
-        for panel in axes:  # what the last row does not need
+        for panel in axes:  # unused panels
             panel.set_visible(False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step mode of `bench_ppo_step.py`: an actor, its padded microbatches, and what is measured of its updates."""
+"""One step mode of `bench_ppo_step.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_rl.weights.families import ModelShape
 from tools.benchmarks._bench_actor import ALGORITHM, Stopwatch, build_bench_actor, build_bench_batch
 from tools.benchmarks._scripted_workloads import Workload
 
-_FILL = 0.97  # of a microbatch are real tokens
+_FILL = 0.97  # share of real tokens in a micro-batch
 _PROMPT = 8
 _WARM_UPS = 2
 
@@ -55,20 +55,14 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Draw:
-    """What a round computes.
-
-    Attributes:
-        size: tokens of a padded microbatch.
-        microbatches: of an update.
-        sequence_length: about the longest.
-    """
+    """Tokens of a padded micro-batch, micro-batches per update, approximate longest sequence."""
 
     size: int
     microbatches: int
     sequence_length: int
 
     def lengths(self) -> list[int]:
-        """Ragged sequences that fill one microbatch to `_FILL`."""
+        """Draw ragged sequences that fill a micro-batch to `_FILL`."""
         rng, left, found = np.random.default_rng(self.size), int(self.size * _FILL), []
         while left > _PROMPT:
             length = min(int(rng.integers(self.sequence_length // 2, self.sequence_length + 1)), left)
@@ -78,12 +72,11 @@ class Draw:
 
 
 class Contestant:
-    """One mode.
+    """A step mode under test.
 
     Attributes:
-        mode: step mode.
-        seconds: of each update.
-        fingerprint: metrics of every update and the bits of the weights after the last.
+        seconds: per update.
+        fingerprint: metrics of every update, and final weight bits.
     """
 
     def __init__(
@@ -104,7 +97,7 @@ class Contestant:
         self._found: dict[str, Any] = {"busy": None, "graph_bytes": 0, "graphs": 0}
 
     def open(self) -> None:
-        """Build the actor and its batch, and take a few updates that are not timed."""
+        """Build actor and batch, and warm up."""
         fixed = {} if self.mode == "eager" else {"bucket_tokens": [self._draw.size]}
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -124,7 +117,7 @@ class Contestant:
 
     def _build_batch(self) -> TrainBatch:
         actor, draw = self._actor, self._draw
-        # All modes take what the static ones need.
+        # All modes use the batch shapes that static modes need.
         buckets = build_buckets(draw.size, [draw.size], actor.model.pad_multiple, 64)
         lengths = draw.lengths()
         work = Workload([_PROMPT] * draw.microbatches, [[n - _PROMPT for n in lengths]] * draw.microbatches)
@@ -140,14 +133,14 @@ class Contestant:
         self.fingerprint.append(self._actor.optim_step())
 
     def take_round(self) -> None:
-        """One timed update."""
+        """Time one update."""
         watch = Stopwatch(self._device)
         self._update()
         wall, cpu = watch.read()
         self.seconds.append(wall if self._device.type == "cuda" else cpu)
 
     def measure_busy(self) -> None:
-        """Share of one update in which a kernel runs, from a trace; CUDA only."""
+        """Trace the share of an update in which a kernel runs; CUDA only."""
         from torch.profiler import ProfilerActivity, profile
 
         self._update()
@@ -163,7 +156,7 @@ class Contestant:
         self._found["busy"] = busy / (end - spans[0][0])
 
     def close(self) -> None:
-        """Take the fingerprint and give all memory back."""
+        """Take the fingerprint and release all memory."""
         self.fingerprint.append(
             [
                 int(p.view(torch.int32 if p.element_size() == 4 else torch.int16).long().sum())
@@ -181,11 +174,7 @@ class Contestant:
             torch.cuda.empty_cache()
 
     def report(self, ceiling: float) -> dict[str, Any]:
-        """The row of this mode.
-
-        Args:
-            ceiling: FLOP/s of the largest matrix product measured on this device.
-        """
+        """Return the row, given the FLOP/s of the fastest matrix product."""
         median = statistics.median(self.seconds) / self._draw.microbatches
         lengths, tp_size = self._draw.lengths(), self._groups.layout.tp_size
         flops = count_flops(self._shape, lengths) / tp_size
@@ -201,7 +190,7 @@ class Contestant:
 
 
 def count_flops(shape: ModelShape, lengths: list[int]) -> float:
-    """Model FLOPs of forward and backward: 6 per weight of a matrix and token, plus causal attention."""
+    """Count model FLOPs of forward and backward: 6 per weight and token, plus causal attention."""
     heads = shape.num_heads * shape.head_dim
     layer = shape.hidden_size * (2 * heads + 2 * shape.num_kv_heads * shape.head_dim + 3 * shape.ffn_hidden_size)
     weights = shape.num_layers * layer + shape.hidden_size * shape.vocab_size
@@ -210,7 +199,7 @@ def count_flops(shape: ModelShape, lengths: list[int]) -> float:
 
 
 def measure_matmul_ceiling(device: torch.device, dtype: str) -> float:
-    """FLOP/s of the fastest square matrix product of a few sizes."""
+    """Return the FLOP/s of the fastest square matrix product."""
     best, sizes = 0.0, (2048, 4096, 8192) if device.type == "cuda" else (512, 1024)
     for size in sizes:
         a, b = (torch.randn(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine without a model: lengths are given, tokens follow from seeds, and a step costs what a formula says."""
+"""An engine without a model: given lengths, seeded tokens, and step costs by a formula."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ VOCAB_SIZE = 1000
 
 
 class ScriptedEngine:
-    """Samples one token of each running request per step.
+    """Samples one token per running request and step.
 
     Args:
-        lengths: by key of a request, tokens of its response.
-        slots: requests that run at once; the others wait in the order in which they were added.
-        cost: of a step.
-        spend: is told the seconds of each step, `time.sleep` for one; None: only `seconds` counts them.
-        prompt_tokens: of every prompt; what a request has beyond them was sampled before. None: nothing was.
-
-    Attributes:
-        seconds: spent in steps.
+        lengths: response tokens by request key.
+        slots: limit of running requests.
+        spend: called with a step's seconds, such as `time.sleep`.
+        prompt_tokens: per prompt; a request's further tokens were sampled earlier. If `None`, all are prompt.
     """
 
     def __init__(
@@ -38,16 +34,16 @@ class ScriptedEngine:
         self._lengths, self._slots, self._cost, self._spend = lengths, slots, cost, spend
         self._prompt_tokens = prompt_tokens
         self._waiting: list[Request] = []
-        self._running: dict[int, tuple[Request, int]] = {}  # by key, with the number of tokens so far
+        self._running: dict[int, tuple[Request, int]] = {}  # by key, with tokens sampled so far
         self._cached: set[bytes] = set()
         self.seconds = 0.0
 
     def add(self, requests: Sequence[Request]) -> None:
-        """They run when a slot is free."""
+        """Queue requests."""
         self._waiting += requests
 
     def step(self) -> list[Sampled]:
-        """A token for everything that runs."""
+        """Sample a token for each running request; return finished ones."""
         seconds = 0.0
         while self._waiting and len(self._running) < self._slots:
             request = self._waiting.pop(0)
@@ -67,18 +63,18 @@ class ScriptedEngine:
         return finished
 
     def _count_sampled(self, request: Request) -> int:
-        """Tokens of a response that came before the request."""
+        """Count response tokens sampled before the request."""
         return 0 if self._prompt_tokens is None else len(request.tokens) - self._prompt_tokens
 
     def _count_uncached(self, request: Request) -> int:
-        """Tokens that the prefix cache does not have: a response's, and a prompt's that did not come before."""
+        """Count tokens outside the prefix cache: earlier response tokens, and a new prompt."""
         known, sampled = len(self._cached), self._count_sampled(request)
         prompt = request.tokens[: len(request.tokens) - sampled]
         self._cached.add(prompt.tobytes())
         return sampled + len(prompt) * (len(self._cached) - known)
 
     def drop_cache(self) -> None:
-        """What was computed with other weights is not used again."""
+        """Drop prefixes computed with older weights."""
         self._cached.clear()
 
     def _end(self, key: int, reason: str) -> Sampled:
@@ -88,19 +84,19 @@ class ScriptedEngine:
         return Sampled(key, tokens[:done], -rng.random(self._lengths[key], dtype=np.float32)[:done], reason)
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """What runs with its tokens so far, what waits with none."""
+        """Return requests with their tokens so far."""
         waiting = [request for request in self._waiting if request.key in set(keys)]
         self._waiting = [request for request in self._waiting if request.key not in set(keys)]
         self._running |= {request.key: (request, 0) for request in waiting}
         return [self._end(key, "interrupted") for key in keys if key in self._running]
 
     def has_requests(self) -> bool:
-        """True if something runs or waits."""
+        """Whether a request runs or waits."""
         return bool(self._waiting or self._running)
 
     def tokens_in_flight(self) -> int:
-        """Tokens of what runs."""
+        """Count tokens of running requests."""
         return sum(done for _, done in list(self._running.values()))
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing."""

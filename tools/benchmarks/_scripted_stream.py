@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of a run as its trainer takes them, with scripted engines on all ranks or on some."""
+"""A run's stream of samples, with scripted engines on all ranks or some."""
 
 from __future__ import annotations
 
@@ -26,22 +26,18 @@ from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
 from tools.planning.lengths import LengthModel
 from tools.planning.schedules import Costs, Schedule
 
-_LENGTH_SEED = 1  # that of the simulator
+_LENGTH_SEED = 1  # equals the simulator's
 
 
 class ScriptedStream:
-    """The samples of a run of `steps` steps whose engines, one per rank, are scripted; building it is collective.
+    """The samples of `steps` steps from scripted engines, one per rank; construction is collective.
 
     Args:
-        schedule: with `max_staleness` above 0; with engines on ranks of their own, those before them train.
-        costs: with as many engines as there are ranks, or fewer.
-        lengths: of the responses, drawn as the simulator does.
-        steps: that will be taken.
+        schedule: with `max_staleness` above 0; engines on own ranks follow the training ranks.
+        costs: with at most as many engines as ranks.
+        lengths: drawn as in the simulator.
         spend: see `ScriptedEngine`.
         steps_per_update: see `schedule.steps_per_update`.
-
-    Attributes:
-        engine: of this rank.
     """
 
     def __init__(
@@ -100,14 +96,14 @@ class ScriptedStream:
         self._sampling = SamplingConfig(temperature=1.0, max_tokens=costs.longest, stop_token_ids=())
 
     def take(self) -> int:
-        """The samples of the next step: tokens of the responses of all ranks; collective."""
+        """Take the next step's samples; return the response tokens of all ranks; collective."""
         taken = self._stream.take(self._sampling, None)
         of_ranks = [0] * dist.get_world_size()
         dist.all_gather_object(of_ranks, sum(len(rollout.response_tokens) for _, rollout in taken.rollouts))
         return sum(of_ranks)
 
     def train(self, train: Callable[[], None]) -> None:
-        """Train on every rank, or beside the engines; then there are new weights; collective."""
+        """Train on every rank, or beside the engines, and update the weights; collective."""
         if dist.get_rank() < self._num_trainers or not self._num_trainers:
             train()
         if self._num_trainers:

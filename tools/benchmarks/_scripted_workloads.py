@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses of scripted lengths for the benchmark tools: random tokens and rewards from a seed (needs numpy only).
-
-Nothing is generated, so every contestant computes the same tokens, and the same ones again in the next run.
-"""
+"""Responses of scripted lengths with seeded tokens and rewards, equal for all contestants (needs numpy only)."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ class Workload:
 
     Attributes:
         prompt_lengths: tokens of each prompt.
-        response_lengths: per prompt, tokens of its responses.
-        seed: of tokens and rewards.
+        response_lengths: tokens of each prompt's responses.
     """
 
     prompt_lengths: Sequence[int]
@@ -30,26 +26,26 @@ class Workload:
 
     @property
     def group_of(self) -> list[int]:
-        """The prompt of each response."""
+        """Return the prompt index of each response."""
         return [group for group, lengths in enumerate(self.response_lengths) for _ in lengths]
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence, its prompt included."""
+        """Return tokens per sequence, with prompt."""
         pairs = zip(self.prompt_lengths, self.response_lengths, strict=True)
         return [prompt + length for prompt, lengths in pairs for length in lengths]
 
     @property
     def longest_response(self) -> int:
-        """Tokens of the longest response."""
+        """Return the tokens of the longest response."""
         return max(map(max, self.response_lengths))
 
     def draw_rewards(self) -> np.ndarray:
-        """[num_responses]."""
+        """Draw rewards [num_responses]."""
         return np.random.default_rng([self.seed, 1]).normal(size=len(self.group_of))
 
     def draw_tokens(self, vocab_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Prompt and response [s] int64 of each sequence; a group has one prompt."""
+        """Draw prompt and response [s] int64 of each sequence."""
         rng = np.random.default_rng([self.seed, 0])
         pairs = []
         for prompt_length, lengths in zip(self.prompt_lengths, self.response_lengths, strict=True):
@@ -59,11 +55,10 @@ class Workload:
 
 
 def draw_geometric_lengths(shape: tuple[int, int], mean: float, limit: int, seed: int) -> list[list[int]]:
-    """Lengths of responses that end with equal probability at every token, cut at a limit.
+    """Draw lengths with a constant end probability per token, cut at a limit.
 
     Args:
-        shape: prompts, and responses to each.
-        mean: without the limit.
+        shape: prompts, responses per prompt.
     """
     rng = np.random.default_rng([seed, 2])
     return np.minimum(rng.geometric(1.0 / mean, shape), limit).tolist()
@@ -72,6 +67,6 @@ def draw_geometric_lengths(shape: tuple[int, int], mean: float, limit: int, seed
 def draw_lognormal_lengths(
     shape: tuple[int, int], median: float, sigma: float, limit: int, seed: int
 ) -> list[list[int]]:
-    """Long-tailed lengths: exp of a normal with standard deviation `sigma`, at least 1, cut at a limit."""
+    """Draw lognormal lengths between 1 and a limit."""
     rng = np.random.default_rng([seed, 3])
     return np.clip(np.rint(median * np.exp(sigma * rng.normal(size=shape))), 1, limit).astype(int).tolist()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both sides of bench_step_vs_trl.py must agree on: model, responses, settings, and how they answer the driver.
+"""Parts shared by both sides of bench_step_vs_trl.py; independent of megatron_rl, for TRL's environment.
 
-A side is a process. It says that it is ready, then takes a step for each line on its stdin and answers with a line.
-Imported by the process of TRL too, so nothing here needs megatron_rl.
+A side is a process that reports when it is ready, then takes a step and prints a line for each line on stdin.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MODEL: dict[str, Any] = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
-# Prompt tokens, longest response, and the mean of the geometric distribution that is cut there (None: all longest).
+# Prompt tokens, longest response, mean of the geometric lengths (`None`: all longest).
 WORKLOADS: dict[str, tuple[int, int, float | None]] = {
     "ragged": (32, 128, 49.0),
     "prompt": (256, 64, 40.0),
@@ -48,13 +47,13 @@ WORDS = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, MODEL["vocab_si
 PARTS = ("packing", "logprobs", "reference", "update", "whole")
 KL_COEF = 0.01
 LEARNING_RATE = 1e-4
-SMALL_LEARNING_RATE = 1e-8  # where each side samples: a policy that learns would change its lengths
-NUM_UPDATES = 2  # per step; with one, and no engine to correct for, TRL does without a pass of log-probs, too
+SMALL_LEARNING_RATE = 1e-8  # each side samples: a learning policy would change the lengths
+NUM_UPDATES = 2  # per step; with one update and no engine correction, TRL skips its log-prob pass, too
 MARK = "ANSWER "
 
 
 def add_worker_options(parser: argparse.ArgumentParser) -> None:
-    """What the driver tells a side on its command line."""
+    """Add the options of a side."""
     parser.add_argument("--model", type=Path, help="directory of the model")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), help="see the description")
     parser.add_argument("--num-steps", type=int, default=1, help="steps that will be asked for")
@@ -65,7 +64,7 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
 
 
 def draw_workload(options: argparse.Namespace, step: int) -> Workload:
-    """The responses of a step, the same on both sides."""
+    """Draw a step's responses."""
     prompt, longest, mean = WORKLOADS[options.workload]
     shape = (options.prompts, options.samples)
     lengths = draw_geometric_lengths(shape, mean, longest, step) if mean else [[longest] * shape[1]] * shape[0]
@@ -73,31 +72,31 @@ def draw_workload(options: argparse.Namespace, step: int) -> Workload:
 
 
 def draw_prompts(options: argparse.Namespace) -> list[str]:
-    """Texts of the prompts of all steps, a word for each token."""
+    """Draw all prompts, a word per token."""
     count = options.prompts * options.num_steps
     work = Workload([WORKLOADS[options.workload][0]] * count, [[1]] * count)
     return [" ".join(f"t{token}" for token in prompt) for prompt, _ in work.draw_tokens(MODEL["vocab_size"])]
 
 
 def score_text(text: str) -> float:
-    """The reward where responses are sampled: the share of words with an even number."""
+    """Return the share of even words as reward."""
     words = text.split()
     return sum(word[-1] in "02468" for word in words) / max(len(words), 1)
 
 
 def wait_for_step() -> None:
-    """Until the driver asks for it; ends the process if there is no driver any more."""
+    """Wait for the driver, or exit with it."""
     if not sys.stdin.readline():
         raise SystemExit(0)
 
 
 def answer(message: dict[str, Any]) -> None:
-    """A line for the driver; whatever libraries print lacks the mark."""
+    """Print a line with a mark, which library output lacks."""
     print(MARK + json.dumps(message), flush=True)
 
 
 def read_clock() -> float:
-    """Seconds of this process; where there is a GPU, seconds on the wall when it has finished."""
+    """Return CPU-seconds, or wall seconds on a GPU."""
     if not torch.cuda.is_available():
         return time.process_time()
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's side of bench_step_vs_trl.py: its GRPOTrainer as it is, with scripted responses and a clock.
+"""TRL's side of bench_step_vs_trl.py: an unchanged GRPOTrainer with scripted responses and timers.
 
-Only the driver starts it, with the Python that has TRL. Responses come from `rollout_func`, rewards from a table; in
-the workload "rollouts" TRL samples them itself with transformers, and a function of the text rewards them.
+The driver starts it with the Python that has TRL. In the workload "rollouts", TRL samples with transformers, and a
+function of the text computes the reward.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tools.benchmarks._step_contest import (
 
 
 class ScriptedTrainer(GRPOTrainer):
-    """GRPOTrainer that reads its responses from a script and takes the time of its parts."""
+    """A GRPOTrainer with scripted responses and timed parts."""
 
     def __init__(self, options: argparse.Namespace, **settings: Any) -> None:
         super().__init__(rollout_func=_roll_out, reward_funcs=self._look_up_rewards, **settings)
@@ -89,7 +89,7 @@ def _roll_out(prompts: list[str], trainer: ScriptedTrainer) -> dict[str, Any]:
 
 
 class _Clock(TrainerCallback):
-    """Times the updates without what prepares them, and answers the driver after the last one of a step."""
+    """Times updates without preparation, and answers the driver after a step."""
 
     def __init__(self, trainer: ScriptedTrainer) -> None:
         self._trainer = trainer
@@ -116,7 +116,7 @@ class _Clock(TrainerCallback):
 
 
 class _WholeSteps(TrainerCallback):
-    """Times whole steps, and rewards what was sampled in them."""
+    """Times whole steps, and computes rewards."""
 
     def __init__(self) -> None:
         self.tokens, self._start = 0, 0.0
@@ -135,7 +135,7 @@ class _WholeSteps(TrainerCallback):
 
 
 def build_trainer(options: argparse.Namespace) -> GRPOTrainer:
-    """TRL with our side's settings of the algorithm, and its own for everything else."""
+    """Build TRL's trainer with our algorithm settings."""
     core = Tokenizer(WordLevel(WORDS, unk_token="<pad>"))
     core.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")

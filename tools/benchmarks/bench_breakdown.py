@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU-seconds of a training step by phase, summed over all ranks, optionally compared with other checkouts.
+"""CPU-seconds of a training step by phase, over all ranks, optionally compared with other checkouts.
 
     python tools/benchmarks/bench_breakdown.py --recipe launch/recipes/toy_arithmetic.yaml --nproc 4 \\
         --against CHECKOUT --rounds 3 --json FILE model.path=DIR ...
 
-Checkouts alternate within one run. Each figure is the median over the steps of a round, then over the rounds, of the
-CPU time of all ranks and their threads; waiting does not count, so other load on the machine has little effect. The
-phases are the program's own and a few more; "rest" is the remainder. The share of matrix products and attention is
-measured in extra steps that time every operator.
+Checkouts alternate. Figures are medians over steps, then over rounds; CPU time excludes waiting, so other load has
+little effect. "rest" is time outside all phases. Extra steps time every operator for the share of matrix products and
+attention.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 WARMUP_STEPS, COMPUTE_STEPS = 2, 2
-NESTED = {"step", "compute", "verify"}  # "verify" is a part of "reshard"
+NESTED = {"step", "compute", "verify"}  # "verify" is part of "reshard"
 Step = list[dict[str, float]]  # by rank
 
 
 def run_checkout(options: argparse.Namespace, checkout: Path, directory: Path) -> list[Step]:
-    """Take the steps of one round; what each rank wrote about each of them."""
+    """Run a round; return measurements by step and rank."""
     out, total = directory / "ranks", WARMUP_STEPS + options.steps + COMPUTE_STEPS + 1
     command = [
         *("torchrun", "--standalone", "--nproc-per-node", str(options.nproc)),
@@ -42,14 +41,14 @@ def run_checkout(options: argparse.Namespace, checkout: Path, directory: Path) -
     ranks = [
         [json.loads(line) for line in Path(f"{out}.{rank}").read_text().splitlines()] for rank in range(options.nproc)
     ]
-    return [list(step) for step in zip(*ranks, strict=True)][WARMUP_STEPS:-1]  # the last one ends the run
+    return [list(step) for step in zip(*ranks, strict=True)][WARMUP_STEPS:-1]  # the last step ends the run
 
 
 def summarize(steps: list[Step], num_measured: int) -> dict[str, float]:
-    """CPU-seconds by phase, of the step, and of its compute; and the share of the step that has a name.
+    """Return CPU-seconds by phase, and the shares of named phases and of compute.
 
     Args:
-        steps: of a round; the first `num_measured` of them without the clock around operators.
+        steps: operators are timed only after the first `num_measured`.
     """
 
     def median(name: str, chosen: list[Step]) -> float:
@@ -70,7 +69,7 @@ def summarize(steps: list[Step], num_measured: int) -> dict[str, float]:
 
 
 def format_results(results: dict[str, dict[str, float]]) -> str:
-    """A table for people, one column per checkout."""
+    """Format a table, a column per checkout."""
     names = list(dict.fromkeys(name for found in results.values() for name in found))
     lines = [f"{'CPU-seconds per step':22}" + "".join(f"{Path(path).name[-14:]:>16}" for path in results)]
     lines += [f"{name:22}" + "".join(f"{found.get(name, 0.0):16.3f}" for found in results.values()) for name in names]
@@ -81,7 +80,7 @@ def format_results(results: dict[str, dict[str, float]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, default=ROOT / "launch/recipes/toy_arithmetic.yaml")
     parser.add_argument("--nproc", type=int, default=4, help="ranks")

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what the control message of an engine costs, which its first rank shares before each decoding step.
+"""Cost of an engine's control message, which its first rank shares before each decoding step.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 tools/benchmarks/bench_control.py --json FILE
 
-The ranks are one engine (TP 2 with two of them) and share messages as the serving loop does (within a host through
-shared memory, otherwise over gloo): empty ones, as nearly all are, and ones with new requests. Back
-to back the rounds are short, so that the fastest of them is what a message costs while nothing else wants the cores;
-behind a decoding step, which is a sleep, a message also waits for the rank that wakes up last. Ends with status 1 if an
-empty message, back to back, takes more than 1 % of the step.
+The ranks form one engine and share empty messages and ones with requests. Back to back, the fastest round shows the
+pure cost; behind a decoding step (a sleep), a message also waits for the last rank to wake up. Exit status 1 if an
+empty message, back to back, takes over 1 % of the step.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ LIMIT = 0.01
 
 
 def time_message(channel: Channel, message: ControlMessage, count: int, step_seconds: float) -> float:
-    """Mean seconds of a message on this rank, the ranks having made a step each; collective."""
+    """Return this rank's mean seconds of a message after a step; collective."""
     total = 0.0
     dist.barrier()
     for _ in range(count):
@@ -47,7 +45,7 @@ def time_message(channel: Channel, message: ControlMessage, count: int, step_sec
 
 
 def measure(channel: Channel, message: ControlMessage, args: argparse.Namespace) -> dict[str, float]:
-    """Microseconds of a message on the rank that it takes longest; collective."""
+    """Return the slowest rank's microseconds of a message; collective."""
     return {
         name: 1e6
         * max(gather_objects(min(time_message(channel, message, count, seconds) for _ in range(args.rounds)), world()))
@@ -56,7 +54,7 @@ def measure(channel: Channel, message: ControlMessage, args: argparse.Namespace)
 
 
 def main() -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", type=float, default=0.01, help="seconds of a decoding step (0.01)")
     parser.add_argument("--rounds", type=int, default=100, help="of which the fastest counts (100)")

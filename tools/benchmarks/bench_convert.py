@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a random model there and back: seconds, peak memory of a process, and whether every bit came back.
+"""Convert a random model there and back: seconds, peak memory of a process, bit equality.
 
     python tools/benchmarks/bench_convert.py --hf-config docs/shapes/3b.json --work DIR --processes 2 --json F
 
-DIR needs room for three copies of the model; what is written there is removed again. Peak memory is the resident set
-of the largest process, as the kernel counts it, pages of the files that it reads included.
+DIR needs space for three copies of the model. Peak memory is the largest resident set, including mapped files.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from tools.conversion.conversion import DTYPES
 from tools.conversion.safetensors_stream import SafetensorsWriter
 
 TOOLS = Path(__file__).resolve().parents[1]
-_CHUNK = 16 << 20  # elements that are drawn at once
+_CHUNK = 16 << 20  # elements drawn at once
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-config", type=Path, required=True, help="config.json of the model to make up")
     parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="where to write")
@@ -49,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def write_random_model(directory: Path, config: dict[str, Any], dtype: torch.dtype, file_bytes: int) -> list[Path]:
-    """A model in HF format with random weights, piece by piece; returns its files of weights."""
+    """Write a random HF model; return its weight files."""
     sizes = model_shape_from_config(config, source="--hf-config").logical_tensors()
     num_bytes = {name: torch.Size(size).numel() * dtype.itemsize for name, size in sizes.items()}
     units, generator = split_units(num_bytes, file_bytes, name_safetensors), torch.Generator().manual_seed(0)
@@ -67,7 +66,7 @@ def write_random_model(directory: Path, config: dict[str, Any], dtype: torch.dty
 
 
 def run_tool(name: str, *arguments: object) -> dict[str, float]:
-    """Run a tool; seconds and the peak resident bytes of its largest process.
+    """Run a tool; return seconds and peak resident bytes.
 
     Raises:
         UserError: it failed.
@@ -84,13 +83,13 @@ def run_tool(name: str, *arguments: object) -> dict[str, float]:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256."""
+    """Return the SHA-256."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """All figures as JSON."""
+    """Return all figures."""
     config = json.loads(options.hf_config.read_text(encoding="utf-8"))
     files = write_random_model(work / "hf", config, DTYPES[options.dtype], int(options.file_gib * 2**30))
     output = (f"--file-gib={options.file_gib}", f"--processes={options.processes}")
@@ -115,7 +114,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = build_parser().parse_args(arguments)
     try:
         work = Path(tempfile.mkdtemp(prefix="bench_convert-", dir=options.work))

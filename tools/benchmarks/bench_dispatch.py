@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what `rollout.dispatch=samples` saves: rollout time with whole groups on an engine, and with samples spread.
+"""Rollout time with `rollout.dispatch=groups` against `samples`.
 
     python tools/benchmarks/bench_dispatch.py --json FILE
     torchrun --standalone --nproc-per-node 8 tools/benchmarks/bench_dispatch.py --json FILE
 
-Lengths are lognormal and correlate inside a prompt; engines are scripted: a step costs a fixed time, a share per
-running request and one per token of a prompt that joins. The first form adds up the clocks of engines that do not
-exist. With torchrun every rank is an engine as well, which sleeps through its steps (lengths cut to a tenth), and wall
-time is measured, gloo included. Both forms check that both ways sample the same, bit for bit.
+Lengths are lognormal and correlated within a prompt; a scripted engine's step has a fixed cost, one per request and one
+per prefilled token. The first form simulates clocks. Under torchrun, every rank is also an engine that sleeps (lengths
+cut to a tenth), and wall time is measured. Samples must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
 from tools.planning.engine_clock import StepCost
 
 WAYS = ("groups", "samples")
-# 8B parameters on one GPU: 7 ms to read the weights, 0.4 ms to read the keys and values of a request and to sample its
-# token, 40 us per prompt token.
+# 8B parameters on one GPU: 7 ms to read the weights, 0.4 ms per request for its KV cache and sampling, 40 us per prompt
+# token.
 COST = StepCost(fixed=7e-3, per_request=4.2e-4, per_prompt_token=4e-5)
-SLEEP_SHARE = 0.1  # of the lengths, where steps really take their time
+SLEEP_SHARE = 0.1  # share of the lengths, when engines sleep
 
 
 def draw_lengths(args: argparse.Namespace, seed: int) -> np.ndarray:
-    """Response lengths [prompts, group_size]: lognormal, at most `--longest`, correlated inside a prompt."""
+    """Draw correlated lognormal lengths [prompts, group_size]."""
     rng, rho = np.random.default_rng(seed), args.correlation
     shared, own = rng.standard_normal((args.prompts, 1)), rng.standard_normal((args.prompts, args.group_size))
     logs = np.log(args.median) + args.sigma * (np.sqrt(rho) * shared + np.sqrt(1 - rho) * own)
@@ -54,7 +53,7 @@ def draw_lengths(args: argparse.Namespace, seed: int) -> np.ndarray:
 
 
 def make_requests(args: argparse.Namespace, seed: int) -> list[Request]:
-    """One per sample, in order; prompts differ in length."""
+    """Make a request per sample."""
     rng = np.random.default_rng(seed + 1000)
     prompts = [
         rng.integers(0, VOCAB_SIZE, int(size), dtype=np.int32)
@@ -73,7 +72,7 @@ def make_requests(args: argparse.Namespace, seed: int) -> list[Request]:
 
 
 def simulate(args: argparse.Namespace, seed: int, dispatch: str) -> tuple[float, list[Sampled]]:
-    """Seconds of the slowest engine, and what all have sampled, in order."""
+    """Return the slowest engine's seconds, and the samples."""
     lengths = dict(enumerate(draw_lengths(args, seed).reshape(-1).tolist()))
     requests = make_requests(args, seed)
     prompts = [len(request.tokens) for request in requests[:: args.group_size]]
@@ -87,7 +86,7 @@ def simulate(args: argparse.Namespace, seed: int, dispatch: str) -> tuple[float,
 
 
 def is_same(one: list[Sampled], other: list[Sampled]) -> bool:
-    """True if responses are equal to the last bit."""
+    """Whether responses are bitwise equal."""
     return len(one) == len(other) and all(
         (a.key, a.finish_reason, a.tokens.tobytes(), a.logprobs.tobytes())
         == (b.key, b.finish_reason, b.tokens.tobytes(), b.logprobs.tobytes())
@@ -98,7 +97,7 @@ def is_same(one: list[Sampled], other: list[Sampled]) -> bool:
 def compare(
     run: Callable[[int, str], tuple[float, Any]], same: Callable[[Any, Any], bool], seeds: int
 ) -> dict[str, Any]:
-    """Both ways on the same lengths, for each seed."""
+    """Run both ways on equal lengths."""
     rows = []
     for seed in range(seeds):
         (slow, one), (fast, other) = (run(seed, way) for way in WAYS)
@@ -119,7 +118,7 @@ def compare(
 
 
 def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float, Any]]:
-    """What generates on all ranks with engines that sleep, one per rank; collective."""
+    """Return a run on all ranks with sleeping engines; collective."""
     import torch.distributed as dist
 
     from megatron_rl.observability.rollout_progress import RolloutProgress
@@ -149,7 +148,7 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
         dist.barrier()
         start = time.perf_counter()
         generated = generator.generate(SampleGroups(prompts, args.group_size, requests[0].sampling, step=1))
-        seconds = time.perf_counter() - start  # ends with a collective: of the slowest rank
+        seconds = time.perf_counter() - start  # ends with a collective, so it is the slowest rank's
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(
             parts,
@@ -164,7 +163,7 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=int, default=16, help="simulated engines (default 16); measured are ranks")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step (default 32)")
@@ -181,7 +180,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compare both ways; 1 if they sample differently."""
+    """Compare both ways; 1 if samples differ."""
     args = parse(arguments)
     settings = {name: value for name, value in vars(args).items() if name != "json"}
     found: dict[str, Any] = {

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Python and numpy do for one step on one rank of a data parallel job, without a model and without messages.
+"""CPU time of Python and numpy per step on one data parallel rank, without model and communication.
 
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_host_work.py --ranks 8 128 1024 --sequences 512 8192 --json FILE
 
-Headers of all sequences, the plan of every minibatch, the exchange of tokens, this replica's batch, dispatch, group
-baselines and metrics: what `run/grpo.py` asks for in a step. What costs time per token (packing rows) is here for
-this replica's share only, as on a rank.
+Covers the host work of `run/grpo.py`: headers of all sequences, minibatch plans, token exchange, this replica's batch,
+dispatch, group baselines and metrics.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from megatron_rl.samples.table import HEADER, Headers, build_headers
 from megatron_rl.types import Branch, Prompt, Rollout, Turn
 
 GROUP_SIZE = 8
-PROMPT, LONGEST = 64, 256  # tokens: short sequences, so that there is little else to do
+PROMPT, LONGEST = 64, 256  # tokens: short sequences, to leave little else to do
 
 
 @dataclass(frozen=True)
 class HostStep:
-    """A step of `num_sequences` on `dp_size` replicas as one rank sees it."""
+    """A step of `num_sequences` on `dp_size` replicas as seen by one rank."""
 
     num_sequences: int
     dp_size: int
@@ -50,7 +49,7 @@ class HostStep:
     max_tokens: int = 16384
 
     def measure(self) -> dict[str, float]:
-        """CPU-seconds of this process by part."""
+        """Return CPU-seconds by part."""
         random, seconds = np.random.default_rng(0), {}
 
         def timed(name: str, action: Any) -> Any:
@@ -123,7 +122,7 @@ def _make_rollout(index: int, length: int) -> Rollout:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 64], help="DP replicas (1 8 64)")
     parser.add_argument(
@@ -133,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the result here as well", metavar="FILE")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported, as a run does
+    gc.freeze()  # as a run does after its imports
     rows = []
     for ranks in options.ranks:
         for sequences in options.sequences:

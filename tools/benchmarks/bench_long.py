@@ -3,18 +3,17 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 tools/benchmarks/bench_long.py --json FILE --plot PICTURE
 
-Five parts (`--parts`), each varies one thing on a random model; what is compared is measured in turns, round by round:
+Five parts (`--parts`) vary one thing each on a random model; variants alternate by round:
 
-    lengths   longest response 1k, 2k, ...: packing against padding, chunked against full logits, cp = 1, 2, 4
-    logits    memory of one microbatch with a vocabulary of 150k: log-probs in chunks against full logits
-    context   activations of one microbatch per rank: cp = 1, 2, 4 and recomputation
-    packing   a long-tailed (lognormal) batch: padded to the longest, packed, packed with shared prompts
-    linear    seconds against total tokens at fixed length, over a range of 16
+    lengths   longest response 1k, 2k, ...: packing or padding, chunked or full logits, cp = 1, 2, 4
+    logits    memory with a vocabulary of 150k: chunked or full logits
+    context   activations per rank: cp = 1, 2, 4 and recomputation
+    packing   a lognormal batch: padded, packed, packed with shared prompts
+    linear    seconds over total tokens at fixed length
 
-Seconds are process CPU-seconds on a CPU (what others take on a shared machine is left out) and wall seconds on a GPU,
-summed over ranks; tokens are of all sequences without padding, so `tokens_per_second` is per second of one rank.
-What is timed is one optimizer step of an `Actor`: forward, backward, optimizer. `peak_bytes` is the largest amount of
-tensor memory above that of weights, gradients and optimizer during forward and backward of a rank's largest microbatch.
+Timed is one optimizer step: process CPU-seconds on a CPU, wall seconds on a GPU, summed over ranks. Tokens exclude
+padding; `tokens_per_second` is per rank. `peak_bytes` is tensor memory above weights, gradients and optimizer during
+forward and backward of a rank's largest micro-batch.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ MODEL: dict[str, Any] = {
 
 
 class Bench:
-    """Measures cases on this rank; collective."""
+    """Measurements of cases on this rank; collective."""
 
     def __init__(self, options: argparse.Namespace, directory: Path) -> None:
         process = init_distributed(timeout_minutes=30)
@@ -85,7 +84,7 @@ class Bench:
         )
 
     def run_part(self, part: str) -> None:
-        """All rows of a part; an arm ends at the length whose successor would not fit into memory."""
+        """Measure a part; skip lengths that would exceed memory."""
         cases: list[tuple[Case, dict[str, Any]]] = []
         for case in PARTS[part](self.options, self.world_size):
             known = [row for c, row in cases if (c.arm, c.cp_size) == (case.arm, case.cp_size)]
@@ -101,7 +100,7 @@ class Bench:
                 self._report(row)
 
     def measure_memory(self, case: Case) -> dict[str, Any]:
-        """What the batch of a case looks like, and the peak of its largest microbatch."""
+        """Return a case's row with its peak memory."""
         actor, batch = self._build(case)
         largest = max(batch.microbatches(), key=lambda m: len(m.tokens))
 
@@ -130,10 +129,10 @@ class Bench:
         }
 
     def measure_seconds(self, case: Case) -> float:
-        """Seconds of one update, summed over ranks, after one of a single microbatch that is not measured."""
+        """Return the seconds of one update, summed over ranks."""
         actor, batch = self._build(case)
         batch = replace(batch, old_logprobs=torch.full_like(batch.loss_weights, -math.log(case.vocab_size)))
-        actor.forward_backward(replace(batch.microbatches()[0], ledgers=()), ALGORITHM)  # warm-up: one microbatch
+        actor.forward_backward(replace(batch.microbatches()[0], ledgers=()), ALGORITHM)  # warm-up
         actor.optim_step()
         dist.barrier()
         watch = Stopwatch(self.device)
@@ -170,7 +169,7 @@ class Bench:
         return path
 
     def _measure_imbalance(self, actor: Actor, batch: TrainBatch) -> float:
-        """Cost of the heaviest DP rank over the mean, as estimated: tokens and attention of what it computes."""
+        """Return the heaviest DP rank's estimated cost over the mean."""
         cost = 0.0
         for piece in batch.slices:
             queries = piece.cu_seqlens.diff().double()
@@ -180,7 +179,7 @@ class Bench:
         return self._reduce({"cost": cost}, dist.ReduceOp.MAX)["cost"] / mean
 
     def _fits(self, num_bytes: float) -> bool:
-        """Whether every rank of this host may take so much; the same answer on all."""
+        """Whether every rank can allocate `num_bytes`; collective."""
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0]
         else:
@@ -192,7 +191,7 @@ class Bench:
         return reduce_scalars(values, op, dist.group.WORLD, self.device)
 
     def _report(self, row: dict[str, Any]) -> None:
-        """Print a row, and save all there are: a run that is cut off leaves what it has measured."""
+        """Print a row and save all rows."""
         if row not in self.rows:
             self.rows.append(row)
         if self.rank > 0:
@@ -208,7 +207,7 @@ class Bench:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS), help="default: all")
     parser.add_argument("--hf-config", type=Path, help="config.json of another model; its vocabulary is replaced")
@@ -230,7 +229,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = build_parser().parse_args(arguments)
     torch.set_num_threads(1)
     try:

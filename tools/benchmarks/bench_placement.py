@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure whether roles on different ranks work at the same time: updates of actor and critic, log-probs of two models.
+"""Overlap of roles on different ranks: updates of actor and critic, log-probs of two models.
 
     python tools/make_toy_task.py --out TASK
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 tools/benchmarks/bench_placement.py TASK --json FILE
 
-Runs PPO with the actor on rank 0, and critic and reference on rank 1. Each call of a role writes down when it began and
-ended, by a clock that both ranks share. Of each pair of calls that may overlap, the figure is the time from the first
-beginning to the last end over the time that the slower role worked; 2 would be one after the other. The least loaded
-step counts, and the median is shown. Ends with status 1 if a figure is above 1.15.
+Runs PPO with the actor on rank 0, critic and reference on rank 1. The figure of a pair is its wall time over the slower
+role's own time; equal sequential calls give 2. The least loaded step counts. Exit status 1 if a figure is above 1.15.
 """
 
 from __future__ import annotations
@@ -39,78 +37,78 @@ from megatron_rl.training.roles.critic import Critic
 from megatron_rl.training.roles.reference import Reference
 
 LIMIT, WARMUP = 1.15, 2
-# What may overlap: (role, what it does), each on ranks of its own.
+# Calls that may overlap: (role, call), each on its own ranks.
 PAIRS = {
     "updates of actor and critic": (("actor", "update"), ("critic", "update")),
     "log-probs of policy and reference": (("actor", "logprobs"), ("reference", "logprobs")),
 }
-Call = tuple[str, str, float, float]  # role, what, beginning and end in seconds of the host's clock
-CALLS: list[Call] = []  # of this rank, in this step
-STEPS: list[list[Call]] = []  # of all ranks
+Call = tuple[str, str, float, float]  # role, call, start and end in seconds of the host's clock
+CALLS: list[Call] = []  # this rank's, of the current step
+STEPS: list[list[Call]] = []  # all ranks', by step
 
 
 @contextmanager
 def timed(role: str, what: str) -> Iterator[None]:
-    """Write down when something began and ended."""
+    """Record a call."""
     start = time.monotonic()
     yield
     CALLS.append((role, what, start, time.monotonic()))
 
 
 class TimedActor(Actor):
-    """An actor whose calls are written down."""
+    """An actor with recorded calls."""
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """As ever."""
+        """Record the call."""
         with timed("actor", "logprobs"):
             return super().compute_logprobs(batch)
 
     def forward_backward(self, minibatch: TrainBatch, loss: Any) -> None:
-        """As ever."""
+        """Record the call."""
         with timed("actor", "update"):
             super().forward_backward(minibatch, loss)
 
     def optim_step(self) -> dict[str, float]:
-        """As ever."""
+        """Record the call."""
         with timed("actor", "update"):
             return super().optim_step()
 
 
 class TimedCritic(Critic):
-    """A critic whose updates are written down."""
+    """A critic with recorded updates."""
 
     def forward_backward(self, minibatch: TrainBatch) -> None:
-        """As ever."""
+        """Record the call."""
         with timed("critic", "update"):
             super().forward_backward(minibatch)
 
     def optim_step(self) -> dict[str, float]:
-        """As ever."""
+        """Record the call."""
         with timed("critic", "update"):
             return super().optim_step()
 
 
 class TimedReference(Reference):
-    """A reference whose calls are written down."""
+    """A reference with recorded calls."""
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """As ever."""
+        """Record the call."""
         with timed("reference", "logprobs"):
             return super().compute_logprobs(batch)
 
 
 class TimedTrainer(Trainer):
-    """Keeps the calls of each step apart."""
+    """A trainer that separates calls by step."""
 
     def describe(self, step: int, samples: Experience) -> None:
-        """The end of a step."""
+        """Store the step's calls."""
         STEPS.append([call for mine in gather_objects(CALLS, world()) for call in mine])
         CALLS.clear()
         super().describe(step, samples)
 
 
 def measure(step: list[Call], pair: tuple[tuple[str, str], ...]) -> dict[str, float]:
-    """Seconds of one step: from the first beginning to the last end, and of each role's own work."""
+    """Return a pair's wall seconds, ratio, and seconds by role."""
     found = {key: [(start, end) for role, what, start, end in step if (role, what) == key] for key in pair}
     both = [span for spans in found.values() for span in spans]
     wall = max(end for _, end in both) - min(start for start, _ in both)
@@ -119,7 +117,7 @@ def measure(step: list[Call], pair: tuple[tuple[str, str], ...]) -> dict[str, fl
 
 
 def make_overrides(task: Path, run_dir: str, steps: int) -> list[str]:
-    """Two optimizer steps on 256 responses; what it learns does not matter."""
+    """Return settings of two optimizer steps on 256 responses."""
     return [
         f"model.path={task}/model",
         "model.dtype=float32",
@@ -146,7 +144,7 @@ def make_overrides(task: Path, run_dir: str, steps: int) -> list[str]:
 
 
 def main() -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", type=Path, help="directory of tools/make_toy_task.py")
     parser.add_argument("--steps", type=int, default=12, help=f"steps of the run, {WARMUP} of which do not count (12)")

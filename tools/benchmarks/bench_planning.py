@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what planning a reshard costs one rank of a large job. Nothing is started and no weights are read.
+"""Cost of planning a reshard for one rank of a large job. Nothing is started and no weights are read.
 
     python tools/benchmarks/bench_planning.py --hf-config docs/shapes/1t.json --source tp=8,pp=16,ep=64,dp=64 \
         --destination tp=16 --rank 4099 --json FILE
 
-`plan` is what the rank does at the start of a run: the placement tables of both sides, the index, and its own part of
-the plan. `count` is the bytes of every rank, as tools/plan_reshard.py reports them. CPU seconds are of this
-process and do not depend on what else the machine does. The calls are older than the way in which they work: a
-checkout of an earlier commit with this file in it gives the figures of that commit.
+`plan` is a rank's work at the start of a run: both placement tables, the index, and its part of the plan. `count` is
+the bytes of every rank, as in tools/plan_reshard.py. CPU seconds are independent of other load. Copied into an older
+checkout, this file measures that commit.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tools.planning.switch import build_shards
 
 
 def measure(seconds: dict[str, dict[str, float]], name: str, action: Callable[[], Any]) -> Any:
-    """What the action returns; its seconds go into `seconds`."""
+    """Run an action, record its seconds, and return its result."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = action()
     seconds[name] = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
@@ -38,7 +37,7 @@ def measure(seconds: dict[str, dict[str, float]], name: str, action: Callable[[]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-config", type=Path, required=True, help="model directory or config.json")
     parser.add_argument("--source", required=True, help="training layout: tp=8,pp=16,ep=64,dp=64 (also vpp, cp)")

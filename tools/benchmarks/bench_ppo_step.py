@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Milliseconds of a policy update by step mode and microbatch size: eager, static, and replayed CUDA graphs.
+"""Milliseconds of a policy update by step mode and micro-batch size: eager, static, and replayed CUDA graphs.
 
     python tools/benchmarks/bench_ppo_step.py --json FILE                     one GPU: eager, static, graph; 10m to 1.5b
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_ppo_step.py --shapes 1m --sizes 256 1024 --json FILE      CPU
     torchrun --nproc-per-node N tools/benchmarks/bench_ppo_step.py --tp N ... tensor parallel
 
-Needs torch and megatron-core only. An update is one optimizer step of an `Actor` on `--microbatches` microbatches of
-one size, padded to it from about 97 %: forward, loss, backward, gradient norm, clipping, Adam. All modes take the same
-padded microbatches from the same weights, and after `--rounds` updates metrics and weights are compared bit by bit
-(`equal_to_eager`; bfloat16 attention on a GPU adds gradients in any order unless --deterministic is given).
+An update is one optimizer step of an `Actor` on equal micro-batches, padded from about 97 %. All modes start from the
+same weights; metrics and final weights are compared bitwise (`equal_to_eager`; bfloat16 attention on a GPU needs
+--deterministic). Modes alternate on a CPU, in process CPU-seconds; on a GPU each runs alone, in wall seconds. Per row:
 
-On a CPU the modes take turns, round by round, and seconds are process CPU-seconds; on a GPU one mode after the other
-has the device, and seconds are wall seconds. Per row:
-
-    milliseconds, tokens_per_second   of one microbatch (update / microbatches), real tokens
-    mfu, tflops                       model FLOPs of the real tokens, over a matrix product's measured here
-    busy                              share of an update in which the GPU computes; the rest are launch gaps
-    peak_bytes, graph_bytes, graphs   device memory of the whole process, and of its graphs
+    milliseconds, tokens_per_second   of one micro-batch (update / microbatches), real tokens
+    mfu, tflops                       model FLOPs of the real tokens; mfu relative to a measured matrix product
+    busy                              share of an update in which the GPU computes
+    peak_bytes, graph_bytes, graphs   device memory of the process, and of its graphs
     speedup                           eager milliseconds over this mode's
 """
 
@@ -46,7 +42,7 @@ MODES = ("eager", "static", "graph")
 
 
 class Bench:
-    """Measures one model after the other on this rank; collective."""
+    """Measurements of models on this rank; collective."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         process = init_distributed(timeout_minutes=30)
@@ -66,7 +62,7 @@ class Bench:
         self.groups: ParallelGroups = build_groups(ParallelLayout(process.world_size, tp_size=options.tp))
 
     def run_model(self, name: str, path: Path) -> list[dict[str, Any]]:
-        """One row per size and mode."""
+        """Return one row per size and mode."""
         rows = []
         for size in self.options.sizes:
             draw = Draw(size, self.options.microbatches, min(size, self.options.sequence_length))
@@ -90,7 +86,7 @@ class Bench:
         )
 
     def _take_rounds(self, contestants: list[Contestant]) -> None:
-        """On a CPU in turns and in changing order; on a GPU each alone, its memory given back afterwards."""
+        """Alternate modes on a CPU; run each alone on a GPU."""
         rounds = range(self.options.rounds)
         if self.is_gpu:
             for contestant in contestants:
@@ -109,7 +105,7 @@ class Bench:
             contestant.close()
 
     def _reduce(self, row: dict[str, Any]) -> dict[str, float]:
-        """The slowest rank's times."""
+        """Return the slowest rank's milliseconds."""
         return reduce_scalars({"milliseconds": row["milliseconds"]}, dist.ReduceOp.MAX, dist.group.WORLD, self.device)
 
     def _print(self, row: dict[str, Any]) -> None:
@@ -124,7 +120,7 @@ class Bench:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-config", type=Path, help="model directory or config.json, in the place of --shapes")
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), help="default: 10m 100m 0.5b 1.5b; on CPU 1m")
@@ -142,7 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """All rows, and what they were measured on."""
+    """Return all rows and the machine."""
     bench = Bench(options)
     options.sizes = options.sizes or [2**n for n in range(8, 16 if bench.is_gpu else 12)]
     names = options.shapes or (["10m", "100m", "0.5b", "1.5b"] if bench.is_gpu else ["1m"])

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a reshard: our plan with each transport, the path that peers use, and the physical floor, in one run.
+"""A reshard by each transport, against gathering full tensors and the physical floor.
 
     torchrun --standalone --nproc-per-node 4 tools/benchmarks/bench_reshard.py --hf-config DIR_OR_JSON \
         --source tp=2,pp=2 --destination tp=1 --dtype bfloat16 --json FILE
 
-Parameters have the shapes of Megatron's and of vLLM's shards, with random weights; neither engine is
-started. Side by side on the same weights, repeats interleaved, medians:
+Parameters have the shapes of Megatron's and vLLM's shards; neither engine is started. Medians of interleaved repeats:
 
-* ours: plan and executor, into the destination parameters; every element is checked afterwards;
-* gather: per tensor, broadcast over PP, all-gather over TP, concatenate, copy the engine's slice
-  (what Megatron trainers with vLLM rollouts do), re-implemented here for models without expert parallelism;
-* floor: all ranks at once copy as many bytes with plain memcpy out of mapped memory (pull), or send as
-  many bytes to the same peers in messages of bucket size without packing (buckets).
+* ours: plan and executor; every element is checked afterwards;
+* gather: per tensor, broadcast over PP, all-gather over TP, copy the engine's slice; without expert parallelism;
+* floor: as many bytes by memcpy from mapped memory (pull), or in bucket-sized messages without packing (buckets).
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Bench:
-    """One rank's parameters on both sides, and the three ways to fill the destination."""
+    """One rank's parameters on both sides, and three ways to fill the destination."""
 
     def __init__(
         self,
@@ -72,7 +69,7 @@ class Bench:
             {p.hf_name: box_shape(p.hf_box) for p in megatron_placements(shape, whole_layers, r)}
             for r in range(layout.tp_size)
         ]
-        # Of the path of peers, which knows no expert parallelism.
+        # For the gather path, which does not support expert parallelism.
         self._owners = {name: self._owner_stage(name) for name in self._tensors if layout.ep_size == 1}
         self.source, blocks = _allocate(self.source_table(self.rank), dtype, find_fused)
         self._blocks = list(blocks.values())
@@ -90,12 +87,12 @@ class Bench:
         self.pp_group = dist.new_group(layout.group_of(self.rank, "pp"), use_local_synchronization=True)
 
     def write_weights(self, step: int) -> None:
-        """Fill the source with values that name, place and step decide, so that every copy can be checked."""
+        """Fill the source with values that identify name, position and step."""
         for p in self.source_table(self.rank):
             self.source[p.param][box_slices(p.local_box)].copy_(self._value(p, step))
 
     def _value(self, p: ShardBox, step: int) -> torch.Tensor:
-        """Elements of a piece: a hash of name, element index and step, exact in either type."""
+        """Hash name, index and step, exact in either dtype."""
         width = self._tensors[p.hf_name][-1]
         index = torch.arange(*p.hf_box[-1])
         if len(p.hf_box) == 2:
@@ -103,11 +100,11 @@ class Bench:
         return ((index * 31 + sum(map(ord, p.hf_name)) * 7 + step * 13) % 251 - 125).to(self.dtype)
 
     def source_table(self, rank: int) -> Sequence[ShardBox]:
-        """Megatron's placements of a rank."""
+        """Return Megatron's placements."""
         return megatron_placements(self.shape, self.layout, rank)
 
     def destination_table(self, rank: int) -> Sequence[ShardBox]:
-        """vLLM's placements of a rank."""
+        """Return vLLM's placements."""
         return vllm_placements(self.shape, tp_size=self.tp, tp_rank=rank % self.tp)
 
     def _build(self, aliased: frozenset[str], transport: str) -> Resharder:
@@ -137,7 +134,7 @@ class Bench:
 
     @torch.no_grad()
     def gather_and_load(self) -> None:
-        """The path of peers: every rank sees every full tensor."""
+        """Transfer by gathering full tensors on every rank."""
         mine = {}
         for p in self.source_table(self.rank):
             mine.setdefault(p.hf_name, p)
@@ -167,7 +164,7 @@ class Bench:
             return shard
         dim = next(d for d in range(len(size)) if shard.shape[d] != size[d])
         lengths = [sizes[name][dim] for sizes in self._shard_sizes]
-        if len(set(lengths)) > 1:  # the last shard of a padded vocabulary is short, and is padded to travel
+        if len(set(lengths)) > 1:  # the last vocabulary shard is short, and padded for the all-gather
             padded = torch.zeros(max(lengths), *size[1:], dtype=self.dtype)
             padded[: len(shard)] = shard
             shard = padded
@@ -177,16 +174,16 @@ class Bench:
         return torch.cat(parts, dim)
 
     def reset_peak(self) -> None:
-        """Start measuring the growth of this process's resident memory."""
+        """Start measuring the growth of resident memory."""
         Path("/proc/self/clear_refs").write_text("5")
         self._resident = _status_bytes("VmRSS")
 
     def read_peak(self) -> None:
-        """Largest growth since `reset_peak`; mapped pages of peers count when they are touched first."""
+        """Record the growth, including touched pages of peers."""
         self.measured_peak = max(0, _status_bytes("VmHWM") - self._resident)
 
     def memcpy_floor(self) -> Callable[[], None]:
-        """Copy as many bytes into the same destination pages, straight from mapped memory."""
+        """Return a memcpy of as many bytes into the same destination pages."""
         exports: list[Any] = [None] * self.world
         dist.all_gather_object(exports, export_params({str(i): block for i, block in enumerate(self._blocks)}))
         device = self._blocks[0].device
@@ -210,7 +207,7 @@ class Bench:
         return run
 
     def p2p_floor(self) -> Callable[[], None]:
-        """Send as many bytes to the same peers in the same turns, without packing or scattering."""
+        """Return a transfer of as many bytes between the same peers, without packing."""
         sends, receives = (
             {peer: sum(op.num_elements for op in ops) for peer, ops in side.items()}
             for side in (self.plan.sends, self.plan.receives)
@@ -234,7 +231,7 @@ class Bench:
         return run
 
     def report(self, options: argparse.Namespace, seconds: dict[str, list[float]], wrong: int) -> dict[str, Any]:
-        """Totals over ranks and medians over repeats; collective."""
+        """Return totals and medians; collective."""
         stats = self.resharder.stats
         totals = reduce_scalars(
             {
@@ -281,7 +278,7 @@ class Bench:
         }
 
     def count_wrong(self, step: int) -> int:
-        """Elements of the destination that are not the source's."""
+        """Count wrong destination elements."""
         return sum(
             int((self.destination[p.param][box_slices(p.local_box)] != self._value(p, step)).sum())
             for p in self.destination_table(self.rank)
@@ -294,7 +291,7 @@ def _status_bytes(key: str) -> int:
 
 
 def _find_engine_block(name: str) -> tuple[str, int | None]:
-    """The engine's parameter that a name in a table is of, and which of its experts."""
+    """Return engine parameter and expert index of a table's name."""
     param, _, expert = name.rpartition(".")
     return (param, int(expert)) if ".experts." in name else (name, None)
 
@@ -302,7 +299,7 @@ def _find_engine_block(name: str) -> tuple[str, int | None]:
 def _allocate(
     placements: Sequence[ShardBox], dtype: torch.dtype, find_block: Callable[[str], tuple[str, int | None]]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What tables see, and the parameters that it is of; the experts of a layer are one."""
+    """Allocate parameters, fusing a layer's experts; return views by table name, and the parameters."""
     extents: dict[str, tuple[int, ...]] = {}
     for p in placements:
         stops = tuple(stop for _, stop in p.local_box)
@@ -319,7 +316,7 @@ def _allocate(
 
 
 def measure(function: Callable[[], Any]) -> float:
-    """Seconds of the slowest rank."""
+    """Return the slowest rank's seconds."""
     dist.barrier()
     start = time.perf_counter()
     function()
@@ -329,7 +326,7 @@ def measure(function: Callable[[], Any]) -> float:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Build both sides, repeat the contestants in turn, check every element; the result of rank 0."""
+    """Measure all contestants and check every element."""
     process = init_distributed(timeout_minutes=10)
     torch.set_num_threads(1)
     shape = read_shape(options.hf_config)
@@ -340,13 +337,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     floor = bench.memcpy_floor() if bench.resharder.transport == "pull" else bench.p2p_floor()
     seconds: dict[str, list[float]] = {"ours": [], "gather": [], "floor": []}
     wrong = 0
-    for step in range(-1, options.repeats):  # the first round touches every page and is not counted
+    for step in range(-1, options.repeats):  # the first round touches every page, uncounted
         if step in (-1, options.repeats - 1):
             written = step
             bench.write_weights(step)
         for name, function in (("floor", floor), ("gather", bench.gather_and_load), ("ours", bench.resharder.run)):
             if name == "gather" and (bench.bytes_aliased or layout.ep_size > 1):
-                continue  # it would write into the actor's own storage, or lacks experts
+                continue  # it would overwrite aliased source storage, or lacks experts
             if name == "ours":
                 bench.reset_peak()
             elapsed = measure(function)
@@ -360,7 +357,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-config", type=Path, required=True, help="model directory or config.json")
     parser.add_argument("--source", required=True, help="training layout: tp=2,pp=2 (also vpp, cp, ep; dp is the rest)")
@@ -375,12 +372,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = build_parser().parse_args(arguments)
     try:
         result = run(options)
     except UserError as error:
-        if not dist.is_initialized() or dist.get_rank() == 0:  # all ranks read the same words
+        if not dist.is_initialized() or dist.get_rank() == 0:  # all ranks raise the same error
             print(f"error: {error}", file=sys.stderr)
         return 2
     if dist.get_rank() == 0:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure schedules with scripted engines on real ranks, and compare with what the planner's simulator says.
+"""Schedules measured with scripted engines on real ranks, against the planner's simulator.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 8 tools/benchmarks/bench_schedules.py --json FILE
 
-Every rank is an engine that sleeps through its decoding passes; the serving loop steps it. Training and the switch of
-the weights are sleeps as well. Lengths are lognormal and correlate inside a prompt. Where many ranks share few cores,
-what Python does between two passes counts; with `--pace` above 1 all sleeps are longer, in proportion. Ends with status
-1 if a measured step differs from the simulated one by more than 5 %.
+Every rank is an engine that sleeps through decoding passes in the real serving loop; training and weight updates sleep,
+too. If many ranks share few cores, Python's time matters; `--pace` above 1 stretches all sleeps. Exit status 1 if a
+measured step differs from the simulated one by over 5 %.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ Measure = Callable[[Schedule, Costs, LengthModel, int], float]
 
 
 def measure_synchronous(schedule: Schedule, costs: Costs, lengths: LengthModel, steps: int) -> float:
-    """Mean seconds of a step in which all engines finish a batch before anything else happens; collective."""
+    """Return the mean seconds of a synchronous step; collective."""
     sampling = SamplingConfig(temperature=1.0, max_tokens=costs.longest, stop_token_ids=())
     prompts = np.random.default_rng(0).integers(0, VOCAB_SIZE, (costs.batch_size, costs.prompt_tokens), dtype=np.int32)
     engine_of = assign_engines(
@@ -69,7 +68,7 @@ def measure_synchronous(schedule: Schedule, costs: Costs, lengths: LengthModel, 
 
 
 def measure_partial(schedule: Schedule, costs: Costs, lengths: LengthModel, steps: int) -> float:
-    """Mean seconds of a step of partial rollouts, colocated or with engines on ranks of their own; collective."""
+    """Return the mean seconds of a step with partial rollouts, colocated or on own ranks; collective."""
     stream = ScriptedStream(schedule, costs, lengths, steps, time.sleep)
     dist.barrier()
     start = time.perf_counter()
@@ -79,7 +78,7 @@ def measure_partial(schedule: Schedule, costs: Costs, lengths: LengthModel, step
     return (time.perf_counter() - start) / steps
 
 
-# Each schedule by name, and what runs it on these ranks.
+# Schedule and measurement by name.
 MODES: dict[str, tuple[Schedule, Measure]] = {
     "synchronous, whole groups": (Schedule(dispatch="groups"), measure_synchronous),
     "synchronous, samples spread": (Schedule(dispatch="samples"), measure_synchronous),
@@ -93,7 +92,7 @@ MODES: dict[str, tuple[Schedule, Measure]] = {
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step (default 16)")
     parser.add_argument("--group-size", type=int, default=16, help="responses per prompt (default 16)")
@@ -112,7 +111,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure every schedule; 1 if one is not as simulated."""
+    """Measure every schedule; 1 if one differs from its simulation."""
     args = parse(arguments)
     process = init_distributed(5)
     lengths = make_lognormal(args.median, args.sigma, args.correlation)
@@ -126,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
         lambda tokens: args.pace * args.train_cost * 1e-6 * tokens,
         args.pace * SWITCH_SECONDS,
     )
-    fewer = process.world_size / args.trainers  # ranks that train take so many times as long
+    fewer = process.world_size / args.trainers  # fewer training ranks take longer
     apart = replace(
         here, num_engines=process.world_size - args.trainers, train=lambda tokens: fewer * here.train(tokens)
     )

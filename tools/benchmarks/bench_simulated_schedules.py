@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulate schedules of 8B parameters on 64 GPUs: seconds per step, idle engines, staleness. Nothing is measured.
+"""Simulated schedules of 8B parameters on 64 GPUs, for docs/schedules.md.
 
     python tools/benchmarks/bench_simulated_schedules.py --median 4000 --sigma 1.0 --json FILE
 
-An engine is one GPU of 80 GB: a decoding pass takes 7 ms, 20 us per response and 57 ns per token in the KV cache, which
-holds 380,000; training, log-probs and prefill reach 400e12 operations per second. The figures stand in
-docs/schedules.md.
+An engine is one GPU of 80 GB: a decoding pass takes 7 ms, 20 us per response and 57 ns per token in the KV cache of
+380,000; training, log-probs and prefill reach 400e12 operations per second.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ ROWS: list[Row] = [
 
 
 def describe_costs(engines: int) -> Costs:
-    """So many GPUs with engines; the others train, or all do by turns."""
+    """Return the costs with `engines` GPUs for engines."""
     trainers = GPUS - engines or GPUS
 
     def train(tokens: int) -> float:
-        """Two operations per weight and token for the old log-probs, six for the update; a group has one prompt."""
+        """Count two operations per weight and token for old log-probs, six for the update."""
         return 8 * PARAMETERS * (tokens + PROMPTS * PROMPT_TOKENS) / (trainers * SPEED)
 
     switch = SWITCH_COLOCATED if engines == GPUS else SWITCH_OWN_RANKS
@@ -61,7 +60,7 @@ def describe_costs(engines: int) -> Costs:
 
 
 def simulate_rows(rows: list[Row], lengths: LengthModel, steps: int) -> dict[str, dict[str, Any]]:
-    """Times of each row, with "faster", the seconds of the first row over its own; a third of the steps is skipped."""
+    """Simulate rows, skipping a third of the steps; "faster" is relative to the first row."""
     found: dict[str, dict[str, Any]] = {}
     for name, schedule, engines in rows:
         times = simulate(schedule, describe_costs(engines), lengths, steps=steps, skip=steps // 3)
@@ -71,7 +70,7 @@ def simulate_rows(rows: list[Row], lengths: LengthModel, steps: int) -> dict[str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; 0."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--median", type=float, default=4000.0, help="tokens of the median response (default 4000)")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the lengths' logarithm (default 1)")

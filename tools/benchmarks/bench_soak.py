@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a long run leak? Resident memory, open files, threads, children and /dev/shm after every step of a real run.
+"""Leaks of a long run: resident memory, open files, threads, children and /dev/shm after every step.
 
     python tools/make_toy_task.py --out TASK
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 tools/benchmarks/bench_soak.py \\
@@ -7,9 +7,8 @@
         model.path=TASK/model data.train_files=[TASK/train.jsonl] data.validation_files=[TASK/validation.jsonl] \\
         actor.pipeline_model_parallel_size=1 trainer.run_dir=RUN --steps 1000 --json FILE
 
-Any recipe and any settings. For each figure and rank the JSON holds the first and the last value, the largest, and the
-slope of the last half: what a step adds, by least squares, when caches and allocators have settled. /dev/shm is the
-host's: other programs show in it.
+The JSON has first, last and largest value, and the least-squares slope per step of the last half, when allocators have
+settled. /dev/shm includes other programs.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from megatron_rl.samples.experience import Experience
 
 
 class SoakTrainer(Trainer):
-    """A trainer that measures its process when a step has been described."""
+    """A trainer that measures its process."""
 
     def describe(self, step: int, samples: Experience) -> None:
-        """As every trainer, and measure."""
+        """Describe the step, then measure."""
         super().describe(step, samples)
-        self.run.settle()  # the file of the rollouts is open while it is written
+        self.run.settle()  # the rollout file is open while it is written
         self.__dict__.setdefault("measured", []).append(measure())
 
 
 def measure() -> dict[str, float]:
-    """What this process holds now, and the host's shared memory."""
+    """Measure this process and shared memory."""
     process, shared = psutil.Process(), [p.stat().st_size for p in Path("/dev/shm").rglob("*") if p.is_file()]
     return {
         "seconds": time.monotonic(),
@@ -59,18 +58,14 @@ def measure() -> dict[str, float]:
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
-    """First, last, largest, and the slope per step of the last half (0 of fewer than two values)."""
+    """Return first, last, largest, and the slope of the last half."""
     half = np.asarray(values[len(values) // 2 :], dtype=np.float64)
     slope = float(np.polyfit(np.arange(len(half)), half, 1)[0]) if len(half) > 1 else 0.0
     return {"first": values[0], "last": values[-1], "largest": max(values), "slope_per_step": slope}
 
 
 def soak(recipe: Path, overrides: Sequence[str], steps: int) -> dict[str, Any]:
-    """Run that many steps; collective.
-
-    Returns:
-        Figures of every rank, the same on all of them.
-    """
+    """Run; return the figures of all ranks; collective."""
     loaded = load_config(recipe, [*overrides, f"trainer.total_steps={steps}"])
     trainer = SoakTrainer.from_config(loaded.config, recipe)
     trainer.train()
@@ -89,7 +84,7 @@ def soak(recipe: Path, overrides: Sequence[str], steps: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long from `torchrun` to the first step? Wall and CPU-seconds of all its processes at each stage of real runs.
+"""Startup time: wall and CPU-seconds from `torchrun` to each stage of real runs.
 
     python tools/make_toy_task.py --out TASK
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_startup.py --nproc 4 --rounds 3 --json FILE -- \\
         launch/recipes/toy_arithmetic.yaml \\
         model.path=TASK/model data.train_files=[TASK/train.jsonl] data.validation_files=[TASK/validation.jsonl]
 
-`built`: all roles and engines are there; `first_step`: validation is done and step 1 begins; `first_update`: step 1 has
-ended. The stages are read from what the run prints, so that a checkout of an earlier commit with this file in it gives
-the figures of that commit. The first round fills the page cache and does not count.
+Stages: `built` (roles and engines), `first_step` (after validation), `first_update` (end of step 1). Copied into an
+older checkout, this file measures that commit. The first round only fills the page cache.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ STAGES = {"run directory:": "built", "step 0/": "first_step", "step 1/": "first_
 
 
 def measure_start(nproc: int, arguments: list[str]) -> dict[str, dict[str, float]]:
-    """One run of one step: seconds since torchrun was started, by stage.
+    """Run one step; return seconds by stage.
 
     Raises:
-        RuntimeError: the run ended before its first step.
+        RuntimeError: the run ended early.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     found: dict[str, dict[str, float]] = {}
@@ -61,7 +60,7 @@ def measure_start(nproc: int, arguments: list[str]) -> dict[str, dict[str, float
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, default=4, help="ranks (4)")
     parser.add_argument("--rounds", type=int, default=3, help="runs that count (3)")

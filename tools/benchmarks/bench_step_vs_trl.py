@@ -1,28 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and update of a GRPO step against TRL: same model, same prompts, same responses, CPU-seconds.
-
-Where torch sees a GPU both sides compute there, and the seconds are on the wall.
+"""Log-probs and update of a GRPO step against TRL: same model, prompts and responses; CPU-seconds, or wall on a GPU.
 
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_step_vs_trl.py --trl-python VENV/bin/python --json FILE
 
-Needs TRL (`pip install trl==1.16.0`), in this environment or in the one of `--trl-python`. Each side is a process of
-its own with one thread; a step of the one is followed by the same step of the other, in changing order. All steps have
-16 prompts x 8 samples. Generation is measured in the last workload only: in the others both sides are given responses
-of scripted lengths, TRL through the `rollout_func` of its GRPOTrainer, and a step is the log-probs of the policy before
-the update and one update, the mean of two. TRL takes a pass for these log-probs, as it does by default with vLLM, whose
-log-probs it corrects (here `num_iterations=2` makes it); ours has them of the update. Two more ratios are printed: of
-two epochs, one pass of TRL's to two updates, and of one update without that pass, as where TRL corrects nothing.
+Needs TRL (`pip install trl==1.16.0`), here or in the environment of `--trl-python`. Each side is a process with one
+thread; they take the same steps (16 prompts x 8 samples) in alternating order. Except in the last workload, response
+lengths are scripted, and a step is the log-probs before the update and one update, the mean of two. TRL takes a
+separate pass for these log-probs, as by default with vLLM (forced by `num_iterations=2`); ours come from the update.
+Also printed: ratios for two epochs, and for one update without TRL's pass.
 
     ragged     32 prompt tokens, up to 128 in a response (geometric, mean about 45)
     prompt     256 prompt tokens, up to 64 in a response (geometric, mean about 33)
     fixed      32 prompt tokens, 128 in every response
-    reference  as ragged, with a pass of the reference for the KL term, and both updates: two epochs
-    rollouts   as ragged, and each side samples its responses, scores them and takes one update: the whole program with
-               vLLM in process against TRL with transformers. The model ends a response with a probability of about
-               1/49 at each token. Measured per 1000 response tokens, as lengths differ by chance
+    reference  as ragged, with a reference pass for the KL term, and two epochs
+    rollouts   as ragged, but each side samples, scores and takes one update: vLLM in process against TRL with
+               transformers, per 1000 response tokens (the end probability is about 1/49 per token)
 
-Ours is charged with packing and update; TRL with log-probs and update only, its padding, rewards and advantages are
-left out. The log-probs of both sides are compared in every step, after the updates of the steps before.
+Ours includes packing; TRL's padding, rewards and advantages are left out. Log-probs are compared in every step.
 """
 
 from __future__ import annotations
@@ -55,7 +49,7 @@ SIDES = {"ours": TOOLS / "_our_side.py", "trl": TOOLS / "_trl_side.py"}
 
 
 class Side:
-    """A contestant in a process of its own."""
+    """A contestant in its own process."""
 
     def __init__(self, name: str, python: str, arguments: list[str], directory: Path) -> None:
         self.name, self._log = name, directory / f"{name}.log"
@@ -72,12 +66,12 @@ class Side:
             )
 
     def take_step(self) -> dict[str, Any]:
-        """Have it take its next step; its measurements."""
+        """Request a step; return its measurements."""
         self._process.stdin.write("step\n")
         return self.receive()
 
     def receive(self) -> dict[str, Any]:
-        """Its next answer."""
+        """Return the next answer."""
         for line in self._process.stdout:
             if line.startswith(MARK):
                 return json.loads(line.removeprefix(MARK))
@@ -90,13 +84,13 @@ class Side:
         )
 
     def end(self) -> None:
-        """Reap it."""
+        """Kill and reap the process."""
         self._process.kill()
         self._process.wait()
 
 
 def run_workload(options: argparse.Namespace, workload: str, directory: Path) -> dict[str, Any]:
-    """All rounds of a workload; the first step of each side is a warm-up."""
+    """Run a workload."""
     steps = options.warmup_steps + options.steps
     model = directory / ("model" if workload != "rollouts" else "ending")
     if not model.exists():
@@ -140,10 +134,10 @@ def run_workload(options: argparse.Namespace, workload: str, directory: Path) ->
 
 
 def _write_ending_model(directory: Path) -> None:
-    """A random model that ends a response with a probability of about 1/49 at each token, and its tokenizer."""
+    """Write a random model with an end probability of about 1/49 per token, and its tokenizer."""
     write_random_model(directory, MODEL | {"tie_word_embeddings": False})
     weights = load_file(directory / "model.safetensors")
-    weights["model.embed_tokens.weight"][:, 0] = 0.3  # the first number of every hidden state is then about 2.6
+    weights["model.embed_tokens.weight"][:, 0] = 0.3  # makes the first hidden value about 2.6
     weights["lm_head.weight"][WORDS["<eos>"]] = 0.0
     weights["lm_head.weight"][WORDS["<eos>"], 0] = 1.2
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -163,7 +157,7 @@ def _take_turns(sides: list[Side], step: int) -> dict[str, Any]:
 def summarize(
     workload: str, rounds: list[list[dict[str, Any]]], prompt_tokens: list[int], tokens: list[int]
 ) -> dict[str, Any]:
-    """Medians over the steps of each round, and TRL's over ours."""
+    """Return medians per round, and TRL's over ours."""
     table = []
     for steps in rounds:
         sums = {
@@ -193,7 +187,7 @@ def summarize(
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """A table for people: CPU-seconds of each part in each round."""
+    """Format a table."""
     lines = [
         f"{result['workload']}: {result['response_tokens']:.0f} response tokens of {result['tokens']:.0f}; "
         f"log-probs differ by {result['max_logprob_gap']:.1e} (relative)",
@@ -214,7 +208,7 @@ def format_result(result: dict[str, Any]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_worker_options(parser)
     parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS], choices=sorted(WORKLOADS))
@@ -227,7 +221,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = build_parser().parse_args(arguments)
     results = []
     try:

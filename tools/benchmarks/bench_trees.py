@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of log-probs and of an update on episodes that fork: branches whole, with shared prompts, as prefix trees.
+"""Seconds of log-probs and updates on forking episodes: whole branches, shared prompts, prefix trees.
 
     OMP_NUM_THREADS=1 python tools/benchmarks/bench_trees.py --json FILE
 
-An episode holds several conversations on one prompt (`--ways`) of several turns each (`--turns`). A turn's thoughts are
-left out of what the later ones are shown, as chat templates do it, so that each turn is a branch of its own. The arms
-of `actor.share_prompts` take turns, round by round, on a random model. Seconds are process CPU-seconds on a CPU and
-wall seconds on a GPU, of all ranks; `tokens_unique` counts the different beginnings of all branches.
+An episode has several conversations (`--ways`) of several turns (`--turns`) on one prompt. Chat templates drop a turn's
+thoughts from later contexts, so each turn is its own branch. Seconds are process CPU-seconds on a CPU and wall seconds
+on a GPU, summed over ranks; `tokens_unique` counts distinct branch prefixes.
 """
 
 from __future__ import annotations
@@ -44,15 +43,14 @@ ARMS: dict[str, Any] = {"whole": False, "shared prompts": True, "prefix trees": 
 
 @dataclass(frozen=True)
 class ForkedEpisodes:
-    """One group of episodes; all numbers but the first three are tokens.
+    """One group of episodes.
 
     Attributes:
-        samples: episodes of the group.
-        ways: conversations of an episode.
-        turns: of each conversation.
-        prompt: of the task.
-        thoughts, answer: what is sampled in a turn; later turns are shown the answer only.
-        observation: what follows an answer.
+        samples: episodes per group.
+        ways: conversations per episode.
+        turns: per conversation.
+        prompt, observation: tokens.
+        thoughts, answer: sampled tokens per turn; later turns see only the answer.
     """
 
     samples: int = 2
@@ -64,7 +62,7 @@ class ForkedEpisodes:
     observation: int = 48
 
     def draw(self, vocab_size: int, seed: int = 0) -> list[tuple[int, Rollout]]:
-        """The rollouts, in the order of their turns: way after way in each."""
+        """Draw rollouts with branches by turn, then by way."""
         random = np.random.default_rng(seed)
 
         def draw(count: int) -> np.ndarray:
@@ -87,19 +85,18 @@ class ForkedEpisodes:
 
 
 def count_unique_tokens(rollouts: list[tuple[int, Rollout]]) -> int:
-    """Nodes of the tree of all branches."""
+    """Count nodes of the prefix tree."""
     branches = [branch.tokens for _, rollout in rollouts for branch in rollout.branches]
     return len({tokens[:stop].tobytes() for tokens in branches for stop in range(1, len(tokens) + 1)})
 
 
 def pack_rollouts(actor: Actor, rollouts: list[tuple[int, Rollout]], share: Any, budget: int) -> Packing:
-    """This rank's share of one minibatch; collective.
+    """Pack this rank's share of one minibatch; collective.
 
     Args:
-        actor: whose layout decides.
-        rollouts: of one group, the same on every rank.
+        rollouts: one group, equal on every rank.
         share: `actor.share_prompts`.
-        budget: tokens of a microbatch.
+        budget: tokens of a micro-batch.
     """
     longest = max(len(branch.tokens) for _, rollout in rollouts for branch in rollout.branches)
     plan: Any = SimpleNamespace(
@@ -111,7 +108,7 @@ def pack_rollouts(actor: Actor, rollouts: list[tuple[int, Rollout]], share: Any,
 
 
 class Arm:
-    """One way to pack the episodes, with a model of its own; collective."""
+    """One way to pack the episodes; collective."""
 
     def __init__(self, name: str, path: Path, options: argparse.Namespace, rollouts: list[tuple[int, Rollout]]) -> None:
         groups = build_groups(ParallelLayout(dist.get_world_size(), cp_size=options.cp))
@@ -132,7 +129,7 @@ class Arm:
         }
 
     def measure(self) -> None:
-        """One pass for the log-probs, and one update."""
+        """Time log-probs and an update."""
         actor, batch = self._actor, self._batch
         watch = Stopwatch(batch.tokens.device)
         logprobs = actor.compute_logprobs(batch)
@@ -152,7 +149,7 @@ class Arm:
 
 
 def measure_arms(options: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
-    """The rows of all arms; collective."""
+    """Return the rows of all arms; collective."""
     init_distributed(timeout_minutes=30)
     path = Path(share_object(str(directory), dist.group.WORLD, 0))
     if dist.get_rank() == 0:
@@ -173,7 +170,7 @@ def measure_arms(options: argparse.Namespace, directory: Path) -> list[dict[str,
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=2, help="episodes of the group (2)")
     parser.add_argument("--ways", type=int, default=8, help="conversations of an episode (8)")
@@ -189,7 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command."""
     options = build_parser().parse_args(arguments)
     torch.set_num_threads(1)
     try:

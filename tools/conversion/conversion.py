@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in HF format <-> Megatron distributed checkpoints, through the placement tables.
+"""Conversion between HF models and Megatron distributed checkpoints, which are independent of layouts.
 
-A distributed checkpoint has no layout, so neither direction knows one. Both stream: a process holds at most
-`MAX_CHUNK_BYTES` of a tensor, twice for a moment. The output is written under a temporary name and can be resumed;
-see `units.py`. Values are copied bit by bit unless another type is asked for.
+A process holds at most `MAX_CHUNK_BYTES` of a tensor, briefly twice. Output goes to a temporary name and can be
+resumed; see `units.py`. Values are copied bitwise unless another dtype is requested.
 """
 
 from __future__ import annotations
@@ -54,19 +53,15 @@ def convert_to_megatron(
     workers: Workers,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a model in HF format as a distributed checkpoint; collective over the workers.
+    """Write an HF model as a distributed checkpoint; collective.
 
     Args:
-        source: model directory, safetensors in any number of files.
-        out: new directory.
-        dtype: of the output, biases of routers being float32; None: as it is.
+        dtype: unchanged if `None`; router biases become float32.
         file_bytes: size at which a new file begins.
-        force: replace `out` where it exists (when the new one is finished).
-        workers: who shares the work.
-        progress: of this process.
+        force: replace an existing `out` once the new one is finished.
 
     Raises:
-        UserError: unknown architecture, weights that do not fit config.json, a disk that does not take it, ...
+        UserError: unknown architecture, weights that do not match config.json, a failed write, ...
     """
     shape = load_model_shape(source, head=find_head(ModelFiles(source)))
     check_checkpoint(source, shape)
@@ -111,10 +106,10 @@ class CheckpointWeights:
     """Weights of a distributed checkpoint.
 
     Attributes:
-        path: a converted checkpoint, a training checkpoint or run directory, or one of megatron-core.
+        path: a converted or training checkpoint, a run, or a checkpoint of megatron-core.
         role: of a training checkpoint: "actor" or "critic".
-        config: directory with config.json and tokenizer, where the checkpoint has none.
-        verify: compare the digests of the checkpoint before it is used.
+        config: directory with config.json and tokenizer, if the checkpoint has none.
+        verify: compare digests first.
     """
 
     path: Path
@@ -133,18 +128,10 @@ def convert_to_huggingface(
     workers: Workers,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the weights of a distributed checkpoint as a model in HF format; collective over the workers.
-
-    Args:
-        source: the weights.
-        out: new directory, with config and tokenizer files of the model.
-        dtype: of the output, biases of routers being float32; None: as it is.
-        file_bytes: size at which a new file begins.
-        force: replace `out` where it exists (when the new one is finished).
-        workers, progress: who shares the work, and this process's progress.
+    """Write a distributed checkpoint as an HF model; collective. Arguments as in `convert_to_megatron`.
 
     Raises:
-        UserError: a damaged checkpoint, one of another model, a disk that does not take it, ...
+        UserError: a damaged checkpoint, another model's config, a failed write, ...
     """
     weights = resolve_weights(source.path, source.role)
     if source.verify:
@@ -186,10 +173,10 @@ def convert_to_huggingface(
 
 
 class _RoleReader(ChunkReader):
-    """The weights of a role; of an actor with the layer behind its last, which has a directory where it was trained.
+    """A reader of a role's weights.
 
     Attributes:
-        mtp: reads that layer; None: it was not trained.
+        mtp: reads a trained MTP layer, which has its own directory; otherwise `None`.
     """
 
     def __init__(self, weights: Path) -> None:
@@ -200,7 +187,7 @@ class _RoleReader(ChunkReader):
             self.tensors = {**self.mtp.tensors, **self.tensors}
 
     def read(self, key: str, box: Box, target: torch.Tensor) -> None:
-        """Fill `target` with a box of a tensor; see `ChunkReader.read`."""
+        """Fill `target` with a box of a tensor."""
         if self.mtp is not None and key in self.mtp.tensors:
             self.mtp.read(key, box, target)
         else:
@@ -208,7 +195,7 @@ class _RoleReader(ChunkReader):
 
 
 def _claim(out: Path, force: bool) -> Path:
-    """The temporary name of an output that may be written."""
+    """Return the temporary output name."""
     if out.exists() and not force:
         raise UserError(
             f"{out} exists",
@@ -231,7 +218,7 @@ def _finish(out: Path, finish: Any, workers: Workers) -> Path:
 
 
 def _find_damage(weights: Path, workers: Workers) -> UserError | None:
-    """Look at this worker's share of the files; a checkpoint of megatron-core has no digests."""
+    """Check this worker's share of the files; megatron-core writes no digests."""
     directory = next(
         (d for d in (weights, weights.parent) if (d / DIGESTS_FILE).is_file() and (d / MANIFEST_FILE).is_file()), None
     )
@@ -249,7 +236,7 @@ def _find_damage(weights: Path, workers: Workers) -> UserError | None:
 
 
 def _split_rows(place: GlobalPlacement, itemsize: int) -> Iterator[Box]:
-    """`place.hf_box` in boxes of at most MAX_CHUNK_BYTES (and at least one row)."""
+    """Split `place.hf_box` by rows into boxes of at most MAX_CHUNK_BYTES."""
     (start, stop), *rest = place.hf_box
     step = max(1, MAX_CHUNK_BYTES // (itemsize * max(1, box_volume(tuple(rest)))))
     for first in range(start, stop, step):
@@ -268,7 +255,7 @@ def _write_distcp(
     writer = ChunkWriter(path)
     try:
         for name in unit.tensors:
-            with files.open(files[name]) as handle:  # opened again: pages of other tensors leave the memory
+            with files.open(files[name]) as handle:  # reopened to release pages of other tensors
                 stored = handle.get_slice(name)
                 for place in table[name]:
                     for part in _split_rows(place, dtypes[name].itemsize):
@@ -281,7 +268,6 @@ def _write_distcp(
 
 
 def _read_rows(reader: ChunkReader, places: Sequence[GlobalPlacement], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """A logical tensor, some rows at a time."""
     for place in places:
         for part in _split_rows(place, dtype.itemsize):
             piece = locate(place, part, torch.empty(box_shape(part), dtype=dtype))

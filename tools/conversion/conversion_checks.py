@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a conversion refuses: tensors without a place, without a common type, or of another model.
-
-All of it is read from headers, before anything is written.
-"""
+"""Checks of a conversion, from headers only: tensors without a place, mixed dtypes, another model."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_global import Table
 
-# Buffers that old versions of transformers wrote, and the bias of a score head, which is known to be zero.
+# Buffers of old versions of transformers, and the bias of a score head, which is always zero.
 _NOT_PARAMETERS = ("rotary_emb.inv_freq", "masked_bias", "score.bias")
 
 
 def check_surplus(files: Mapping[str, Path], shape: ModelShape, source: Path) -> None:
-    """Refuse tensors that the conversion would drop silently."""
+    """Refuse tensors that the conversion would silently drop."""
     known = shape.logical_tensors().keys() | find_drafts(source, shape).keys()
     surplus = [name for name in files if name not in known and not name.endswith(_NOT_PARAMETERS)]
     if surplus == ["lm_head.weight"] and shape.tied_embeddings:
@@ -50,7 +47,7 @@ def check_surplus(files: Mapping[str, Path], shape: ModelShape, source: Path) ->
 
 
 def read_dtypes(files: ModelFiles, names: Collection[str]) -> dict[str, torch.dtype]:
-    """Type of every one of these tensors, from the headers."""
+    """Read the dtypes of these tensors from the headers."""
     types = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     stored = {name: dtype for name, (_, dtype) in files.read_headers().items() if name in names}
     for name, dtype in stored.items():
@@ -67,14 +64,14 @@ def read_dtypes(files: ModelFiles, names: Collection[str]) -> dict[str, torch.dt
 def choose_dtypes(
     shape: ModelShape, stored: Mapping[str, torch.dtype], dtype: torch.dtype | None
 ) -> Mapping[str, torch.dtype]:
-    """The type of tensors that is asked for (None: as they are stored); biases of routers are float32 all the same."""
+    """Return the dtypes after conversion to `dtype`, if given; router biases then become float32."""
     if dtype is None:
         return stored
     return {name: torch.float32 if shape.is_router_bias(name) else dtype for name in stored}
 
 
 def check_one_type_per_key(table: Table, dtypes: Mapping[str, torch.dtype], source: Path) -> None:
-    """Refuse tensors of several types that share a global tensor."""
+    """Refuse tensors of different dtypes within one global tensor."""
     by_key: dict[str, dict[torch.dtype, str]] = {}
     for name, places in table.items():
         by_key.setdefault(places[0].key, {}).setdefault(dtypes[name], name)

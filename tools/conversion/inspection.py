@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is inside a checkpoint directory of any kind, from headers and manifests alone."""
+"""Contents of a checkpoint directory of any kind, from headers and manifests."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2":
 
 
 def describe_checkpoint(path: Path) -> dict[str, Any]:
-    """A description as JSON: what it is, what it says about itself, and its tensors.
+    """Describe a checkpoint for JSON: kind, manifest, tensors.
 
     Args:
-        path: a training checkpoint or run directory, a converted checkpoint, one of megatron-core, or a model in HF
-            format.
+        path: a training checkpoint or run directory, a converted checkpoint, one of megatron-core, or an HF model.
 
     Returns:
-        `kind` ("training", "weights", "torch_dist", "huggingface"), `directory`, `digest` (of all digests; None where
-        there are none), `manifest` (None where there is none), `recipe` (YAML or None), and `parts`: name -> tensors,
-        each with name, shape, dtype, bytes and number of chunks.
+        `kind` ("training", "weights", "torch_dist", "huggingface"), `directory`, `digest` (of all digests), `manifest`,
+        `recipe` (YAML), each `None` if absent, and `parts`: name -> tensors with name, shape, dtype, bytes and number
+        of chunks.
 
     Raises:
-        UserError: it is none of these, or its headers do not read.
+        UserError: none of these kinds, or unreadable headers.
     """
     if any(path.glob("*.safetensors")):
         return {
@@ -60,10 +59,10 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def verify_checkpoint(path: Path) -> list[str]:
-    """What is wrong with a checkpoint, one line each.
+    """Return one line per damaged file.
 
     Raises:
-        UserError: it has no digests to compare with.
+        UserError: it has no digests.
     """
     directory = _find_directory(path)
     if not (directory / DIGESTS_FILE).is_file() and not (directory / MANIFEST_FILE).is_file():
@@ -77,7 +76,7 @@ def verify_checkpoint(path: Path) -> list[str]:
 
 
 def _find_directory(path: Path) -> Path:
-    """The directory that a user means: with a manifest if there is one."""
+    """Find the checkpoint directory for a user's path, preferably one with a manifest."""
     step = find_step(path)
     is_one = (step / MANIFEST_FILE).is_file() or (step / METADATA_FILE).is_file()
     return step if is_one else resolve_weights(path)

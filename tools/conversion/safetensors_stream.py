@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a safetensors file piece by piece: the header first, then the elements, never a whole tensor in memory.
+"""Writer of safetensors files that never holds a whole tensor, unlike `safetensors.torch.save_file`.
 
-(`safetensors.torch.save_file` wants all tensors of the file at once.) Format: the length of the header as 8 bytes
-little-endian, the header as JSON, the elements in the header's order.
+Format: header length as 8 bytes little-endian, header as JSON, elements in the header's order.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ class SafetensorsWriter:
     """One file; call `write` with all elements of all tensors, in order.
 
     Args:
-        path: the new file.
-        tensors: name -> (shape, dtype), in the order in which they will be written.
+        tensors: name -> (shape, dtype), in writing order.
 
     Raises:
         OSError: (every method) the file cannot be written.
@@ -48,7 +46,7 @@ class SafetensorsWriter:
         self._file.write(elements.contiguous().view(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> FileRecord:
-        """Bring the file to the disk."""
+        """Flush the file to disk."""
         assert self._file.num_bytes == self._expected_bytes, "not all of the tensors were written"
         return self._file.close()
 

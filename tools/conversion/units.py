@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversion as units of work: one output file each, written by any process, never twice.
+"""Units of work of a conversion: one output file each, written once by any process.
 
-A finished unit leaves a note in `<output>.partial/.units/`: its file with digest, and what is in it. A conversion
-that was interrupted continues with the units that have none. Notes count only for the same job: the same source
-files and settings, as the *fingerprint* says.
+A finished unit leaves a note (file digest and contents) in `<output>.partial/.units/`; a resumed conversion writes only
+units without one. Notes are valid for equal source files and settings, the *fingerprint*.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ _NOTES = ".units"
 
 
 class Progress:
-    """Where a process tells how far it is; nobody watches this one."""
+    """A progress sink that ignores reports."""
 
     def begin(self, num_bytes: int) -> None:
-        """There are so many bytes to write."""
+        """Set the total."""
 
     def advance(self, num_bytes: int) -> None:
-        """So many more are written."""
+        """Add written bytes."""
 
 
 class _Shared(Progress):
-    """Adds up what the processes of a pool have written."""
+    """A sum of the bytes written by a pool."""
 
-    total: Synchronized[int]  # set in each of them when it starts: it can be inherited, not sent
+    total: Synchronized[int]  # set at process start: inherited, since it cannot be pickled
 
     @classmethod
     def join(cls, total: Synchronized[int]) -> None:
@@ -57,7 +56,7 @@ class _Shared(Progress):
 
 @dataclass(frozen=True)
 class Finished:
-    """A unit that is on the disk; `chunks` where it is a file of a distributed checkpoint."""
+    """A written unit; `chunks` if it is a file of a distributed checkpoint."""
 
     record: FileRecord
     chunks: tuple[Chunk, ...] = ()
@@ -68,11 +67,11 @@ WriteUnit = Callable[[Unit, Path, Progress], Finished]
 
 @dataclass(frozen=True)
 class Workers:
-    """Who shares the work.
+    """The processes that share the work.
 
     Attributes:
-        group: all ranks under torchrun; None: this process is alone.
-        processes: that a lone process starts (1: it does the work itself).
+        group: all ranks under torchrun; `None` for a single process.
+        processes: started by a single process; with 1 it works itself.
     """
 
     group: dist.ProcessGroup | None = None
@@ -80,16 +79,16 @@ class Workers:
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """Return this process's rank."""
         return self.group.rank() if self.group else 0
 
     @property
     def size(self) -> int:
-        """Processes that take part from the start."""
+        """Return the number of ranks."""
         return self.group.size() if self.group else 1
 
     def agree(self, error: Exception | None) -> None:
-        """Raise the error of any of them in all of them; collective."""
+        """Raise any rank's error on all ranks; collective."""
         if self.group:
             raise_together(error, self.group)
         elif error is not None:
@@ -104,18 +103,14 @@ def run_units(
     workers: Workers,
     progress: Progress | None,
 ) -> list[Finished]:
-    """Do what is not done yet; returns all units, in order, on every rank.
+    """Write missing units; return all units, in order, on every rank.
 
     Args:
-        units: of the whole job.
         write: makes one file in `partial`.
-        partial: where files are written; made here.
-        fingerprint: JSON that tells this job from others.
-        workers: who shares the work.
-        progress: of this process; None: nobody watches.
+        fingerprint: JSON that identifies the job.
 
     Raises:
-        UserError: a file cannot be written; on every rank. What is done stays for the next attempt.
+        UserError: a file cannot be written; on every rank. Finished units remain for the next attempt.
     """
     workers.agree(_attempt(lambda: _prepare(partial, fingerprint) if workers.rank == 0 else None, partial))
     mine = [unit for unit in units[workers.rank :: workers.size] if _read_note(partial, unit) is None]
@@ -124,12 +119,12 @@ def run_units(
     workers.agree(_attempt(lambda: _write_all(mine, write, partial, workers.processes, progress), partial))
     finished = [note for unit in units if (note := _read_note(partial, unit)) is not None]
     assert len(finished) == len(units), "every unit left its note"
-    workers.agree(None)  # the first process renames the directory next: until here all read in it
+    workers.agree(None)  # rank 0 renames the directory next: wait for all readers
     return finished
 
 
 def forget_notes(out: Path) -> None:
-    """Remove the notes of a job whose output has its name."""
+    """Remove the notes of a finished output."""
     shutil.rmtree(out / _NOTES)
 
 
@@ -144,7 +139,7 @@ def _attempt(action: Callable[[], None], partial: Path) -> UserError | None:
 
 
 def _prepare(partial: Path, fingerprint: Any) -> None:
-    """Make the directory; one of another job goes away first."""
+    """Make the directory; replace one with another fingerprint."""
     job, text = partial / _NOTES / "job.json", json.dumps(fingerprint, sort_keys=True)
     if not job.is_file() or job.read_text(encoding="utf-8") != text:
         if partial.exists():
@@ -164,7 +159,7 @@ def _write_all(units: Sequence[Unit], write: WriteUnit, partial: Path, processes
         pending = {pool.submit(_write_one, unit, write, partial, _Shared()) for unit in units}
         while pending:
             done, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-            told, before = total.get_obj().value, told  # without the lock, which a killed process may hold
+            told, before = total.get_obj().value, told  # lock-free: a killed process may hold the lock
             progress.advance(told - before)
             for future in done:
                 if future.exception() is not None:
@@ -194,7 +189,7 @@ def _note_path(partial: Path, unit: Unit) -> Path:
 
 
 def _read_note(partial: Path, unit: Unit) -> Finished | None:
-    """What a unit left behind; None if it is not finished."""
+    """Return a finished unit, or `None`."""
     path, file = _note_path(partial, unit), partial / unit.file
     if not path.is_file() or not file.is_file():
         return None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the same sequences through transformers, Megatron and vLLM and compare what they say; collective.
+"""Run the same sequences through transformers, Megatron and an engine, and compare the results; collective.
 
-transformers reads the model by itself and is the reference. Megatron holds it in the given layout, from the HF files
-or from a distributed checkpoint. vLLM is filled from the HF files through its placement table; it samples the
-responses that all of them score. The Megatron engine samples with the modules that are compared.
+transformers on the HF files is the reference. Megatron loads HF files or a distributed checkpoint. vLLM loads HF files
+through its placement table and samples the responses that all models score.
 """
 
 from __future__ import annotations
@@ -42,18 +41,15 @@ Scores = list[torch.Tensor]  # [tokens] per sequence
 
 @dataclass(frozen=True)
 class ParityCheck:
-    """What to compare.
+    """Settings of a comparison.
 
     Attributes:
-        hf: model in HF format, the reference.
-        weights: distributed checkpoint for the Megatron side; None: the HF files.
-        layout: of the Megatron side.
-        sequence_parallel: Megatron's TP sequence parallelism.
-        dtype: "float32" or "bfloat16", of all models.
-        engine: "vllm", "hf" or "megatron", or None for no engine.
-        engine_tp_size: ranks per engine.
+        hf: reference model.
+        weights: distributed checkpoint for Megatron; the HF files if `None`.
+        layout: Megatron's.
+        engine: no engine if `None`.
         prompts: [s] tokens each.
-        response_length: tokens that the engine samples after each prompt.
+        response_length: sampled tokens per prompt.
     """
 
     hf: Path
@@ -68,7 +64,7 @@ class ParityCheck:
 
 
 def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
-    """Compare; returns the report (see `make_report`) on every rank.
+    """Return the report (see `make_report`) on every rank.
 
     Raises:
         UserError: models or layouts that cannot be compared.
@@ -141,7 +137,7 @@ def _describe(check: ParityCheck) -> dict[str, Any]:
 
 
 def _engine_name(check: ParityCheck) -> str:
-    """What the engine is called beside transformers ("hf") and Megatron ("megatron")."""
+    """Return a name for the engine distinct from "hf" and "megatron"."""
     engine = find_engine(str(check.engine))
     return f"{check.engine}_engine" if engine.has("builds_model") or engine.has("is_actor") else str(check.engine)
 
@@ -149,9 +145,9 @@ def _engine_name(check: ParityCheck) -> str:
 def _ask_engine(
     check: ParityCheck, process: Process, policy: Any | None
 ) -> tuple[list[np.ndarray], Scores, list[WrongTensor]]:
-    """Whole sequences and the engine's own log-probs of the responses, the same on every rank; and wrong weights.
+    """Return sequences, the engine's log-probs, and wrong weights, on every rank.
 
-    `policy` is what the Megatron engine runs, with its weights; another engine gets the weights of the HF files.
+    `policy` is the Megatron engine's model; other engines load the HF files.
     """
     assert check.engine is not None
     shape, wrong = load_model_shape(check.hf), list[WrongTensor]()
@@ -187,13 +183,13 @@ def _ask_engine(
         engine.requests.close()
     sequences = [np.concatenate([p, r.tokens]) for p, r in zip(check.prompts, responses, strict=True)]
     scores = [torch.from_numpy(np.asarray(response.logprobs, np.float32)) for response in responses]
-    # Engines are replicas: what the first one said is what is compared.
+    # Engines are replicas: the first one is compared.
     sequences, scores = share_object((sequences, scores), world())
     return sequences, scores, _join(wrong)
 
 
 def _join(wrong: list[WrongTensor]) -> list[WrongTensor]:
-    """What any rank found, each tensor once; collective."""
+    """Merge the wrong tensors of all ranks; collective."""
     parts: list[list[WrongTensor]] = [[]] * dist.get_world_size()
     dist.all_gather_object(parts, wrong)
     found: dict[str, WrongTensor] = {}

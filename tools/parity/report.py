@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From measurements to a verdict: how far apart the models are, where they part, and why (pure)."""
+"""Verdict of a comparison: gaps, first divergence, causes (pure)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from megatron_rl.weights.families import ModelShape
 from tools.parity.weights import WrongTensor
 
-# Relative gap (Frobenius norm) of a traced tensor, and absolute gap of a log-prob, beyond which models differ: about a
-# hundred times what rounding makes of equal models of 30 layers.
+# Limits of the relative gap (Frobenius norm) of a traced tensor, and of the absolute gap of a log-prob: about a hundred
+# times the rounding error of equal models with 30 layers.
 TRACE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """How far two tensors are apart."""
+    """The distance of two tensors."""
 
     tensor: str
     relative_gap: float
@@ -28,7 +28,7 @@ class Gap:
 
 
 def measure_gaps(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[Gap]:
-    """The gap of every tensor that both traces have, in the order of the first."""
+    """Measure gaps of common tensors, in order."""
     gaps = []
     for name in first:
         if name in second:
@@ -39,7 +39,7 @@ def measure_gaps(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.T
 
 
 def measure_logprobs(scores: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, dict[str, float]]:
-    """Gap of the log-probs for every pair of models.
+    """Measure the log-prob gap of every pair of models.
 
     Args:
         scores: model -> [tokens] per sequence, for the same tokens.
@@ -58,7 +58,7 @@ def measure_logprobs(scores: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, 
 def explain(
     reference: ModelShape, other: ModelShape, wrong: Mapping[str, Sequence[WrongTensor]], divergence: Gap | None
 ) -> list[str]:
-    """Causes in words, the most certain first: settings, weights, and at last the place of the divergence."""
+    """List causes, most certain first."""
     causes = []
     for item in dataclasses.fields(ModelShape):
         values = getattr(reference, item.name), getattr(other, item.name)
@@ -75,7 +75,7 @@ def explain(
 
 
 def _hint(tensor: str) -> str:
-    """Where to look when the inputs of a result agree and the result does not."""
+    """Suggest a cause for a wrong result of equal inputs."""
     if "(heads)" in tensor:
         return ": rotary positions, order of the heads, or the mask, as its inputs agree"
     if tensor == "lm_head":
@@ -93,9 +93,9 @@ def make_report(
     other: ModelShape,
     dtype: str,
 ) -> dict[str, Any]:
-    """The result as JSON; its keys are described in docs/conversion.md."""
+    """Return JSON (see docs/conversion.md)."""
     logprobs = measure_logprobs(scores)
-    # The first gap that rounding does not explain.
+    # First gap beyond rounding.
     divergence = next((gap for gap in gaps if not gap.relative_gap <= TRACE_TOLERANCE[dtype]), None)
     causes = explain(reference, other, wrong, divergence)
     too_far = [pair for pair, gap in logprobs.items() if not gap["max"] <= LOGPROB_TOLERANCE[dtype]]
@@ -116,7 +116,7 @@ def make_report(
 
 
 def format_report(report: Mapping[str, Any]) -> str:
-    """The report as a table for people."""
+    """Format the report as a table."""
     lines = [f"{'log-probs':24}{'max gap':>12}{'mean gap':>12}{'tokens':>9}"]
     for pair, gap in report["logprob_gaps"].items():
         lines.append(f"{pair:24}{gap['max']:>12.3g}{gap['mean']:>12.3g}{gap['tokens']:>9.0f}")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model computes on its way through a sequence, under the same names for transformers and Megatron.
+"""Intermediate results of a model, under the same names for transformers and Megatron.
 
-A *trace* maps names to [t, n] float32 on the CPU, in the order of execution: the embedding, per layer the norms, the
-projections, attention before its output projection, the MLP, then the last norm and the logits. Names follow HF
-modules; two models differ first where something is wrong.
+A *trace* maps HF module names to [t, n] float32 on the CPU, in execution order. The first differing entry locates an
+error.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from megatron_rl.weights.family import FAMILIES
 from megatron_rl.weights.megatron_layout import stage_layers
 
 Trace = dict[str, torch.Tensor]
-_Catch = tuple[torch.nn.Module, Callable[[Any, Any], None]]  # a module, and what to do with its inputs and output
+_Catch = tuple[torch.nn.Module, Callable[[Any, Any], None]]  # module, hook of its inputs and output
 
 
 @torch.no_grad()
 def trace_huggingface(model: Any, tokens: np.ndarray) -> Trace:
-    """The trace of a transformers model in the order of execution; `tokens` is one sequence [t]."""
+    """Trace a transformers model on one sequence [t]."""
     trace: Trace = {}
 
     def keep(name: str) -> Callable[[Any, Any], None]:
@@ -61,13 +60,13 @@ def trace_huggingface(model: Any, tokens: np.ndarray) -> Trace:
 
 @torch.no_grad()
 def trace_megatron(policy: PackedModel, tokens: np.ndarray) -> Trace:
-    """The trace of a Megatron model of any layout without context parallelism; collective.
+    """Trace a Megatron model; collective.
 
     Returns:
-        All of it on rank 0, nothing elsewhere.
+        The trace on rank 0, {} elsewhere.
 
     Raises:
-        UserError: context parallelism, which would cut the sequence.
+        UserError: context parallelism, which would split the sequence.
     """
     layout, shape = policy.groups.layout, policy.shape
     if layout.cp_size > 1:
@@ -102,12 +101,12 @@ def trace_megatron(policy: PackedModel, tokens: np.ndarray) -> Trace:
 
 
 def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) -> Iterator[_Catch]:
-    """What to catch in one model chunk; every TP rank catches the same, as pieces are gathered at once."""
+    """Yield a model chunk's hooks, equal on TP ranks, because hooks gather."""
     shape, tp_size = policy.shape, policy.groups.layout.tp_size
     norms = {kind: name for name, kind in FAMILIES[shape.family].norms}
 
     def keep(name: str, value: torch.Tensor, *, is_split: bool) -> None:
-        """The first microbatch's; heads and columns of TP ranks, or rows under TP-SP, come together."""
+        """Keep the first micro-batch's value, gathered over TP."""
         if name not in trace:
             flat = value.reshape(-1, value.shape[-1]) if not is_split else value.reshape(value.shape[0], -1)
             has_rows = policy.config.sequence_parallel and not is_split
@@ -174,18 +173,18 @@ def _catching(catches: list[_Catch]) -> Iterator[None]:
 
 
 def _first(output: Any) -> torch.Tensor:
-    """A module's output without what it returns besides."""
+    """Return a module's first output."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def _rows(output: Any) -> torch.Tensor:
-    """Output [1, t, ...] of a transformers module -> [t, n]."""
+    """Reshape the output [1, t, ...] of a transformers module to [t, n]."""
     value = _first(output)
     return _copy(value.reshape(value.shape[-3] if value.ndim == 4 else value.shape[-2], -1))
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:
-    """What comes next may write over the original."""
+    """Copy to the CPU: later modules may overwrite the original."""
     return value.detach().to("cpu", torch.float32, copy=True)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the weights that a rank holds with a model in HF format, piece by piece."""
+"""Comparison of a rank's weights with an HF model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ from megatron_rl.weights.shard_box import ShardBox, box_slices, box_volume
 
 @dataclass(frozen=True)
 class WrongTensor:
-    """A logical tensor of which a rank holds other values than the files.
-
-    Attributes:
-        name: of the tensor.
-        max_abs_gap: largest difference.
-        what: "is zero", "is <other tensor>", or "differs".
-    """
+    """A logical tensor that "is zero", "is <other tensor>", or "differs" from the files on a rank."""
 
     name: str
     max_abs_gap: float
@@ -30,7 +24,7 @@ class WrongTensor:
 
 
 def compare_weights(directory: Path, placements: Sequence[ShardBox], params: SourceParams) -> list[WrongTensor]:
-    """Tensors whose pieces on this rank differ from the files (after conversion to their type), in table order."""
+    """List tensors that differ from the files after conversion to their dtype, in table order."""
     files, wrong = ModelFiles(directory), {}
     for placement in placements:
         if placement.hf_name not in files or not box_volume(placement.hf_box):
@@ -48,7 +42,7 @@ def _read(files: ModelFiles, placement: ShardBox, name: str) -> torch.Tensor:
 
 
 def _explain(files: ModelFiles, placement: ShardBox, held: torch.Tensor) -> str:
-    """Whether what a rank holds is nothing, or another tensor of the same layer and shape."""
+    """Check for zeros, and for another tensor of the same layer and shape."""
     if not held.any():
         return "is zero"
     headers = files.read_headers()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`layout: auto`: the planner's choice takes the place of the layout that the sections of a config say.
+"""`layout: auto`: replaces the layout in a config by the planner's choice.
 
-Pure arithmetic on the config, the shapes of the models and the memory of a rank: every rank comes to the same choice
-where all nodes are alike.
+The choice is pure arithmetic on config, model shapes and memory per rank, so all ranks of equal nodes agree.
 """
 
 from __future__ import annotations
@@ -30,20 +29,17 @@ _SOURCE = "layout.mode"
 def choose_layout(
     config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path | None
 ) -> tuple[RunConfig, list[str]]:
-    """Lay a run out.
+    """Choose the layout and, given response lengths, the schedule of a run.
 
     Args:
         config: the resolved config, with `layout.mode` auto.
-        spec: of it.
-        cluster: what it is to run on.
-        recipe: shapes of models may lie beside it.
+        recipe: file whose directory may contain model shapes.
 
     Returns:
-        The config with the choice in its sections, which is the same run without `layout.mode` auto; what was chosen
-        and why, a line each.
+        The config with the choice; one line per choice with the reason.
 
     Raises:
-        UserError: no layout of the models fits, or a file of lengths that does not read.
+        UserError: no layout fits, or unreadable lengths.
     """
     job, assumed = read_job(replace(config, layout=AutoLayoutConfig()), spec, cluster, recipe), Assumptions()
     lengths = None if config.layout.lengths is None else read_lengths(config.layout.lengths)
@@ -62,7 +58,7 @@ def choose_layout(
         return best.job.config, lines
     seconds = plan_switch(best.job).prediction.seconds
     choice = choose_schedule(best.job, seconds, lengths, assumed)
-    # Not every recipe may have every schedule.
+    # Some recipes do not allow every schedule.
     accepted = {id(option): found for option in choice.options if (found := _apply(best.job, option)) is not None}
     option = recommend([option for option in choice.options if id(option) in accepted])
     slowest = choice.options[0].times.seconds
@@ -74,7 +70,7 @@ def choose_layout(
 
 
 def _take_smallest_budgets(job: Job) -> tuple[Job, str]:
-    """Microbatches of one of the longest sequences, where no layout fits otherwise."""
+    """Reduce token budgets to one longest sequence."""
     longest = job.config.data.max_prompt_length + job.config.data.max_response_length
     sections = [role.section for role in job.spec.laid_out_alike]
     words = " ".join(f"{section}.max_tokens_per_microbatch={longest}" for section in sections)
@@ -92,7 +88,7 @@ def _describe(job: Job, best: Candidate, count: int) -> str:
 
 
 def _apply(job: Job, option: Option) -> RunConfig | None:
-    """The config with a schedule; None where the run's own checks refuse it."""
+    """Return the config with a schedule; `None` if a check refuses it."""
     config = override(job.config, option.overrides, _SOURCE)
     try:
         check_job(replace(job, config=config, spec=job.spec.with_config(config)))
@@ -102,7 +98,7 @@ def _apply(job: Job, option: Option) -> RunConfig | None:
 
 
 def _refuse(job: Job) -> UserError:
-    """The reason is that of the layout which the config says."""
+    """Build the error, with the reason against the config's own layout."""
     try:
         check_job(job)
         problem = find_problem(job, compute_memory(job))

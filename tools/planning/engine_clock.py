@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of one rollout engine: which responses run, which wait for room, and when the next one is finished.
+"""Simulated time of one rollout engine: which responses run, wait, and finish next.
 
-Per decoding pass every running response gets a token. A response joins between two passes when a slot and room for
-its tokens in the KV cache are there; where the cache is full, the response that joined last gives way, and computes
-its tokens again later. That is what vLLM does, without its limits on the tokens of one pass.
+A decoding pass adds a token to every running response. A response joins between passes if a slot and KV cache are free;
+if the cache is full, the last one to join is preempted and later recomputed. This is vLLM's policy without its limit on
+tokens per pass.
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a decoding pass.
-
-    Attributes:
-        fixed: of every pass.
-        per_request: for each response that runs.
-        per_prompt_token: for each token that is computed when a response joins (prefill).
-        per_context_token: for each token of prompts and responses that the pass reads from the KV cache.
-    """
+    """Seconds of a decoding pass: fixed, per running response, per prefilled token, per KV cache token read."""
 
     fixed: float
     per_request: float
@@ -31,20 +24,14 @@ class StepCost:
     per_context_token: float = 0.0
 
     def of_passes(self, passes: int, running: int, context: int) -> float:
-        """Seconds of `passes` decoding passes that begin with this many responses and tokens in the cache."""
+        """Return the seconds of passes from these numbers of responses and cached tokens."""
         read = passes * context + running * passes * (passes - 1) / 2
         return passes * (self.fixed + self.per_request * running) + self.per_context_token * read
 
 
 @dataclass(frozen=True)
 class EngineModel:
-    """What an engine is.
-
-    Attributes:
-        cost: of its passes.
-        max_num_seqs: responses that run at once.
-        cache_tokens: that its KV cache holds.
-    """
+    """Cost, maximum running responses, and KV cache capacity in tokens of an engine."""
 
     cost: StepCost
     max_num_seqs: int
@@ -53,13 +40,13 @@ class EngineModel:
 
 @dataclass(slots=True)
 class Response:
-    """One response on its way.
+    """A response in progress.
 
     Attributes:
-        ordinal: of its prompt in the stream.
-        length: tokens when it is finished.
-        done: tokens so far, as of when it last left an engine.
-        version: of the weights that made its first token; -1 before.
+        ordinal: index of its prompt in the stream.
+        length: final tokens.
+        done: tokens when it last left an engine.
+        version: policy version of its first token; -1 before it.
     """
 
     ordinal: int
@@ -68,11 +55,11 @@ class Response:
     version: int = -1
 
     def join(self, version: int) -> None:
-        """It runs with the weights of this version."""
+        """Set the policy version of the first token."""
         self.version = version if self.version < 0 else self.version
 
     def leave(self, passes: int) -> None:
-        """It ran for so many passes."""
+        """Add passes."""
         self.done += passes
 
 
@@ -80,13 +67,11 @@ class EngineClock:
     """An engine that only counts seconds.
 
     Args:
-        model: what it is.
-        prompt_tokens: of every prompt; computed once per version of the weights.
+        prompt_tokens: prefilled once per policy version.
 
     Attributes:
-        now: seconds, at the end of a pass.
-        busy: of them, those in which something was computed.
-        queue: responses that wait for room.
+        now: end of the last pass, seconds.
+        busy: seconds of computation.
     """
 
     def __init__(self, model: EngineModel, prompt_tokens: int) -> None:
@@ -94,27 +79,27 @@ class EngineClock:
         self.queue: deque[Response] = deque()
         self.now = self.busy = 0.0
         self._passes = self._context = self._joined = self._version = 0
-        self._running: dict[int, tuple[Response, int]] = {}  # in the order in which they joined, with the pass of it
-        self._ends: list[tuple[int, int]] = []  # pass in which a response ends, and its place in that order
+        self._running: dict[int, tuple[Response, int]] = {}  # in order of joining, with the pass at joining
+        self._ends: list[tuple[int, int]] = []  # pass in which a response ends, key in `_running`
         self._cached: set[int] = set()
 
     @property
     def is_running(self) -> bool:
-        """A pass has something to do."""
+        """Whether a response runs."""
         return bool(self._running)
 
     @property
     def num_unfinished(self) -> int:
-        """Responses that run or wait."""
+        """Count running and waiting responses."""
         return len(self._running) + len(self.queue)
 
     def begin(self, now: float, version: int) -> None:
-        """New weights are there: what was computed of prompts is computed again; what runs keeps its tokens."""
+        """Start a policy version; prompts must be prefilled again."""
         self.now, self._version = now, version
         self._cached.clear()
 
     def fill(self) -> None:
-        """Let what waits join, in order, until there is no room."""
+        """Admit responses in order while they fit."""
         while self.queue:
             tokens, count = self._prompt_tokens + self.queue[0].done, len(self._running)
             fits = count < self._model.max_num_seqs and self._context + tokens + count + 1 <= self._model.cache_tokens
@@ -137,11 +122,11 @@ class EngineClock:
         self.busy += seconds
 
     def next_event(self) -> float:
-        """When the next response is finished, or the cache is full, if nothing joins before."""
+        """Return when a response finishes or the cache is full."""
         return self.now + self._seconds(self._passes_to_event()) if self._running else math.inf
 
     def _passes_to_event(self) -> int:
-        while self._ends[0][1] not in self._running:  # gave way, or was interrupted
+        while self._ends[0][1] not in self._running:  # preempted or interrupted
             heapq.heappop(self._ends)
         to_end = self._ends[0][0] - self._passes
         count = len(self._running)
@@ -151,17 +136,17 @@ class EngineClock:
         return self._model.cost.of_passes(passes, len(self._running), self._context)
 
     def run_to_event(self) -> list[Response]:
-        """Run up to the next event, and let what waits join; returns what is finished."""
+        """Run to the next event; return finished responses."""
         return self._run(self._passes_to_event())
 
     def run_past(self, time: float) -> list[Response]:
-        """Finish the pass that runs at a time before the next event; returns what is finished with it."""
+        """Finish the pass that runs at `time`; return finished responses."""
         if self._running and self.now < time:
             return self._run(self._count_passes(time - self.now))
         return []
 
     def _count_passes(self, seconds: float) -> int:
-        """The fewest passes that take so long, at most those to the next event."""
+        """Return the fewest passes that take `seconds`, limited by the next event."""
         low, high = 1, self._passes_to_event()
         while low < high:
             middle = (low + high) // 2
@@ -189,12 +174,12 @@ class EngineClock:
         return response
 
     def count_tokens(self) -> int:
-        """Tokens of responses that are not finished, prompts not counted."""
+        """Count tokens of unfinished responses, without prompts."""
         held = sum(response.done + self._passes - joined for response, joined in self._running.values())
         return held + sum(response.done for response in self.queue)
 
     def interrupt(self) -> None:
-        """Forget keys and values: what runs waits, in the order of the stream, and is computed again."""
+        """Drop the KV cache and requeue running responses in stream order."""
         stopped = [self._leave(place) for place in list(self._running)]
         self.queue = deque(sorted([*stopped, *self.queue], key=lambda response: response.ordinal))
         self._ends.clear()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long responses are: measured, or lognormal, and alike where they answer the same prompt.
+"""Response lengths: measured or lognormal, correlated within a prompt.
 
-The length of a response is a quantile of the distribution at Phi(z), z = sqrt(r) s + sqrt(1 - r) e with one normal s
-per prompt and one e per response (a Gaussian copula); r is the correlation inside of a prompt.
+A length is the quantile at Phi(z), z = sqrt(r) s + sqrt(1 - r) e, with one normal s per prompt and one e per response
+(a Gaussian copula); r is the correlation within a prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_rl.types import UserError
 
-CORRELATION = 0.5  # where it is neither given nor measured
+CORRELATION = 0.5  # default
 _NUM_QUANTILES = 8192
 _EXPECTED = "FILE (a length per line, rollouts/step_<N>.jsonl, or a directory with them) or lognormal:MEDIAN,SIGMA[,R]"
 
@@ -28,9 +28,8 @@ class LengthModel:
     """A distribution of lengths.
 
     Attributes:
-        values: [n] its quantiles in ascending order, tokens.
-        correlation: inside of a prompt, 0 to below 1.
-        source: in words.
+        values: [n] ascending quantiles, tokens.
+        correlation: within a prompt, in [0, 1).
     """
 
     values: np.ndarray = field(repr=False)
@@ -38,12 +37,11 @@ class LengthModel:
     source: str
 
     def draw(self, seed: int, first: int, num_prompts: int, group_size: int, longest: int) -> np.ndarray:
-        """Lengths [num_prompts, group_size] of the responses to the prompts of a stream from `first` on.
+        """Draw lengths [num_prompts, group_size] for prompts of a stream.
 
         Args:
-            seed: a prompt's lengths follow from it and from the prompt's place.
-            first: place of the first prompt, a multiple of `num_prompts`.
-            longest: responses are cut there.
+            first: index of the first prompt, a multiple of `num_prompts`.
+            longest: maximum length.
         """
         rng = np.random.default_rng([seed, first])
         shared, own = rng.standard_normal((num_prompts, 1)), rng.standard_normal((num_prompts, group_size))
@@ -52,11 +50,11 @@ class LengthModel:
         return np.minimum(self.values[np.minimum(places, len(self.values) - 1)], longest)
 
     def mean(self, longest: int) -> float:
-        """Of responses that are cut at `longest`."""
+        """Return the mean."""
         return float(np.minimum(self.values, longest).mean())
 
     def describe(self, longest: int) -> str:
-        """In one line."""
+        """Format one line."""
         cut = np.minimum(self.values, longest)
         return (
             f"{self.source}, correlation {self.correlation:.2f} inside of a prompt: mean {cut.mean():.0f}, median "
@@ -65,10 +63,10 @@ class LengthModel:
 
 
 def read_lengths(text: str) -> LengthModel:
-    """The distribution that `--lengths` names.
+    """Parse `--lengths`.
 
     Raises:
-        UserError: it is neither a file of lengths nor well-formed parameters.
+        UserError: no file of lengths, or invalid parameters.
     """
     if text.startswith("lognormal:"):
         return _read_lognormal(text)
@@ -88,7 +86,7 @@ def read_lengths(text: str) -> LengthModel:
 
 
 def make_lognormal(median: float, sigma: float, correlation: float = CORRELATION) -> LengthModel:
-    """Lengths whose logarithm is normal with standard deviation `sigma`, at least 1."""
+    """Build a lognormal distribution of at least 1 token."""
     steps = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
     z = np.array([NormalDist().inv_cdf(float(step)) for step in steps])
     values = np.maximum(1, np.rint(median * np.exp(sigma * z))).astype(int)
@@ -107,12 +105,12 @@ def _read_lognormal(text: str) -> LengthModel:
 
 
 def _is_extreme(row: Any) -> bool:
-    """Whether a rollout was written for its length or its reward."""
+    """Whether a rollout was logged for its extreme length or reward, a biased sample."""
     return isinstance(row, dict) and "logged_as" in row
 
 
 def _length(text: str, row: Any) -> int:
-    """Of a line: a number, or a rollout with its tokens or their number."""
+    """Return the length of a line, a number or a rollout."""
     length = row
     if isinstance(row, dict):
         length = len(row["tokens"]) if isinstance(row.get("tokens"), list) else row.get("num_tokens")
@@ -122,12 +120,12 @@ def _length(text: str, row: Any) -> int:
 
 
 def _group(row: Any) -> tuple[int, int] | None:
-    """Rollouts of one group share prompt and policy version."""
+    """Return the key of a rollout's group."""
     return (row.get("prompt_id", -1), row.get("policy_version", -1)) if isinstance(row, dict) else None
 
 
 def _measure_correlation(groups: list[tuple[int, int] | None], lengths: np.ndarray) -> float | None:
-    """Mean product of the normal scores of two responses to one prompt; None where no prompt has two."""
+    """Return the mean product of paired normal scores, if there are pairs."""
     ranks = np.argsort(np.argsort(lengths, kind="stable"), kind="stable")
     scores = [NormalDist().inv_cdf((int(rank) + 0.5) / len(lengths)) for rank in ranks]
     members: dict[tuple[int, int], list[float]] = {}

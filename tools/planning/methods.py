@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ways to train fit a cluster: all weights (ZeRO-1 or ZeRO-3), adapters (LoRA), adapters on NF4 (QLoRA)."""
+"""Training methods that fit a cluster: full (ZeRO-1, ZeRO-3), LoRA, QLoRA (adapters on NF4)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from megatron_rl.planning.layouts import Candidate, check_job, list_candidates
 from megatron_rl.planning.steptime import Assumptions, build_workload
 from megatron_rl.types import UserError
 
-_RANK = 32  # of adapters, where the recipe has none
+_RANK = 32  # adapter rank if the recipe has no adapters
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train, in the layout in which it is fastest.
+    """A training method in its fastest layout.
 
     Attributes:
-        name: of it.
-        settings: of the roles that are trained, by name of the setting.
-        is_recipe: the recipe trains in this way.
-        overrides: from the recipe to it, as on the command line; empty where it does not fit.
-        num_layouts: that fit.
-        fastest: of them; None: none.
-        refusal: why the run would not begin with these settings in the recipe's layout; None: it would.
+        settings: of the trained roles, by setting.
+        is_recipe: whether the recipe uses it.
+        overrides: command-line changes to the recipe; empty if nothing fits.
+        num_layouts: number of layouts that fit.
+        fastest: `None` if none fits.
+        refusal: why the run's checks refuse it in the recipe's layout.
     """
 
     name: str
@@ -41,12 +40,10 @@ class Method:
 
 
 def compare_methods(job: Job, assumed: Assumptions, resolve: Callable[[RunConfig], RunSpec]) -> list[Method]:
-    """What each way to train would take on the cluster of a job.
+    """Plan each training method on a job's cluster.
 
     Args:
-        job: the run as its recipe has it.
-        assumed: efficiencies and lengths.
-        resolve: which roles a config has; without weights of its own the reference depends on the adapters.
+        resolve: derives the roles of a config; a reference without own weights depends on adapters.
     """
     rank = job.config.actor.lora.rank or _RANK
     ways: dict[str, dict[str, Any]] = {
@@ -89,7 +86,7 @@ def _apply(section: Any, settings: dict[str, Any]) -> Any:
 
 
 def methods_to_dict(methods: list[Method]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """Convert for JSON."""
     return [
         {
             "name": method.name,
@@ -110,7 +107,7 @@ def methods_to_dict(methods: list[Method]) -> list[dict[str, Any]]:
 
 
 def format_methods(methods: list[Method]) -> str:
-    """As a table for people."""
+    """Format a table."""
     lines = [
         "what can be trained on this cluster, each way in its fastest layout",
         f"  {'':14}{'layouts':>8}{'s/step':>9}{'peak GiB':>10}  settings",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as data, as a table for people, and as a picture of memory by phase."""
+"""A plan as data, as a table, and as a plot of memory by phase."""
 
 from __future__ import annotations
 
@@ -25,22 +25,19 @@ from megatron_rl.planning.steptime import Assumptions, StepTime, build_workload,
 from megatron_rl.samples.microbatches import packing_metrics, plan_microbatches
 from tools.planning.switch import SwitchPlan, plan_switch
 
-_MAX_PACKED = 20_000  # rollouts of a minibatch that are packed to show how it goes
+_MAX_PACKED = 20_000  # limit of packed rollouts
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is known about a run before it starts.
+    """Everything predicted about a run.
 
     Attributes:
-        job, batch: the run and its batch arithmetic.
-        memory: of a rank per pipeline stage, or per combination of roles.
-        problem: why it does not fit, or None.
-        work, traffic, switch, step: tokens, bytes, the switch of the weights, seconds.
-        packing: microbatches of the first minibatch under the assumed lengths.
-        assumed: efficiencies and lengths.
-        candidates: all layouts that fit, the fastest first.
-        nearest: of them, the one that changes least; None if nothing fits.
+        memory: one rank per pipeline stage, or per combination of roles.
+        problem: why it does not fit, or `None`.
+        packing: of the first minibatch under assumed lengths.
+        candidates: layouts that fit, fastest first.
+        nearest: the candidate that changes least, or `None`.
     """
 
     job: Job
@@ -58,10 +55,10 @@ class Plan:
 
 
 def make_plan(job: Job, assumed: Assumptions) -> Plan:
-    """Plan a job in its own layout and look at all others.
+    """Plan a job and its alternatives.
 
     Raises:
-        UserError: the run's own checks refuse it.
+        UserError: the run's checks refuse the job.
     """
     batch = check_job(job)
     work, memory = build_workload(job, assumed), compute_memory(job)
@@ -85,7 +82,7 @@ def make_plan(job: Job, assumed: Assumptions) -> Plan:
 
 
 def _pack(job: Job, batch: BatchPlan, assumed: Assumptions) -> dict[str, float]:
-    """Pack a minibatch whose lengths spread evenly around the assumed mean, with the packing of the run."""
+    """Pack a minibatch with lengths spread evenly around the assumed mean."""
     count = min(batch.rollouts_per_minibatch, _MAX_PACKED // batch.dp_size * batch.dp_size or batch.dp_size)
     prompt = batch.max_prompt_length * assumed.mean_prompt
     longest = min(2 * assumed.mean_response, 1.0) * batch.max_response_length
@@ -99,7 +96,7 @@ def _pack(job: Job, batch: BatchPlan, assumed: Assumptions) -> dict[str, float]:
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """For JSON."""
+    """Convert for JSON."""
     links = {link: max(_sent(plan, rank.rank, link) for rank in plan.memory) for link in (WITHIN, ACROSS)}
     return {
         "cluster": asdict(plan.job.cluster) | {"world_size": plan.job.cluster.world_size},
@@ -142,22 +139,21 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _sent(plan: Plan, rank: int, link: str) -> int:
-    """Bytes that a rank sends over links of a class, in all of its roles."""
+    """Sum a rank's bytes over a class of links."""
     return sum(t.bytes_per_rank for t in plan.traffic if t.link == link and rank in plan.job.ranks_of(t.role))
 
 
 def _list_roles(job: Job, rank: int) -> list[str]:
-    """The roles that a rank has; an engine is the role "rollout"."""
     return [name for name in (*job.spec.roles, "rollout") if rank in job.ranks_of(name)]
 
 
 def _find_stage(job: Job, rank: int) -> int | None:
-    """The actor's pipeline stage on a rank; None where it is not."""
+    """Return the actor's pipeline stage on a rank, or `None`."""
     return job.layout.coordinates(rank).pp if rank in job.layout.ranks else None
 
 
 def format_plan(plan: Plan, top: int) -> str:
-    """The plan as text; `top` of the layouts that fit are listed."""
+    """Format the plan, with the `top` fastest layouts."""
     cluster, job = plan.job.cluster, plan.job
     lines = [
         f"{cluster.nodes} nodes x {cluster.gpus_per_node} GPUs of {cluster.memory_bytes / GIB:g} GiB; actor "
@@ -209,7 +205,6 @@ def _memory_table(plan: Plan) -> list[str]:
 
 
 def _peak_lines(plan: Plan) -> list[str]:
-    """The peak of every pipeline stage, or of a rank of every combination of roles."""
     if plan.job.config.placement.placed:
         return [
             f"  peak of ranks like {rank.rank}, with {', '.join(_list_roles(plan.job, rank.rank))}: "
@@ -272,7 +267,7 @@ def _candidate_row(candidate: Candidate) -> str:
 
 
 def save_plot(plan: Plan, path: Path) -> None:
-    """Memory of the fullest rank, one bar per phase, as a PNG."""
+    """Plot the fullest rank's memory by phase as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which schedule and which shares of the ranks suit a job: each is simulated, and one is recommended.
+"""Choice of a schedule and of the ranks for engines: options are simulated, one is recommended.
 
-Training and the switch cost what the planner predicts elsewhere (`steptime.py`, `switch.py`). A decoding pass reads the
-weights and all keys and values; the operations and the messages of its tokens are added, as if nothing hid them. On
-own ranks the roles keep their layouts on fewer replicas, and engines have `OWN_UTILIZATION` of their memory. A job with
-a placement keeps it: only its staleness is looked for.
+Costs of training and weight transfer come from `steptime.py` and `switch.py`. A decoding pass reads the weights and the
+KV cache; operations and messages add without overlap. On own ranks, roles keep their layouts with fewer replicas. For a
+job with a placement, only staleness varies.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tools.planning.switch import plan_switch
 
 OWN_UTILIZATION = 0.9
 _MAX_STALENESS = 2
-_WORTH_IT = 1.1  # a ratio below is noise of the prediction
+_WORTH_IT = 1.1  # smaller ratios are within the prediction's error
 _SHOWN_SHARES = 3
 _SIMULATED_RESPONSES = 60_000
 _CORRECTION = "algorithm.importance_sampling=token-truncate"
@@ -38,11 +37,9 @@ class Option:
     """One way to run the job.
 
     Attributes:
-        name: in words.
-        schedule: of it.
-        engine_gpus: those that generate.
-        overrides: to add to the command line.
-        times: that the simulator found.
+        engine_gpus: GPUs that generate.
+        overrides: command-line changes.
+        times: simulated.
     """
 
     name: str
@@ -54,13 +51,12 @@ class Option:
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """All options, the recommended one, and what they rest on.
+    """All options and the recommended one.
 
     Attributes:
-        options: synchronous ones first, by groups before by samples.
-        recommended: of them, see `recommend`.
-        lengths: of the responses, in words.
-        pass_cost: of an engine of the colocated options.
+        options: synchronous ones first.
+        lengths: description of the lengths.
+        pass_cost: of a colocated engine.
     """
 
     options: list[Option]
@@ -73,10 +69,8 @@ def choose_schedule(job: Job, switch_seconds: float, lengths: LengthModel, assum
     """Simulate the schedules of a job that fits.
 
     Args:
-        job: in its layout.
-        switch_seconds: of its reshard plan.
-        lengths: of the responses.
-        assumed: efficiencies; its `mean_response` is not looked at.
+        switch_seconds: of the job's reshard plan.
+        assumed: its `mean_response` is not used.
     """
     data, config = job.config.data, job.config
     assumed = replace(assumed, mean_response=lengths.mean(data.max_response_length) / data.max_response_length)
@@ -117,7 +111,7 @@ def choose_schedule(job: Job, switch_seconds: float, lengths: LengthModel, assum
 
 
 def recommend(options: list[Option]) -> Option:
-    """The least stale, and then colocated, of those within a tenth of the fastest."""
+    """Among options within a tenth of the fastest, return the least stale one, preferably colocated."""
     fastest = min(option.times.seconds for option in options)
     near = [option for option in options if option.times.seconds <= _WORTH_IT * fastest]
     return min(near, key=lambda o: (o.schedule.max_staleness, o.schedule.own_ranks, o.times.seconds))
@@ -147,7 +141,7 @@ def _describe_costs(job: Job, memory: list[RankMemory], switch_seconds: float, a
 
 
 def _describe_pass(job: Job, kv_bytes_per_token: int, running: int, assumed: Assumptions) -> StepCost:
-    """What a decoding pass costs an engine; `running` responses say how many experts are read."""
+    """Return the cost of a decoding pass; `running` determines how many experts are read."""
     shape, cluster, tp = job.shape, job.cluster, job.engine_tp
     itemsize, data = DTYPE_BYTES[job.config.model.dtype], job.config.data
     weights = float(count_engine_bytes(job))
@@ -169,7 +163,7 @@ def _describe_pass(job: Job, kv_bytes_per_token: int, running: int, assumed: Ass
 
 
 def _list_shares(job: Job, assumed: Assumptions) -> Iterator[tuple[int, Costs]]:
-    """GPUs for engines, with what everything costs then; whole nodes where there are more than one."""
+    """Yield numbers of GPUs for engines with the resulting costs; whole nodes on several nodes."""
     cluster = job.cluster
     unit = cluster.gpus_per_node if cluster.nodes > 1 else 1
     units = cluster.world_size // unit
@@ -188,7 +182,6 @@ def _list_shares(job: Job, assumed: Assumptions) -> Iterator[tuple[int, Costs]]:
 
 
 def _schedule_overrides(job: Job, k: int) -> list[str]:
-    """A schedule, and the correction that it asks for."""
     corrected = [] if job.config.algorithm.importance_sampling != "none" else [_CORRECTION]
     return [f"schedule.max_staleness={k}", "schedule.updates=in_flight", *corrected]
 
@@ -201,7 +194,7 @@ def _placement_overrides(job: Job, engine_gpus: int) -> list[str]:
 
 
 def schedules_to_dict(choice: ScheduleChoice) -> dict[str, Any]:
-    """For JSON."""
+    """Convert for JSON."""
     return {
         "lengths": choice.lengths,
         "pass_seconds": asdict(choice.pass_cost),
@@ -216,7 +209,7 @@ def schedules_to_dict(choice: ScheduleChoice) -> dict[str, Any]:
 
 
 def format_schedules(choice: ScheduleChoice) -> str:
-    """As text."""
+    """Format a table."""
     cost, best, slowest = choice.pass_cost, choice.recommended, choice.options[0].times.seconds
     lines = [
         f"schedules, simulated; responses: {choice.lengths}",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule makes of a run's time: an event simulation of engines, training and the updates of the weights.
+"""Event simulation of a schedule: engines, training and weight updates.
 
-Prompt i may begin once i < (version + 1 + k) B, where version counts the updates so far, k is `max_staleness` and B the
-prompts of a batch. With `order: stream` batch n is the prompts nB to nB + B - 1, and no response is older than k
-updates when it is trained on. With `order: whole` it may be any prompts whose responses are all there, half as many
-begin ahead, and that bound holds too (`rollout.phase`).
+Prompt i may begin once i < (version + 1 + k) B, where version counts updates, k is `max_staleness` and B the prompts
+per batch. With `order: stream`, batch n is prompts nB to nB + B - 1, and staleness is at most k. With `order: whole`, a
+batch is any B prompts whose responses are finished; half as many begin ahead, and the same bound holds
+(`rollout.phase`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ _SEED = 1
 
 @dataclass(frozen=True)
 class Schedule:
-    """When samples are made, and with which weights.
+    """When samples are generated, and with which weights.
 
     Attributes:
-        max_staleness: updates by which a response may be older than the weights that are trained.
-        updates: what an update does to responses that run: "in_flight" they continue with the new weights; "drain" the
-            update waits until everything that may begin is finished.
-        order: "stream" or "whole", see above.
-        own_ranks: engines and training are on different ranks; else on the same, by turns.
-        dispatch: as `rollout.dispatch`. A response stays on its engine.
+        max_staleness: in updates.
+        updates: "in_flight": running responses continue with the new weights; "drain": the update waits for all prompts
+            that may begin.
+        own_ranks: whether engines and training are on different ranks.
+        dispatch: as `rollout.dispatch`; a response stays on its engine.
     """
 
     max_staleness: int = 0
@@ -45,15 +44,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Costs:
-    """What is there, and what it costs.
+    """Sizes and costs of a job.
 
     Attributes:
-        engine: each of the engines.
-        num_engines: how many.
-        batch_size, group_size: prompts of a batch, responses per prompt.
-        prompt_tokens, longest: of every prompt; of a response at most.
-        train: seconds of a batch by the tokens of its responses.
-        switch_seconds: for which nothing runs at an update.
+        batch_size, group_size: prompts per batch, responses per prompt.
+        prompt_tokens, longest: per prompt; at most per response.
+        train: seconds of a batch by response tokens.
+        switch_seconds: pause at an update.
     """
 
     engine: EngineModel
@@ -71,13 +68,11 @@ class ScheduleTimes:
     """Means over steps.
 
     Attributes:
-        seconds: of a step.
-        rollout_seconds: of it, those in which training waits for samples.
-        engine_idle: share of the time for generation (colocated: the rollout; own ranks: all) in which an engine runs
-            nothing.
-        trainer_idle: share of the time in which ranks that only train do not; None where engines use them by turns.
-        staleness_mean, staleness_max: updates between the first token of a response and the weights that it trains.
-        carried_tokens: of responses that are begun and not finished when the weights change.
+        rollout_seconds: part in which training waits for samples.
+        engine_idle: idle share of generation time.
+        trainer_idle: idle share of training-only ranks; `None` if colocated.
+        staleness_mean, staleness_max: updates from a response's first token to its training.
+        carried_tokens: of unfinished responses at an update.
     """
 
     seconds: float
@@ -90,14 +85,7 @@ class ScheduleTimes:
 
 
 def simulate(schedule: Schedule, costs: Costs, lengths: LengthModel, *, steps: int, skip: int = 0) -> ScheduleTimes:
-    """Run a schedule for some steps.
-
-    Args:
-        schedule, costs: see there.
-        lengths: of the responses; the same for every schedule.
-        steps: of training.
-        skip: of them, steps at the beginning that are not counted.
-    """
+    """Run a schedule; means exclude the first `skip` steps."""
     run = _Run(schedule, costs, lengths)
     rows = [run.step() for _ in range(steps)][skip:]
     seconds, waited, trained, busy, carried = (
@@ -119,7 +107,7 @@ def simulate(schedule: Schedule, costs: Costs, lengths: LengthModel, *, steps: i
 
 @dataclass(frozen=True)
 class _Step:
-    """One step: its seconds, of them waited and trained, seconds of all engines, ages of its responses, tokens."""
+    """Seconds in total, waited, trained, of engines; ages of responses; carried tokens."""
 
     seconds: float
     waited: float
@@ -130,27 +118,27 @@ class _Step:
 
 
 class _Run:
-    """The state between two steps."""
+    """The state between steps."""
 
     def __init__(self, schedule: Schedule, costs: Costs, lengths: LengthModel) -> None:
         self._schedule, self._costs, self._lengths = schedule, costs, lengths
         self._engines = [EngineClock(costs.engine, costs.prompt_tokens) for _ in range(costs.num_engines)]
-        self._groups: dict[int, list[Response]] = {}  # may begin, not trained on yet; in order
-        self._missing: dict[int, int] = {}  # of them, responses that are not finished, where there are any
-        self._num_whole = 0  # groups that are whole
-        self._num_due = 0  # groups that are not, of those that must be in the batch
+        self._groups: dict[int, list[Response]] = {}  # admitted, not trained on yet; in order
+        self._missing: dict[int, int] = {}  # unfinished responses of incomplete groups
+        self._num_whole = 0  # complete groups
+        self._num_due = 0  # incomplete groups that must be in the batch
         self._ahead = schedule.max_staleness * costs.batch_size
         self._passed = self._ahead // 2 if schedule.order == "whole" else 0
-        self._drawn: tuple[int, list[list[int]]] = (-1, [])  # lengths of a batch of the stream
+        self._drawn: tuple[int, list[list[int]]] = (-1, [])  # batch number, its lengths
         self._num_open = self._version = 0
         self._now = 0.0
 
     def step(self) -> _Step:
-        """Collect a batch, train on it, update the weights."""
+        """Collect a batch, train, update."""
         costs, engines, is_colocated = self._costs, self._engines, not self._schedule.own_ranks
         start, busy = self._now, self._count_busy()
         self._open_gate()
-        for engine in engines:  # what has begun makes a pass, even if the batch is whole
+        for engine in engines:  # running responses finish a pass, even if the batch is complete
             self._finish(engine.run_past(np.nextafter(engine.now, np.inf)))
         self._run_until(lambda: self._num_whole >= costs.batch_size and not self._num_due)
         batch = self._take_batch()
@@ -163,7 +151,7 @@ class _Run:
             self._settle(self._now)
         collected, trained = self._now, self._now + seconds
         if not is_colocated:
-            for engine in engines:  # they wait for each other, and begin again
+            for engine in engines:  # engines synchronize, and resume with an empty cache
                 engine.interrupt()
                 engine.fill()
             self._run_until(lambda: drains and not self._missing, np.inf if drains else trained)
@@ -180,7 +168,7 @@ class _Run:
         return sum(engine.busy for engine in self._engines)
 
     def _open_gate(self) -> None:
-        """Let prompts begin that now may."""
+        """Start the prompts that may now begin."""
         costs, begun = self._costs, []
         for ordinal in range(self._num_open, self._find_due() + self._ahead):
             self._groups[ordinal] = [Response(ordinal, length) for length in self._draw(ordinal)]
@@ -200,11 +188,10 @@ class _Run:
             engine.fill()
 
     def _find_due(self) -> int:
-        """Prompts before this one must be in the batch."""
+        """Return the first prompt that need not be in the batch."""
         return (self._version + 1) * self._costs.batch_size - self._passed
 
     def _draw(self, ordinal: int) -> list[int]:
-        """Lengths of a prompt's responses."""
         costs, (number, place) = self._costs, divmod(ordinal, self._costs.batch_size)
         if number != self._drawn[0]:
             first = number * costs.batch_size
@@ -213,7 +200,7 @@ class _Run:
         return self._drawn[1][place]
 
     def _run_until(self, is_done: Callable[[], bool], end: float = np.inf) -> None:
-        """Run the engines until something is so, or until a time, at which each finishes its pass."""
+        """Run the engines until `is_done` or, finishing their pass, until `end`."""
         events = [(engine.next_event(), number) for number, engine in enumerate(self._engines) if engine.is_running]
         heapq.heapify(events)
         while not is_done() and events and events[0][0] <= end:
@@ -227,7 +214,7 @@ class _Run:
             self._settle(end)
 
     def _settle(self, time: float) -> None:
-        """Each engine finishes its pass."""
+        """Finish each engine's pass."""
         for engine in self._engines:
             self._finish(engine.run_past(time))
         self._now = max(time, *(engine.now for engine in self._engines))
@@ -241,7 +228,7 @@ class _Run:
                 self._num_due -= response.ordinal < self._find_due()
 
     def _take_batch(self) -> list[Response]:
-        """The responses of the first prompts that are whole; with `order: stream` these are the next ones."""
+        """Remove and return the first complete prompts' responses."""
         whole = [ordinal for ordinal in self._groups if ordinal not in self._missing][: self._costs.batch_size]
         assert len(whole) == self._costs.batch_size, "every prompt that may begin is finished in the end"
         return [response for ordinal in whole for response in self._groups.pop(ordinal)]

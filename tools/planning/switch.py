@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switch of the weights on paper: the reshard plan of a run, counted for every rank."""
+"""Predicted weight transfer: a run's reshard plan, counted for every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_rl.weights.shard_box import ShardBox
 
 @dataclass(frozen=True)
 class SwitchPlan:
-    """Bytes of one switch and the seconds that they take at least."""
+    """Bytes of a weight transfer, and a lower bound of its seconds."""
 
     summary: ReshardSummary
     prediction: Prediction
@@ -39,15 +39,13 @@ def build_shards(
     is_fully_sharded: bool = False,
     select: Callable[[Sequence[ShardBox]], Sequence[ShardBox]] = as_table,
 ) -> tuple[list[Shard], list[Shard]]:
-    """Both sides of the move, as training and the engines lay them out.
+    """Build the shards of training and of the engines.
 
     Args:
-        shape: the model.
-        layout: of the actor.
-        rollout_tp: of the engines.
+        rollout_tp: TP size of the engines.
         engine_ranks: default: all of `layout`.
-        is_fully_sharded: the actor's ranks have rows of every parameter (ZeRO-3).
-        select: the part of a table that is moved.
+        is_fully_sharded: whether the actor shards rows of every parameter (ZeRO-3).
+        select: picks the transferred part of a table.
     """
     engines = layout.ranks if engine_ranks is None else engine_ranks
 
@@ -68,7 +66,7 @@ def build_shards(
 
 
 def plan_switch(job: Job) -> SwitchPlan:
-    """Make the plan that training executes, and count its bytes on every rank."""
+    """Build training's reshard plan, and count its bytes."""
     cluster = job.cluster
     summary = summarize(
         _list_flows(job),
@@ -81,7 +79,7 @@ def plan_switch(job: Job) -> SwitchPlan:
 
 
 def _list_flows(job: Job) -> Iterator[Flow]:
-    """Who sends to whom, in bytes."""
+    """Yield senders, receivers and bytes."""
     for select, itemsize in _list_parts(job):
         source, destination = build_shards(
             job.shape,
@@ -92,14 +90,14 @@ def _list_flows(job: Job) -> Iterator[Flow]:
             select=select,
         )
         if job.engine_is_actor:
-            destination = []  # what it uses is there
+            destination = []  # the engine uses the actor's weights
         planner = Planner(source, destination, ranks_per_node=job.cluster.gpus_per_node)
         for origins, ranks, elements in planner.flows():
             yield origins, ranks, elements * itemsize
 
 
 def _list_parts(job: Job) -> list[tuple[Callable[[Sequence[ShardBox]], Sequence[ShardBox]], int]]:
-    """What is moved by itself, and the bytes of an element of it."""
+    """List parts that are transferred separately, with bytes per element."""
     itemsize = DTYPE_BYTES[job.config.model.dtype]
     if not is_coded(job):
         return [(as_table, itemsize)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches of a rehearsal: full microbatches of one group each, as many as bring a pipeline to its peak."""
+"""Batches of a rehearsal: full micro-batches, enough to reach a pipeline's peak."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.types import Branch
 
 
 def pack_full(job: Job, spec: RoleSpec, model: PackedModel) -> TrainBatch:
-    """This rank's microbatches: responses to one prompt each, which is packed once where it is shared."""
+    """Build this rank's micro-batches, of one prompt each."""
     lengths, prompt, is_shared = find_lengths(job, spec)
     layout, count = job.layout_of(spec), count_rehearsed(job, spec)
     rng, sequences = np.random.default_rng(0), []
@@ -39,13 +39,13 @@ def pack_full(job: Job, spec: RoleSpec, model: PackedModel) -> TrainBatch:
 
 
 def find_share_in_loss(job: Job, spec: RoleSpec) -> float:
-    """The response tokens of a full microbatch."""
+    """Return the share of response tokens in a full microbatch."""
     lengths, prompt, is_shared = find_lengths(job, spec)
     return sum(lengths) / (sum(lengths) + prompt * (1 if is_shared else len(lengths)))
 
 
 def find_lengths(job: Job, spec: RoleSpec) -> tuple[list[int], int, bool]:
-    """Responses of a full microbatch, tokens of their prompt, and whether it is packed once."""
+    """Return response lengths, prompt length, and whether the prompt is shared."""
     data, budget = job.config.data, spec.layout.max_tokens_per_microbatch
     is_shared, prompt = bool(spec.layout.share_prompts), data.max_prompt_length
     longest = prompt + data.max_response_length
@@ -60,7 +60,7 @@ def find_lengths(job: Job, spec: RoleSpec) -> tuple[list[int], int, bool]:
 
 
 def count_rehearsed(job: Job, spec: RoleSpec) -> int:
-    """Microbatches of a rehearsed step: as many as a pipeline holds at its peak, and one more."""
+    """Count the micro-batches of a pipeline's peak, and one more."""
     layout = job.layout_of(spec)
     number = count_microbatches(job, layout, spec.layout)
     return min(number, max(2, layout.pp_size + 1) if layout.vpp_size == 1 else 2 * layout.pp_size * layout.vpp_size)

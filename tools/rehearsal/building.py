@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roles of a rehearsed rank, built by the same code as in a run."""
+"""The roles of a rehearsed rank, built by a run's own code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GROUPS = ("tp", "cp", "pp", "dp", "dp_cp", "ep", "expt_dp", "tp_cp", "tp_ep", "
 
 
 def build_rehearsed(job: Job, rank: int, ledger: Ledger) -> dict[str, Any]:
-    """The roles that a rank has, by name; the ledger learns what their groups are called."""
+    """Build a rank's roles by name, and name their groups in the ledger."""
     roles: dict[str, Any] = {}
     groups: dict[ParallelLayout, ParallelGroups] = {}
     for name, spec in job.spec.roles.items():
@@ -41,7 +41,7 @@ def build_rehearsed(job: Job, rank: int, ledger: Ledger) -> dict[str, Any]:
 
 
 def find_teacher(job: Job) -> LearnedTeacher | None:
-    """Whose distributions the actor learns from."""
+    """Return the teacher whose distributions the actor learns, if any."""
     teachers, distillation = [*job.spec.teachers.values()], job.config.algorithm.distillation
     if not teachers or distillation.kind == "sampled":
         return None

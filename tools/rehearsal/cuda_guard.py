@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device guard for CUDA in a build of torch without it; to be loaded before torch is imported.
+"""A no-op CUDA device guard for a CPU build of torch; loaded before torch is imported.
 
-Tensors without memory (FakeTensorMode) can claim to be on a GPU that is not there, but their backward asks a device
-guard for streams, and a CPU build has none. `cuda_guard.cpp` is one that does nothing; it is compiled once per torch.
+The backward of fake CUDA tensors needs streams from a device guard, which a CPU build lacks. `cuda_guard.cpp` is
+compiled once per torch version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SOURCE = Path(__file__).with_name("cuda_guard.cpp")
 
 
 def load_guard() -> None:
-    """Register the guard; compiles it where that has not been done yet.
+    """Compile the guard if necessary, and register it.
 
     Raises:
         UserError: torch was built for CUDA, or there is no C++ compiler.
@@ -47,7 +47,7 @@ def _find_torch() -> Path:
 
 
 def compile_guard() -> Path:
-    """The library, compiled once; errors as above."""
+    """Return the library; raises as `load_guard`."""
     torch, version = _find_torch(), importlib.metadata.version("torch")
     digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron_rl"
@@ -67,5 +67,5 @@ def compile_guard() -> Path:
         made, include = Path(directory) / "guard.so", torch / "include"
         flags = ["-std=c++20", "-shared", "-fPIC", f"-I{include}", f"-I{include}/torch/csrc/api/include"]
         subprocess.run([compiler, *flags, str(_SOURCE), "-o", str(made)], check=True)
-        made.rename(library)  # several processes may have compiled it
+        made.rename(library)  # atomic: several processes may compile at once
     return library

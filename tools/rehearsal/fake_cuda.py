@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`torch.cuda` as the program sees it on a GPU, without one: megatron-core and we take the branches of GPUs.
+"""A fake `torch.cuda`, with which megatron-core and this package take their GPU branches.
 
-Patches torch for the whole process, which does nothing else. `cuda_guard.load_guard()` comes before torch is imported,
-`install()` before megatron-core is.
+`cuda_guard.load_guard()` must run before torch is imported, `install()` before megatron-core.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _NUMBERS = ("current_device", "memory_allocated", "max_memory_allocated", "memor
 
 
 def _answer(value: Any) -> Any:
-    """A function that returns a value, a new one each time: torch's compiler knows its functions one by one."""
+    """Return a new constant function: torch's compiler registers functions by identity."""
 
     def function(*args: Any, **options: Any) -> Any:
         return value
@@ -40,13 +39,13 @@ def _answer(value: Any) -> Any:
 
 
 _nothing = _answer(None)
-# Page-locked memory of the host: bytes by address.
+# Page-locked host memory: address -> bytes.
 PINNED: dict[int, int] = {}
 _KERNELS = torch.library.Library("aten", "IMPL")
 
 
 class Stream:
-    """A queue that is always empty; an event as well."""
+    """A stream, and an event, without work."""
 
     device, device_index, device_type, stream_id, cuda_stream = torch.device("cuda", 0), 0, 1, 0, 0
 
@@ -62,20 +61,20 @@ class Stream:
     synchronize = wait_stream = wait_event = wait = record = _nothing
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has happened."""
+        """Return a finished event."""
         return event or self
 
     def query(self) -> bool:
-        """Whether all is done."""
+        """Whether all work is done."""
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        """Nothing takes time."""
+        """Return zero."""
         return 0.0
 
 
 class _Generator:
-    """Random numbers that nobody draws."""
+    """A generator that is never drawn from."""
 
     def __init__(self) -> None:
         self.set_state, self.graphsafe_set_state = _answer(None), _answer(None)
@@ -89,12 +88,7 @@ class _Device(nullcontext[None]):
 
 
 def install(memory_bytes: int, gpus_per_node: int) -> None:
-    """Pretend GPUs of so much memory.
-
-    Args:
-        memory_bytes: of each.
-        gpus_per_node: how many this host has.
-    """
+    """Fake `gpus_per_node` GPUs of `memory_bytes` each."""
     properties = types.SimpleNamespace(
         name="no GPU", major=_CAPABILITY[0], minor=_CAPABILITY[1], total_memory=memory_bytes, multi_processor_count=132
     )
@@ -132,7 +126,7 @@ def _state(*device: Any, **options: Any) -> torch.Tensor:
 
 
 def _patch_torch() -> None:
-    """What torch asks of a driver beside `torch.cuda`."""
+    """Replace torch's driver queries outside of `torch.cuda`."""
     import torch.cuda._pin_memory_utils as pinning
     import torch.cuda.random as random
 
@@ -148,7 +142,7 @@ def _patch_torch() -> None:
         torch.UntypedStorage: {"data_ptr": lambda storage: storage._cdata},
         FakeTensorMode: {"avoid_device_init": property(lambda mode: True)},
     }
-    # On a GPU autograd keeps what this kernel returns; in a build without it, what its parts make.
+    # On a GPU, autograd saves this kernel's outputs; a CPU build would save those of its decomposition.
     for kernel in ("_fused_rms_norm", "_fused_rms_norm_backward"):
         _KERNELS.impl(kernel, _refuse, "CUDA")
     torch._C.__dict__["_cuda_getDevice"] = _answer(0)
@@ -162,5 +156,5 @@ def _refuse(*args: Any, **options: Any) -> Any:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """A number that differs between storages."""
+    """Return a number unique to a storage and offset."""
     return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bitsandbytes makes of tensors without memory: codes, scales and matrices of the right sizes."""
+"""A fake bitsandbytes for NF4: codes, scales and matrices with sizes and without values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _dequantize(codes: torch.Tensor, state: _State) -> torch.Tensor:
 
 @contextmanager
 def fake_nf4() -> Iterator[None]:
-    """In the block matrices in NF4 have shapes and no values."""
+    """Replace the NF4 kernels within the block."""
     kernels: Any = SimpleNamespace(quantize_4bit=_quantize, dequantize_4bit=_dequantize, QuantState=_State)
     with patch.object(nf4, "_load", lambda: kernels):
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The world of a rehearsed rank: peers that are not there, files that nobody reads, a mesh of real numbers."""
+"""The fake world of a rehearsed rank: absent peers, skipped file reads, a mesh of real numbers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ assert fake_collectives, "registers what collectives make of fake tensors"
 
 
 def _make_mesh(*args: Any, real: Any = DeviceMesh.from_group, **options: Any) -> DeviceMesh:
-    """The ranks in it are numbers of the host, and stay real ones."""
+    """Build a mesh whose ranks are real numbers on the host."""
     with unset_fake_temporarily():
         return real(*args, **options)
 
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """A job of so many ranks, of which this process is one and the others are not there."""
+    """Make this process one rank of a job whose other ranks are absent."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
     def gather(found: list[Any], value: Any, group: Any = None) -> None:
@@ -49,8 +49,8 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         patch.object(adapters, "load_weights", nothing),
         patch.object(packed_model, "load_weights", nothing),
         patch.object(DeviceMesh, "from_group", _make_mesh),
-        patch.object(routing, "describe_routing", lambda *counts: {}),  # on the host, of values
-        patch.object(Certificate, "_raise_if_wrong", nothing),  # digests of values
+        patch.object(routing, "describe_routing", lambda *counts: {}),  # reads values on the host
+        patch.object(Certificate, "_raise_if_wrong", nothing),  # compares digests of values
         patch.object(
             attention_backends,
             "choose_attention_backend",

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operations of a rehearsal do: device memory by storage, collectives by group, and visits to the host.
+"""Effects of a rehearsal's operations: device memory, collectives, host synchronization.
 
-Memory is what tensors on the device hold, each storage rounded up to the allocator's 512 bytes, from the operation
-that makes it until it is released. An allocator's fragments, a driver's context and the workspaces of kernels are not
-in it. Fake tensors have no values: where the host reads one, it gets 1.
+Storages count, rounded up to the allocator's 512 bytes, until release. Not covered: allocator fragmentation, the
+driver's context, kernel workspaces. Fake tensors have no values; the host reads 1.
 """
 
 from __future__ import annotations
@@ -35,20 +34,19 @@ _NO_FAKE_KERNEL = ("aten._fused_adam", "aten._foreach_")
 
 @dataclass
 class Phase:
-    """What has happened between two moments.
+    """Effects within a phase, by source line of ours or megatron-core's.
 
     Attributes:
-        peak: the most bytes that were held at once.
-        at_peak: bytes by the line that made them, at that moment; the largest first.
-        live: bytes at the end.
-        held: the same by the line that made them.
-        traffic: by (operation, group): calls of collectives, bytes of their whole tensors, and bytes that a rank sends.
-        syncs: by the line that waits for the device.
-        copies: host to device and back, by the line: how often.
-        copied: bytes of them, by the direction.
-        host_collectives: collectives of tensors on the host, by the line.
-        mixes: operations on tensors of both, by the line.
-        operations: how many.
+        peak: maximum bytes held.
+        at_peak: allocating lines at the peak, largest first.
+        live: bytes held at the end.
+        held: `live` by line.
+        traffic: (operation, group) -> calls, bytes of whole tensors, bytes that a rank sends.
+        syncs: waits for the device.
+        copies: between host and device.
+        copied: bytes by direction.
+        host_collectives: collectives of host tensors.
+        mixes: operations on both host and device tensors.
     """
 
     peak: int = 0
@@ -64,32 +62,32 @@ class Phase:
     operations: int = 0
 
     def count_operation(self) -> None:
-        """One more."""
+        """Count an operation."""
         self.operations += 1
 
     def raise_peak(self, held: int) -> bool:
-        """Whether so many bytes are more than ever."""
+        """Raise the peak; return whether it rose."""
         is_higher = held > self.peak
         self.peak = max(self.peak, held)
         return is_higher
 
     def describe_peak(self, by_line: list[tuple[str, int]]) -> None:
-        """What the peak was made of."""
+        """Store the peak's composition."""
         self.at_peak = by_line
 
 
 class Ledger(TorchDispatchMode):
-    """Writes down what runs below it; to be entered inside of a FakeTensorMode.
+    """A recorder of operations inside a FakeTensorMode.
 
     Args:
-        count_true: how many elements of a mask are said to be true.
+        count_true: number of true elements to assume in a mask.
     """
 
     def __init__(self, count_true: Callable[[torch.Tensor], int]) -> None:
         super().__init__()
         self._count_true = count_true
         self._live: dict[int, tuple[int, str]] = {}
-        self._by_line: Counter[str] = Counter()  # of `_live`, which is long
+        self._by_line: Counter[str] = Counter()  # sums of `_live`
         self._now = 0
         self._names: dict[str, str] = {}
         self.phase = Phase()
@@ -98,14 +96,14 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def of_others(self) -> Iterator[None]:
-        """What is made in the block is memory of other ranks."""
+        """Attribute the block's memory to other ranks."""
         self._is_elsewhere = True
         yield
         self._is_elsewhere = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look on, also where a dispatch mode does not: storages that are resized, and lists that the host reads."""
+        """Record, including storage resizes and `tolist`, which dispatch modes miss."""
         resize, tolist = torch.UntypedStorage.resize_, self._wrap_tolist(torch.Tensor.tolist)
         with (
             patch.object(torch.UntypedStorage, "resize_", self._wrap_resize(resize)),
@@ -116,30 +114,30 @@ class Ledger(TorchDispatchMode):
             yield
 
     def name_group(self, group: dist.ProcessGroup, name: str) -> None:
-        """What a group is called; the first name stays."""
+        """Name a group; the first name stays."""
         self._names.setdefault(group.group_name, name)
 
     def note_wait(self, line: str) -> None:
-        """The host waits for the device there."""
+        """Count a wait for the device."""
         self.phase.syncs[line] += 1
 
     def note_copy(self, way: str, size: int) -> None:
-        """So many bytes go that way, such as "cpu to cuda"."""
+        """Add bytes in a direction such as "cpu to cuda"."""
         self.phase.copied[way] += size
 
     def begin(self) -> None:
-        """A new phase."""
+        """Begin a phase."""
         self.phase = Phase(peak=self._now, at_peak=self._describe_live())
 
     def end(self) -> Phase:
-        """The phase that has gone by."""
+        """End the phase."""
         self._settle()
         held = dict(self._describe_live(None))
         found, self.phase = replace(self.phase, live=self._now, held=held), Phase(peak=self._now)
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # it comes again, with what this rank has of it
+        if DTensor in types:  # dispatched again with the local tensor
             return NotImplemented
         kwargs = kwargs or {}
         self.phase.count_operation()
@@ -158,9 +156,9 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _stand_in(self, name: str, func: Any, args: Any, tensors: list[torch.Tensor]) -> Any:
-        """Operations whose result depends on values, or that have no fake kernel; else NotImplemented.
+        """Compute operations that depend on values or lack a fake kernel, else return `NotImplemented`.
 
-        Masks on the host are of things that are wrong: nothing is.
+        Host masks mark errors, so they are all false.
         """
         on_device = any(tensor.device.type == "cuda" for tensor in tensors)
         if name == "aten._local_scalar_dense.default":
@@ -253,7 +251,7 @@ class Ledger(TorchDispatchMode):
         self._now -= size
 
     def _settle(self) -> None:
-        """Write down what the peak is made of, before less is there."""
+        """Describe the peak before memory is released."""
         if self._peak_is_new and self._now == self.phase.peak:
             self.phase.describe_peak(self._describe_live())
         self._peak_is_new = False
@@ -285,7 +283,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _list_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """In arguments or results of an operation: as `tree_leaves` does, in a fourth of the time."""
+    """List tensors as `tree_leaves` does, in a fourth of the time."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -296,20 +294,20 @@ def _list_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _find_whole(operation: str, args: Any, tensors: list[torch.Tensor]) -> int:
-    """Bytes of the whole tensor of a collective, or of all that are reduced or gathered in one call."""
+    """Return a collective's bytes, of whole tensors."""
     if operation in (
         "allgather",
         "reduce_scatter",
-    ):  # outputs, inputs; of one rank there is a list, of the other a piece
+    ):  # outputs, inputs: one is a list per rank, the other a shard
         return sum(tensor.nbytes for tensor in tree_leaves(args[operation == "reduce_scatter"]))
-    if "coalesced" in operation:  # lists of the whole tensors and of their pieces
+    if "coalesced" in operation:  # lists of whole tensors and of their shards
         lists = [x for x in args if isinstance(x, list | tuple)]
         return max(sum(tensor.nbytes for tensor in x if isinstance(tensor, torch.Tensor)) for x in lists)
     return max(tensor.nbytes for tensor in tensors)
 
 
 def _find_share(operation: str, size: int) -> float:
-    """Bytes that one of `size` ranks sends, over the whole tensor's (rings; see `planning/communication.py`)."""
+    """Return a rank's sent bytes over the whole tensor's (rings; see `planning/communication.py`)."""
     if operation.startswith(("send", "recv")):
         return float(operation.startswith("send"))
     return (2 if operation.startswith("allreduce") else 1) * (size - 1) / size
@@ -324,7 +322,7 @@ def _make_list(shape: Any, value: Any) -> Any:
 
 
 def _check_shapes(func: Any, args: Any) -> None:
-    """Lists of tensors that are combined element by element have equal shapes."""
+    """Check elementwise operands for equal shapes."""
     lists = [x for x in args if isinstance(x, list | tuple) and x and all(isinstance(y, torch.Tensor) for y in x)]
     for first, *others in zip(*lists, strict=False):
         for other in others:
@@ -333,7 +331,7 @@ def _check_shapes(func: Any, args: Any) -> None:
 
 
 def _find_line() -> str:
-    """The line that called, of ours or of megatron-core's; else the first one outside of torch."""
+    """Return the calling line of ours or megatron-core's, else outside torch."""
     first = "elsewhere"
     for file, line in _walk():
         if "/megatron/core/" in file:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's memory-efficient attention on a CPU, where torch has none: the formula, for small shapes.
+"""A CPU implementation of torch's memory-efficient attention by its formula, for small shapes.
 
-The backend "efficient" (`models/attention_backends.py`) then runs without a GPU. Unlike "sdpa" it reads no lengths on
-the host: who sees whom is computed from the boundaries as tensors, so a step keeps its shape for every batch.
+The backend "efficient" (`models/attention_backends.py`) then runs without a GPU. It reads no lengths on the host, so a
+step has the same shapes for every batch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 
 @cache
 def install() -> None:
-    """Register it with torch, for this process."""
+    """Register the kernels."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_efficient_attention_forward", _attend, "CPU")
     library.impl("_efficient_attention_backward", _attend_backward, "CPU")
-    _KEPT.append(library)  # what it has registered goes with it
+    _KEPT.append(library)  # destroying the library unregisters the kernels
 
 
 _KEPT: list[torch.library.Library] = []
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, scale: float) -> tuple[Any, ...]:
-    """[1, t, n, d], nothing of what the real kernel keeps for its backward, and the longest segments."""
+    """Return output [1, t, n, d], empty saved tensors, longest segments."""
     _bias, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, *_ = rest
     weights = _compute_weights(query, key, cu_seqlens_q, cu_seqlens_k, scale)
     output = torch.einsum("hqk,khd->qhd", weights, value[0])[None]
@@ -52,13 +52,13 @@ def _attend_backward(
 def _compute_weights(
     query: torch.Tensor, key: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """[n, queries, keys]."""
+    """Return attention weights [n, queries, keys]."""
     rows, columns = torch.arange(query.shape[1]), torch.arange(key.shape[1])
     segment, other = (
         torch.searchsorted(ends, places, right=True) - 1
         for ends, places in ((cu_seqlens_q, rows), (cu_seqlens_k, columns))
     )
-    # Query i of n sees the keys 0 .. k - n + i of its segment: both are counted from the ends.
+    # Query i of n attends to keys 0 .. k - n + i of its segment; both are counted from the ends.
     limit = rows - cu_seqlens_q[segment + 1] + cu_seqlens_k[segment + 1]
     is_seen = (segment[:, None] == other) & (columns <= limit[:, None])
     scores = torch.einsum("qhd,khd->hqk", query[0], key[0]) * scale

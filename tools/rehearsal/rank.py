@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a job, rehearsed: its real roles are built and step on fake tensors, beside ranks that do not exist.
+"""Rehearsal of one rank: real roles run on fake tensors, beside absent ranks, through their GPU branches.
 
-The roles take the branches that they take on a GPU. Collectives have shapes and no partners, tensors have no values:
-responses are as long as the config allows, microbatches are full, every second expert is chosen alike. A rehearsed
-step has as many microbatches as bring a pipeline to its peak, not all of a real one.
+Collectives have shapes and no peers. Responses have the maximum length, microbatches are full, experts are balanced. A
+step has only enough microbatches to reach a pipeline's peak.
 """
 
 from __future__ import annotations
@@ -37,22 +36,18 @@ from tools.rehearsal.switching import build_switch, can_switch
 
 
 class Rehearsal:
-    """The roles of one rank.
-
-    Args:
-        job: what is rehearsed.
-        rank: of its world.
+    """The rehearsal of one rank.
 
     Attributes:
-        ledger: of its operations.
-        phases, seconds: by name, as they came (of a processor); phases of the first step are called "first ...".
-        rows: tokens of a step on one rank, by role.
+        phases: in order; the first step's are named "first ...".
+        seconds: processor time by phase.
+        rows: a role's tokens per step.
     """
 
     def __init__(self, job: Job, rank: int) -> None:
         self._job, self._rank = job, rank
-        self._share_in_loss = 0.0  # of the tokens of a microbatch, in this phase
-        self._message: list[int] = []  # shape of what stages send to each other in it
+        self._share_in_loss = 0.0  # share of a microbatch's tokens, in this phase
+        self._message: list[int] = []  # shape of the messages between stages, in this phase
         self.ledger = Ledger(self._count_true)
         self.phases: dict[str, Phase] = {}
         self.seconds: dict[str, float] = {}
@@ -61,7 +56,7 @@ class Rehearsal:
         self._hybrid: HybridEngine | None = None
 
     def run(self) -> None:
-        """All phases, in the order of a run: build, a step that makes the optimizers' states, a measured one, save."""
+        """Build, run a step that creates optimizer states, run a measured step, save."""
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         fake_cuda.PINNED.clear()
         with (
@@ -81,7 +76,7 @@ class Rehearsal:
                 take_pieces(self._job, self._roles, self._rank)
 
     def _count_true(self, mask: torch.Tensor) -> int:
-        """Tokens in the loss [t], or of experts [experts, t]."""
+        """Count the loss tokens of a mask [t], or the routed tokens of a mask [experts, t]."""
         if mask.dim() == 1:
             return int(mask.numel() * self._share_in_loss)
         return mask.numel() * self._job.shape.experts_per_token // self._job.shape.num_experts
@@ -103,7 +98,7 @@ class Rehearsal:
 
     def _step(self, prefix: str) -> None:
         trained = [name for name in self._roles if self._job.spec.roles[name].trainable]
-        with self._phase(prefix + "release"):  # as before a rollout
+        with self._phase(prefix + "release"):  # as in a run, before a rollout
             for name in trained:
                 self._roles[name].optimizer.release()
         if self._hybrid is not None:
@@ -117,7 +112,7 @@ class Rehearsal:
             with self._phase(prefix + name_scoring(self._job.spec.roles[name]), name), torch.no_grad():
                 self._message = find_message(role.model, batches[name])
                 score(self._job, name, role, batches[name])
-        with self._phase(prefix + "restore"):  # as it is from a step's second minibatch on
+        with self._phase(prefix + "restore"):  # the state from the second minibatch on
             for name in trained:
                 self._roles[name].optimizer.restore()
         for name in trained:
@@ -136,7 +131,7 @@ class Rehearsal:
         found = [room[: batch.slices[0].stop]] * heads
 
         def share_names(loss: StepLoss, group: dist.ProcessGroup, source: int) -> None:
-            """What the last stage would tell the others: what the loss of a microbatch is called."""
+            """Compute the metric names, which the last stage would send."""
             if not loss.metric_names:
                 loss(batch.microbatches()[0], *found)
 
@@ -146,12 +141,12 @@ class Rehearsal:
 
 
 def find_message(model: PackedModel, batch: TrainBatch) -> list[int]:
-    """The shape of the hidden states of a microbatch between two stages; all are full."""
+    """Return the shape of hidden states between stages, the same for all full microbatches."""
     return [model.count_rows(batch.microbatches()[0].num_computed), 1, model.shape.hidden_size]
 
 
 def rehearse_rank(job: Job, rank: int) -> dict[str, Any]:
-    """The report of one rank (`report.py`); in a process of its own, whose torch pretends to have GPUs."""
+    """Return one rank's report (`report.py`); requires a process with a fake `torch.cuda`."""
     begun, rehearsal = time.process_time(), Rehearsal(job, rank)
     rehearsal.run()
     phases = {

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs on a CPU: what is captured is written down operation by operation, and replayed from the same memory.
+"""CUDA graphs on a CPU: a capture records ATen operations, a replay runs them again on the same storages.
 
-Between `torch.cuda.graph(...)` and its end every ATen operation runs, and is kept with the tensors that it has read and
-made. A replay runs them again, on the same storages, without any of the Python around them: what depends on a value of
-the capture, or on memory that has moved, then differs from an eager step. Before a replay all memory that captures of
-the pool have made is filled with NaN: a smaller graph uses that of a larger one again.
+A replay skips the surrounding Python, so a step that depends on captured values or on moved memory differs from an
+eager step. Before it, the pool's memory is filled with NaN, as smaller graphs reuse the memory of larger ones.
 
-A capture refuses (`CaptureError`) what one on a GPU refuses: values that the host reads, shapes that depend on values,
-random numbers, tensors of the host among others, and memory of another capture; but a backward reads what the forward
-that was captured before it has left, and must be replayed directly after it. Collectives are replayed as well.
-Not shown: streams, kernels, and what NCCL does inside a capture.
+As on a GPU, a capture refuses (`CaptureError`) host reads, value-dependent shapes, random numbers, host tensors among
+device tensors, and memory of another capture. Only a backward may read the forward captured before it, and must be
+replayed directly after it. Collectives are replayed. Not covered: streams, kernels, NCCL inside a capture.
 """
 
 from __future__ import annotations
@@ -35,23 +32,23 @@ from tools.rehearsal import masked_attention
 _READ_ON_HOST = (torch.Tensor.tolist, torch.Tensor.numpy)
 _FACTORIES = (torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange)
 _INDEXING = ("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default")
-_RANDOM_IF_DROPPED = ("attention", "dropout")  # their random numbers are for dropout, which is off
-_RUBBISH = 255  # in every byte: NaN, or -1
+_RANDOM_IF_DROPPED = ("attention", "dropout")  # they draw only for dropout, which is off
+_RUBBISH = 255  # byte value that makes floats NaN and integers -1
 _NO_BACKWARD = -1
 
 
 class CaptureError(RuntimeError):
-    """Something that cannot be captured."""
+    """An operation that cannot be captured."""
 
 
 @dataclass
 class Pool:
-    """Memory of the captures that share it.
+    """Memory shared by captures.
 
     Attributes:
-        made: storage -> the graph whose capture has made it.
+        made: storage -> the graph that allocated it.
         num_bytes: by graph.
-        captured, replayed: the graph that was captured, or replayed, last.
+        captured, replayed: the last such graph.
     """
 
     made: dict[int, RecordedGraph] = field(default_factory=dict)
@@ -60,11 +57,11 @@ class Pool:
     replayed: RecordedGraph | None = None
 
     def add(self, graph: RecordedGraph, num_bytes: int) -> None:
-        """It was captured, and holds so much."""
+        """Add a captured graph."""
         self.captured, self.num_bytes[graph] = graph, num_bytes
 
     def clear(self, graph: RecordedGraph, kept: Set[int]) -> None:
-        """A graph is replayed: fill all memory, but for some storages, with bytes that nothing may depend on."""
+        """Overwrite all memory except storages `kept`."""
         self.replayed = graph
         for memory in (memory for graph in self.num_bytes for memory in graph.memory):
             if _storage_of(memory) not in kept:
@@ -76,10 +73,10 @@ _NUMBERS = count(1)
 
 
 class RecordedGraph:
-    """In the place of `torch.cuda.CUDAGraph`.
+    """A stand-in for `torch.cuda.CUDAGraph`.
 
     Attributes:
-        memory: what its capture has made, as bytes.
+        memory: allocated storages, as bytes.
     """
 
     def __init__(self) -> None:
@@ -91,22 +88,22 @@ class RecordedGraph:
 
     @property
     def num_operations(self) -> int:
-        """Operations of a replay."""
+        """Count recorded operations."""
         return len(self._tape)
 
     def register_generator_state(self, state: Any) -> None:
-        """As of `torch.cuda.CUDAGraph`; random numbers are refused all the same."""
+        """Do nothing."""
 
     @contextmanager
     def record(self, pool: tuple[int, int]) -> Iterator[None]:
-        """Write down what runs meanwhile."""
+        """Capture the block."""
         self._pool = _POOLS[pool]
         self._before = self._pool.captured
         waiting = Work.wait
         mode = _Recorder(self)
 
         def wait(work: Any, *args: Any) -> Any:
-            with mode.unseen():  # gloo copies out of buffers of its own here
+            with mode.unseen():  # gloo copies from its own buffers here
                 return waiting(work, *args)
 
         with patch.object(Work, "wait", wait), _HostWatch(mode), mode:
@@ -115,7 +112,7 @@ class RecordedGraph:
         self._pool.add(self, left + sum(memory.nbytes for memory in self.memory))
 
     def replay(self) -> None:
-        """Run the operations again, on memory that holds nothing any more but activations that a backward reads."""
+        """Run the operations again on overwritten memory."""
         if self._activations and self._pool.replayed is not self._before:
             raise CaptureError("a backward is replayed, and not directly after the forward that it belongs to")
         self._pool.clear(self, self._activations)
@@ -135,7 +132,7 @@ class RecordedGraph:
                 old.copy_(new)
 
     def keep(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add an operation to the tape; its tensors are aliases, since `tensor.data = ...` moves a tensor."""
+        """Record an operation with aliases, since `tensor.data = ...` moves a tensor."""
         read = {_storage_of(tensor) for tensor in _list_tensors((args, kwargs))}
         for tensor in _list_tensors(result):
             key = _storage_of(tensor)
@@ -143,18 +140,18 @@ class RecordedGraph:
                 self._pool.made[key] = self
                 self.memory.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
 
-        if not str(function).startswith(("aten.empty", "aten.new_empty")):  # nothing to do again
+        if not str(function).startswith(("aten.empty", "aten.new_empty")):  # nothing to replay
             aliases = tree_map(
                 lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs, result)
             )
             self._tape.append((function, *aliases))
 
     def has_made(self, tensor: torch.Tensor) -> bool:
-        """Whether its memory was made in this capture."""
+        """Whether this capture allocated it."""
         return self._pool.made.get(_storage_of(tensor)) is self
 
     def may_touch(self, tensor: torch.Tensor) -> bool:
-        """Whether no other capture has made its memory; a backward may read what the capture before it has left."""
+        """Whether its memory is this capture's or, in a backward, the preceding one's."""
         key = _storage_of(tensor)
         maker = self._pool.made.get(key, self)
         if maker is self._before and maker is not None and torch._C._current_graph_task_id() != _NO_BACKWARD:
@@ -167,11 +164,10 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, graph: RecordedGraph) -> None:
         super().__init__()
         self._graph, self._is_seen = graph, True
-        self._on_host: dict[int, torch.Tensor] = {}  # kept, so that no other storage gets their keys
+        self._on_host: dict[int, torch.Tensor] = {}  # referenced, so that their keys are not reused
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """What runs meanwhile is nobody's work."""
         before, self._is_seen = self._is_seen, False
         try:
             yield
@@ -179,14 +175,11 @@ class _Recorder(TorchDispatchMode):
             self._is_seen = before
 
     def note_on_host(self, tensor: torch.Tensor) -> None:
-        """On a GPU this tensor would be on the host."""
+        """Mark a tensor that a GPU run has on the host."""
         self._on_host[_storage_of(tensor)] = tensor
 
     def _is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Made without a device; a row of bytes that no operation has made is the state of the host's generator.
-
-        Routes are bytes as well, of more than one dimension.
-        """
+        """Whether it was made without a device, or is the host generator's state (1-D bytes that no operation made)."""
         is_state = tensor.dtype is torch.uint8 and tensor.dim() == 1 and not self._graph.has_made(tensor)
         return is_state or _storage_of(tensor) in self._on_host
 
@@ -197,7 +190,7 @@ class _Recorder(TorchDispatchMode):
         tensors = _list_tensors((args, kwargs))
         hosted = [tensor for tensor in tensors if self._is_on_host(tensor)]
         if func is torch.ops.aten.lift_fresh.default or (tensors and len(hosted) == len(tensors)):
-            result = func(*args, **kwargs)  # the host's own work, which a replay does not do again
+            result = func(*args, **kwargs)  # host work is not replayed
             for tensor in _list_tensors(result):
                 self.note_on_host(tensor)
             return result
@@ -214,7 +207,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _HostWatch(TorchFunctionMode):
-    """Sees what a dispatch mode does not: a tensor made without a device, and values that are read on the host."""
+    """Detects tensors without a device, and host reads, outside of dispatch."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -235,7 +228,7 @@ class _HostWatch(TorchFunctionMode):
 
 
 def _explain_refusal(function: Any, args: Any, kwargs: Any) -> str:
-    """Why an operation cannot be captured; empty if it can."""
+    """Return the reason to refuse an operation, or ""."""
     name, tags = str(function), function.tags
     if name in _INDEXING:
         index = [x for x in args[1] if x is not None]
@@ -260,24 +253,24 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def recorded_graphs() -> Iterator[None]:
-    """Meanwhile CUDA graphs are recorded ones on the CPU, and attention is that of GPUs for all types."""
+    """Record CUDA graphs and use a GPU's attention backend within the block."""
     masked_attention.install()
     with ExitStack() as stack:
         random: Any = sys.modules["megatron.core.tensor_parallel.random"]
-        for cuda in (torch.cuda, random.torch.cuda):  # megatron-core sees a torch of its own on a CPU
+        for cuda in (torch.cuda, random.torch.cuda):  # megatron-core has its own torch on a CPU
             for name, value in _NAMES.items():
                 stack.enter_context(patch.object(cuda, name, value))
         stack.enter_context(patch.object(attention_backends, "choose_attention_backend", lambda *kind: "efficient"))
-        # Pairs of ranks exchange values through memory that no operation names.
+        # Pairs of ranks exchange values through memory that appears in no operation.
         stack.enter_context(patch.object(pairs, "find_pair", lambda group, num_bytes: None))
         yield
 
 
 class _Stream:
-    """The one queue of a CPU."""
+    """A CPU's only queue."""
 
     def wait_stream(self, other: _Stream) -> None:
-        """It is the same."""
+        """Do nothing."""
 
 
 _STREAM = _Stream()
@@ -290,7 +283,7 @@ def _make_pool() -> tuple[int, int]:
 
 
 def _describe_memory() -> list[dict[str, Any]]:
-    """A segment per pool, as large as its largest graph."""
+    """Return a segment per pool of its largest graph's size."""
     return [
         {"segment_pool_id": handle, "total_size": max(pool.num_bytes.values(), default=0)}
         for handle, pool in _POOLS.items()

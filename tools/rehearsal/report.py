@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rehearsal has found, beside what the planner says, and what is wrong with it.
+"""Comparison of a rehearsal with the planner, and its problems.
 
-The report of a rank is plain numbers, as JSON holds them: it comes from a process of its own.
+A rank's report is plain numbers for JSON, since it comes from another process.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from megatron_rl.planning.communication import Workload, list_traffic
 from megatron_rl.planning.memory import RankMemory, compute_memory
 
 TOLERANCE = 0.05
-SMALL = 1 << 20  # bytes of a step that nobody plans: sums of metrics, norms
-# Phases whose collectives on the host are meant to be there: digests and names, over gloo.
+SMALL = 1 << 20  # bytes per step that are not planned: metric sums, norms
+# Phases with intended host collectives: digests and names, over gloo.
 _OF_HOSTS = ("engine", "switch", "first switch")
-# What nobody plans must stay below the most that is planned.
+# Phases without a plan, whose peak must stay below the highest planned one.
 _UNPLANNED = ("engine", "release", "restore", "save")
 _AXES = {"tp": "TP", "cp": "CP", "pp": "PP", "dp": "DP", "dp_cp": "DP", "ep": "EP", "tp_ep": "EP", "expt_dp": "DP"}
 _AXES["embd"] = "embedding"
-# The one wait of an update and that of its routers, and what an eager step waits for besides, per microbatch.
+# Allowed waits: one per update, one for its routers; per microbatch in an eager step, the second list.
 _ONE_WAIT = ("megatron_rl/training/update.py", "megatron_rl/training/router_replay.py")
 _WAITS_OF_EAGER = (
     "megatron_rl/training/token_heads.py",
     "megatron/core/transformer/moe/",
-    "megatron_rl/models/experts.py",  # where they are multiplied one after the other
-    "megatron/core/pipeline_parallel/p2p_communication.py",  # shapes ahead of messages, in an interleaved pipeline
+    "megatron_rl/models/experts.py",  # experts multiplied one by one
+    "megatron/core/pipeline_parallel/p2p_communication.py",  # shapes before messages, in an interleaved pipeline
 )
 
 
 def name_scoring(role: RoleSpec) -> str:
-    """The phase in which a role scores; the planner has the reference's in that of the actor."""
+    """Return the phase in which a role scores."""
     return {"actor": "log-probs", "critic": "values", "reward_model": "rewards"}.get(role.name, role.title)
 
 
 def list_rank_classes(job: Job) -> list[int]:
-    """Ranks that differ: one per combination of the roles' stages, and the last, which has other shards."""
+    """List ranks that differ: one per combination of the roles' stages, and the last, with other shards."""
     return sorted({rank.rank for rank in compute_memory(job)} | {job.cluster.world_size - 1})
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the rehearsal of a rank has found.
+    """Results of a rank's rehearsal.
 
     Attributes:
-        phases: `Phase`s by name, as dictionaries.
-        rows: tokens that one rank of a role has computed in a step, by role.
-        host: bytes of page-locked memory.
+        phases: `Phase`s as dictionaries.
+        rows: tokens per step, by role.
+        host: page-locked bytes.
     """
 
     phases: Mapping[str, Any]
@@ -61,12 +61,10 @@ class Found:
 
 
 def compare_rank(job: Job, rank: int, found: Found) -> dict[str, Any]:
-    """Planned and rehearsed numbers of one rank.
+    """Compare planned and rehearsed numbers of a rank.
 
     Args:
-        job: without a reserve, which nobody rehearses.
-        rank: of it.
-        found: in its rehearsal.
+        job: without a memory reserve, which is not rehearsed.
     """
     plan, phases = _plan_of(job, rank), found.phases
     memory = []
@@ -90,7 +88,7 @@ def compare_rank(job: Job, rank: int, found: Found) -> dict[str, Any]:
 
 
 def _plan_of(job: Job, rank: int) -> RankMemory:
-    """Of the rank that stands for this one: the one before it with a plan of its own."""
+    """Return the plan of the rank's class."""
     return [memory for memory in compute_memory(job) if memory.rank <= rank][-1]
 
 
@@ -113,19 +111,19 @@ def _compare_traffic(job: Job, rank: int, found: Found) -> Iterator[dict[str, An
         for name, times in ((name_scoring(role), passes), (f"{role.name} update", 1)):
             for call in phases.get(name, {}).get("traffic", ()):
                 axis = _AXES.get(call["group"], "other")
-                if call["operation"] in ("send", "recv"):  # one way between two stages is over the group of all ranks
+                if call["operation"] in ("send", "recv"):  # one direction uses the group of all ranks
                     axis = "PP"
                 if axis == "DP" and call["operation"].startswith("alltoall"):
                     axis = "EP"  # the same ranks
                 if axis == "PP" and call["operation"] == "allreduce":
-                    axis = "embedding"  # the same ranks, of two stages
+                    axis = "embedding"  # the same ranks
                 sent[axis] += times * call["sent"]
         for axis in sorted({*planned, *sent}):
             yield {"role": role.name, "axis": axis, "planned": planned[axis], "rehearsed": sent[axis]}
 
 
 def _find_share_of_ends(layout: ParallelLayout, stage: int, passes: int, trainings: int) -> float:
-    """Of what a stage between two others sends: the first sends a chunk less back, the last a chunk less forward."""
+    """Return a stage's traffic over an inner stage's: the ends send a chunk less in one direction."""
     forward, back, chunks = passes + trainings, trainings, layout.vpp_size
     if layout.pp_size == 1:
         return 1.0
@@ -134,11 +132,11 @@ def _find_share_of_ends(layout: ParallelLayout, stage: int, passes: int, trainin
 
 
 def find_problems(rank: Mapping[str, Any], step_modes: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with a rank's rehearsal, one sentence each.
+    """Yield a sentence per problem of a rank.
 
     Args:
         rank: its report.
-        step_modes: of the roles that are trained.
+        step_modes: by trained role.
     """
     where = f"rank {rank['rank']}"
     for row in rank["memory"]:
@@ -182,7 +180,7 @@ def _find_waits(where: str, syncs: Mapping[str, int], step_mode: str) -> Iterato
 
 
 def _find_leak(rank: Mapping[str, Any]) -> Iterator[str]:
-    """Two steps end with the same memory."""
+    """Check that both steps end with the same memory."""
     last = [name for name in rank["phases"] if name.endswith(" update")][-1]
     phases = rank["phases"]
     now, before = phases[last], phases.get(f"first {last}", phases[last])
@@ -199,7 +197,7 @@ def _differs(planned: float, found: float) -> bool:
 
 
 def format_ranks(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Tables of all ranks: memory by phase with what makes the peak, and bytes by axis."""
+    """Format memory by phase with the lines of the peak, and bytes by axis."""
     lines = []
     for rank in ranks:
         lines.append(f"rank {rank['rank']} ({rank['seconds']:.0f} s)")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the roles of a rehearsed rank are asked for beside updates: scores, lessons, and what a checkpoint takes."""
+"""Work of a rehearsed rank besides updates: scores, distillation targets, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_rl.training.roles.teachers import ask_teacher
 
 
 def score(job: Job, name: str, role: Any, batch: TrainBatch) -> None:
-    """Ask a role what a step asks it."""
+    """Run a role's scoring of a step."""
     spec = job.spec.roles[name]
     if spec.is_teacher:
         ask_teacher(role, job.config.algorithm.distillation, job.shape.vocab_size, batch)
@@ -29,7 +29,7 @@ def score(job: Job, name: str, role: Any, batch: TrainBatch) -> None:
 
 
 def make_lessons(job: Job, num_tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What teachers have said of all tokens of a step, as far as a batch of so many has it."""
+    """Return empty teacher outputs for a batch, sliced from the tensors of a whole step."""
     distillation = job.config.algorithm.distillation
     widths = [job.shape_of(teacher).hidden_size for teacher in job.spec.teachers.values()]
     size = {"sampled": (), "top_k": (2, distillation.k + 1), "full": (max(widths),)}[distillation.kind]
@@ -38,7 +38,7 @@ def make_lessons(job: Job, num_tokens: int, device: torch.device) -> dict[str, t
 
 
 def take_pieces(job: Job, roles: Mapping[str, Any], rank: int) -> None:
-    """Copy what a rank saves to the host."""
+    """Copy a rank's checkpoint to the host."""
     with patch.object(saving, "count_steps", lambda role: role.optimizer.steps):
         for name, role in roles.items():
             if job.spec.roles[name].trainable:

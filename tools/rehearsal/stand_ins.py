@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in a rehearsal for values that a GPU computes and the host reads."""
+"""Stand-ins for values that a GPU computes and the host reads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ from tools.rehearsal.ledger import Ledger
 
 @contextmanager
 def stand_ins(job: Job, ledger: Ledger, find_message: Callable[[], list[int]]) -> Iterator[None]:
-    """All of them, in the block.
+    """Apply all stand-ins within the block.
 
     Args:
-        job: what is rehearsed.
-        ledger: of the rank.
-        find_message: the shape of what the stages of the role that works now send to each other.
+        find_message: returns the current message shape between stages.
     """
     with counted_experts(job, ledger), counted_loads(ledger), known_messages(ledger, find_message):
         yield
@@ -35,10 +33,7 @@ def stand_ins(job: Job, ledger: Ledger, find_message: Callable[[], list[int]]) -
 
 @contextmanager
 def counted_experts(job: Job, ledger: Ledger) -> Iterator[None]:
-    """Experts get equal numbers of tokens: the counts that a GPU computes and the host reads in every layer.
-
-    It reads them where ranks exchange tokens, and where experts are multiplied one after the other.
-    """
+    """Give experts equal token counts, which the host reads to exchange tokens or to multiply experts one by one."""
     if not job.shape.num_experts:
         yield
         return
@@ -75,7 +70,7 @@ def counted_experts(job: Job, ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def counted_loads(ledger: Ledger) -> Iterator[None]:
-    """What comes back from the host: a fake tensor whose data went there still says that it is on the device."""
+    """Count loads from the host: a fake tensor moved to the host still claims to be on the device."""
     real = HostMemory.load
 
     def load(this: HostMemory, copies: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -88,7 +83,7 @@ def counted_loads(ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def known_messages(ledger: Ledger, find_message: Callable[[], list[int]]) -> Iterator[None]:
-    """Shapes that stages of an interleaved pipeline send ahead of each message, and wait for."""
+    """Return shapes that interleaved pipeline stages exchange before messages."""
 
     def communicate(this: Any, to_next: Any, to_previous: Any, from_previous: bool, from_next: bool) -> Any:
         ledger.note_wait("megatron/core/pipeline_parallel/p2p_communication.py")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switch of a rehearsed rank: the real `HybridEngine` writes the weights into parameters of vLLM's names and sizes.
+"""Weight transfer of a rehearsed rank: the real `HybridEngine` writes parameters with vLLM's names and sizes.
 
-The plan of the move is the real one. Peers on the same host are mapped, as tensors that are not this rank's memory;
-buckets go to ranks that are not there. Nothing is generated.
+The reshard plan is real. Peers on the same host are mapped as memory of other ranks; buckets go to absent ranks.
 """
 
 from __future__ import annotations
@@ -31,18 +30,16 @@ from tools.rehearsal.ledger import Ledger
 
 
 def can_switch(job: Job) -> bool:
-    """Whether the switch of a job is rehearsed: to vLLM on the actor's ranks, with weights of the actor's type."""
+    """Whether the transfer goes to vLLM on the actor's ranks, in the actor's dtype."""
     is_vllm = job.config.rollout.supports("vllm_modes") and not job.config.rollout.supports("is_server")
     return is_vllm and not job.config.placement.placed and not is_coded(job)
 
 
 class SleepingEngine:
-    """The weights of vLLM on one rank, whose own memory is given back while it sleeps (`EngineWeights`).
+    """vLLM's weights on one rank, released while it sleeps (`EngineWeights`).
 
     Args:
-        job: of the run.
-        actor: whose storage is shared where the layouts agree.
-        process: this rank.
+        actor: shares its storage if the layouts agree.
     """
 
     def __init__(self, job: Job, actor: Any, process: Process) -> None:
@@ -66,36 +63,36 @@ class SleepingEngine:
         self._storages = [(tensor.untyped_storage(), tensor.nbytes) for tensor in mine]
 
     def shard_key(self, rank: int) -> int:
-        """The place of a rank in its engine."""
+        """Return a rank's position in its engine."""
         return (rank - self._job.rollout_ranks.start) % self._tp_size
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """vLLM's table."""
+        """Return vLLM's placement table."""
         return vllm_placements(self._job.shape, tp_size=self._tp_size, tp_rank=self.shard_key(rank))
 
     def begin_weight_update(self) -> None:
-        """The memory is there again."""
+        """Restore the memory."""
         for storage, size in self._storages:
             storage.resize_(size)
 
     def end_weight_update(self) -> None:
-        """It has no cache."""
+        """Do nothing: there is no cache."""
 
     def sleep(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         for storage, _ in self._storages:
             storage.resize_(0)
 
 
 def build_switch(job: Job, actor: Any, rank: int, ledger: Ledger) -> HybridEngine:
-    """What brings the actor's weights into the engine of a rank; the other ranks are as the job says."""
+    """Build the transfer from the actor to a rank's engine."""
     cluster = job.cluster
     device = torch.device("cuda", 0)
     process = Process(rank, cluster.world_size, rank % cluster.gpus_per_node, cluster.gpus_per_node, device)
     engine = SleepingEngine(job, actor, process)
 
     def name_shared(names: frozenset[str], group: Any) -> list[frozenset[str]]:
-        """Of all ranks."""
+        """Compute the shared names of all ranks."""
         known: dict[Any, frozenset[str]] = {}
         found = []
         for peer in range(cluster.world_size):
@@ -107,7 +104,7 @@ def build_switch(job: Job, actor: Any, rank: int, ledger: Ledger) -> HybridEngin
         return found
 
     def map_peers(plan: Any, source: Mapping[str, Any], group: Any, transport: executor.Transport) -> Any:
-        """As `executor` does, with peers whose memory is not this rank's."""
+        """Map peers as `executor` does, as memory of other ranks."""
         if transport.name == "buckets" or group.size() == 1:
             return "buckets", {}, set()
         first = rank - process.local_rank
@@ -129,7 +126,6 @@ def build_switch(job: Job, actor: Any, rank: int, ledger: Ledger) -> HybridEngin
 
 
 def _find_sizes(table: Sequence[ShardBox]) -> dict[str, list[int]]:
-    """Of each parameter: as far as its pieces reach."""
     sizes: dict[str, list[int]] = {}
     for placed in table:
         stops = [stop for _, stop in placed.local_box]
@@ -138,7 +134,6 @@ def _find_sizes(table: Sequence[ShardBox]) -> dict[str, list[int]]:
 
 
 def _map(ops: Sequence[Any], source: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
-    """The parameters of a peer, as far as they are read."""
     sizes: dict[str, list[int]] = {}
     for op in ops:
         stops = [stop for _, stop in op.src_box]

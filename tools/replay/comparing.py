@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare a step that was done again with its capsule, and name the first number that differs (pure).
+"""Comparison of a replayed step with its capsule, down to the first number that differs (pure).
 
-What a step begins with must be the same bit by bit in any layout. What it computes must be so in the same layout; in
-another one it may be off by `tolerance * max(1, |recorded|)`: sums are then taken in another order.
+Inputs must be bitwise equal in any layout, results in the same layout. In another layout, results may differ by
+`tolerance * max(1, |recorded|)`, since sums are taken in another order.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ import torch
 from megatron_rl.capsule.fingerprints import Fingerprints, locate_change, sample_places, value_before
 from megatron_rl.capsule.record import Section, Values
 
-ReadTensor = Callable[[str, str], torch.Tensor]  # (section, logical tensor) -> what the state's files hold
+ReadTensor = Callable[[str, str], torch.Tensor]  # (section, logical tensor) -> value in the state's files
 _BITWISE, _CLOSE, _DIFFERENT, _MISSING = "bitwise", "within tolerance", "DIFFERENT", "MISSING"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where something differs first.
+    """The first difference of a quantity or logical tensor, by element, token, or optimizer step.
 
     Attributes:
-        what: section and quantity or logical tensor.
-        where: element, or rollout and token, or optimizer step; "" where that cannot be said.
-        recorded, found: the two values; None where they are not known.
-        note: in words, what more is known.
+        recorded, found: `None` if unavailable.
     """
 
     what: str
@@ -45,15 +42,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the comparison.
+    """One line of the comparison: a quantity, or all parameters of a section.
 
     Attributes:
-        what: a quantity, or all parameters of a section.
         count: numbers compared, or logical tensors.
         verdict: bitwise, within tolerance, DIFFERENT or MISSING.
-        max_abs, max_relative: largest difference of those that are kept, relative to max(1, |recorded|).
-        num_different: numbers, or logical tensors, that differ more than they may.
-        differences: the first one, of parameters one for every tensor; the first comes first.
+        max_abs, max_relative: largest stored difference, absolute and relative to max(1, |recorded|).
+        num_different: numbers or logical tensors beyond tolerance.
+        differences: the first; for parameters, one per tensor.
     """
 
     what: str
@@ -68,13 +64,11 @@ class Row:
 def compare_sections(
     recorded: Sequence[Section], found: Sequence[Section], *, tolerance: float | None, read: ReadTensor
 ) -> list[Row]:
-    """Compare all numbers of a step; rows in the order in which it computes them, the updates of a role step by step.
+    """Compare all numbers of a step, in order of computation.
 
     Args:
-        recorded: of the capsule.
-        found: of the step that was done again.
-        tolerance: None asks for equal bits.
-        read: looks up what the state holds of a parameter that is not what was recorded.
+        tolerance: bitwise if `None`.
+        read: reads a differing parameter from the state.
     """
     by_name, rows = {section.name: section for section in found}, []
     for section in recorded:
@@ -92,7 +86,7 @@ def compare_sections(
 
 
 def find_first(rows: Sequence[Row]) -> Difference | None:
-    """The first difference in the order of computation."""
+    """Return the first difference in order of computation."""
     return next((row.differences[0] for row in rows if row.differences), None)
 
 
@@ -110,14 +104,14 @@ def _compare_all_values(
         else _missing(f"{section}: {values.name}")
         for values in recorded
     ]
-    if recorded and recorded[0].index == "update":  # the metrics of a step come before the next step's
+    if recorded and recorded[0].index == "update":  # a step's metrics precede the next step's
         first_step = [_first_step(values, others.get(values.name), tolerance) for values in recorded]
         rows = [rows[place] for place in sorted(range(len(rows)), key=first_step.__getitem__)]
     return rows
 
 
 def _first_step(values: Values, other: Values | None, tolerance: float | None) -> float:
-    """Optimizer step in which a metric differs first; infinity if it does not, or is no metric of a step."""
+    """Return the optimizer step in which a metric first differs; infinity if none."""
     if values.index != "update" or other is None or len(other.array) != len(values.array):
         return float("inf")
     different = _is_different(values.array, other.array, tolerance)
@@ -135,7 +129,7 @@ def _is_different(recorded: np.ndarray, found: np.ndarray, tolerance: float | No
 
 
 def _measure(recorded: np.ndarray, found: np.ndarray) -> tuple[float, float]:
-    """Largest difference, absolute and relative to max(1, |recorded|); NaN counts as none."""
+    """Return the largest difference, absolute and relative to max(1, |recorded|), ignoring NaN."""
     with np.errstate(invalid="ignore"):
         gap = np.nan_to_num(np.abs(found.astype(np.float64) - recorded), nan=0.0)
         scale = np.nan_to_num(np.maximum(1.0, np.abs(recorded.astype(np.float64))), nan=1.0)
@@ -188,8 +182,7 @@ def _compare_parameters(
 def _describe_parameter(
     section: str, name: str, row: int, recorded: Fingerprints, found: Fingerprints, read: ReadTensor
 ) -> Difference:
-    """Where a tensor differs: the one element that explains it if there is one and its values can be read, else of
-    the sampled elements the one that is off the most."""
+    """Describe the only differing element if it can be read, otherwise the worst sampled element."""
     what, shape = f"{section}: {name}", recorded.shapes[name]
     old, new, places = recorded.samples[row], found.samples[row], sample_places(name, shape)
     change = locate_change(recorded.bits[row], found.bits[row], shape) if section.endswith("before") else None
@@ -213,7 +206,7 @@ def _describe_element(position: int, shape: tuple[int, ...]) -> str:
 
 
 def make_report(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The result as JSON."""
+    """Return the result as JSON."""
     first = find_first(rows)
     return {
         "verdict": "different" if first else "equal",
@@ -224,7 +217,7 @@ def make_report(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, A
 
 
 def format_report(rows: Sequence[Row], title: str) -> str:
-    """The result as a table for people."""
+    """Format the result as a table."""
     lines = [title, "", f"{'what':44}{'count':>10}{'largest gap':>14}{'relative':>12}  verdict"]
     for row in rows:
         lines.append(

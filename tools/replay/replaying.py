@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open a capsule, make the config that does its step again, and bring the roles into its state."""
+"""Capsules: reading, the config of a replay, and restoring the state."""
 
 from __future__ import annotations
 
@@ -32,19 +32,17 @@ from tools.replay.comparing import compare_sections
 
 _UNUSED_SECTIONS = ("reward", "reward_model", "hybrid", "checkpoint", "observability")
 _TRAINED = ("actor", "critic")
-# Beside what LayoutConfig has, what decides in which order a role adds up.
+# Settings besides LayoutConfig that determine the order of a role's sums.
 _ORDER = ("use_distributed_optimizer", "overlap_grad_reduce", "step_mode", "bucket_tokens", "max_num_seqs")
 
 
 @dataclass(frozen=True)
 class Capsule:
-    """A capsule that was read.
+    """A capsule in memory.
 
     Attributes:
         directory: `<run_dir>/capsules/step_<N>`.
-        manifest: its manifest.json.
-        sections: the recorded numbers.
-        recording: its rollouts.
+        sections: recorded numbers.
     """
 
     directory: Path
@@ -54,20 +52,20 @@ class Capsule:
 
     @property
     def step(self) -> int:
-        """The step of the main loop that was captured."""
+        """Return the captured step."""
         return self.manifest["step"]
 
     @property
     def state(self) -> Path:
-        """The checkpoint that the step began with."""
+        """Return the checkpoint that the step began with."""
         return self.directory / self.manifest["state"]
 
     def read_parameter(self, section: str, name: str) -> torch.Tensor:
-        """A logical tensor, or optimizer state, as the files of the state have it; `section` begins with the role."""
+        """Read a logical tensor or optimizer state from the state's files; `section` begins with the role."""
         return self.open_role(section).read(name)
 
     def open_role(self, section: str) -> StoredRole:
-        """The role that the name of a section begins with, as the state has it."""
+        """Open the state's files of the role that `section` begins with."""
         role = section.split()[0]
         directory = self.state / role
         return StoredRole(
@@ -76,14 +74,13 @@ class Capsule:
 
 
 def open_capsule(directory: Path, *, allow_changed: bool = False) -> Capsule:
-    """Read a capsule; its state is looked at by `restore_state`.
+    """Read a capsule; `restore_state` checks its state.
 
     Args:
-        directory: of the capsule.
-        allow_changed: take files with other content than was written.
+        allow_changed: accept files that differ from their digests.
 
     Raises:
-        UserError: it is no whole capsule, or a file of it was changed.
+        UserError: an incomplete capsule, or a changed file.
     """
     if not directory.is_dir():
         partial = directory.with_name(directory.name + ".partial")
@@ -124,11 +121,10 @@ def open_capsule(directory: Path, *, allow_changed: bool = False) -> Capsule:
 
 
 def make_config(capsule: Capsule, run_dir: Path, overrides: Sequence[str]) -> RunConfig:
-    """The config that does the captured step again: no engine, no rewards, no data files, nothing saved.
+    """Build the config of a replay: no engine, rewards, data files or saving.
 
     Args:
-        capsule: whose config it is made from.
-        run_dir: takes what a run writes.
+        run_dir: temporary.
         overrides: `section.key=value`, such as another layout.
 
     Raises:
@@ -168,7 +164,7 @@ def make_config(capsule: Capsule, run_dir: Path, overrides: Sequence[str]) -> Ru
 
 
 def is_same_layout(capsule: Capsule, config: RunConfig, world_size: int) -> bool:
-    """True if the step adds up in the same order as it did: ranks, layout, packing and kind of device are the same."""
+    """Whether the replay sums in the recorded order: equal ranks, layout, packing and kind of device."""
     manifest = capsule.manifest
     if (world_size, "cuda" if torch.cuda.is_available() else "cpu") != (manifest["world_size"], manifest["device"]):
         return False
@@ -185,10 +181,10 @@ def is_same_layout(capsule: Capsule, config: RunConfig, world_size: int) -> bool
 def restore_state(
     capsule: Capsule, roles: Mapping[str, SavedRole], group: dist.ProcessGroup, *, allow_changed: bool
 ) -> ResumedRun:
-    """Bring the roles into the state that the step began with; collective.
+    """Restore the state that the step began with; collective.
 
     Raises:
-        UserError: it was changed (with the tensors in which it was), or does not fit; on every rank.
+        UserError: the state was changed (with the changed tensors), or does not fit; on every rank.
     """
     problems = [] if allow_changed else find_problems_together(capsule.state, group)
     if problems:
@@ -203,7 +199,7 @@ def restore_state(
 
 
 def _name_changed(capsule: Capsule) -> list[str]:
-    """The parameters that the files of the state hold otherwise than recorded, a line for each of the first three."""
+    """Describe the first three parameters whose files differ from the record."""
 
     def read_again(section: Section) -> Section:
         assert isinstance(section.content, Fingerprints), "the state holds parameters"

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several runs beside each other: what their configs and numbers differ in, and their curves in one picture.
-
-Read from the run directories: config.yaml and metrics.jsonl. Runs of one label are seeds of one thing.
-"""
+"""Comparison of runs by config.yaml and metrics.jsonl: differences, and curves in one plot."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from megatron_rl.types import UserError
 
 _COLOURS = ("#3b6fb6", "#e08a2b", "#3f9c6b", "#c8504b", "#8064a2", "#8d6e63", "#5b6472", "#d3739a")
 _COLUMNS = 2
-# Metrics that differ between two equal runs: clocks, and what the machine gives.
+# Metrics that differ between equal runs: times and machine load.
 _OF_THE_MACHINE = ("time/", "memory/", "tokens/per_second", "schedule/engine_busy")
 _OF_THE_MACHINE += ("agents/environment_seconds", "agents/wait_share")
 _WHERE = "trainer.run_dir"
@@ -28,7 +25,7 @@ Runs = Mapping[str, Sequence[Path]]  # label -> run directories
 
 
 def describe_comparison(runs: Runs) -> str:
-    """A table of the settings that differ, and for each further run the first step that differs from the first run's.
+    """Format the settings that differ, and the first step at which each run differs from the first run.
 
     Raises:
         UserError: a run without metrics.
@@ -54,7 +51,7 @@ def describe_comparison(runs: Runs) -> str:
 
 
 def _read_settings(directory: Path) -> Iterator[tuple[str, Any]]:
-    """`section.key` and value of a run's config.yaml; nothing where there is none."""
+    """Yield `section.key` and value of a run's config.yaml, if it exists."""
     path = directory / CONFIG_FILE
     config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
     yield from _flatten(config or {}, "")
@@ -69,7 +66,7 @@ def _flatten(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
 
 
 def _describe_difference(first: Sequence[Record], other: Sequence[Record]) -> str:
-    """The first step whose numbers differ, and in which metrics; a repeated step counts as last written."""
+    """Describe the first differing step and its metrics; of a repeated step, the last record counts."""
     mine, theirs = ({step_of(record): record for record in records} for records in (first, other))
     common = sorted(mine.keys() & theirs.keys())
     for step in common:
@@ -85,12 +82,10 @@ def _describe_difference(first: Sequence[Record], other: Sequence[Record]) -> st
 
 
 def plot_comparison(runs: Runs, metrics: Sequence[str], path: Path) -> None:
-    """Draw runs over each other: of several runs of a label the mean, and the range as a band.
+    """Plot runs over each other; runs of one label as mean and range.
 
     Args:
-        runs: label -> run directories.
-        metrics: keys of metrics.jsonl, one panel each; a run without one has no line there.
-        path: the picture to write.
+        metrics: keys of metrics.jsonl, one panel each.
 
     Raises:
         UserError: a run without metrics, or a metric that no run has.
@@ -118,14 +113,14 @@ def plot_comparison(runs: Runs, metrics: Sequence[str], path: Path) -> None:
             for number, (label, seeds) in enumerate(records.items()):
                 _draw_label(axes, [read_points(run, key) for run in seeds], _COLOURS[number % len(_COLOURS)], label)
             axes.legend(loc="best")
-        for axes in panels:  # what the last row does not need
+        for axes in panels:  # unused panels
             axes.set_visible(False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 
 
 def _draw_label(axes: Any, seeds: Sequence[tuple[list[int], list[float]]], color: str, label: str) -> None:
-    """The mean of the seeds that have a step; the band is where two or more have it."""
+    """Draw the mean and the range over the seeds that have a step."""
     at: dict[int, list[float]] = {}
     for steps, values in seeds:
         for step, value in zip(steps, values, strict=True):

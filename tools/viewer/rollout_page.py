@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page out of the rollouts of a run: what `tools/view_rollouts.py` writes.
+"""Writer of `tools/view_rollouts.py`: one self-contained HTML page of a run's rollouts.
 
-The page holds its data as compressed JSON in elements that browsers do not run: one index of all rollouts (what the
-list shows, sorts and filters) and the per-token values in chunks, which are read when a rollout is opened. The script
-puts texts into the page as text only, and a content security policy allows no script but the page's own and no
-connection at all.
+Data is compressed JSON in elements that browsers do not execute: an index, and per-token values in chunks. Texts are
+inserted as text only, and a content security policy forbids foreign scripts and all connections.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ from megatron_rl.observability.status import read_template
 from megatron_rl.types import UserError, has_reward
 
 _PARTS = Path(__file__).parent
-_CHUNK = 64  # rollouts whose tokens are parsed together
-_SCALE_QUANTILE = 0.99  # of the sizes of a run's values: where the color is full
-_COMPRESSION = 4  # level of gzip
-_SCALE_VALUES = 32  # of a rollout, which this is taken from
+_CHUNK = 64  # rollouts per chunk
+_SCALE_QUANTILE = 0.99  # quantile of absolute values shown in full color
+_COMPRESSION = 4  # gzip level
+_SCALE_VALUES = 32  # values per rollout that the quantile is taken from
 
 
 @dataclass(frozen=True)
@@ -37,10 +35,9 @@ class Mode:
     """A way to color tokens.
 
     Attributes:
-        key, label, meaning: name in the data, name in the menu, sentence in the legend.
+        key, label, meaning: name in the data, in the menu, sentence in the legend.
         kind: "diverging" (around 0), "sequential" (from 0) or "flag".
-        transform: of a value before it is colored: "none", "log" or "negative".
-        decimals: kept of a value.
+        transform: "none", "log" or "negative".
     """
 
     key: str
@@ -78,7 +75,7 @@ MODES = (
         "sequential",
     ),
 )
-# Mode -> key of the row; the gap is the difference of two, and so is the age.
+# Mode -> key of the row; gap and age are computed from two values.
 _FIELDS = {
     "advantage": "advantages",
     "ratio": "ratio",
@@ -91,7 +88,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Page:
-    """What was written: numbers of rollouts and steps, size in bytes, and labels of modes that no rollout has."""
+    """A written page: size in bytes, and labels of modes that no rollout has."""
 
     num_rollouts: int
     num_steps: int
@@ -100,11 +97,10 @@ class Page:
 
 
 def find_rollout_files(run_dir: Path, steps: range | None = None) -> dict[int, Path]:
-    """Rollout files of a run by step, in order.
+    """Return rollout files by step.
 
     Args:
-        run_dir: the run's directory.
-        steps: only these; None: all.
+        steps: all if `None`.
 
     Raises:
         UserError: there are none.
@@ -140,15 +136,13 @@ def find_rollout_files(run_dir: Path, steps: range | None = None) -> dict[int, P
 
 
 def write_page(run_dirs: Sequence[Path], out: Path, steps: range | None = None) -> Page:
-    """Write the page of a run, or of several, whose responses to a prompt in a step stand side by side.
+    """Write the page; several runs' responses to a prompt are side by side.
 
     Args:
-        run_dirs: the runs' directories.
-        out: the file; it appears when it is complete.
-        steps: only these; None: all.
+        steps: all if `None`.
 
     Raises:
-        UserError: no rollouts there, or a line that is none.
+        UserError: no rollouts, or an invalid line.
     """
     found = [find_rollout_files(run_dir, steps) for run_dir in run_dirs]
     names = [run_dir.resolve().name for run_dir in run_dirs]
@@ -176,19 +170,19 @@ def write_page(run_dirs: Sequence[Path], out: Path, steps: range | None = None) 
 
 
 class _Index:
-    """What the page knows of every rollout without opening it."""
+    """The page's index of all rollouts."""
 
     def __init__(self, runs: Sequence[str]) -> None:
         names = ("run", "step", "group", "sample", "reward", "length", "finish", "version", "response")
         self.columns: dict[str, list[Any]] = {name: [] for name in names}
         self._runs, self._num_chunks = runs, 0
         self._groups: dict[tuple[int, str, str], int] = {}
-        self._components: dict[str, dict[int, float | int | None]] = {}  # name -> number of the rollout -> value
+        self._components: dict[str, dict[int, float | int | None]] = {}  # name -> rollout number -> value
         self._prompts: list[dict[str, Any]] = []
         self._sizes: dict[str, list[np.ndarray]] = {mode.key: [] for mode in MODES}
 
     def add(self, run: int, step: int, row: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Enter a rollout; returns what is needed once it is opened."""
+        """Add a rollout; return the details for its chunk."""
         prompt_id, tokens, texts = _text(row.get("prompt_id")), row.get("tokens"), row.get("token_texts")
         prompt, number = _text(row.get("prompt")), len(self.columns["step"])
         group = self._groups.setdefault((step, prompt_id, prompt), len(self._groups))
@@ -229,12 +223,12 @@ class _Index:
         return details
 
     def next_chunk(self) -> str:
-        """Id of the next element with token values."""
+        """Return the next chunk's element id."""
         self._num_chunks += 1
         return f"chunk-{self._num_chunks - 1}"
 
     def finish(self) -> dict[str, Any]:
-        """The index as it goes into the page; a mode's color is full at `scale`, and one that no rollout has is off."""
+        """Return the index; a mode's color is full at `scale`."""
         modes = [
             asdict(mode) | {"scale": _find_scale(self._sizes[mode.key]), "num_rollouts": len(self._sizes[mode.key])}
             for mode in MODES
@@ -266,7 +260,7 @@ def _find_scale(sizes: list[np.ndarray]) -> float:
 
 
 def _find_values(key: str, row: Mapping[str, Any], length: int | None, where: str) -> np.ndarray | None:
-    """A mode's values [length] of a row, NaN where there is none; None if the row does not have them."""
+    """Return a mode's values [length] of a row, NaN if missing; `None` if the row lacks them."""
     if key == "gap":
         trainer, engine = (_read_numbers(row, name, length, where) for name in ("old_logprobs", "rollout_logprobs"))
         return None if trainer is None or engine is None else trainer - engine
@@ -277,7 +271,7 @@ def _find_values(key: str, row: Mapping[str, Any], length: int | None, where: st
 
 
 def _read_turns(row: Mapping[str, Any], length: int | None, where: str) -> list[dict[str, Any]]:
-    """What an episode has between its tokens; [] of a plain response."""
+    """Return the turns of an episode; [] for a plain response."""
     turns = row.get("turns") or []
     starts = [turn["start"] for turn in turns if isinstance(turn, dict) and isinstance(turn.get("start"), int)]
     if len(starts) < len(turns) or starts != sorted(starts) or max(starts, default=0) > (length or 0):
@@ -307,7 +301,7 @@ def _read_numbers(row: Mapping[str, Any], name: str, length: int | None, where: 
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row of a file and where it stands."""
+    """Yield each row of a file with its location."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{path}:{number}"
@@ -334,12 +328,12 @@ def _text(value: Any) -> str:
 
 
 def _number(value: Any) -> float | int | None:
-    """The number, or None for anything that is none in JSON."""
+    """Return a finite number, or `None`."""
     return +value if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
 
 
 def _write_data(page: TextIO, name: str, value: Any) -> None:
-    """A value as compressed JSON in letters that neither end its element nor begin another one."""
+    """Write a value as compressed JSON in base64, which cannot close its element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     data = base64.b64encode(gzip.compress(text.encode(), _COMPRESSION, mtime=0)).decode()
     page.write(f'<script type="application/octet-stream" id="{name}">{data}</script>\n')
