@@ -42,11 +42,7 @@ _UNFINISHED = (".partial", ".replaced", ".deleting")
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """The newest valid checkpoint of a run, if there is one.
-
-    Attributes:
-        skipped: newer, invalid checkpoints, one line each with the reason.
-    """
+    """The newest valid checkpoint of a run, and newer, invalid ones with the reason, one line each."""
 
     directory: Path | None
     skipped: tuple[str, ...]
@@ -54,12 +50,7 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True)
 class FoundWeights:
-    """Weights of a policy on disk.
-
-    Attributes:
-        path: a model in HF format, or a distributed checkpoint with its config.
-        step, policy_version: of the run that wrote it; 0 if no run did.
-    """
+    """Weights of a policy in HF or Megatron format; step and version of the run that wrote them, or 0."""
 
     path: Path
     step: int = 0
@@ -108,7 +99,7 @@ def find_problems(directory: Path, part: int = 0, num_parts: int = 1, *, reads_a
     """Describe the problems of a checkpoint, one line each; empty if it is valid.
 
     Args:
-        part, num_parts: share of its bytes to check (ranks share the work).
+        part, num_parts: share of its bytes to check.
         reads_all: compare digests; otherwise only file sizes and the coverage of tensors.
     """
     try:
@@ -128,7 +119,7 @@ def find_problems(directory: Path, part: int = 0, num_parts: int = 1, *, reads_a
 
 
 def find_problems_together(directory: Path, group: dist.ProcessGroup) -> list[str]:
-    """Run `find_problems` with the work shared by all ranks of `group`; equal on every rank; collective."""
+    """Run `find_problems` with the work shared by all ranks of `group`; collective."""
     problems: list[list[str]] = [[]] * group.size()
     dist.all_gather_object(problems, find_problems(directory, group.rank(), group.size()), group=group)
     return list(dict.fromkeys(line for lines in problems for line in lines))
@@ -170,8 +161,7 @@ def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
     """Delete old checkpoints and remains of unfinished ones, and return the deleted steps.
 
     Checkpoints written by a timer are deleted regardless of `keep_last`; the target of `latest` never is. Checkpoints
-    newer than `latest` are damaged (the run resumed from an older one): they do not count, and stay until the run
-    reaches their step again.
+    newer than `latest` are damaged: they do not count, and stay until the run reaches their step again.
     """
     for path in root.glob("step_*"):
         if path.suffix in _UNFINISHED:
@@ -275,8 +265,8 @@ def _find_role_gaps(directory: Path, role: Mapping[str, Any], has_optimizer: boo
 def _are_disjoint(boxes: Iterable[Box], whole: Box) -> bool:
     """Return whether boxes with as many elements as `whole` cover it.
 
-    Corners shared by an even number of boxes cancel out. If the corners of the whole remain, every element is covered
-    an odd number of times, hence once. (Comparing all pairs takes minutes for the experts of a large model.)
+    Corners shared by an even number of boxes cancel out. If only the corners of the whole remain, every element is
+    covered an odd number of times, hence once. (Comparing all pairs takes minutes for a large model's experts.)
     """
     corners: set[tuple[int, ...]] = set()
     for box in boxes:
@@ -285,7 +275,6 @@ def _are_disjoint(boxes: Iterable[Box], whole: Box) -> bool:
 
 
 def _list_tensors(role: Mapping[str, Any], has_optimizer: bool) -> dict[str, tuple[int, ...]]:
-    """Return global tensor -> shape for a role in the manifest."""
     shape = read_shape(role["model"])
     tensors = {place.key: place.shape for places in megatron_global_placements(shape).values() for place in places}
     if has_optimizer:

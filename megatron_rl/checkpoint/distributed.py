@@ -74,7 +74,6 @@ def load_weights(
     Values are converted to the dtype of the parameters, padding becomes zero, and this rank reads only its boxes.
 
     Args:
-        directory: of the model (see `directory.resolve_weights`).
         may_lack: tensors set to zero if missing.
 
     Raises:

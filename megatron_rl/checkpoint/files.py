@@ -55,7 +55,7 @@ class HashingFile:
         return size
 
     def flush(self) -> None:
-        """Flush buffers, for writers that expect this method."""
+        """Flush buffers, for writers that need this method."""
         self._file.flush()
 
     def close(self) -> FileRecord:
@@ -146,7 +146,7 @@ def find_damage(
 
     Args:
         digests: relative path -> SHA-256, of the files to check.
-        sizes: relative path -> bytes, if known.
+        sizes: relative path -> bytes, if recorded.
         reads_all: compare digests as well as sizes.
     """
     problems = []
@@ -174,7 +174,7 @@ def find_damage(
 
 
 def explain_os_error(error: OSError, directory: Path, num_bytes: int | None = None) -> UserError:
-    """Convert the error of a write to a `UserError`, with the number of bytes to write if given."""
+    """Convert the error of a write to a `UserError`."""
     where, wanted = str(error.filename or directory), f"; {num_bytes:,} bytes were to be written" if num_bytes else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return UserError(
@@ -200,7 +200,7 @@ def explain_os_error(error: OSError, directory: Path, num_bytes: int | None = No
 
 
 def explain_write_error(error: Exception, directory: Path) -> UserError:
-    """Convert the error of a write, including system errors wrapped by safetensors, to a `UserError`."""
+    """Convert the error of a write, possibly wrapped by safetensors, to a `UserError`."""
     if isinstance(error, UserError):
         return error
     code = re.search(r"\(os error (\d+)\)", str(error))
@@ -229,7 +229,7 @@ def split_units(sizes: Mapping[str, int], max_bytes: int, name_file: Callable[[i
 
     Args:
         sizes: tensor -> bytes.
-        max_bytes: size limit of a file (a larger tensor has its own file).
+        max_bytes: file size limit, which only a single tensor may exceed.
         name_file: (index from 0, number of files) -> name.
     """
     batches: list[list[str]] = [[]]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and writing of models in HF format, through the placement tables.
 
-Loading streams: each rank reads only the boxes of its parameters; the extra host memory is one box. Writing gathers one
-file's worth of logical tensors at a time on rank 0 and renames the finished directory into place.
+Loading streams: each rank reads only the boxes of its parameters, one at a time. Writing gathers one file's worth of
+logical tensors on rank 0 and renames the finished directory into place.
 
 A model with a score head (critic, reward model) is transformers' `*ForSequenceClassification` with one label.
 """
@@ -46,10 +46,10 @@ def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collect
     """Check names and shapes of the tensors against the config; reads headers only.
 
     Args:
-        may_lack: optional tensors, which `load_huggingface` sets to zero if missing (a new value head).
+        may_lack: optional tensors (a new value head).
 
     Raises:
-        UserError: names the first tensors that are missing or have another shape, or a head of another kind.
+        UserError: names the first missing or mismatched tensors, or a head of another kind.
     """
     directory = Path(directory)
     files = ModelFiles(directory)
@@ -144,8 +144,8 @@ class ShardedModel:
 
     Attributes:
         shards: placements of all ranks.
-        dtype: dtype in files, except for router biases; parameters of higher precision are rounded to it.
-        mtp: the MTP layer after the last one, if `shards` and `params` contain it.
+        dtype: dtype in files, except for router biases.
+        mtp: the MTP layer, if `shards` and `params` contain it.
     """
 
     shape: ModelShape
@@ -170,16 +170,14 @@ def save_huggingface(
 ) -> Path:
     """Write a model in HF format; collective over its group, rank 0 writes.
 
-    A model with a score head becomes a `*ForSequenceClassification` with one label.
-
     Args:
-        directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
+        directory: replaced atomically.
         side_files_from: model directory from which config, tokenizer files and draft layers are copied.
         bucket_bytes: bound on the staging memory of the transfer.
         max_file_bytes: bytes per safetensors file, all of which rank 0 holds at once.
 
     Raises:
-        Exception: rank 0 could not write; raised on every rank. An existing directory stays.
+        Exception: rank 0 could not write; raised on every rank.
     """
     directory, shape, group = Path(directory), model.shape, model.group
     partial, shapes = directory.with_name(directory.name + ".partial"), shape.logical_tensors()
@@ -221,7 +219,7 @@ def finish_model(
         partial: holds the files of `units`.
         directory: final name; an existing one is replaced.
         config: directory from which config and tokenizer files are copied.
-        dtype: of the weights, for config.json.
+        dtype: of the weights.
     """
     if len(units) > 1:
         weight_map = {name: unit.file for unit in units for name in unit.tensors}
@@ -272,7 +270,6 @@ def _allocate(sizes: Mapping[str, tuple[int, ...]], model: ShardedModel) -> dict
 def _write_tensors(
     tensors: Mapping[str, torch.Tensor], written: Mapping[str, FileTensor], kept: Mapping[str, Path], path: Path
 ) -> None:
-    """Write a file of trained tensors, packed as needed, and tensors copied from other files."""
     found = {}
     for name, tensor in written.items():
         experts = [join_turns([tensors[part].cpu() for part in turns]) for turns in tensor.experts]
@@ -286,12 +283,7 @@ def _write_tensors(
 def gather_on_first(
     batch: Mapping[str, tuple[int, ...]], model: ShardedModel, bucket_bytes: int = 32 << 20
 ) -> dict[str, torch.Tensor]:
-    """Gather whole logical tensors on rank 0, none elsewhere; collective.
-
-    Args:
-        batch: shapes by name.
-        bucket_bytes: bound on the staging memory of the transfer.
-    """
+    """Gather the logical tensors of `batch` on rank 0; empty elsewhere; collective."""
     tensors = do_on_first(model.group, _allocate, batch, model) or {}
     group = model.group
     for dtype in dict.fromkeys(map(model.find_dtype, batch)):
@@ -308,9 +300,6 @@ def find_drafts(directory: Path, shape: ModelShape) -> dict[str, Path]:
     """Return the file of each tensor of the MTP layers (of DeepSeek-V3, GLM-4.5, Qwen3-Next).
 
     Engines draft with them. Unless `actor.mtp_lr` trains one, exports copy them from the initial model.
-
-    Args:
-        directory: of a model; it may contain only a config.json.
     """
     config = json.loads((directory / "config.json").read_bytes())
     may_have = shape.delta_net is not None or any(config.get(key) for key in _KEYS)  # Qwen3-Next has no such key

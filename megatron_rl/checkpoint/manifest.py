@@ -32,11 +32,10 @@ class RunContent:
 
     Attributes:
         step: completed step of the main loop.
-        policy_version: of the actor's weights.
         recipe: the resolved config as YAML.
         state: all other state for resuming, as JSON: data position, KL controller, best metric, ...
         side_files: role -> files of its model, see `list_side_files`.
-        is_passing: written by a timer, and deleted once a newer checkpoint exists.
+        is_passing: written by a timer; deleted once a newer checkpoint exists.
     """
 
     step: int
@@ -121,12 +120,11 @@ def finish_directory(
 
     Args:
         partial: `<name>.partial`, with the files of all ranks.
-        manifest: from `make_manifest` on rank 0.
         parts: per rank: chunks by role, written files, and the roles in its manifest.
 
     Raises:
         OSError: a file cannot be written.
-        UserError: the files do not cover every tensor of the roles.
+        UserError: the files do not cover every tensor.
     """
     records = [record for _, files, _ in parts for record in files]
     manifest = {**manifest, "roles": {name: role for *_, roles in parts for name, role in roles.items()}}
@@ -176,7 +174,6 @@ def check_model(saved: Mapping[str, Any], shape: ModelShape | AdapterShape, dire
 
     Args:
         saved: shape of its model in the manifest.
-        directory: for the error.
 
     Raises:
         UserError: names the differing fields (e.g. the vocabulary).

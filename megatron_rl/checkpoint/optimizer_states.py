@@ -2,10 +2,9 @@
 """States of megatron-core's optimizers as pieces of logical tensors.
 
 They are stored as `optimizer.exp_avg.<HF name>`, `optimizer.exp_avg_sq.<HF name>` and, if the weights are not float32,
-`optimizer.main_param.<HF name>`, so that they fit every layout, with or without ZeRO, including experts. Under ZeRO a
-rank owns a flat range of each parameter: at most three boxes, read and written in place. (megatron-core's own
-`fully_reshardable` format gathers a model replica on one rank, does not support torch's AdamW, and does not reshard
-from EP > 1 to EP = 1.) All parameters share one step count.
+`optimizer.main_param.<HF name>`, so that they fit every layout, with or without ZeRO. Under ZeRO a rank owns a flat
+range of each parameter: at most three boxes. (megatron-core's own `fully_reshardable` format gathers a model replica on
+one rank, does not support torch's AdamW, and does not reshard from EP > 1 to EP = 1.)
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class StateShard:
 
     Attributes:
         start: first element of the part in the flattened parameter.
-        is_sharded: data parallel replicas hold different parts (ZeRO).
-        optimizer: the torch optimizer that updates the part.
-        main: its float32 values in `optimizer`, the key of their state.
+        is_sharded: replicas hold different parts (ZeRO).
+        optimizer: the torch optimizer of the part.
+        main: its float32 values, the key of its state.
     """
 
     param: str
@@ -106,11 +105,7 @@ def create_states(role: SavedRole, steps: int) -> None:
 
 
 def make_state_pieces(role: SavedRole, rank: int, saved_by: Holders | None) -> Iterator[Piece]:
-    """Yield the pieces of this rank's optimizer states.
-
-    Args:
-        saved_by: holders of all boxes, to yield only the pieces that this rank saves; `None` yields all, for loading.
-    """
+    """Yield the pieces of this rank's optimizer states; with `saved_by`, only the pieces that this rank saves."""
     shapes = role.model.shape.logical_tensors()
     by_param: dict[str, dict[str, list[ShardBox]]] = {}  # parameter -> its names in the tables, in order
     for placement in role.model.placements(rank):
@@ -184,8 +179,8 @@ def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
 def _saves(layout: ParallelLayout, rank: int, first_holder: int, placement: ShardBox, *, is_sharded: bool) -> bool:
     """Return whether `rank` saves the state of a box whose first holder is `first_holder`.
 
-    Under ZeRO the state is split over the data parallel replicas; without it each replica has all of it. Replicas of
-    other kinds (norms under TP, a tied embedding on the last stage) hold duplicates.
+    Under ZeRO the replicas split the state. Other replicas (norms under TP, a tied embedding on the last stage) hold
+    duplicates.
     """
     if not is_sharded:
         return rank == first_holder

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in PEFT's format: reading and writing `adapter_config.json` and `adapter_model.safetensors`.
+"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-PEFT prefixes the name of a logical tensor with `base_model.model.`. Each rank reads only its own boxes.
+PEFT prefixes the name of a logical tensor with `base_model.model.`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> N
         source: the setting that names the directory.
 
     Raises:
-        UserError: missing or damaged files, unsupported PEFT settings, another rank or scale, other matrices, or values
-            that are not finite.
+        UserError: missing or damaged files, unsupported PEFT settings, another rank or scale, other matrices,
+            non-finite values.
     """
     directory = Path(directory)
     weights = directory / WEIGHTS_FILE
@@ -91,7 +91,7 @@ def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> N
 
 
 def _read_config(file: Path, shape: AdapterShape) -> dict[str, Any]:
-    """Read the adapter settings; refuse settings that change the meaning of the tensors (UserError)."""
+    """Read the adapter settings; refuse settings that change the meaning of the tensors."""
     config = read_json(file, "save the adapters again with save_pretrained")
     check_kinds({"r": None, "lora_alpha": None} | config, _SCALE, str(file), may_be_null=False)
     check_kinds(config, {"use_rslora": FLAG}, str(file))
@@ -117,7 +117,6 @@ def _read_config(file: Path, shape: AdapterShape) -> dict[str, Any]:
 
 
 def _check_numbers(weights: Path, headers: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-    """Refuse tensors of other dtypes than weights have, and non-finite values (UserError)."""
     wrong = [f"{name} is {dtype}" for name, (_, dtype) in headers.items() if dtype not in ("F32", "F16", "BF16")]
     if not wrong:
         with safe_open(weights, framework="pt") as handle:
@@ -146,11 +145,11 @@ def save_adapters(
     """Write adapters in PEFT's format, with the model's tokenizer; collective, rank 0 writes.
 
     Args:
-        directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
+        directory: replaced atomically.
         base: directory of the base model.
 
     Raises:
-        Exception: rank 0 could not write; raised on every rank. An existing directory stays.
+        Exception: rank 0 could not write; raised on every rank.
     """
     partial = directory.with_name(directory.name + ".partial")
     do_on_first(model.group, make_empty, partial)

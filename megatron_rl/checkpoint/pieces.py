@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pieces of a role's checkpoint state: views of live memory, each with its place in a global tensor.
 
-Saving writes the pieces, loading fills them; the placement tables produce them for any layout. Weights have
-megatron-core's global names (`weights/megatron_global.py`); for optimizer states see `optimizer_states.py`.
+Saving writes the pieces, loading fills them; placement tables produce them for any layout. Weights have megatron-core's
+global names (`weights/megatron_global.py`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,6 @@ class Piece:
     Attributes:
         key: the global tensor, of shape `shape`.
         offset: start of the box; `data` may omit leading dimensions of size 1.
-        data: view of a parameter or an optimizer state.
     """
 
     key: str

@@ -35,8 +35,7 @@ class ResumedRun:
 
     Attributes:
         step: completed step of the main loop.
-        policy_version: of the actor's weights.
-        recipe: config of the run that wrote the checkpoint, as YAML.
+        recipe: config of the earlier run, as YAML.
         state: as passed to `save`.
         same_layout: every role has its old layout, so RNG states were restored and the run continues bit by bit.
     """
@@ -62,8 +61,8 @@ def load_training_state(
     Args:
         directory: `step_<N>`.
         roles: of this rank: "actor" and, if there is one, "critic".
-        side_files: role -> files of its model (`list_side_files`), to compare the tokenizers.
-        is_verified: the digests were just checked (`find_newest_valid`).
+        side_files: role -> files of its model (`list_side_files`).
+        is_verified: skip the digests, which were just checked.
 
     Raises:
         UserError: on every rank; a damaged or missing file, another model or vocabulary, or no optimizer states.
@@ -107,7 +106,6 @@ def _check_roles(
     roles: Mapping[str, SavedRole],
     side_files: Mapping[str, Mapping[str, Path]],
 ) -> None:
-    """Refuse a checkpoint that does not fit the run."""
     if not manifest.get("has_optimizer"):
         raise UserError(
             "the checkpoint has weights only",

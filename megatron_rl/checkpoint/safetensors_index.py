@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index of a model in HF format: the file of each tensor.
 
-Reading every header detects truncated files, because the header contains the length of the file. Altered elements are
-not detected: the format has no checksums.
+Reading every header detects truncated files; altered elements are not detected, since the format has no checksums.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def read_headers(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
 
 
 def _list_parts(directory: Path) -> list[Path]:
-    """List the files of a model without an index, including missing parts of a numbered series."""
+    """List the files of a model without an index, including missing numbered parts."""
     files = set(directory.glob("*.safetensors"))
     for match in filter(None, (_NUMBERED.fullmatch(file.name) for file in tuple(files))):
         count = int(match[2])
@@ -74,7 +73,6 @@ def _list_parts(directory: Path) -> list[Path]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return tensor name -> file name."""
 
     def refuse(found: str) -> UserError:
         return UserError(

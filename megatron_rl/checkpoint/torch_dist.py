@@ -3,11 +3,11 @@
 
 A checkpoint holds *global tensors*, each cut into chunks, boxes of any size and place. A `.distcp` file is a sequence
 of chunks written by `torch.save`; `.metadata` contains their locations. `megatron.core.dist_checkpointing.load` and
-`torch.distributed.checkpoint` can read the result. `dist_checkpointing.save` is not used because this writer needs
-memory for one chunk only, hashes while writing, reports errors on the rank that had them, and forks no writers.
+`torch.distributed.checkpoint` can read the result. Unlike `dist_checkpointing.save`, this writer needs memory for one
+chunk only, hashes while writing, reports errors on the rank that had them, and forks no writers.
 
 Reading runs no code from the files: chunks are loaded with `weights_only`, and `.metadata`, a pickle, by an unpickler
-that allows only the few classes of the format.
+that allows only the classes of the format.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def write_index(directory: Path, chunks: Iterable[Chunk], common: dict[str, Any]
 
     Args:
         chunks: of all files; they must cover their tensors.
-        common: small plain values; megatron-core calls it the common state.
+        common: small plain values, megatron-core's "common state".
 
     Raises:
         OSError: a file cannot be written.
@@ -194,7 +194,7 @@ class ChunkReader:
         tensors: key -> (shape, dtype).
 
     Raises:
-        UserError: the directory is not a distributed checkpoint, or its `.metadata` cannot be read.
+        UserError: not a distributed checkpoint, or unreadable `.metadata`.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Point-to-point transfers in buckets of bounded size.
 
-Both ends cut the stream between them at the same places, because they process the same operations in the same order. In
-turn t a rank sends to the rank t places ahead and receives from the rank t places behind; two buckets are in flight and
-two in preparation, half the configured size each. A large piece has its own bucket; if it is contiguous, it is sent
-from, or received into, the parameter without a buffer.
+Both ends process the same operations in the same order and so cut the stream at the same places. In turn t a rank sends
+to the rank t places ahead and receives from the rank t places behind; two buckets are in flight and two in preparation.
+Large contiguous pieces are transferred in place, without a buffer.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def find_device(*sides: SourceParams) -> torch.device:
 
 @dataclass(frozen=True)
 class _ComputedPiece:
-    """A piece of a parameter that is computed when its bucket is packed."""
+    """A piece that is computed when its bucket is packed."""
 
     param: ComputedParam
     box: Box
@@ -109,9 +108,8 @@ class BucketTransport:
     Args:
         sends: destination rank -> pieces.
         receives: source rank -> pieces.
-        group: group whose rank numbers the plan uses.
-        bucket_bytes: the four staging buffers take at most twice this.
-        dtype: of transferred elements and destination parameters.
+        bucket_bytes: half the bound on staging memory.
+        dtype: of transferred elements.
     """
 
     def __init__(
@@ -154,7 +152,7 @@ class BucketTransport:
         self._turns = self._order_turns()
 
     def _order_turns(self) -> list[tuple[int, list[_Outgoing], int, list[torch.Tensor]]]:
-        """List the exchanges bucket by bucket over all peers, so that pieces for several peers stay in the cache."""
+        """List the exchanges by bucket, then by peer, so that pieces for several peers stay in the cache."""
         rank, size = self._group.rank(), self._group.size()
         turns = []
         longest = max((len(buckets) for side in (self._sends, self._receives) for buckets in side.values()), default=0)
@@ -182,7 +180,7 @@ class BucketTransport:
         return piece.view(-1)
 
     def run(self) -> None:
-        """Exchange everything; collective over the ranks with something to exchange.
+        """Exchange everything; collective over the ranks involved.
 
         Raises:
             RuntimeError: a peer failed or timed out; names the pending transfer.
@@ -209,7 +207,6 @@ class BucketTransport:
         incoming: list[torch.Tensor],
         in_buffer: torch.Tensor,
     ) -> _Exchange:
-        """Post one receive and one send (either may be empty)."""
         operations, scattered = [], []
         if incoming:
             flat, scattered = self._stage(incoming, in_buffer)
@@ -222,7 +219,7 @@ class BucketTransport:
         return _Exchange(to, origin, dist.batch_isend_irecv(operations), scattered)
 
     def _stage(self, pieces: Sequence[_P], buffer: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, _P]]]:
-        """Return the flat tensor to transfer, and the buffer views of its pieces (none if transferred in place)."""
+        """Return the flat tensor to transfer, and the buffer views of its pieces."""
         direct = self._direct(pieces)
         if direct is not None:
             return direct, []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfer of the actor's matrices to engines that store them in eight bits, as codes and row scales.
 
-Codes are computed on the rank that holds the element, which halves the bytes moved against bfloat16. The scale of a row
-covers the whole row across ranks, so the engine's weights do not depend on the layout of the actor.
+Codes are computed on the actor, which halves the bytes moved. A scale covers its whole row across ranks, so the
+engine's weights do not depend on the layout of the actor.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from megatron_rl.weights.shard_box import ShardBox, box_slices
 
 
 class RowScales:
-    """Row scales of some matrices; every rank of the job makes the same calls.
-
-    Args:
-        cargo: the matrices.
+    """Row scales of the matrices in a cargo; every rank of the job makes the same calls.
 
     Attributes:
         params: scales of this rank's parameters by name, [n, 1] float32.
@@ -58,17 +55,12 @@ class RowScales:
             self.params[p.param][slice(*p.local_box[0])] = self._find_rows(p)
 
     def _find_rows(self, piece: ShardBox) -> torch.Tensor:
-        """Return the scales of a piece's rows, as a view."""
         first = self._firsts[piece.hf_name]
         return self._rows[first + piece.hf_box[0][0] : first + piece.hf_box[0][1]]
 
 
 def split_cargo(cargo: Cargo, way: Way, code_format: CodeFormat, matrices: frozenset[str]) -> list[Cargo]:
-    """Split a cargo into unquantized tensors, codes of the matrices, and their scales.
-
-    Args:
-        matrices: logical tensors that the engines store as codes.
-    """
+    """Split a cargo into unquantized tensors, codes of `matrices`, and their scales."""
     coded = cargo.only(matrices.intersection(cargo.shapes))
     scales = RowScales(coded, way, code_format)
     params = {name: CodedParam(cargo.params[name], scale, code_format) for name, scale in scales.params.items()}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that a rollout server uses the weights it received: the trainer scores its continuation of a fixed prompt.
 
-The certificate only covers the files that a server loads; the server's use of them shows only in its log-probs. After
-every update these must equal the trainer's up to arithmetic (`_BOUNDS`), and must have moved like the trainer's since
-the last update: with a small learning rate, log-probs of stale weights stay within any such bound, but do not move.
+The certificate only covers the files that a server loads. After every update the server's log-probs must equal the
+trainer's up to arithmetic (`_BOUNDS`), and must have moved like the trainer's: with a small learning rate, log-probs of
+stale weights stay within any such bound, but do not move.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ class ProbedWeights:
 
     Args:
         engine: this rank's engine weights or stand-in.
-        probe: requests a continuation from the server; returns `None` on ranks without a server.
+        probe: requests a continuation; returns `None` without a server.
         score: computes the trainer's log-probs.
-        dtype: of the weights.
-        group: all ranks.
     """
 
     def __init__(
