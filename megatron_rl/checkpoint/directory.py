@@ -100,7 +100,7 @@ def find_problems(directory: Path, part: int = 0, num_parts: int = 1, *, reads_a
 
     Args:
         part, num_parts: share of its bytes to check.
-        reads_all: compare digests; otherwise only file sizes and the coverage of tensors.
+        reads_all: compare digests, not only sizes and coverage.
     """
     try:
         manifest, digests = read_manifest(directory), read_digests(directory)
@@ -160,8 +160,8 @@ def read_pointer(root: Path, name: str) -> int | None:
 def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
     """Delete old checkpoints and remains of unfinished ones, and return the deleted steps.
 
-    Checkpoints written by a timer are deleted regardless of `keep_last`; the target of `latest` never is. Checkpoints
-    newer than `latest` are damaged: they do not count, and stay until the run reaches their step again.
+    The target of `latest` stays; other checkpoints of a timer never do. Checkpoints newer than `latest` are damaged:
+    they do not count, and stay until the run reaches their step again.
     """
     for path in root.glob("step_*"):
         if path.suffix in _UNFINISHED:
@@ -217,7 +217,7 @@ def find_weights(path: str | Path) -> FoundWeights:
     """Find the policy for a path: a model in HF format, a converted checkpoint, step_<N>, or a run (its latest).
 
     Raises:
-        UserError: the directory contains none of these.
+        UserError: the directory contains none.
     """
     path = Path(path)
     if path.is_dir() and not (find_model_files(path) / "config.json").is_file():
@@ -230,11 +230,7 @@ def find_weights(path: str | Path) -> FoundWeights:
 
 
 def find_gaps(directory: Path, manifest: Mapping[str, Any], part: int = 0, num_parts: int = 1) -> list[str]:
-    """Return one line per gap in a training checkpoint; other kinds have none.
-
-    Args:
-        part, num_parts: share of its roles to check.
-    """
+    """Return one line per gap in a training checkpoint, or in a share of its roles; other kinds have none."""
     has_optimizer, gaps = bool(manifest.get("has_optimizer")), []
     for name, role in list(manifest.get("roles", {}).items())[part::num_parts]:
         try:
@@ -266,7 +262,7 @@ def _are_disjoint(boxes: Iterable[Box], whole: Box) -> bool:
     """Return whether boxes with as many elements as `whole` cover it.
 
     Corners shared by an even number of boxes cancel out. If only the corners of the whole remain, every element is
-    covered an odd number of times, hence once. (Comparing all pairs takes minutes for a large model's experts.)
+    covered an odd number of times, hence once. (Comparing all pairs takes minutes.)
     """
     corners: set[tuple[int, ...]] = set()
     for box in boxes:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Atomic and durable files: digests computed while writing, fsync, and readable errors.
 
-The digests of a directory are in `SHA256SUMS`, so that `sha256sum -c SHA256SUMS` checks a checkpoint without this
-package.
+`sha256sum -c SHA256SUMS` checks a checkpoint without this package.
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ def find_damage(
     Args:
         digests: relative path -> SHA-256, of the files to check.
         sizes: relative path -> bytes, if recorded.
-        reads_all: compare digests as well as sizes.
+        reads_all: compare digests, not only sizes.
     """
     problems = []
     for path, digest in digests.items():
@@ -229,7 +228,7 @@ def split_units(sizes: Mapping[str, int], max_bytes: int, name_file: Callable[[i
 
     Args:
         sizes: tensor -> bytes.
-        max_bytes: file size limit, which only a single tensor may exceed.
+        max_bytes: per file, which only a single tensor may exceed.
         name_file: (index from 0, number of files) -> name.
     """
     batches: list[list[str]] = [[]]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and writing of models in HF format, through the placement tables.
 
-Loading streams: each rank reads only the boxes of its parameters, one at a time. Writing gathers one file's worth of
-logical tensors on rank 0 and renames the finished directory into place.
+Each rank reads only the boxes of its parameters. Writing gathers one file's worth of logical tensors on rank 0 and
+renames the finished directory into place.
 
 A model with a score head (critic, reward model) is transformers' `*ForSequenceClassification` with one label.
 """
@@ -45,11 +45,8 @@ T = TypeVar("T")
 def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collection[str] = ()) -> None:
     """Check names and shapes of the tensors against the config; reads headers only.
 
-    Args:
-        may_lack: optional tensors (a new value head).
-
     Raises:
-        UserError: names the first missing or mismatched tensors, or a head of another kind.
+        UserError: names the first missing (unless in `may_lack`) or mismatched tensors, or a head of another kind.
     """
     directory = Path(directory)
     files = ModelFiles(directory)
@@ -69,7 +66,6 @@ def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collect
 
 
 def _check_head(directory: Path, files: Mapping[str, Path], shape: ModelShape, may_lack: Collection[str]) -> None:
-    """Refuse a head of another kind: it would be dropped silently, or its absence would look like damage."""
     family, source = FAMILIES[shape.family], str(directory)
     if not shape.has_score_head:
         if SCORE_HEAD in files:
@@ -118,11 +114,7 @@ def load_huggingface(
     *,
     may_lack: Collection[str] = (),
 ) -> None:
-    """Fill `params` in place from the checkpoint, converting to their dtype; padding becomes zero.
-
-    Args:
-        may_lack: tensors set to zero if missing.
-    """
+    """Fill `params` in place, converted to their dtype; padding and missing tensors in `may_lack` become zero."""
     files = ModelFiles(Path(directory))
     by_file: dict[Path, list[ShardBox]] = {}
     for placement in placements:
@@ -143,8 +135,7 @@ class ShardedModel:
     """A model whose weights are sharded over the ranks of a group.
 
     Attributes:
-        shards: placements of all ranks.
-        dtype: dtype in files, except for router biases.
+        dtype: in files, except for router biases.
         mtp: the MTP layer, if `shards` and `params` contain it.
     """
 
@@ -171,13 +162,13 @@ def save_huggingface(
     """Write a model in HF format; collective over its group, rank 0 writes.
 
     Args:
-        directory: replaced atomically.
-        side_files_from: model directory from which config, tokenizer files and draft layers are copied.
-        bucket_bytes: bound on the staging memory of the transfer.
-        max_file_bytes: bytes per safetensors file, all of which rank 0 holds at once.
+        directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
+        side_files_from: model directory with config, tokenizer files and draft layers to copy.
+        bucket_bytes: bound on staging memory.
+        max_file_bytes: bytes per safetensors file, held by rank 0 at once.
 
     Raises:
-        Exception: rank 0 could not write; raised on every rank.
+        Exception: rank 0 could not write; raised on every rank. An existing directory stays.
     """
     directory, shape, group = Path(directory), model.shape, model.group
     partial, shapes = directory.with_name(directory.name + ".partial"), shape.logical_tensors()
@@ -213,13 +204,10 @@ def name_safetensors(index: int, count: int) -> str:
 def finish_model(
     partial: Path, directory: Path, units: Sequence[Unit], config: Path, shape: ModelShape, dtype: torch.dtype
 ) -> None:
-    """Write index, config and tokenizer files of a model in HF format, and rename its directory into place.
+    """Write index, config and tokenizer files beside `units` in `partial`, and rename it to `directory`.
 
     Args:
-        partial: holds the files of `units`.
-        directory: final name; an existing one is replaced.
-        config: directory from which config and tokenizer files are copied.
-        dtype: of the weights.
+        config: directory with config and tokenizer files to copy.
     """
     if len(units) > 1:
         weight_map = {name: unit.file for unit in units for name in unit.tensors}
@@ -297,9 +285,9 @@ def gather_on_first(
 
 
 def find_drafts(directory: Path, shape: ModelShape) -> dict[str, Path]:
-    """Return the file of each tensor of the MTP layers (of DeepSeek-V3, GLM-4.5, Qwen3-Next).
+    """Return the file of each tensor of the MTP layers (of DeepSeek-V3, GLM-4.5, Qwen3-Next), which engines draft with.
 
-    Engines draft with them. Unless `actor.mtp_lr` trains one, exports copy them from the initial model.
+    Unless `actor.mtp_lr` trains one, exports copy them from the initial model.
     """
     config = json.loads((directory / "config.json").read_bytes())
     may_have = shape.delta_net is not None or any(config.get(key) for key in _KEYS)  # Qwen3-Next has no such key

@@ -2,7 +2,7 @@
 """Logical tensors of a model in HF format, including experts that are packed into one tensor per layer.
 
 Only the text part of an image-text model has logical tensors. Experts in MXFP4 (4-bit numbers in blocks of 32 with one
-exponent; OCP microscaling formats, 1.0) are decoded to bfloat16, whose precision suffices.
+exponent; OCP microscaling formats, 1.0) are decoded to bfloat16.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def list_written(
     """List the output tensors of a model by name.
 
     Args:
-        drafts: sizes of further tensors, which are not logical.
-        dtypes: of drafts and logical tensors; packed tensors have the dtype of their parts.
+        drafts: sizes of further, non-logical tensors.
+        dtypes: of drafts and logical tensors.
     """
     tensors = list_file_tensors(shape) | {name: FileTensor(size) for name, size in drafts.items()}
     return {
@@ -197,7 +197,7 @@ def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _read_family(directory: Path) -> Family | None:
-    """Return the family of a model, if it is known; tensor names do not determine the packing of experts."""
+    """Return the family of a model, if known; tensor names do not determine how experts are packed."""
     config = directory / "config.json"
     described = read_config(config) if config.is_file() else {}
     return FAMILIES.get(str(described.get("model_type")))

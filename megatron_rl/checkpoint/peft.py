@@ -45,10 +45,7 @@ _SERVED: dict[str, tuple[Any, ...]] = {
 
 
 def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> None:
-    """Check that adapters on disk match the adapters of a run and are finite.
-
-    Args:
-        source: the setting that names the directory.
+    """Check that adapters on disk match the adapters of a run and are finite; `source` names the setting in errors.
 
     Raises:
         UserError: missing or damaged files, unsupported PEFT settings, another rank or scale, other matrices,
@@ -91,7 +88,6 @@ def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> N
 
 
 def _read_config(file: Path, shape: AdapterShape) -> dict[str, Any]:
-    """Read the adapter settings; refuse settings that change the meaning of the tensors."""
     config = read_json(file, "save the adapters again with save_pretrained")
     check_kinds({"r": None, "lora_alpha": None} | config, _SCALE, str(file), may_be_null=False)
     check_kinds(config, {"use_rslora": FLAG}, str(file))
@@ -145,11 +141,11 @@ def save_adapters(
     """Write adapters in PEFT's format, with the model's tokenizer; collective, rank 0 writes.
 
     Args:
-        directory: replaced atomically.
+        directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
         base: directory of the base model.
 
     Raises:
-        Exception: rank 0 could not write; raised on every rank.
+        Exception: rank 0 could not write; raised on every rank. An existing directory stays.
     """
     partial = directory.with_name(directory.name + ".partial")
     do_on_first(model.group, make_empty, partial)

@@ -24,8 +24,8 @@ def index_safetensors(directory: Path) -> dict[str, Path]:
     """Map each tensor name to its file, for a sharded or unsharded model.
 
     Raises:
-        UserError: no safetensors; a missing or damaged file; an index that is unreadable, refers to a file outside the
-            directory, or does not match the files.
+        UserError: no safetensors; a missing or damaged file; an index that is unreadable, unsafe, or does not match the
+            files.
     """
     index = directory / INDEX_FILE
     named = _read_index(index) if index.is_file() else None
@@ -64,7 +64,6 @@ def read_headers(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
 
 
 def _list_parts(directory: Path) -> list[Path]:
-    """List the files of a model without an index, including missing numbered parts."""
     files = set(directory.glob("*.safetensors"))
     for match in filter(None, (_NUMBERED.fullmatch(file.name) for file in tuple(files))):
         count = int(match[2])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving of training checkpoints, synchronously or in the background.
 
-A save has three parts. *Taking* lists the pieces of this rank (with `async_save` it copies them to the host). *Writing*
-stores them under a temporary name, without communication, in a thread with `async_save`. *Committing* is collective:
-rank 0 checks that the files cover every tensor, renames the directory, moves `latest`, and prunes. An error on any rank
-fails the save on all ranks; older checkpoints stay.
+*Taking* lists the pieces of this rank (with `async_save` it copies them to the host). *Writing* stores them under a
+temporary name, without communication, in a thread with `async_save`. *Committing* is collective: rank 0 checks that the
+files cover every tensor, renames the directory, moves `latest`, and prunes. An error on any rank fails the save on all
+ranks; older checkpoints stay.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SaveOutcome:
     Attributes:
         seconds: from the call of `save` to the commit.
         blocked_seconds: of these, the time that training waited.
-        num_bytes: written by all ranks (0 after an error).
+        num_bytes: written by all ranks; 0 after an error.
     """
 
     step: int
@@ -63,7 +63,7 @@ class SaveOutcome:
 
 @dataclass
 class _Pending:
-    """A save between `save` and its commit; the writer sets `chunks`, `records` and `error`."""
+    """A save before its commit; the writer sets `chunks`, `records` and `error`."""
 
     content: RunContent
     manifest: dict[str, Any]
@@ -76,14 +76,12 @@ class _Pending:
 
     @contextmanager
     def keeping_error(self, rank: int) -> Iterator[None]:
-        """Keep an exception of the block for the commit."""
         try:
             yield
         except Exception as error:
             self.error = self.explain(error, rank)
 
     def explain(self, error: Exception, rank: int) -> UserError:
-        """Convert an exception to a `UserError`, logging unexpected tracebacks."""
         if isinstance(error, UserError | OSError | SafetensorError):
             return explain_write_error(error, self.partial)
         _LOG.debug("checkpoint of step %d", self.content.step, exc_info=error)
@@ -98,7 +96,6 @@ class CheckpointSaver:
         group: all ranks, with a backend for CPU tensors.
         async_save: write in the background; `poll` must then be called regularly.
         keep_last: newest checkpoints to keep; `None` keeps all.
-        keep_best: also keep the best.
         report: called on every rank with each outcome.
     """
 
@@ -136,11 +133,9 @@ class CheckpointSaver:
 
         Args:
             content: its `side_files` name the roles of all ranks.
-            roles: of this rank: "actor" and, if there is one, "critic".
             with_optimizer: include optimizer and RNG states, which resuming needs.
-            is_best: let `best` point to this checkpoint.
-            export: called on every rank with a directory for the HF model.
-            rank_state: state of this rank; RNG states by default.
+            export: called on every rank with a directory in the new checkpoint for the HF model.
+            rank_state: RNG states of this rank by default.
         """
         self.wait()
         started = time.monotonic()
@@ -281,7 +276,7 @@ def list_pieces(role: SavedRole, rank: int, with_optimizer: bool) -> list[Piece]
 
 
 def copy_to_host(piece: Piece) -> Piece:
-    """Copy a piece to host memory, for a background writer."""
+    """Copy a piece to host memory."""
     return Piece(piece.key, piece.shape, piece.offset, piece.data.detach().to("cpu", copy=True))
 
 

@@ -45,7 +45,7 @@ def list_side_files(model: Path, tokenizer: Path | None = None) -> dict[str, Pat
 
     Args:
         model: directory in HF format, or a Megatron checkpoint.
-        tokenizer: a directory or a sentencepiece file; `model` by default.
+        tokenizer: a directory or sentencepiece file; `model` by default.
     """
     model = find_model_files(model).absolute()  # a user's function may change the working directory
     tokenizer = tokenizer and tokenizer.absolute()
@@ -69,11 +69,7 @@ def copy_side_files(files: Mapping[str, Path], directory: Path) -> list[FileReco
 
 
 def check_vocabulary(saved: Path, files: Mapping[str, Path]) -> None:
-    """Check that the tokenizer of a checkpoint equals the one in use.
-
-    Args:
-        saved: `config/` of the checkpoint.
-        files: from `list_side_files`.
+    """Check that the tokenizer in `saved`, a checkpoint's `config/`, equals the one in use.
 
     Raises:
         UserError: a file that defines token ids differs.

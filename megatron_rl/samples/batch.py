@@ -2,8 +2,8 @@
 """TrainBatch: the packed tensors of one DP rank for one step, cut into minibatches and microbatches.
 
 All token-level tensors are flat `[t]` over the rank's microbatches in execution order, so per-token results of a role
-are aligned by construction. A microbatch ends in padding if its length must be a multiple (sequence or context
-parallelism) or a bucket size (`shape_buckets.py`), or would be zero; padding enters no loss and no metric.
+are aligned by construction. A microbatch is padded to a multiple (sequence or context parallelism) or a bucket size
+(`shape_buckets.py`), and never empty; padding enters no loss and no metric.
 
 With shared prefixes (`prefix.py`) every token after a prompt has a row, since each has its own loss; the model computes
 shared tokens once.
@@ -61,7 +61,7 @@ class Rows:
     def append(self, sequence: Branch, index: int, num_shared: int) -> None:
         """Add sequence `index`, which shares its first `num_shared` tokens with the previous sequence.
 
-        Shared prompt tokens get no row; shared response tokens get rows that are not computed again.
+        Shared prompt tokens get no row; shared response tokens get rows that are not computed.
         """
         same = np.array_equal(sequence.tokens[:num_shared], self._last[:num_shared])
         assert same, "sequences have in common what they share"
@@ -147,10 +147,8 @@ class TrainBatch:
 
     Attributes:
         position_ids: int64, in the sequence including a shared prompt.
-        predecessors: int64, the microbatch's computed row whose hidden state predicts this token (unused at position
-            0).
-        loss_weights: float32; `sum(loss_weights * loss)` over all microbatches and DP ranks of a minibatch is the loss
-            of that optimizer step.
+        predecessors: int64, the computed row whose hidden state predicts this token; unused at position 0.
+        loss_weights: float32; `sum(loss_weights * loss)` over all microbatches and DP ranks of a minibatch is its loss.
         sequence_ids: int64, index of the sequence (a branch of a rollout) in the step; -1 on padding.
         old_logprobs, sum_pi_squared, ref_logprobs, advantages, values, returns, importance_weights: float32, `None`
             until computed.
@@ -214,7 +212,7 @@ class TrainBatch:
 
     @property
     def num_computed(self) -> int:
-        """Number of rows of a microbatch that the model computes."""
+        """Number of computed rows of a microbatch."""
         rows = self.slices[0].computed
         return len(self.tokens if rows is None else rows)
 
@@ -276,7 +274,7 @@ class Padding:
 
     Attributes:
         multiple: divisor and minimum of each length.
-        max_seqlen: bound on segments, padding included (buckets only).
+        max_seqlen: bound on segments (buckets only).
     """
 
     multiple: int

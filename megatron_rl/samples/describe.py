@@ -52,7 +52,7 @@ def describe_staleness(headers: Headers, version: int, optimizer_steps: int) -> 
     """Compute the staleness of the rollouts in steps of the main loop, from the first policy version of each.
 
     Args:
-        version: current policy version, in optimizer steps.
+        version: current policy version.
         optimizer_steps: optimizer steps per step of the main loop.
     """
     staleness = (version - headers.rollouts["first_version"]) / optimizer_steps
@@ -90,7 +90,7 @@ def describe_distributions(headers: Headers, batch: TrainBatch) -> dict[str, np.
 
 
 def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
-    """Return `ratio`, `entropy` and `clipped` of the last update of each token, [t] float32; NaN before the first."""
+    """Return `ratio`, `entropy` and `clipped` of each token's last update, [t] float32 (NaN: none), {} if unrecorded."""
     now = batch.update_logprobs
     if now is None:
         return {}
@@ -128,8 +128,6 @@ def _describe_turns(rollout: Rollout, token_texts: TokenTexts) -> dict[str, Any]
 
 def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dict[str, str]]:
     """Choose the rollouts of a step to log: whole groups, and the three best, the worst and the longest rollout.
-
-    Ties in reward favor different prompts.
 
     Args:
         num_groups: groups to log, spread over the batch and rotated by step; -1 for all, 0 logs nothing.

@@ -63,7 +63,6 @@ def compute_advantages(
 
     Args:
         batch: old log-probs, and reference log-probs and values if there are any.
-        algorithm: the estimator, with the current KL coefficient.
         turn_rewards: `Packing.turn_rewards`.
     """
     headers = samples.headers
@@ -159,7 +158,7 @@ def measure_lags(batch: TrainBatch, lags: torch.Tensor, most: int, group: dist.P
 
 
 def measure_stale_routes(headers: Headers, batch: TrainBatch, version: int, group: dist.ProcessGroup) -> float:
-    """Compute the share of loss tokens with replayed routes whose sequence's last version is older; collective."""
+    """Compute the share of replayed loss tokens whose sequence's last version is older than `version`; collective."""
     routes, is_stale = batch.column("replayed_routes"), np.append(headers["last_version"] < version, False)
     replayed = batch.loss_mask & (routes[:, 0, 0] != torch.iinfo(routes.dtype).max)
     stale = replayed & torch.from_numpy(is_stale).to(routes.device)[batch.sequence_ids]

@@ -40,12 +40,7 @@ from megatron_rl.types import Branch, Prompt, Rollout, RouteShape, Turn
 
 @dataclass(frozen=True)
 class Column:
-    """Values of the tokens after the prompts.
-
-    Attributes:
-        values: [t, ...] in the rows of `packing`.
-        holders: the ranks that hold the values; all ranks of the packing if `None`.
-    """
+    """Values [t, ...] of the tokens after the prompts, in the rows of `packing`, held by all its ranks or `holders`."""
 
     values: torch.Tensor
     packing: Packing
@@ -76,7 +71,7 @@ class Experience:
         metrics: metrics of the rollout phase.
 
     Attributes:
-        columns: results by name, each set once through the attribute of that name.
+        columns: results by name, each set once.
     """
 
     old_logprobs = _Slot()
@@ -137,15 +132,11 @@ class Experience:
         *,
         on_all: bool = False,
     ) -> list[tuple[Rollout, dict[str, np.ndarray]]]:
-        """Fetch whole rollouts to rank 0, or to all ranks; empty elsewhere; collective.
+        """Fetch whole rollouts, with `columns` of their loss tokens, to rank 0 or all ranks; collective.
 
         Args:
             chosen: rollout indices, ascending.
             decode: response tokens -> text.
-            columns: per-token values to fetch as well; the same names on every rank.
-
-        Returns:
-            Each rollout with its values: name -> [number of its loss tokens].
         """
         bounds = [*self.headers.first_of_rollout.tolist(), len(self.headers)]
         parts = [range(bounds[number], bounds[number + 1]) for number in chosen]
@@ -182,11 +173,10 @@ class Experience:
 
     @classmethod
     def join(cls, parts: Sequence[Experience], groups: Sequence[int], metrics: Mapping[str, float]) -> Experience:
-        """Join groups of several generations, in the given order, into one experience.
+        """Join groups of several generations, without columns, in the given order.
 
         Args:
-            parts: experiences without computed columns.
-            groups: indices of the chosen groups, counted over the concatenated parts.
+            groups: indices counted over the concatenated parts.
         """
         headers, order = join_headers([part.headers for part in parts]).select_groups(groups)
         prompts = [prompt for part in parts for prompt in part.prompts]

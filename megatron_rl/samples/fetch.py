@@ -65,11 +65,7 @@ class FetchPlan:
 
 
 def plan_fetch(rank: int, source: Holders, destination: Holders) -> FetchPlan:
-    """Plan the sends and receives of `rank`.
-
-    The receiver's place and the sequence index select the sender in the holding replica, so that its ranks share the
-    work.
-    """
+    """Plan the sends and receives of `rank`, with the load spread over the ranks of a holding replica."""
     (source_replica, source_place), (replica, place) = source.locate(rank), destination.locate(rank)
     width = source.ranks.shape[1]
     needed = np.flatnonzero(destination.replica_of == replica)
@@ -144,8 +140,7 @@ class Payload:
     Attributes:
         branches: branches by sequence index.
         ranks: [num_replicas, width] ranks that hold the sequences of each replica.
-        num_bytes: received for the payload.
-        has_kept: whether any token of the step was drawn from kept sets; equal on every rank.
+        has_kept: any token of the step was drawn from kept sets; equal on every rank.
         route_shape: equal on every rank; `None` without routes.
         has_episodes: rollouts may have several turns. Otherwise unsampled tokens between sampled ones were inserted.
     """
@@ -194,8 +189,7 @@ def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_
     """Fetch the tokens of the sequences that this rank needs, by sequence index; collective.
 
     Args:
-        fetch: transfers values from all ranks of each holder.
-        fetch_from_first: uses only the first ranks, which alone have turn rewards.
+        fetch_from_first: uses only the first rank of each holder, which alone has turn rewards.
     """
     rows = headers.rows
     has_versions = bool((rows["first_version"] != rows["last_version"]).any())
@@ -231,7 +225,6 @@ def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_
 
 
 def _fetch_kept(payload: Payload, lengths: np.ndarray, fetch: Fetch) -> dict[int, KeptSets]:
-    """Fetch the kept sets: first the sizes, which give the number of ids."""
 
     def read(name: str, sequences: np.ndarray) -> torch.Tensor:
         branches = [payload.branches[i] for i in sequences.tolist()]

@@ -83,8 +83,7 @@ def _exchange_best(
 ) -> tuple[int, int] | None:
     """Exchange the pair of units that comes closest to moving half of the gap, or move one unit.
 
-    Returns:
-        The unit given to the cheaper rank, and the unit taken (-1 if none); `None` if impossible.
+    Returns the unit given to the cheaper rank and the unit taken (-1 if none); `None` if impossible.
     """
     takes = [(unit, b) for b, members in enumerate(low) for unit in members]
     takes += [(-1, b) for b in range(len(low))]  # a unit can move to any bin without an exchange
@@ -238,7 +237,7 @@ def plan_microbatches(
     """Split sequences into microbatches of at most `max_tokens` tokens, balanced over DP ranks by cost.
 
     Longest-processing-time-first by tokens into `dp_size * k` bins, for the smallest k that fits; bins are dealt to the
-    DP ranks by cost; then heavy ranks exchange sequences with light ones. With `shared`, groups replace sequences.
+    DP ranks by cost; then ranks exchange sequences. With `shared`, groups replace sequences.
 
     Args:
         lengths: tokens of each sequence, including its prompt.
@@ -281,7 +280,6 @@ def _divide_groups(
     work: _Workload,
     arrange: Callable[[list[list[int]]], _Joined],
 ) -> tuple[_Joined, list[int]]:
-    """Split groups of overloaded ranks while that lowers the heaviest rank's cost."""
     for _ in range(min(2 * len(loads), _MOST_ROUNDS)):
         if max(loads) <= max(_CLOSE * sum(loads) / len(loads), int(work.costs.max(initial=0))):
             break
@@ -352,7 +350,6 @@ def _divide_overloaded(
 
 
 def _plan_units(units: list[list[int]], work: _Workload, dp_size: int, max_tokens: int, count_multiple: int) -> _Joined:
-    """Pack units into bins, deal the bins to ranks and balance them."""
     tokens, costs = work.sum_each(units)
     bins = _fill_fewest_bins(tokens.tolist(), max_tokens, dp_size, count_multiple)
     ranks = _deal(bins, costs.tolist(), dp_size)
@@ -373,7 +370,6 @@ def _spell_out(plan: _Joined, dp_size: int) -> MicrobatchPlan:
 def _fill_fewest_bins(
     lengths: list[int], max_tokens: int, multiple: int = 1, count_multiple: int = 1
 ) -> list[list[int]]:
-    """Fill the smallest number of bins (a multiple of `multiple * count_multiple`) that the heuristic fits."""
     enough = -(-sum(lengths) // max_tokens) if max_tokens else 1
     alone = sum(2 * length > max_tokens for length in lengths)  # no two of these fit into one bin
     k = first = _round_up(-(-max(enough, alone) // multiple), count_multiple)
@@ -450,10 +446,10 @@ def packing_metrics(
 
     Returns:
         packing/efficiency: real over computed tokens (with padding).
-        packing/padded_efficiency: likewise if every sequence were padded to the longest.
+        packing/padded_efficiency: likewise with every sequence padded to the longest.
         packing/budget_use: real tokens over microbatches times budget.
         packing/imbalance: cost of the heaviest DP rank over the mean.
-        packing/prompt_repeats, packing/prefix_repeats: computed over unique tokens with shared prompts or prefix trees.
+        packing/prompt_repeats, packing/prefix_repeats: computed over unique tokens.
     """
     work = _Workload.measure(lengths, attention_ratio, shared)
     microbatches = [members for rank in plan for members in rank]

@@ -70,7 +70,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs the sequences of a step for one role."""
+    """Packing of a step's sequences for one role."""
 
     model: PackableModel
     config: LayoutConfig

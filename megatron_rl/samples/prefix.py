@@ -25,14 +25,13 @@ from megatron_rl.types import Branch
 class SharedPrefixes:
     """Common prefixes of sequences, by packing order.
 
-    Any two sequences share at least the minimum of `num_shared` between them; exactly that in a walk through the prefix
-    tree.
+    Any two sequences share at least the minimum of `num_shared` between them; exactly that in a prefix tree's order.
 
     Attributes:
         places: [n] int64, place of each sequence in the packing order.
         num_shared: [n] int64, by place: tokens shared with the previous sequence.
         shareable: [n] int64, by sequence: its tokens that can be shared (the prompt, or all).
-        name: used in the metric `packing/<name>_repeats`.
+        name: for the metric `packing/<name>_repeats`.
     """
 
     places: np.ndarray
@@ -41,7 +40,7 @@ class SharedPrefixes:
     name: str = "prompt"
 
     def measure(self, members: Sequence[int] | np.ndarray, firsts: Sequence[int] | np.ndarray = (0,)) -> np.ndarray:
-        """Return the number of tokens that each member shares with the previous one; 0 for the first of each list, [k].
+        """Return the tokens that each member shares with the previous one, 0 for the first of each list, [k].
 
         Args:
             members: [k] concatenated lists of sequences, each in packing order.
@@ -84,7 +83,7 @@ def is_repeated(values: np.ndarray) -> np.ndarray:
 
 
 def arrange_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int]]:
-    """Order the branches of a rollout as a walk through their prefix tree: most prompt tokens first, then by tokens.
+    """Order the branches of a rollout as a walk through their prefix tree, most prompt tokens first.
 
     Returns:
         The place of each branch, and the tokens that it shares with the previous place.

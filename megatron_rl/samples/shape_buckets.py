@@ -30,6 +30,7 @@ class Buckets:
         return next(size for size in self.sizes if size >= num_tokens)
 
     def find_slots(self, num_segments: int) -> int:
+        """Return the padded number of segments."""
         return _double_until(self.max_num_seqs, num_segments)
 
     def find_num_keys(self, num_keys: int, size: int) -> int:

@@ -44,10 +44,7 @@ def _cut(box: Box, dim: int, first: int, last: int) -> Box:
 
 
 def cut_into_buckets(ops: Iterable[TransferOp], max_elements: int) -> list[Bucket]:
-    """Fill buckets in order, with at most `max_elements` (at least 1) each.
-
-    A piece of at least an eighth of the limit has its own bucket.
-    """
+    """Fill buckets with at most `max_elements` each; a piece of at least an eighth of it has its own bucket."""
     buckets: list[Bucket] = []
     filled = max_elements
     for op in ops:
@@ -68,8 +65,6 @@ def find_device(*sides: SourceParams) -> torch.device:
 
 @dataclass(frozen=True)
 class _ComputedPiece:
-    """A piece that is computed when its bucket is packed."""
-
     param: ComputedParam
     box: Box
 
@@ -106,10 +101,8 @@ class BucketTransport:
     """Exchange of the remote pieces of one rank's plan.
 
     Args:
-        sends: destination rank -> pieces.
-        receives: source rank -> pieces.
+        sends, receives: peer rank -> pieces.
         bucket_bytes: half the bound on staging memory.
-        dtype: of transferred elements.
     """
 
     def __init__(
@@ -173,7 +166,7 @@ class BucketTransport:
         return 2 * (self._out_elements + self._in_elements) * self._dtype.itemsize
 
     def _direct(self, bucket: Sequence[_Outgoing]) -> torch.Tensor | None:
-        """Return the parameter's own memory, flat, if the bucket is one contiguous piece of it."""
+        """Return the parameter's own memory if the bucket is one contiguous piece of it."""
         piece = bucket[0] if len(bucket) == 1 else None
         if not isinstance(piece, torch.Tensor) or not piece.is_contiguous() or piece.dtype != self._dtype:
             return None
@@ -219,7 +212,6 @@ class BucketTransport:
         return _Exchange(to, origin, dist.batch_isend_irecv(operations), scattered)
 
     def _stage(self, pieces: Sequence[_P], buffer: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, _P]]]:
-        """Return the flat tensor to transfer, and the buffer views of its pieces."""
         direct = self._direct(pieces)
         if direct is not None:
             return direct, []

@@ -97,10 +97,8 @@ class Certificate:
     """Comparison of both sides after a reshard; collective.
 
     Args:
-        shapes: logical tensors by name.
         source, destination: this rank's sides; the source is converted to the destination's dtype.
         num_engines, engine: engines in the job, and this rank's engine; -1 if it has none.
-        group: all ranks.
     """
 
     def __init__(
@@ -210,7 +208,6 @@ def _hex(digest: torch.Tensor) -> str:
 
 
 def _split_by_share(shapes: Mapping[str, tuple[int, ...]], share: float) -> list[list[str]]:
-    """Split tensors into turns of about `share` of the elements."""
     sizes = {name: box_volume(tuple((0, n) for n in shape)) for name, shape in shapes.items()}
     limit, turns, filled = share * sum(sizes.values()), [[]], 0
     for name, size in sizes.items():

@@ -69,6 +69,7 @@ class TensorIndex:
                 self.places[name].append(place)
 
     def param(self, name: str, place: int) -> str:
+        """Return the parameter at a place of a tensor."""
         rows, _ = self.cuts[name][place]
         return rows[self.places[name][place]][0]
 

@@ -2,8 +2,7 @@
 """Execution of one rank's plan: pieces are written straight into the destination parameters.
 
 Pieces are copied locally, copied from the mapped memory of a peer on the same host (pull: no staging, no message), or
-sent in buckets. No rank ever holds a tensor that it does not need. Regularly spaced pieces, such as expert matrices,
-are copied as one block.
+sent in buckets. No rank ever holds a tensor that it does not need. Regularly spaced pieces are copied as one block.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Copy = tuple[torch.Tensor, torch.Tensor]  # target, origin
 
 
 def join_copies(copies: Iterable[Copy]) -> list[Copy]:
-    """Join copies of equal shape and equal spacing on both sides into block copies; no two targets may overlap."""
+    """Join copies of equal shape and spacing on both sides into block copies; no two targets may overlap."""
     ordered = sorted(copies, key=lambda copy: (_storage(copy[0]), _storage(copy[1]), copy[0].data_ptr()))
     runs: list[list[Copy]] = []
     for copy in ordered:
@@ -90,7 +89,7 @@ class Transport:
     """Settings of the transfer between ranks.
 
     Attributes:
-        bucket_bytes: half the bound on the staging memory of buckets.
+        bucket_bytes: half the bound on staging memory.
         name: "pull", "buckets", or "auto": pull from peers on the same host, else buckets.
         ranks_per_node: for the check of shared memory.
     """
@@ -105,16 +104,15 @@ class Resharder:
 
     Args:
         source: this rank's source parameters; on CPU, pulling moves their storage into shared memory in place.
-        destination: this rank's destination parameters, written in place.
         group: group whose rank numbers the plan uses.
         dtype: of every destination parameter.
-        computed: source parameters, on any rank, that are computed when read: peers receive them in buckets.
+        computed: source parameters, on any rank, that are computed when read, and sent in buckets.
 
     Attributes:
         transport: transport in use: "pull", "buckets", or "pull+buckets".
 
     Raises:
-        UserError: pull is requested and impossible; raised on every rank.
+        UserError: on every rank; pull is requested and impossible.
     """
 
     def __init__(
@@ -211,7 +209,6 @@ def _num_bytes(ops: Sequence[TransferOp], dtype: torch.dtype) -> int:
 def _map_peers(
     plan: RankPlan, source: Mapping[str, torch.Tensor], group: dist.ProcessGroup, transport: Transport
 ) -> tuple[str, dict[int, dict[str, torch.Tensor]], set[int]]:
-    """Return the transport in use, mapped parameters by peer, and the ranks on this host."""
     if transport.name == "buckets" or group.size() == 1:
         return "buckets", {}, set()
     missing = gather_objects(missing_shared_memory(source, transport.ranks_per_node), group)

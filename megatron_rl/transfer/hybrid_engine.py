@@ -107,7 +107,7 @@ class HybridEngine:
     Attributes:
         policy_version: of the engine's weights; -1 before the first reshard.
         reshard_stats: bytes of one reshard, summed over ranks.
-        verified_tensors: number compared by the last certificate.
+        verified_tensors: compared by the last certificate.
         is_apart: no rank has both the actor and an engine.
     """
 
@@ -195,7 +195,6 @@ class HybridEngine:
         return self._moves[-1].resharder.transport
 
     def _total_stats(self) -> ReshardStats:
-        """Sum the bytes of one reshard over all ranks, without moves that run only once."""
         parts = [asdict(move.resharder.stats) for move in self._moves[self._moved_once :]]
         mine = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
         mine["bytes_aliased"] = sum(self._engine.params[name].nbytes for name in self._engine.shared_params)
@@ -229,7 +228,6 @@ class HybridEngine:
         return self._moves
 
     def _find_version(self) -> int:
-        """Return the actor's policy version, on every rank."""
         version = self._actor.policy_version
         if self._actor.model.layout.world_size == self._group.size():
             return version
@@ -240,8 +238,7 @@ class HybridEngine:
     def rollout_mode(self) -> Iterator[HybridEngine]:
         """Reshard, and put an engine on the actor's ranks to sleep after the block; collective.
 
-        Training memory is released before the engine allocates its own, and reallocated after the engine sleeps, so
-        that the peak is that of one mode.
+        Training memory is released before the engine allocates its own, so that the peak is that of one mode.
         """
         for training in self._releasable:
             training.release()

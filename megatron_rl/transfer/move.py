@@ -60,7 +60,6 @@ class Way:
 
     Attributes:
         actor_ranks, actor_key: ranks of the actor; equal keys mean equal tables.
-        engine: this rank's share of an engine.
         shared: per rank, engine parameters that share the actor's storage.
         dtype: of most engine parameters.
     """

@@ -77,7 +77,6 @@ def summarize(
     Args:
         flows: from `Planner.flows`; pairs may repeat.
         itemsize: bytes per transferred element.
-        ranks_per_node: consecutive ranks that share a node.
     """
     kept = 0
     egress, ingress = (np.zeros((2, num_ranks), np.int64) for _ in range(2))  # [across][rank]

@@ -74,7 +74,6 @@ def choose_sources(owners: Sequence[int], demanding: Sequence[int], ranks_per_no
     Args:
         owners: ascending ranks that hold the pieces; at least one.
         demanding: ascending ranks that need a part of every piece.
-        ranks_per_node: consecutive ranks on a node.
     """
     if len(owners) == 1:
         return SourceChoice(tuple(owners), dict.fromkeys(demanding, owners[0]))
@@ -87,7 +86,6 @@ def choose_sources(owners: Sequence[int], demanding: Sequence[int], ranks_per_no
 
 
 def _serve_near(choice: SourceChoice, demanding: Sequence[int], ranks_per_node: int) -> list[int]:
-    """Serve the ranks whose node has an owner; return the remaining ranks."""
     by_node: dict[int, list[int]] = {}
     for owner in choice.owners:
         by_node.setdefault(owner // ranks_per_node, []).append(owner)
@@ -202,7 +200,7 @@ def group_shards(
 
     Args:
         placements_of: returns the table of a rank; called once per shard.
-        key_of: equal for ranks that hold the same placements (e.g. tp and pp coordinates).
+        key_of: equal for ranks that hold the same placements.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
     for rank in ranks:
@@ -218,8 +216,8 @@ def plan_rank(rank: int, source: Sequence[Shard], destination: Sequence[Shard], 
         ranks_per_node: consecutive ranks on a node.
 
     Raises:
-        ValueError: no source holds a piece of the rank's destination, or two different source boxes overlap in it;
-            names the tensor and the box.
+        ValueError: no source, or two different source boxes, hold an element of the rank's destination; names the
+            tensor and the box.
     """
     return Planner(source, destination, ranks_per_node=ranks_per_node).plan(rank)
 
@@ -293,7 +291,6 @@ class Planner:
         return [_Part(piece, box, localize(box, boxes)) for piece, box in parts if box is not None]
 
     def _outgoing(self, rank: int) -> Iterator[TransferOp]:
-        """Yield the operations that this rank serves to other ranks, in plan order per receiver."""
         if rank not in self._source_of:
             return
         mine = self._serve(rank)
@@ -366,7 +363,6 @@ class Planner:
         return choice, choice.spread_leftover(volumes, route.turn)
 
     def _index_routes(self) -> None:
-        """Group pieces with equal holders and destination shards into routes."""
         routes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Route] = {}
         for tensors in dict.fromkeys(self._classes.values()):
             for piece in tensors.pieces:
@@ -387,7 +383,6 @@ class Planner:
                     self._routes[piece] = route
 
     def _demand(self, tensors: TensorClass, piece: BoxPiece) -> dict[int, int]:
-        """Return destination shard -> elements of the piece that each of its ranks needs."""
         demand: dict[int, int] = defaultdict(int)
         for box, indices in tensors.targets:
             part = self._intersect(piece.box, box)

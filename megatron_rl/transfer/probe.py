@@ -29,13 +29,7 @@ _HINT = (
 
 
 class ProbedWeights:
-    """Engine weights that are verified by probing the server; every rank of the job makes the same calls.
-
-    Args:
-        engine: this rank's engine weights or stand-in.
-        probe: requests a continuation; returns `None` without a server.
-        score: computes the trainer's log-probs.
-    """
+    """Engine weights that are verified by probing the server; every rank of the job makes the same calls."""
 
     def __init__(
         self,
@@ -106,7 +100,7 @@ class ProbedWeights:
         self._compare_movements(rank, sampled[0], scores[0])
 
     def _compare_movements(self, rank: int, greedy: Sampled, score: np.ndarray) -> None:
-        """Check that the server's log-probs moved with the trainer's; skipped if its greedy tokens changed."""
+        """Check that the server's log-probs moved with the trainer's, unless its greedy tokens changed."""
         tokens, theirs, ours = self._last.get(rank, (greedy.tokens[:0], greedy.logprobs[:0], score[:0]))
         self._last[rank] = greedy.tokens, greedy.logprobs, score
         size = min(len(tokens), len(greedy.tokens))

@@ -2,7 +2,7 @@
 """Parameters that peers on the same host can map: shared memory on CPU, CUDA IPC on a GPU.
 
 The owner moves its storages into shared memory in place; peers map them and read pieces directly. The memory has no
-name on disk: it is reached through the owner's open file descriptor and freed with the last process.
+name on disk and is freed with the last process.
 """
 
 from __future__ import annotations
