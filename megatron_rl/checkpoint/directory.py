@@ -200,7 +200,7 @@ def resolve_weights(path: Path, role: str = "actor") -> Path:
     """Return the distributed checkpoint for a path: the path itself, or that role in a step or run.
 
     Raises:
-        UserError: there is none.
+        UserError: the path contains no distributed checkpoint.
     """
     for candidate in (path, path / role, path / "latest" / role, path / "checkpoints" / "latest" / role):
         if (candidate / "metadata.json").is_file() and (candidate / ".metadata").is_file():
@@ -217,7 +217,7 @@ def find_weights(path: str | Path) -> FoundWeights:
     """Find the policy for a path: a model in HF format, a converted checkpoint, step_<N>, or a run (its latest).
 
     Raises:
-        UserError: the directory contains none.
+        UserError: the directory contains no weights in these formats.
     """
     path = Path(path)
     if path.is_dir() and not (find_model_files(path) / "config.json").is_file():

@@ -164,7 +164,6 @@ def save_huggingface(
     Args:
         directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
         side_files_from: model directory with config, tokenizer files and draft layers to copy.
-        bucket_bytes: bound on staging memory.
         max_file_bytes: bytes per safetensors file, held by rank 0 at once.
 
     Raises:

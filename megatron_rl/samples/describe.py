@@ -52,7 +52,6 @@ def describe_staleness(headers: Headers, version: int, optimizer_steps: int) -> 
     """Compute the staleness of the rollouts in steps of the main loop, from the first policy version of each.
 
     Args:
-        version: current policy version.
         optimizer_steps: optimizer steps per step of the main loop.
     """
     staleness = (version - headers.rollouts["first_version"]) / optimizer_steps
@@ -90,7 +89,7 @@ def describe_distributions(headers: Headers, batch: TrainBatch) -> dict[str, np.
 
 
 def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
-    """Return `ratio`, `entropy` and `clipped` of each token's last update, [t] float32 (NaN: none), {} if unrecorded."""
+    """Return `ratio`, `entropy`, `clipped` of each token's last update, [t] float32 (NaN: none); {} if unrecorded."""
     now = batch.update_logprobs
     if now is None:
         return {}

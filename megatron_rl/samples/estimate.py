@@ -63,7 +63,6 @@ def compute_advantages(
 
     Args:
         batch: old log-probs, and reference log-probs and values if there are any.
-        turn_rewards: `Packing.turn_rewards`.
     """
     headers = samples.headers
     rewards = samples.rewards
@@ -141,11 +140,10 @@ def correct_mismatch(
 
 
 def measure_lags(batch: TrainBatch, lags: torch.Tensor, most: int, group: dist.ProcessGroup) -> dict[str, float]:
-    """Return `mismatch/lag<N>`, the mean log-prob mismatch |d| of the tokens of lag N; collective.
+    """Return `mismatch/lag<N>`, the mean log-prob mismatch |d| of the tokens of lag N <= `most`; collective.
 
     Args:
         lags: [t] steps of the main loop between the sampling policy and the current one.
-        most: largest lag.
     """
     gaps = (batch.column("old_logprobs") - batch.rollout_logprobs).abs().double()
     sums: dict[str, float] = {}

@@ -138,7 +138,6 @@ class Payload:
     """The tokens held on this rank.
 
     Attributes:
-        branches: branches by sequence index.
         ranks: [num_replicas, width] ranks that hold the sequences of each replica.
         has_kept: any token of the step was drawn from kept sets; equal on every rank.
         route_shape: equal on every rank; `None` without routes.

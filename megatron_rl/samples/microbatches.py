@@ -42,7 +42,6 @@ def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
     Args:
         ranks: [dp_size][num_bins] -> units.
         tokens, costs: [num_units] int64.
-        max_tokens: budget of a bin.
     """
     token_list, cost_list = [*tokens.tolist(), 0], [*costs.tolist(), 0]  # the last entry is for unit -1: "nothing"
     held = [sorted([0, *[cost_list[unit] for members in rank for unit in members]]) for rank in ranks]  # 0: "nothing"
@@ -237,13 +236,13 @@ def plan_microbatches(
     """Split sequences into microbatches of at most `max_tokens` tokens, balanced over DP ranks by cost.
 
     Longest-processing-time-first by tokens into `dp_size * k` bins, for the smallest k that fits; bins are dealt to the
-    DP ranks by cost; then ranks exchange sequences. With `shared`, groups replace sequences.
+    DP ranks by cost; then ranks exchange sequences. With `shared`, groups of sequences with a common prefix are packed
+    instead.
 
     Args:
         lengths: tokens of each sequence, including its prompt.
         count_multiple: divisor of the microbatches per rank.
         attention_ratio: see `compute_attention_ratio`; 0 balances tokens.
-        shared: prefixes to pack once.
 
     Raises:
         ValueError: a sequence is longer than the budget.
@@ -260,7 +259,7 @@ def plan_microbatches(
     plan = arrange(units)
     longest = int(work.costs.max(initial=0))
     least = max(longest, work.sum_fully_shared() / dp_size)  # lower bound of the heaviest rank's cost
-    fewest = _round_up(-(-sum(lengths) // (dp_size * max_tokens)), count_multiple)  # the plain plan's microbatches
+    fewest = _round_up(-(-sum(lengths) // (dp_size * max_tokens)), count_multiple)  # microbatches per rank, plain
     loads = _rank_costs(plan, work, dp_size)
     if max(loads) <= _CLOSE * least and len(plan[1]) - 1 <= dp_size * fewest:
         return _spell_out(plan, dp_size)
