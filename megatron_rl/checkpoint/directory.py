@@ -160,7 +160,7 @@ def read_pointer(root: Path, name: str) -> int | None:
 def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
     """Delete old checkpoints and remains of unfinished ones, and return the deleted steps.
 
-    The target of `latest` stays; other checkpoints of a timer never do. Checkpoints newer than `latest` are damaged:
+    `keep_last` does not protect checkpoints written by a timer. The target of `latest` stays; newer ones are damaged:
     they do not count, and stay until the run reaches their step again.
     """
     for path in root.glob("step_*"):
@@ -189,7 +189,7 @@ def _is_passing(directory: Path) -> bool:
 
 
 def find_step(path: Path) -> Path:
-    """Return the step directory for a path: the path itself, or the latest step of a run."""
+    """Return the step directory for a path: itself, or the latest of a run."""
     for candidate in (path / "latest", path / "checkpoints" / "latest"):
         if candidate.exists():
             return candidate.resolve()
@@ -197,7 +197,7 @@ def find_step(path: Path) -> Path:
 
 
 def resolve_weights(path: Path, role: str = "actor") -> Path:
-    """Return the distributed checkpoint for a path: the path itself, or that role in a step or run.
+    """Return the distributed checkpoint for a path: itself, or that role in a step or run.
 
     Raises:
         UserError: the path contains no distributed checkpoint.

@@ -31,7 +31,7 @@ class FileRecord:
 
 
 class HashingFile:
-    """A new file that is hashed while it is written, and durable once closed.
+    """A new file, hashed while written and durable once closed.
 
     Raises:
         OSError: (every method) the file cannot be written.
@@ -54,7 +54,7 @@ class HashingFile:
         return size
 
     def flush(self) -> None:
-        """Flush buffers, for writers that need this method."""
+        """Flush buffers, for writers that need it."""
         self._file.flush()
 
     def close(self) -> FileRecord:

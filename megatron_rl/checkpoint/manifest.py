@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""manifest.json, the description of a checkpoint; and the final steps that turn files into a checkpoint."""
+"""manifest.json, the description of a checkpoint; and the last steps that complete a checkpoint."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def seal(partial: Path, manifest: dict[str, Any], records: Sequence[FileRecord])
 
     Raises:
         OSError: a file cannot be written.
-        UserError: the checkpoint is incomplete.
+        UserError: the checkpoint is incomplete, and keeps its temporary name.
     """
     sizes = {str(record.path.relative_to(partial)): record.num_bytes for record in records}
     text = json.dumps({**manifest, "num_bytes": sum(sizes.values()), "files": sizes}, indent=1)

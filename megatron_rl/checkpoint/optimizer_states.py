@@ -50,7 +50,7 @@ class StateShard:
 
 
 def list_state_shards(stages: torch.nn.Module, whole: MegatronOptimizer) -> list[StateShard]:
-    """List all parts of parameters that this rank's optimizer updates."""
+    """List the parts of parameters that this rank's optimizer updates."""
     names, shards = {param: name for name, param in stages.named_parameters()}, []
     parts: list[Any] = whole.chained_optimizers if isinstance(whole, ChainedOptimizer) else [whole]
     for part in parts:
@@ -69,7 +69,7 @@ def list_state_shards(stages: torch.nn.Module, whole: MegatronOptimizer) -> list
 
 
 def count_steps(role: SavedRole) -> int:
-    """Return the step count of this rank's optimizer; `role.optimizer.steps` if it has no parameters."""
+    """Return this rank's optimizer steps; `role.optimizer.steps` if it has no parameters."""
     found = set()
     for shard in list_state_shards(role.model.stages, role.optimizer.megatron):
         if role.optimizer.moments(shard.main) != MOMENTS:

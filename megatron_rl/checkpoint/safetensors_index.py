@@ -24,8 +24,8 @@ def index_safetensors(directory: Path) -> dict[str, Path]:
     """Map each tensor name to its file, for a sharded or unsharded model.
 
     Raises:
-        UserError: no safetensors; a missing or damaged file; an index that is unreadable, unsafe, or does not match the
-            files.
+        UserError: no safetensors; a missing or damaged file; an index that is unreadable, leaves the directory, or does
+            not match the files.
     """
     index = directory / INDEX_FILE
     named = _read_index(index) if index.is_file() else None

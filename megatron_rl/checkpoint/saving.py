@@ -63,8 +63,6 @@ class SaveOutcome:
 
 @dataclass
 class _Pending:
-    """A save before its commit; the writer sets `chunks`, `records` and `error`."""
-
     content: RunContent
     manifest: dict[str, Any]
     partial: Path
@@ -248,7 +246,7 @@ def save_now(
     group: dist.ProcessGroup,
     rank_state: RankState | None = None,
 ) -> SaveOutcome:
-    """Write `<root>/step_<N>` at once, without pruning; collective. For arguments see `CheckpointSaver.save`."""
+    """Write `<root>/step_<N>` without pruning; collective. For arguments see `CheckpointSaver.save`."""
     outcomes: list[SaveOutcome] = []
     CheckpointSaver(
         root,
