@@ -42,11 +42,7 @@ _UNFINISHED = (".partial", ".replaced", ".deleting")
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """The newest valid checkpoint of a run, if there is one.
-
-    Attributes:
-        skipped: newer, invalid checkpoints, one line each with the reason.
-    """
+    """The newest valid checkpoint of a run, and newer, invalid ones with the reason, one line each."""
 
     directory: Path | None
     skipped: tuple[str, ...]
@@ -54,12 +50,7 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True)
 class FoundWeights:
-    """Weights of a policy on disk.
-
-    Attributes:
-        path: a model in HF format, or a distributed checkpoint with its config.
-        step, policy_version: of the run that wrote it; 0 if no run did.
-    """
+    """Weights of a policy in HF or Megatron format; step and version of the run that wrote them, or 0."""
 
     path: Path
     step: int = 0
@@ -108,8 +99,8 @@ def find_problems(directory: Path, part: int = 0, num_parts: int = 1, *, reads_a
     """Describe the problems of a checkpoint, one line each; empty if it is valid.
 
     Args:
-        part, num_parts: share of its bytes to check (ranks share the work).
-        reads_all: compare digests; otherwise only file sizes and the coverage of tensors.
+        part, num_parts: share of its bytes to check.
+        reads_all: compare digests, not only sizes and coverage.
     """
     try:
         manifest, digests = read_manifest(directory), read_digests(directory)
@@ -128,7 +119,7 @@ def find_problems(directory: Path, part: int = 0, num_parts: int = 1, *, reads_a
 
 
 def find_problems_together(directory: Path, group: dist.ProcessGroup) -> list[str]:
-    """Run `find_problems` with the work shared by all ranks of `group`; equal on every rank; collective."""
+    """Run `find_problems` with the work shared by all ranks of `group`; collective."""
     problems: list[list[str]] = [[]] * group.size()
     dist.all_gather_object(problems, find_problems(directory, group.rank(), group.size()), group=group)
     return list(dict.fromkeys(line for lines in problems for line in lines))
@@ -169,9 +160,8 @@ def read_pointer(root: Path, name: str) -> int | None:
 def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
     """Delete old checkpoints and remains of unfinished ones, and return the deleted steps.
 
-    Checkpoints written by a timer are deleted regardless of `keep_last`; the target of `latest` never is. Checkpoints
-    newer than `latest` are damaged (the run resumed from an older one): they do not count, and stay until the run
-    reaches their step again.
+    `keep_last` does not protect checkpoints written by a timer. The target of `latest` stays; newer ones are damaged:
+    they do not count, and stay until the run reaches their step again.
     """
     for path in root.glob("step_*"):
         if path.suffix in _UNFINISHED:
@@ -199,7 +189,7 @@ def _is_passing(directory: Path) -> bool:
 
 
 def find_step(path: Path) -> Path:
-    """Return the step directory for a path: the path itself, or the latest step of a run."""
+    """Return the step directory for a path: itself, or the latest of a run."""
     for candidate in (path / "latest", path / "checkpoints" / "latest"):
         if candidate.exists():
             return candidate.resolve()
@@ -207,10 +197,10 @@ def find_step(path: Path) -> Path:
 
 
 def resolve_weights(path: Path, role: str = "actor") -> Path:
-    """Return the distributed checkpoint for a path: the path itself, or that role in a step or run.
+    """Return the distributed checkpoint for a path: itself, or that role in a step or run.
 
     Raises:
-        UserError: there is none.
+        UserError: the path contains no distributed checkpoint.
     """
     for candidate in (path, path / role, path / "latest" / role, path / "checkpoints" / "latest" / role):
         if (candidate / "metadata.json").is_file() and (candidate / ".metadata").is_file():
@@ -227,7 +217,7 @@ def find_weights(path: str | Path) -> FoundWeights:
     """Find the policy for a path: a model in HF format, a converted checkpoint, step_<N>, or a run (its latest).
 
     Raises:
-        UserError: the directory contains none of these.
+        UserError: the directory contains no weights in these formats.
     """
     path = Path(path)
     if path.is_dir() and not (find_model_files(path) / "config.json").is_file():
@@ -240,11 +230,7 @@ def find_weights(path: str | Path) -> FoundWeights:
 
 
 def find_gaps(directory: Path, manifest: Mapping[str, Any], part: int = 0, num_parts: int = 1) -> list[str]:
-    """Return one line per gap in a training checkpoint; other kinds have none.
-
-    Args:
-        part, num_parts: share of its roles to check.
-    """
+    """Return one line per gap in a training checkpoint, or in a share of its roles; other kinds have none."""
     has_optimizer, gaps = bool(manifest.get("has_optimizer")), []
     for name, role in list(manifest.get("roles", {}).items())[part::num_parts]:
         try:
@@ -275,8 +261,8 @@ def _find_role_gaps(directory: Path, role: Mapping[str, Any], has_optimizer: boo
 def _are_disjoint(boxes: Iterable[Box], whole: Box) -> bool:
     """Return whether boxes with as many elements as `whole` cover it.
 
-    Corners shared by an even number of boxes cancel out. If the corners of the whole remain, every element is covered
-    an odd number of times, hence once. (Comparing all pairs takes minutes for the experts of a large model.)
+    Corners shared by an even number of boxes cancel out. If only the corners of the whole remain, every element is
+    covered an odd number of times, hence once. (Comparing all pairs takes minutes.)
     """
     corners: set[tuple[int, ...]] = set()
     for box in boxes:
@@ -285,7 +271,6 @@ def _are_disjoint(boxes: Iterable[Box], whole: Box) -> bool:
 
 
 def _list_tensors(role: Mapping[str, Any], has_optimizer: bool) -> dict[str, tuple[int, ...]]:
-    """Return global tensor -> shape for a role in the manifest."""
     shape = read_shape(role["model"])
     tensors = {place.key: place.shape for places in megatron_global_placements(shape).values() for place in places}
     if has_optimizer:

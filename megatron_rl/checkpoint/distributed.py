@@ -21,7 +21,7 @@ def check_weights(directory: str | Path, shape: ModelShape, may_lack: Collection
     """Check weights in either format against the model's config; reads headers only.
 
     Raises:
-        UserError: names the first tensors that are missing or have another shape.
+        UserError: names the first missing or mismatched tensors.
     """
     directory = Path(directory)
     if not (directory / METADATA_FILE).is_file():
@@ -71,11 +71,7 @@ def load_weights(
 ) -> None:
     """Fill `params` in place from a model in HF format or a Megatron distributed checkpoint.
 
-    Values are converted to the dtype of the parameters, padding becomes zero, and this rank reads only its boxes.
-
-    Args:
-        directory: of the model (see `directory.resolve_weights`).
-        may_lack: tensors set to zero if missing.
+    Values are converted to the dtype of the parameters; padding and missing tensors in `may_lack` become zero.
 
     Raises:
         UserError: not a checkpoint, another model, or a damaged file.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Atomic and durable files: digests computed while writing, fsync, and readable errors.
 
-The digests of a directory are in `SHA256SUMS`, so that `sha256sum -c SHA256SUMS` checks a checkpoint without this
-package.
+`sha256sum -c SHA256SUMS` checks a checkpoint without this package.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class FileRecord:
 
 
 class HashingFile:
-    """A new file that is hashed while it is written, and durable once closed.
+    """A new file, hashed while written and durable once closed.
 
     Raises:
         OSError: (every method) the file cannot be written.
@@ -55,7 +54,7 @@ class HashingFile:
         return size
 
     def flush(self) -> None:
-        """Flush buffers, for writers that expect this method."""
+        """Flush buffers, for writers that need it."""
         self._file.flush()
 
     def close(self) -> FileRecord:
@@ -146,8 +145,8 @@ def find_damage(
 
     Args:
         digests: relative path -> SHA-256, of the files to check.
-        sizes: relative path -> bytes, if known.
-        reads_all: compare digests as well as sizes.
+        sizes: relative path -> bytes, if recorded.
+        reads_all: compare digests, not only sizes.
     """
     problems = []
     for path, digest in digests.items():
@@ -174,7 +173,7 @@ def find_damage(
 
 
 def explain_os_error(error: OSError, directory: Path, num_bytes: int | None = None) -> UserError:
-    """Convert the error of a write to a `UserError`, with the number of bytes to write if given."""
+    """Convert the error of a write to a `UserError`."""
     where, wanted = str(error.filename or directory), f"; {num_bytes:,} bytes were to be written" if num_bytes else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return UserError(
@@ -200,7 +199,7 @@ def explain_os_error(error: OSError, directory: Path, num_bytes: int | None = No
 
 
 def explain_write_error(error: Exception, directory: Path) -> UserError:
-    """Convert the error of a write, including system errors wrapped by safetensors, to a `UserError`."""
+    """Convert the error of a write, possibly wrapped by safetensors, to a `UserError`."""
     if isinstance(error, UserError):
         return error
     code = re.search(r"\(os error (\d+)\)", str(error))
@@ -229,7 +228,7 @@ def split_units(sizes: Mapping[str, int], max_bytes: int, name_file: Callable[[i
 
     Args:
         sizes: tensor -> bytes.
-        max_bytes: size limit of a file (a larger tensor has its own file).
+        max_bytes: per file, which only a single tensor may exceed.
         name_file: (index from 0, number of files) -> name.
     """
     batches: list[list[str]] = [[]]

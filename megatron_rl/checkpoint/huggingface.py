@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and writing of models in HF format, through the placement tables.
 
-Loading streams: each rank reads only the boxes of its parameters; the extra host memory is one box. Writing gathers one
-file's worth of logical tensors at a time on rank 0 and renames the finished directory into place.
+Each rank reads only the boxes of its parameters. Writing gathers one file's worth of logical tensors on rank 0 and
+renames the finished directory into place.
 
 A model with a score head (critic, reward model) is transformers' `*ForSequenceClassification` with one label.
 """
@@ -45,11 +45,8 @@ T = TypeVar("T")
 def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collection[str] = ()) -> None:
     """Check names and shapes of the tensors against the config; reads headers only.
 
-    Args:
-        may_lack: optional tensors, which `load_huggingface` sets to zero if missing (a new value head).
-
     Raises:
-        UserError: names the first tensors that are missing or have another shape, or a head of another kind.
+        UserError: names the first missing (unless in `may_lack`) or mismatched tensors, or a head of another kind.
     """
     directory = Path(directory)
     files = ModelFiles(directory)
@@ -69,7 +66,6 @@ def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collect
 
 
 def _check_head(directory: Path, files: Mapping[str, Path], shape: ModelShape, may_lack: Collection[str]) -> None:
-    """Refuse a head of another kind: it would be dropped silently, or its absence would look like damage."""
     family, source = FAMILIES[shape.family], str(directory)
     if not shape.has_score_head:
         if SCORE_HEAD in files:
@@ -118,11 +114,7 @@ def load_huggingface(
     *,
     may_lack: Collection[str] = (),
 ) -> None:
-    """Fill `params` in place from the checkpoint, converting to their dtype; padding becomes zero.
-
-    Args:
-        may_lack: tensors set to zero if missing.
-    """
+    """Fill `params` in place, converted to their dtype; padding and missing tensors in `may_lack` become zero."""
     files = ModelFiles(Path(directory))
     by_file: dict[Path, list[ShardBox]] = {}
     for placement in placements:
@@ -143,9 +135,8 @@ class ShardedModel:
     """A model whose weights are sharded over the ranks of a group.
 
     Attributes:
-        shards: placements of all ranks.
-        dtype: dtype in files, except for router biases; parameters of higher precision are rounded to it.
-        mtp: the MTP layer after the last one, if `shards` and `params` contain it.
+        dtype: in files, except for router biases.
+        mtp: the MTP layer, if `shards` and `params` contain it.
     """
 
     shape: ModelShape
@@ -170,13 +161,10 @@ def save_huggingface(
 ) -> Path:
     """Write a model in HF format; collective over its group, rank 0 writes.
 
-    A model with a score head becomes a `*ForSequenceClassification` with one label.
-
     Args:
         directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
-        side_files_from: model directory from which config, tokenizer files and draft layers are copied.
-        bucket_bytes: bound on the staging memory of the transfer.
-        max_file_bytes: bytes per safetensors file, all of which rank 0 holds at once.
+        side_files_from: model directory with config, tokenizer files and draft layers to copy.
+        max_file_bytes: bytes per safetensors file, held by rank 0 at once.
 
     Raises:
         Exception: rank 0 could not write; raised on every rank. An existing directory stays.
@@ -215,13 +203,10 @@ def name_safetensors(index: int, count: int) -> str:
 def finish_model(
     partial: Path, directory: Path, units: Sequence[Unit], config: Path, shape: ModelShape, dtype: torch.dtype
 ) -> None:
-    """Write index, config and tokenizer files of a model in HF format, and rename its directory into place.
+    """Write index, config and tokenizer files beside `units` in `partial`, and rename it to `directory`.
 
     Args:
-        partial: holds the files of `units`.
-        directory: final name; an existing one is replaced.
-        config: directory from which config and tokenizer files are copied.
-        dtype: of the weights, for config.json.
+        config: directory with config and tokenizer files to copy.
     """
     if len(units) > 1:
         weight_map = {name: unit.file for unit in units for name in unit.tensors}
@@ -272,7 +257,6 @@ def _allocate(sizes: Mapping[str, tuple[int, ...]], model: ShardedModel) -> dict
 def _write_tensors(
     tensors: Mapping[str, torch.Tensor], written: Mapping[str, FileTensor], kept: Mapping[str, Path], path: Path
 ) -> None:
-    """Write a file of trained tensors, packed as needed, and tensors copied from other files."""
     found = {}
     for name, tensor in written.items():
         experts = [join_turns([tensors[part].cpu() for part in turns]) for turns in tensor.experts]
@@ -286,12 +270,7 @@ def _write_tensors(
 def gather_on_first(
     batch: Mapping[str, tuple[int, ...]], model: ShardedModel, bucket_bytes: int = 32 << 20
 ) -> dict[str, torch.Tensor]:
-    """Gather whole logical tensors on rank 0, none elsewhere; collective.
-
-    Args:
-        batch: shapes by name.
-        bucket_bytes: bound on the staging memory of the transfer.
-    """
+    """Gather the logical tensors of `batch` on rank 0; empty elsewhere; collective."""
     tensors = do_on_first(model.group, _allocate, batch, model) or {}
     group = model.group
     for dtype in dict.fromkeys(map(model.find_dtype, batch)):
@@ -305,12 +284,9 @@ def gather_on_first(
 
 
 def find_drafts(directory: Path, shape: ModelShape) -> dict[str, Path]:
-    """Return the file of each tensor of the MTP layers (of DeepSeek-V3, GLM-4.5, Qwen3-Next).
+    """Return the file of each tensor of the MTP layers (of DeepSeek-V3, GLM-4.5, Qwen3-Next), which engines draft with.
 
-    Engines draft with them. Unless `actor.mtp_lr` trains one, exports copy them from the initial model.
-
-    Args:
-        directory: of a model; it may contain only a config.json.
+    Unless `actor.mtp_lr` trains one, exports copy them from the initial model.
     """
     config = json.loads((directory / "config.json").read_bytes())
     may_have = shape.delta_net is not None or any(config.get(key) for key in _KEYS)  # Qwen3-Next has no such key

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""manifest.json, the description of a checkpoint; and the final steps that turn files into a checkpoint."""
+"""manifest.json, the description of a checkpoint; and the last steps that complete a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ class RunContent:
 
     Attributes:
         step: completed step of the main loop.
-        policy_version: of the actor's weights.
         recipe: the resolved config as YAML.
-        state: all other state for resuming, as JSON: data position, KL controller, best metric, ...
-        side_files: role -> files of its model, see `list_side_files`.
-        is_passing: written by a timer, and deleted once a newer checkpoint exists.
+        state: JSON data for resuming: data position, KL controller, best metric, ...
+        side_files: role -> `list_side_files` of its model.
+        is_passing: written by a timer; deleted once a newer checkpoint exists.
     """
 
     step: int
@@ -48,10 +47,7 @@ class RunContent:
 
 
 def make_manifest(content: RunContent, roles: Mapping[str, SavedRole], *, with_optimizer: bool) -> dict[str, Any]:
-    """Build the manifest when the checkpoint is taken; it does not change when training continues.
-
-    Args:
-        roles: roles whose first rank this is.
+    """Build the manifest of a checkpoint, independent of later training, for the roles whose first rank this is.
 
     Raises:
         TypeError: `content.state` is not serializable as JSON.
@@ -94,7 +90,7 @@ def describe_role(role: SavedRole) -> dict[str, Any]:
 
 
 def list_packages() -> dict[str, str]:
-    """Return versions of this package and of installed packages that a checkpoint depends on."""
+    """Return the versions of this package and its installed dependencies."""
     found = {"megatron_rl": __version__}
     for name in _PACKAGES:
         try:
@@ -120,13 +116,11 @@ def finish_directory(
     """Complete the ranks' files to a checkpoint, rename its directory into place, and return its bytes.
 
     Args:
-        partial: `<name>.partial`, with the files of all ranks.
-        manifest: from `make_manifest` on rank 0.
-        parts: per rank: chunks by role, written files, and the roles in its manifest.
+        parts: per rank: chunks by role, written files, manifest entries of roles.
 
     Raises:
         OSError: a file cannot be written.
-        UserError: the files do not cover every tensor of the roles.
+        UserError: the files do not cover every tensor.
     """
     records = [record for _, files, _ in parts for record in files]
     manifest = {**manifest, "roles": {name: role for *_, roles in parts for name, role in roles.items()}}
@@ -142,7 +136,7 @@ def seal(partial: Path, manifest: dict[str, Any], records: Sequence[FileRecord])
 
     Raises:
         OSError: a file cannot be written.
-        UserError: the checkpoint is incomplete; it keeps its temporary name.
+        UserError: the checkpoint is incomplete, and keeps its temporary name.
     """
     sizes = {str(record.path.relative_to(partial)): record.num_bytes for record in records}
     text = json.dumps({**manifest, "num_bytes": sum(sizes.values()), "files": sizes}, indent=1)
@@ -172,11 +166,7 @@ def _check_adapters(saved: Mapping[str, Any], wanted: Mapping[str, Any], directo
 
 
 def check_model(saved: Mapping[str, Any], shape: ModelShape | AdapterShape, directory: Path) -> None:
-    """Check that a checkpoint belongs to the model in use.
-
-    Args:
-        saved: shape of its model in the manifest.
-        directory: for the error.
+    """Check that a checkpoint with the shape `saved` belongs to the model in use.
 
     Raises:
         UserError: names the differing fields (e.g. the vocabulary).

@@ -2,7 +2,7 @@
 """Logical tensors of a model in HF format, including experts that are packed into one tensor per layer.
 
 Only the text part of an image-text model has logical tensors. Experts in MXFP4 (4-bit numbers in blocks of 32 with one
-exponent; OCP microscaling formats, 1.0) are decoded to bfloat16, whose precision suffices.
+exponent; OCP microscaling formats, 1.0) are decoded to bfloat16.
 """
 
 from __future__ import annotations
@@ -63,12 +63,10 @@ class ModelFiles(Mapping[str, Path]):
                 self._forget_scales(name, directory)
 
     def _read_stored(self, names: Iterable[str]) -> _Headers:
-        """Read headers by logical name."""
         headers = read_headers({self._names[name]: self._stored[name] for name in names})
         return {name: headers[self._names[name]] for name in names}
 
     def _forget_scales(self, name: str, directory: Path) -> None:
-        """Remove the scales of MXFP4 blocks from the logical tensors."""
         scales = name.removesuffix(BLOCKS) + SCALES
         if self._files.pop(scales, None) is None:
             raise UserError(
@@ -117,11 +115,7 @@ def list_copies(shape: ModelShape) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class WrittenTensor:
-    """A tensor in an output file.
-
-    Attributes:
-        experts: logical tensors of each expert, for `join`; empty if this is itself a logical tensor.
-    """
+    """A tensor in an output file; `experts` are the logical tensors that `join` packs into it, if any."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -140,8 +134,8 @@ def list_written(
     """List the output tensors of a model by name.
 
     Args:
-        drafts: sizes of tensors that are not logical tensors.
-        dtypes: by name, for drafts and logical tensors; a packed tensor has the dtype of its parts.
+        drafts: sizes of further, non-logical tensors.
+        dtypes: of drafts and logical tensors.
     """
     tensors = list_file_tensors(shape) | {name: FileTensor(size) for name, size in drafts.items()}
     return {
@@ -178,7 +172,6 @@ class OpenFile:
         return self._handles[file].get_slice(self._names[name])
 
     def _read(self, part: PackedPart) -> torch.Tensor:
-        """Return all of an expert: [k, turns n], or its bias."""
         if self._last != (part.packed, part.expert):
             self._last, self._matrix = (part.packed, part.expert), self._read_expert(part.packed, part.expert)
         return self._matrix
@@ -204,7 +197,7 @@ def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _read_family(directory: Path) -> Family | None:
-    """Return the family of a model, if it is known; tensor names do not determine the packing of experts."""
+    """Return the family of a model, if known; tensor names do not determine how experts are packed."""
     config = directory / "config.json"
     described = read_config(config) if config.is_file() else {}
     return FAMILIES.get(str(described.get("model_type")))

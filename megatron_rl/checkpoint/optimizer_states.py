@@ -2,10 +2,9 @@
 """States of megatron-core's optimizers as pieces of logical tensors.
 
 They are stored as `optimizer.exp_avg.<HF name>`, `optimizer.exp_avg_sq.<HF name>` and, if the weights are not float32,
-`optimizer.main_param.<HF name>`, so that they fit every layout, with or without ZeRO, including experts. Under ZeRO a
-rank owns a flat range of each parameter: at most three boxes, read and written in place. (megatron-core's own
-`fully_reshardable` format gathers a model replica on one rank, does not support torch's AdamW, and does not reshard
-from EP > 1 to EP = 1.) All parameters share one step count.
+`optimizer.main_param.<HF name>`, for every layout, with or without ZeRO. Under ZeRO a rank owns a flat range of each
+parameter: at most three boxes. (megatron-core's own `fully_reshardable` format gathers a model replica on one rank,
+does not support torch's AdamW, and does not reshard from EP > 1 to EP = 1.)
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ class StateShard:
     """The part of a parameter whose optimizer state is on this rank.
 
     Attributes:
-        start: first element of the part in the flattened parameter.
-        is_sharded: data parallel replicas hold different parts (ZeRO).
-        optimizer: the torch optimizer that updates the part.
-        main: its float32 values in `optimizer`, the key of their state.
+        start: first element in the flattened parameter.
+        is_sharded: replicas hold different parts (ZeRO).
+        main: float32 values, the key of their state in `optimizer`.
     """
 
     param: str
@@ -52,7 +50,7 @@ class StateShard:
 
 
 def list_state_shards(stages: torch.nn.Module, whole: MegatronOptimizer) -> list[StateShard]:
-    """List all parts of parameters that this rank's optimizer updates."""
+    """List the parts of parameters that this rank's optimizer updates."""
     names, shards = {param: name for name, param in stages.named_parameters()}, []
     parts: list[Any] = whole.chained_optimizers if isinstance(whole, ChainedOptimizer) else [whole]
     for part in parts:
@@ -71,7 +69,7 @@ def list_state_shards(stages: torch.nn.Module, whole: MegatronOptimizer) -> list
 
 
 def count_steps(role: SavedRole) -> int:
-    """Return the step count of this rank's optimizer; `role.optimizer.steps` if it has no parameters."""
+    """Return this rank's optimizer steps; `role.optimizer.steps` if it has no parameters."""
     found = set()
     for shard in list_state_shards(role.model.stages, role.optimizer.megatron):
         if role.optimizer.moments(shard.main) != MOMENTS:
@@ -84,7 +82,7 @@ def count_steps(role: SavedRole) -> int:
 
 
 def create_states(role: SavedRole, steps: int) -> None:
-    """Allocate the optimizer states that exist after `steps` steps, to be filled; none for 0 steps.
+    """Allocate the optimizer states that exist after `steps` steps.
 
     torch's Adam counts steps in every state, apex's and Transformer Engine's in the group, and Muon not at all.
     """
@@ -106,11 +104,7 @@ def create_states(role: SavedRole, steps: int) -> None:
 
 
 def make_state_pieces(role: SavedRole, rank: int, saved_by: Holders | None) -> Iterator[Piece]:
-    """Yield the pieces of this rank's optimizer states.
-
-    Args:
-        saved_by: holders of all boxes, to yield only the pieces that this rank saves; `None` yields all, for loading.
-    """
+    """Yield the pieces of this rank's optimizer states, or with `saved_by` only the pieces that it saves."""
     shapes = role.model.shape.logical_tensors()
     by_param: dict[str, dict[str, list[ShardBox]]] = {}  # parameter -> its names in the tables, in order
     for placement in role.model.placements(rank):
@@ -143,7 +137,6 @@ def _cut(
     param_shape: tuple[int, ...],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[Piece]:
-    """Cut flat states, which begin at element `start` of a parameter, along its placements."""
     length = len(next(iter(flat.values()))) if flat else 0
     first = 0
     for box in flat_boxes(start, start + length, param_shape):
@@ -160,10 +153,7 @@ def _cut(
 
 
 def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
-    """Return the boxes that make up elements [start, stop) of a flattened vector or matrix, in this order.
-
-    Filters of a convolution [n, 1, m] are treated as a matrix.
-    """
+    """Return the boxes of elements [start, stop) of a flattened vector, matrix or filter [n, 1, m], in order."""
     if len(shape) == 1:
         return [((start, stop),)] if start < stop else []
     (_, *middle, width), boxes = shape, []
@@ -184,8 +174,7 @@ def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
 def _saves(layout: ParallelLayout, rank: int, first_holder: int, placement: ShardBox, *, is_sharded: bool) -> bool:
     """Return whether `rank` saves the state of a box whose first holder is `first_holder`.
 
-    Under ZeRO the state is split over the data parallel replicas; without it each replica has all of it. Replicas of
-    other kinds (norms under TP, a tied embedding on the last stage) hold duplicates.
+    Under ZeRO the replicas split the state; other replicas (norms under TP, a tied embedding) hold duplicates.
     """
     if not is_sharded:
         return rank == first_holder

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in PEFT's format: reading and writing `adapter_config.json` and `adapter_model.safetensors`.
+"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-PEFT prefixes the name of a logical tensor with `base_model.model.`. Each rank reads only its own boxes.
+PEFT prefixes the name of a logical tensor with `base_model.model.`.
 """
 
 from __future__ import annotations
@@ -45,14 +45,11 @@ _SERVED: dict[str, tuple[Any, ...]] = {
 
 
 def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> None:
-    """Check that adapters on disk match the adapters of a run and are finite.
-
-    Args:
-        source: the setting that names the directory.
+    """Check that adapters on disk match the adapters of a run and are finite; `source` names the setting in errors.
 
     Raises:
-        UserError: missing or damaged files, unsupported PEFT settings, another rank or scale, other matrices, or values
-            that are not finite.
+        UserError: missing or damaged files, unsupported PEFT settings, another rank or scale, other matrices,
+            non-finite values.
     """
     directory = Path(directory)
     weights = directory / WEIGHTS_FILE
@@ -91,7 +88,6 @@ def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> N
 
 
 def _read_config(file: Path, shape: AdapterShape) -> dict[str, Any]:
-    """Read the adapter settings; refuse settings that change the meaning of the tensors (UserError)."""
     config = read_json(file, "save the adapters again with save_pretrained")
     check_kinds({"r": None, "lora_alpha": None} | config, _SCALE, str(file), may_be_null=False)
     check_kinds(config, {"use_rslora": FLAG}, str(file))
@@ -117,7 +113,6 @@ def _read_config(file: Path, shape: AdapterShape) -> dict[str, Any]:
 
 
 def _check_numbers(weights: Path, headers: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-    """Refuse tensors of other dtypes than weights have, and non-finite values (UserError)."""
     wrong = [f"{name} is {dtype}" for name, (_, dtype) in headers.items() if dtype not in ("F32", "F16", "BF16")]
     if not wrong:
         with safe_open(weights, framework="pt") as handle:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pieces of a role's checkpoint state: views of live memory, each with its place in a global tensor.
 
-Saving writes the pieces, loading fills them; the placement tables produce them for any layout. Weights have
-megatron-core's global names (`weights/megatron_global.py`); for optimizer states see `optimizer_states.py`.
+Saving writes the pieces, loading fills them. Weights have megatron-core's global names (`weights/megatron_global.py`).
 """
 
 from __future__ import annotations
@@ -90,12 +89,10 @@ class SavedRole(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a global tensor.
+    """A box of the global tensor `key`, as a view of live memory.
 
     Attributes:
-        key: the global tensor, of shape `shape`.
         offset: start of the box; `data` may omit leading dimensions of size 1.
-        data: view of a parameter or an optimizer state.
     """
 
     key: str

@@ -35,9 +35,7 @@ class ResumedRun:
 
     Attributes:
         step: completed step of the main loop.
-        policy_version: of the actor's weights.
-        recipe: config of the run that wrote the checkpoint, as YAML.
-        state: as passed to `save`.
+        recipe: config of the earlier run, as YAML.
         same_layout: every role has its old layout, so RNG states were restored and the run continues bit by bit.
     """
 
@@ -57,16 +55,14 @@ def load_training_state(
     group: dist.ProcessGroup,
     is_verified: bool = False,
 ) -> ResumedRun:
-    """Restore all roles from a checkpoint; collective.
+    """Restore all roles of this rank from a checkpoint `step_<N>`; collective.
 
     Args:
-        directory: `step_<N>`.
-        roles: of this rank: "actor" and, if there is one, "critic".
-        side_files: role -> files of its model (`list_side_files`), to compare the tokenizers.
-        is_verified: the digests were just checked (`find_newest_valid`).
+        side_files: role -> `list_side_files` of its model.
+        is_verified: skip the digests, which were just checked.
 
     Raises:
-        UserError: on every rank; a damaged or missing file, another model or vocabulary, or no optimizer states.
+        UserError: on every rank; a damaged or missing file, another model or vocabulary, no optimizer states.
     """
     problems = [] if is_verified else find_problems_together(directory, group)
     if problems:
@@ -107,7 +103,6 @@ def _check_roles(
     roles: Mapping[str, SavedRole],
     side_files: Mapping[str, Mapping[str, Path]],
 ) -> None:
-    """Refuse a checkpoint that does not fit the run."""
     if not manifest.get("has_optimizer"):
         raise UserError(
             "the checkpoint has weights only",

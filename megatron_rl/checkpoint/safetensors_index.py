@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index of a model in HF format: the file of each tensor.
 
-Reading every header detects truncated files, because the header contains the length of the file. Altered elements are
-not detected: the format has no checksums.
+Reading every header detects truncated files; altered elements are not detected, since the format has no checksums.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def index_safetensors(directory: Path) -> dict[str, Path]:
     """Map each tensor name to its file, for a sharded or unsharded model.
 
     Raises:
-        UserError: no safetensors; a missing or damaged file; an index that is unreadable, refers to a file outside the
-            directory, or does not match the files.
+        UserError: no safetensors; a missing or damaged file; an index that is unreadable, leaves the directory, or does
+            not match the files.
     """
     index = directory / INDEX_FILE
     named = _read_index(index) if index.is_file() else None
@@ -65,7 +64,6 @@ def read_headers(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
 
 
 def _list_parts(directory: Path) -> list[Path]:
-    """List the files of a model without an index, including missing parts of a numbered series."""
     files = set(directory.glob("*.safetensors"))
     for match in filter(None, (_NUMBERED.fullmatch(file.name) for file in tuple(files))):
         count = int(match[2])
@@ -74,7 +72,6 @@ def _list_parts(directory: Path) -> list[Path]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return tensor name -> file name."""
 
     def refuse(found: str) -> UserError:
         return UserError(

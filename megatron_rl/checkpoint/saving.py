@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving of training checkpoints, synchronously or in the background.
 
-A save has three parts. *Taking* lists the pieces of this rank (with `async_save` it copies them to the host). *Writing*
-stores them under a temporary name, without communication, in a thread with `async_save`. *Committing* is collective:
-rank 0 checks that the files cover every tensor, renames the directory, moves `latest`, and prunes old checkpoints. An
-error on any rank fails the save on all ranks: the unfinished directory is deleted and older checkpoints stay.
+*Taking* lists the pieces of this rank (with `async_save` it copies them to the host). *Writing* stores them under a
+temporary name, without communication, in a thread with `async_save`. *Committing* is collective: rank 0 checks that the
+files cover every tensor, renames the directory, moves `latest`, and prunes. An error on any rank fails the save on all
+ranks; older checkpoints stay.
 """
 
 from __future__ import annotations
@@ -47,11 +47,9 @@ class SaveOutcome:
     """Result of a save, equal on every rank.
 
     Attributes:
-        directory: of the checkpoint, also if the save failed.
         seconds: from the call of `save` to the commit.
         blocked_seconds: of these, the time that training waited.
-        num_bytes: written by all ranks (0 after an error).
-        error: `None` on success.
+        num_bytes: written by all ranks; 0 after an error.
     """
 
     step: int
@@ -65,8 +63,6 @@ class SaveOutcome:
 
 @dataclass
 class _Pending:
-    """A save between `save` and its commit; the writer sets `chunks`, `records` and `error`."""
-
     content: RunContent
     manifest: dict[str, Any]
     partial: Path
@@ -78,14 +74,12 @@ class _Pending:
 
     @contextmanager
     def keeping_error(self, rank: int) -> Iterator[None]:
-        """Keep an exception of the block for the commit, which raises it on all ranks."""
         try:
             yield
         except Exception as error:
             self.error = self.explain(error, rank)
 
     def explain(self, error: Exception, rank: int) -> UserError:
-        """Convert an exception to a `UserError`; the traceback of an unexpected one is written to the rank's log."""
         if isinstance(error, UserError | OSError | SafetensorError):
             return explain_write_error(error, self.partial)
         _LOG.debug("checkpoint of step %d", self.content.step, exc_info=error)
@@ -99,9 +93,8 @@ class CheckpointSaver:
         root: `<run_dir>/checkpoints`.
         group: all ranks, with a backend for CPU tensors.
         async_save: write in the background; `poll` must then be called regularly.
-        keep_last: number of newest checkpoints to keep; `None` keeps all.
-        keep_best: also keep the checkpoint marked as best.
-        report: called on every rank with the outcome of every save.
+        keep_last: newest checkpoints to keep; `None` keeps all.
+        report: called on every rank with each outcome.
     """
 
     def __init__(
@@ -134,15 +127,13 @@ class CheckpointSaver:
         export: Callable[[Path], None] | None = None,
         rank_state: RankState | None = None,
     ) -> None:
-        """Save a checkpoint; collective. A pending save is finished first. Errors are reported, not raised.
+        """Save a checkpoint after finishing a pending save; collective. Errors are reported, not raised.
 
         Args:
-            content: state of the run. `content.side_files` names the roles of all ranks.
-            roles: of this rank: "actor" and, if there is one, "critic".
+            content: its `side_files` name the roles of all ranks.
             with_optimizer: include optimizer and RNG states, which resuming needs.
-            is_best: let `best` point to this checkpoint.
-            export: called on every rank with a directory in the new checkpoint, to write the HF model.
-            rank_state: state of this rank; its random number generators by default.
+            export: called on every rank with a directory in the new checkpoint for the HF model.
+            rank_state: RNG states of this rank by default.
         """
         self.wait()
         started = time.monotonic()
@@ -192,7 +183,6 @@ class CheckpointSaver:
             self._commit(pending)
 
     def _prepare(self, partial: Path, roles: Iterable[str]) -> None:
-        """Create the empty directories on rank 0."""
         error: UserError | None = None
         if self._group.rank() == 0:
             try:
@@ -205,7 +195,6 @@ class CheckpointSaver:
         raise_together(error, self._group)
 
     def _commit(self, pending: _Pending) -> None:
-        """Collect the ranks' parts; rank 0 finishes the directory."""
         began, deleted, num_bytes = time.monotonic(), [], 0
         try:
             raise_together(pending.error, self._group)
@@ -257,7 +246,7 @@ def save_now(
     group: dist.ProcessGroup,
     rank_state: RankState | None = None,
 ) -> SaveOutcome:
-    """Write `<root>/step_<N>` at once, without pruning; collective. Arguments as for `CheckpointSaver.save`."""
+    """Write `<root>/step_<N>` without pruning; collective. For arguments see `CheckpointSaver.save`."""
     outcomes: list[SaveOutcome] = []
     CheckpointSaver(
         root,
@@ -285,12 +274,11 @@ def list_pieces(role: SavedRole, rank: int, with_optimizer: bool) -> list[Piece]
 
 
 def copy_to_host(piece: Piece) -> Piece:
-    """Copy a piece to host memory, for a background writer."""
+    """Copy a piece to host memory."""
     return Piece(piece.key, piece.shape, piece.offset, piece.data.detach().to("cpu", copy=True))
 
 
 def _write(pending: _Pending, pieces: Mapping[str, list[Piece]], rank_state: RankState, rank: int) -> None:
-    """Write this rank's files; keep an error for the commit."""
     with pending.keeping_error(rank):
         for name, found in pieces.items():
             if found:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Side files of a model: config, tokenizer and generation settings.
-
-A checkpoint keeps them in `config/`, so that it can be converted to HF format by itself.
-"""
+"""Side files of a model: config, tokenizer and generation settings, in `config/` of a checkpoint."""
 
 from __future__ import annotations
 
@@ -47,8 +44,8 @@ def list_side_files(model: Path, tokenizer: Path | None = None) -> dict[str, Pat
     """Map names to paths of a model's side files.
 
     Args:
-        model: directory in HF format, or a Megatron checkpoint with its config.
-        tokenizer: a directory or a sentencepiece file; `model` by default.
+        model: directory in HF format, or a Megatron checkpoint.
+        tokenizer: a directory or sentencepiece file; `model` by default.
     """
     model = find_model_files(model).absolute()  # a user's function may change the working directory
     tokenizer = tokenizer and tokenizer.absolute()
@@ -72,11 +69,7 @@ def copy_side_files(files: Mapping[str, Path], directory: Path) -> list[FileReco
 
 
 def check_vocabulary(saved: Path, files: Mapping[str, Path]) -> None:
-    """Check that the tokenizer of a checkpoint equals the one in use.
-
-    Args:
-        saved: `config/` of the checkpoint.
-        files: from `list_side_files`.
+    """Check that the tokenizer in `saved`, a checkpoint's `config/`, equals the one in use.
 
     Raises:
         UserError: a file that defines token ids differs.

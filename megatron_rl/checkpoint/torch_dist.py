@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming reader and writer of Megatron distributed checkpoints (megatron-core's `torch_dist` format).
 
-A checkpoint holds *global tensors*, each cut into chunks, boxes of any size and place. A `.distcp` file is a sequence
-of chunks written by `torch.save`; `.metadata` contains their locations. `megatron.core.dist_checkpointing.load` and
-`torch.distributed.checkpoint` can read the result. `dist_checkpointing.save` is not used because this writer needs
-memory for one chunk only, hashes while writing, reports errors on the rank that had them, and forks no writers.
+A checkpoint holds *global tensors*, each cut into chunks, boxes of any size and place. Unlike
+`megatron.core.dist_checkpointing.save`, this writer needs memory for one chunk only, hashes while writing, reports
+errors on the rank that had them, and forks no writers.
 
 Reading runs no code from the files: chunks are loaded with `weights_only`, and `.metadata`, a pickle, by an unpickler
-that allows only the few classes of the format.
+that allows only the classes of the format.
 """
 
 from __future__ import annotations
@@ -64,13 +63,7 @@ _ALLOWED: dict[str, set[str]] = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stored box of a global tensor.
-
-    Attributes:
-        key: the global tensor, of shape `shape`.
-        dtype: e.g. "bfloat16".
-        file: name of the `.distcp` file; the chunk is its bytes [start, start + length).
-    """
+    """A box of the global tensor `key`, stored in bytes [start, start + length) of the `.distcp` file."""
 
     key: str
     shape: tuple[int, ...]
@@ -99,7 +92,7 @@ class ChunkWriter:
     def add(self, key: str, shape: tuple[int, ...], offset: tuple[int, ...], data: torch.Tensor) -> None:
         """Append the box of `key` that begins at `offset`; `data` may omit leading dimensions.
 
-        Boxes are split into chunks of at most `MAX_CHUNK_BYTES`, which bounds the memory of a reader.
+        Chunks have at most `MAX_CHUNK_BYTES`, which bounds the memory of a reader.
         """
         data = data.detach()
         data = data[(None,) * (len(shape) - data.ndim)]
@@ -137,7 +130,6 @@ def write_index(directory: Path, chunks: Iterable[Chunk], common: dict[str, Any]
 
     Args:
         chunks: of all files; they must cover their tensors.
-        common: small plain values; megatron-core calls it the common state.
 
     Raises:
         OSError: a file cannot be written.
@@ -194,7 +186,7 @@ class ChunkReader:
         tensors: key -> (shape, dtype).
 
     Raises:
-        UserError: the directory is not a distributed checkpoint, or its `.metadata` cannot be read.
+        UserError: not a distributed checkpoint, or unreadable `.metadata`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -236,7 +228,7 @@ class ChunkReader:
         """Fill `target` with a box of a tensor, converted to its dtype; `target` may omit leading dimensions.
 
         Raises:
-            UserError: the box is incomplete in the checkpoint, or a file is missing or damaged.
+            UserError: the box is incomplete, or a file is missing or damaged.
         """
         target, filled = target[(None,) * (len(box) - target.ndim)], 0
         for chunk in self.chunks(key, box):

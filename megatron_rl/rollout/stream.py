@@ -32,7 +32,7 @@ from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.rollout.episodes import describe_episodes
 from megatron_rl.rollout.generation import OnFinished, RolloutGenerator
 from megatron_rl.rollout.order import SampleOrder
-from megatron_rl.rollout.phase import PhaseTarget, Phase, PhaseEnd, TrainingEnd, find_window, open_phase_end
+from megatron_rl.rollout.phase import Phase, PhaseEnd, PhaseTarget, TrainingEnd, find_window, open_phase_end
 from megatron_rl.rollout.trace import ScheduleTrace, read_trace
 from megatron_rl.types import Prompt, Rollout, UserError
 

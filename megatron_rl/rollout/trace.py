@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.rollout.phase import PhaseTarget, PhaseEnd
+from megatron_rl.rollout.phase import PhaseEnd, PhaseTarget
 from megatron_rl.types import UserError
 
 DecodeSteps = Mapping[tuple[int, str], int]  # by step and phase

@@ -2,11 +2,11 @@
 """TrainBatch: the packed tensors of one DP rank for one step, cut into minibatches and microbatches.
 
 All token-level tensors are flat `[t]` over the rank's microbatches in execution order, so per-token results of a role
-are aligned with the batch by construction. A microbatch ends in padding if its length must be a multiple (sequence or
-context parallelism) or a bucket size (`shape_buckets.py`), or would be zero; padding enters no loss and no metric.
+are aligned by construction. A microbatch is padded to a multiple (sequence or context parallelism) or a bucket size
+(`shape_buckets.py`), and never empty; padding enters no loss and no metric.
 
 With shared prefixes (`prefix.py`) every token after a prompt has a row, since each has its own loss; the model computes
-one row for all rows that share a token.
+shared tokens once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Rows:
     Attributes:
         lengths: rows of each segment of the current microbatch.
         paths: per segment, the computed rows of its prefix and then its own.
-        num_tokens, num_computed: rows of the current microbatch, and how many the model computes.
+        num_tokens, num_computed: all rows and computed rows of the microbatch.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Rows:
     def append(self, sequence: Branch, index: int, num_shared: int) -> None:
         """Add sequence `index`, which shares its first `num_shared` tokens with the previous sequence.
 
-        Shared prompt tokens get no row; shared response tokens get rows that are not computed again.
+        Shared prompt tokens get no row; shared response tokens get rows that are not computed.
         """
         same = np.array_equal(sequence.tokens[:num_shared], self._last[:num_shared])
         assert same, "sequences have in common what they share"
@@ -121,15 +121,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class MicrobatchSlice:
-    """Rows [start, stop) of a microbatch; `cu_seqlens` and `keys` count the rows that the model computes.
+    """Rows [start, stop) of a microbatch; `cu_seqlens` and `keys` count computed rows.
 
     Attributes:
-        cu_seqlens: [num_segments + 1] int32; a segment is a sequence, or the rest of it after a shared prefix.
-        max_seqlen: longest segment; with buckets a bound common to all microbatches of the bucket.
-        keys: keys that each segment attends to; `None` without shared prefixes.
+        cu_seqlens: [num_segments + 1] int32; a segment is a sequence, or its rest after a shared prefix.
+        max_seqlen: longest segment; with buckets a common bound.
+        keys: keys that each segment attends to, with shared prefixes.
         is_bucketed: all shapes must follow from the input shapes.
-        computed: [m] int64 relative to `start`: for each computed row one of the rows that share it, a loss token if
-            there is one. `None` if all rows are computed.
+        computed: [m] int64 relative to `start`: for each computed row one of the rows that share it, preferably a loss
+            token. `None` if all rows are computed.
     """
 
     start: int
@@ -146,26 +146,22 @@ class TrainBatch:
     """Packed tensors of one DP rank, `[t]` unless noted; position 0 of each sequence is masked.
 
     Attributes:
-        position_ids: int64, position inside the sequence, including a shared prompt.
-        predecessors: int64, the microbatch's computed row whose hidden state predicts this token. Position 0 points to
-            itself; its prediction is unused.
-        loss_weights: float32; `sum(loss_weights * loss)` over all microbatches and DP ranks of a minibatch is the loss
-            of that optimizer step.
+        position_ids: int64, in the sequence including a shared prompt.
+        predecessors: int64, the computed row whose hidden state predicts this token; unused at position 0.
+        loss_weights: float32; `sum(loss_weights * loss)` over all microbatches and DP ranks of a minibatch is its loss.
         sequence_ids: int64, index of the sequence (a branch of a rollout) in the step; -1 on padding.
-        rollout_logprobs: float32, from the engine.
         old_logprobs, sum_pi_squared, ref_logprobs, advantages, values, returns, importance_weights: float32, `None`
             until computed.
-        teacher_logprobs: float32, mean of the teachers, if it is added to the advantages.
+        teacher_logprobs: float32, mean of the teachers, if added to the advantages.
         teacher_top_k: [t, 2, k + 1] float32, `compute_linear_top_k` of the teacher, if the loss uses it.
         teacher_hidden: [t, h of the teacher] float32, likewise.
         chosen: bool, tokens that the policy loss treats specially.
-        update_logprobs, update_entropy: float32, of the policy at the last optimizer step that used the token (NaN
-            before); written by the actor's last pipeline stage if allocated.
+        update_logprobs, update_entropy: float32, at the last optimizer step that used the token (NaN before); written
+            by the actor's last pipeline stage if allocated.
         kept: kept sets that the tokens were drawn from; `None` means the whole vocabulary.
         replayed_routes: [t, layers, choices] experts that the actor replays; see `RouteShape`.
-        routes_used: same shape; experts chosen by a forward pass on this rank's rows and layers, written if allocated.
-        flipped: bool; tokens whose router would not have chosen the replayed experts, written by an update if
-            allocated.
+        routes_used: same shape; experts chosen on this rank's rows and layers, written by a forward pass if allocated.
+        flipped: bool; tokens whose router disagrees with the replayed experts, written by an update if allocated.
         ledgers: expected counts of each minibatch's loss over all DP ranks; not checked if empty.
         names: names of the sequences in messages; may be empty.
     """
@@ -216,7 +212,7 @@ class TrainBatch:
 
     @property
     def num_computed(self) -> int:
-        """Number of rows of a microbatch that the model computes."""
+        """Number of computed rows of a microbatch."""
         rows = self.slices[0].computed
         return len(self.tokens if rows is None else rows)
 
@@ -239,7 +235,7 @@ class TrainBatch:
         return [self._part([piece]) for piece in self.slices]
 
     def take_updates(self, other: TrainBatch) -> None:
-        """Copy the recorded update columns of a batch with the same tokens, if they are allocated here."""
+        """Copy the recorded update columns of an equal batch, if allocated here."""
         if self.update_logprobs is not None and self.update_entropy is not None:
             assert other.update_logprobs is not None and other.update_entropy is not None, "it was given room as well"
             self.update_logprobs.copy_(other.update_logprobs)
@@ -255,7 +251,7 @@ class TrainBatch:
         return replace(part, kept=kept, slices=moved, minibatch_sizes=[len(slices)])
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
-        """Apply `function` to every tensor [t, ...]; slices and kept sets are unchanged."""
+        """Apply `function` to every tensor [t, ...], not to slices and kept sets."""
         return replace(
             self,
             **{
@@ -278,8 +274,7 @@ class Padding:
 
     Attributes:
         multiple: divisor and minimum of each length.
-        buckets: allowed shapes; `None` applies only `multiple`.
-        max_seqlen: bound on segments, padding included (buckets only).
+        max_seqlen: bound on segments (buckets only).
     """
 
     multiple: int
@@ -300,11 +295,11 @@ def build_train_batch(
     """Pack the sequences of one DP rank.
 
     Args:
-        sequences: branches of the step, at least this DP rank's.
+        sequences: at least this DP rank's branches.
         sequence_weights: loss weight per response token of each sequence.
         minibatch_plans: per minibatch, the indices of its sequences and their `plan_microbatches`.
-        dp_rank: `None` on ranks outside the role, which get an empty batch.
-        shared: prefixes to pack once; sequences are packed whole if `None`.
+        dp_rank: `None` outside the role, for an empty batch.
+        shared: prefixes to pack once.
     """
     rows = Rows()
     slices: list[MicrobatchSlice] = []

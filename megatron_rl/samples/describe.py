@@ -23,10 +23,7 @@ from megatron_rl.types import SERVICE_FAILURES, Rollout
 
 
 def describe_rollouts(headers: Headers) -> dict[str, float]:
-    """Compute the reward and length metrics of one step, averaged over rollouts; `tokens/...` are sums.
-
-    Rewards are averaged over the rollouts that have one; NaN if none has.
-    """
+    """Compute the reward and length metrics of one step, averaged over (rewarded) rollouts; `tokens/...` are sums."""
     rollouts = headers.rollouts
     groups = headers.split_rewarded(rollouts["reward"])
     return {
@@ -55,7 +52,6 @@ def describe_staleness(headers: Headers, version: int, optimizer_steps: int) -> 
     """Compute the staleness of the rollouts in steps of the main loop, from the first policy version of each.
 
     Args:
-        version: current policy version, in optimizer steps.
         optimizer_steps: optimizer steps per step of the main loop.
     """
     staleness = (version - headers.rollouts["first_version"]) / optimizer_steps
@@ -80,8 +76,8 @@ def describe_sources(headers: Headers, sources: Sequence[str]) -> dict[str, floa
 def describe_distributions(headers: Headers, batch: TrainBatch) -> dict[str, np.ndarray]:
     """Return distributions of one step, for histograms.
 
-    Response length and reward cover all (rewarded) rollouts; advantage and log-prob gap (old log-prob minus the
-    engine's) cover the loss tokens of this DP replica.
+    Response length and reward cover all (rewarded) rollouts; advantage and log-prob gap (trainer's minus engine's)
+    cover the loss tokens of this DP replica.
     """
     gap = batch.column("old_logprobs") - batch.rollout_logprobs
     return {
@@ -93,10 +89,7 @@ def describe_distributions(headers: Headers, batch: TrainBatch) -> dict[str, np.
 
 
 def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
-    """Return `ratio`, `entropy` and `clipped` of the last update of each token, [t] float32; NaN before the first.
-
-    The result is empty if updates are not recorded.
-    """
+    """Return `ratio`, `entropy`, `clipped` of each token's last update, [t] float32 (NaN: none); {} if unrecorded."""
     now = batch.update_logprobs
     if now is None:
         return {}
@@ -114,10 +107,7 @@ def describe_updates(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str,
 
 
 def _describe_turns(rollout: Rollout, token_texts: TokenTexts) -> dict[str, Any]:
-    """Return the row's "turns" if there are several turns or unsampled tokens; empty for a plain response.
-
-    "start" counts the row's tokens; "observed" is the unsampled text before the turn.
-    """
+    """Return the row's "turns"; empty for a plain response. "observed" is the unsampled text before a turn."""
     turns, start = [], 0
     known = [branch.num_prompt_tokens for branch in rollout.branches]
     for turn in find_runs(rollout.branches):
@@ -138,13 +128,11 @@ def _describe_turns(rollout: Rollout, token_texts: TokenTexts) -> dict[str, Any]
 def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dict[str, str]]:
     """Choose the rollouts of a step to log: whole groups, and the three best, the worst and the longest rollout.
 
-    Ties in reward are broken in favor of different prompts.
-
     Args:
         num_groups: groups to log, spread over the batch and rotated by step; -1 for all, 0 logs nothing.
 
     Returns:
-        Ascending rollout indices. `logged_as` marks extremes: including them, the rows are a biased sample of the step.
+        Ascending rollout indices. `logged_as` marks extremes, which bias the rows as a sample of the step.
     """
     total = len(headers.group_sizes)
     wanted = total if num_groups < 0 else min(num_groups, total)

@@ -62,10 +62,7 @@ def compute_advantages(
     """Compute the advantages (with a critic, also the returns) of this rank's tokens; collective.
 
     Args:
-        samples: rewards of all rollouts, and their KL if it is part of the reward.
-        batch: old log-probs, plus reference log-probs and values if there are any.
-        algorithm: the estimator, with the current KL coefficient.
-        turn_rewards: `Packing.turn_rewards`.
+        batch: old log-probs, and reference log-probs and values if there are any.
     """
     headers = samples.headers
     rewards = samples.rewards
@@ -143,14 +140,10 @@ def correct_mismatch(
 
 
 def measure_lags(batch: TrainBatch, lags: torch.Tensor, most: int, group: dist.ProcessGroup) -> dict[str, float]:
-    """Measure the log-prob mismatch by the lag of the policy version that sampled a token; collective.
+    """Return `mismatch/lag<N>`, the mean log-prob mismatch |d| of the tokens of lag N <= `most`; collective.
 
     Args:
         lags: [t] steps of the main loop between the sampling policy and the current one.
-        most: largest lag.
-
-    Returns:
-        `mismatch/lag<N>`, the mean of |d| over the tokens of lag N, for each N that occurs.
     """
     gaps = (batch.column("old_logprobs") - batch.rollout_logprobs).abs().double()
     sums: dict[str, float] = {}
@@ -163,10 +156,7 @@ def measure_lags(batch: TrainBatch, lags: torch.Tensor, most: int, group: dist.P
 
 
 def measure_stale_routes(headers: Headers, batch: TrainBatch, version: int, group: dist.ProcessGroup) -> float:
-    """Compute the share of loss tokens with replayed routes whose routes are older than `version`; collective.
-
-    The last version of a sequence is taken as the version of all its routes.
-    """
+    """Compute the share of replayed loss tokens whose sequence's last version is older than `version`; collective."""
     routes, is_stale = batch.column("replayed_routes"), np.append(headers["last_version"] < version, False)
     replayed = batch.loss_mask & (routes[:, 0, 0] != torch.iinfo(routes.dtype).max)
     stale = replayed & torch.from_numpy(is_stale).to(routes.device)[batch.sequence_ids]
@@ -182,7 +172,7 @@ def check_bits(batch: TrainBatch, is_current: torch.Tensor, group: dist.ProcessG
         is_current: [t] bool, whether the current policy version sampled the token.
 
     Raises:
-        UserError: on all ranks of the group; names the first token that differs.
+        UserError: on all ranks; names the first token that differs.
     """
     ours, engine = batch.column("old_logprobs"), batch.rollout_logprobs
     differs = (batch.loss_mask & is_current & (ours != engine)).nonzero()[:, 0].tolist()

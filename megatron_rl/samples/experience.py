@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experience: the scored sequences of a step.
 
-Every rank has the headers of all sequences. Tokens stay on the ranks that generated them; roles fetch their share. A
-column is a per-token result of a role, in its packing until another role reads it.
+Every rank has all headers. Tokens stay on the ranks that generated them, and roles fetch their share. A column is a
+per-token result of a role.
 
     samples.values = critic.compute_values(samples)     # a column in the critic's packing
     samples.read(actor's packer, ["values"])            # the actor fetches it into its own
@@ -40,12 +40,7 @@ from megatron_rl.types import Branch, Prompt, Rollout, RouteShape, Turn
 
 @dataclass(frozen=True)
 class Column:
-    """Values of the tokens after the prompts.
-
-    Attributes:
-        values: [t, ...] in the rows of `packing`.
-        holders: the ranks that hold the values; all ranks of the packing if `None`.
-    """
+    """Values [t, ...] of the tokens after the prompts, in the rows of `packing`, held by all its ranks or `holders`."""
 
     values: torch.Tensor
     packing: Packing
@@ -72,13 +67,11 @@ class Experience:
 
     Args:
         prompts: one per group.
-        payload: tokens held on this rank.
-        group: all ranks.
-        baselines: [num_groups] reward of the greedy response to each prompt (ReMax), NaN if it failed.
+        baselines: [num_groups] reward of the greedy response (ReMax), NaN if it failed.
         metrics: metrics of the rollout phase.
 
     Attributes:
-        columns: results by name, each set once through the attribute of that name.
+        columns: results by name, each set once.
     """
 
     old_logprobs = _Slot()
@@ -125,7 +118,7 @@ class Experience:
         return self._packings[packer.key]
 
     def read(self, packer: Packer, names: Sequence[str] = ()) -> TrainBatch:
-        """Return a role's batch with those of the named columns that exist; collective if one must be fetched."""
+        """Return a role's batch with the named columns that exist; collective if one must be fetched."""
         packing = self.pack(packer)
         return replace(
             packing.batch, **{name: self._bring(name, packing, packer.key) for name in names if name in self.columns}
@@ -139,15 +132,11 @@ class Experience:
         *,
         on_all: bool = False,
     ) -> list[tuple[Rollout, dict[str, np.ndarray]]]:
-        """Fetch whole rollouts to rank 0, or to all ranks; empty elsewhere; collective.
+        """Fetch whole rollouts, with `columns` of their loss tokens, to rank 0 or all ranks; collective.
 
         Args:
-            chosen: indices of the rollouts, ascending.
+            chosen: rollout indices, ascending.
             decode: response tokens -> text.
-            columns: per-token values to fetch as well; the same names on every rank.
-
-        Returns:
-            Each rollout with its values: name -> [number of its loss tokens].
         """
         bounds = [*self.headers.first_of_rollout.tolist(), len(self.headers)]
         parts = [range(bounds[number], bounds[number + 1]) for number in chosen]
@@ -178,18 +167,16 @@ class Experience:
         return self._num_bytes
 
     def measure_bytes(self) -> dict[str, float]:
-        """Return the metric `samples/bytes_per_rank`: bytes received, maximum over ranks; collective."""
+        """Return `samples/bytes_per_rank`: bytes received, maximum over ranks; collective."""
         found = {"samples/bytes_per_rank": float(self._num_bytes)}
         return reduce_scalars(found, dist.ReduceOp.MAX, self._group, torch.device("cpu"))
 
     @classmethod
     def join(cls, parts: Sequence[Experience], groups: Sequence[int], metrics: Mapping[str, float]) -> Experience:
-        """Join groups of several generations, in the given order, into one experience.
+        """Join groups of several generations, without columns, in the given order.
 
         Args:
-            parts: experiences without computed columns.
-            groups: indices of the chosen groups, counted over the concatenated parts.
-            metrics: metrics of the rollout phase.
+            groups: indices counted over the concatenated parts.
         """
         headers, order = join_headers([part.headers for part in parts]).select_groups(groups)
         prompts = [prompt for part in parts for prompt in part.prompts]
@@ -212,7 +199,7 @@ class Experience:
         return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
 
     def select(self, groups: Sequence[int]) -> tuple[Experience, np.ndarray]:
-        """Return the given groups as an experience without columns, and their sequences' indices in this one, [k]."""
+        """Return some groups as an experience without columns, and their sequences' indices in this one, [k]."""
         if len(groups) == len(self.prompts):
             return self, np.arange(len(self.headers))
         _, order = self.headers.select_groups(groups)
@@ -222,7 +209,6 @@ class Experience:
         """Copy a column of a selection into a role's packing of all samples: [t, ...], NaN elsewhere; collective.
 
         Args:
-            column: belongs to `part`.
             order, part: from `select`.
         """
         packing = self.pack(packer)
@@ -236,11 +222,7 @@ class Experience:
         return values
 
     def rescore(self, rewards: np.ndarray, name: str, scores: np.ndarray) -> Experience:
-        """Return the same samples, without columns, with new rewards and one more reward component `name`.
-
-        Args:
-            rewards, scores: [num_rollouts].
-        """
+        """Return the same samples, without columns, with new rewards and a further component, [num_rollouts] each."""
         payload = replace(self._payload, num_bytes=self._num_bytes)
         return Experience(self.headers.rescore(rewards, name, scores), self.prompts, payload, self._group)
 
@@ -259,7 +241,6 @@ class Experience:
         return fetch_branches(self._payload, self.headers, *fetches)
 
     def _bring(self, name: str, packing: Packing, key: Hashable) -> torch.Tensor:
-        """Return a column in the rows of `packing`; fetched at most once."""
         column: Column = self.columns[name]
         if column.packing is packing:
             return column.values
@@ -293,13 +274,11 @@ class Experience:
         return found
 
     def _find_loss_tokens(self, index: int, branch: Branch) -> np.ndarray:
-        """Return the mask of the loss tokens among the tokens after the prompt."""
         mask = branch.sampled & self.headers.rows["in_loss"][index]
         mask[:1] = False
         return mask[branch.num_prompt_tokens :]
 
     def _restore(self, index: int, branches: list[Branch], decode: Callable[[list[int]], str]) -> Rollout:
-        """Rebuild the rollout whose first sequence is `index`."""
         row, turns = self.headers.rows[index], find_runs(branches)
         if not self._payload.has_episodes:
             turns = [Turn(0, turns[0].start, turns[-1].stop)]
@@ -325,10 +304,7 @@ def replicate(
 ) -> Experience:
     """Build the experience of rollouts that exist on every rank: fine-tuning examples or recorded rollouts.
 
-    Args:
-        rollouts: pairs (index of the prompt, rollout), sorted by that index.
-        prompts: one per group.
-        mask_truncated: exclude responses cut at the length limit from the loss.
+    `rollouts` are pairs (prompt index, rollout), sorted. `mask_truncated` excludes truncated responses from the loss.
     """
     headers = build_headers(rollouts, holder=0, mask_truncated=mask_truncated)
     has_kept = any(branch.kept is not None for _, rollout in rollouts for branch in rollout.branches)

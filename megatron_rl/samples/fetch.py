@@ -2,7 +2,7 @@
 """Transfer of per-sequence values from the ranks that hold them to the ranks that need them, as one all-to-all.
 
 The plan is a pure function of the headers: each rank computes its own part, and both sides of a transfer list its
-sequences in the same order. Local values are not sent.
+sequences in the same order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def for_readers(is_wanted: np.ndarray, ranks: Sequence[int]) -> Holders:
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """Transfers of one rank; sequences are indices in the step.
+    """Transfers of one rank, by sequence index.
 
     Attributes:
         kept: needed sequences that are already local.
@@ -65,11 +65,7 @@ class FetchPlan:
 
 
 def plan_fetch(rank: int, source: Holders, destination: Holders) -> FetchPlan:
-    """Plan the sends and receives of `rank` that bring each sequence to the destination ranks.
-
-    The sender is chosen among the ranks of the holding replica by the receiver's place and the sequence index, so that
-    they share the work.
-    """
+    """Plan the sends and receives of `rank`, with the load spread over the ranks of a holding replica."""
     (source_replica, source_place), (replica, place) = source.locate(rank), destination.locate(rank)
     width = source.ranks.shape[1]
     needed = np.flatnonzero(destination.replica_of == replica)
@@ -93,13 +89,7 @@ def _by_rank(ranks: np.ndarray, sequences: np.ndarray) -> dict[int, np.ndarray]:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Result of a plan on one rank.
-
-    Attributes:
-        sequences: [k] indices of the sequences.
-        columns: name -> concatenated values of the sequences, on the current device.
-        num_bytes: bytes received from other ranks.
-    """
+    """Sequences [k] that arrived on one rank, their concatenated values by column, and the bytes received."""
 
     sequences: np.ndarray
     columns: dict[str, torch.Tensor]
@@ -112,7 +102,7 @@ def fetch(
     """Execute this rank's plan; collective.
 
     Args:
-        lengths: [n] number of values of each sequence, equal for every column.
+        lengths: [n] values per sequence and column.
         group: all ranks of the job.
     """
     device = current_device()
@@ -148,10 +138,8 @@ class Payload:
     """The tokens held on this rank.
 
     Attributes:
-        branches: branches by sequence index.
         ranks: [num_replicas, width] ranks that hold the sequences of each replica.
-        num_bytes: bytes received for the payload.
-        has_kept: whether any token of the step was drawn from kept sets; equal on every rank.
+        has_kept: any token of the step was drawn from kept sets; equal on every rank.
         route_shape: equal on every rank; `None` without routes.
         has_episodes: rollouts may have several turns. Otherwise unsampled tokens between sampled ones were inserted.
     """
@@ -173,11 +161,7 @@ def hold(
     route_shape: RouteShape | None = None,
     has_episodes: bool = True,
 ) -> Payload:
-    """Build the payload of this rank; see `Payload`.
-
-    Args:
-        held: pairs (index of the prompt in the step, local rollout).
-    """
+    """Build the payload of this rank from pairs (index of the prompt in the step, local rollout)."""
     firsts = headers.rollouts.rows
     starts = dict(
         zip(
@@ -204,8 +188,7 @@ def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_
     """Fetch the tokens of the sequences that this rank needs, by sequence index; collective.
 
     Args:
-        fetch: transfers values from all ranks of each holder.
-        fetch_from_first: likewise from the first rank of each holder, the only one with turn rewards.
+        fetch_from_first: uses only the first rank of each holder, which alone has turn rewards.
     """
     rows = headers.rows
     has_versions = bool((rows["first_version"] != rows["last_version"]).any())
@@ -241,7 +224,6 @@ def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_
 
 
 def _fetch_kept(payload: Payload, lengths: np.ndarray, fetch: Fetch) -> dict[int, KeptSets]:
-    """Fetch the kept sets of the tokens: first the sizes, which give the number of ids."""
 
     def read(name: str, sequences: np.ndarray) -> torch.Tensor:
         branches = [payload.branches[i] for i in sequences.tolist()]
@@ -262,7 +244,6 @@ def _fetch_kept(payload: Payload, lengths: np.ndarray, fetch: Fetch) -> dict[int
 
 
 def _fetch_routes(payload: Payload, shape: RouteShape, lengths: np.ndarray, fetch: Fetch) -> dict[int, np.ndarray]:
-    """Fetch the routes of the sequences, [s, layers, choices] each; "unknown" if a sequence has none."""
 
     def read(name: str, sequences: np.ndarray) -> torch.Tensor:
         branches = [payload.branches[i] for i in sequences.tolist()]

@@ -8,9 +8,9 @@ Invariants (asserted in tests/samples/test_microbatches.py):
 * every DP rank has the same number of microbatches (pipeline schedules need it), a multiple of `count_multiple`; some
   may be empty;
 * inside a microbatch sequences keep their order (that of `SharedPrefixes`, if given);
-* sequences that share a prefix are separated only if they exceed the budget or if that lowers the cost of the heaviest
-  rank, and then at their shortest common prefix;
-* the heaviest rank costs at most `_CLOSE` times that of the plain plan without sharing, which is used otherwise;
+* sequences that share a prefix are separated, at their shortest common prefix, only if they exceed the budget or
+  overload the heaviest rank;
+* the heaviest rank costs at most `_CLOSE` times that of the plain plan without sharing;
 * the result depends on the lengths only (costs are integers): every rank computes the same plan.
 
 The cost of a sequence of s tokens is s + attention_ratio * s^2: all work linear in the tokens, plus causal attention.
@@ -42,7 +42,6 @@ def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
     Args:
         ranks: [dp_size][num_bins] -> units.
         tokens, costs: [num_units] int64.
-        max_tokens: budget of a bin, kept by every exchange.
     """
     token_list, cost_list = [*tokens.tolist(), 0], [*costs.tolist(), 0]  # the last entry is for unit -1: "nothing"
     held = [sorted([0, *[cost_list[unit] for members in rank for unit in members]]) for rank in ranks]  # 0: "nothing"
@@ -83,8 +82,7 @@ def _exchange_best(
 ) -> tuple[int, int] | None:
     """Exchange the pair of units that comes closest to moving half of the gap, or move one unit.
 
-    Returns:
-        The unit given to the cheaper rank, and the unit taken from it (-1 if none); `None` if impossible.
+    Returns the unit given to the cheaper rank and the unit taken (-1 if none); `None` if impossible.
     """
     takes = [(unit, b) for b, members in enumerate(low) for unit in members]
     takes += [(-1, b) for b in range(len(low))]  # a unit can move to any bin without an exchange
@@ -121,7 +119,7 @@ def _choose_of_many(
     costs: list[int],
     max_tokens: int,
 ) -> tuple[int, int, int, int] | None:
-    """Vectorized search of `_exchange_best`; returns (unit, bin, unit, bin)."""
+    """Vectorized search of `_exchange_best`."""
     gives = [(unit, a) for a, members in enumerate(high) for unit in members]
     room = [max_tokens - sum([tokens[unit] for unit in members]) for members in high]
     more, moved = (
@@ -153,8 +151,8 @@ def find_pad_multiple(cp_size: int, sp_size: int, batch_invariant: bool) -> int:
 def compute_attention_ratio(num_linear: float, num_heads: int, key_dim: int, value_dim: int) -> float:
     """Compute the cost of causal attention over s tokens, in units of the linear layers' cost of s^2 tokens.
 
-    Multiply-adds of one layer: s^2 n (d + d_v) / 2 for scores and values (half of them are masked), against s times the
-    elements of its matrices. The output layer and norms are left out.
+    Multiply-adds of one layer: s^2 n (d + d_v) / 2 for scores and values (half of them are masked), against s times its
+    matrix elements. The output layer and norms are left out.
 
     Args:
         num_linear: matrix elements applied to a token in a layer; with MoE, only active experts.
@@ -166,7 +164,7 @@ def compute_attention_ratio(num_linear: float, num_heads: int, key_dim: int, val
 
 @dataclass(frozen=True)
 class _Workload:
-    """Tokens and costs [num_sequences] of the sequences that are packed together, with their shared prefixes."""
+    """Tokens and costs [num_sequences] of sequences that are packed together."""
 
     tokens: np.ndarray
     costs: np.ndarray
@@ -179,11 +177,9 @@ class _Workload:
         return cls(tokens, _compute_costs(tokens, attention_ratio), attention_ratio, shared)
 
     def sum_each(self, parts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and cost of each part."""
         return self.sum_joined(*_join(parts))
 
     def sum_joined(self, members: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and cost of each part, given in the form of `_join`."""
         sums = np.zeros((2, len(members) + 1), np.int64)
         np.cumsum([self.tokens[members], self.costs[members]], axis=1, out=sums[:, 1:])
         if self.shared is not None:
@@ -193,14 +189,13 @@ class _Workload:
         return tokens, costs
 
     def list_groups(self) -> list[list[int]]:
-        """List the groups of sequences that share a prefix, in packing order."""
         assert self.shared is not None
         order = np.argsort(self.shared.places)
         starts = np.flatnonzero(self.shared.num_shared == 0)
         return [part.tolist() for part in np.split(order, starts[1:])] if len(order) else []
 
     def sum_fully_shared(self) -> int:
-        """Return the cost of all sequences in one microbatch without a budget, a lower bound for any plan."""
+        """Return a lower bound of any plan's total cost."""
         saved = np.zeros(0, np.int64) if self.shared is None else self.shared.num_shared
         return int(self.costs.sum() - _compute_costs(saved, self.attention_ratio).sum())
 
@@ -211,7 +206,6 @@ def _join(parts: Sequence[Sequence[int]]) -> _Joined:
 
 
 def _number(bounds: np.ndarray) -> np.ndarray:
-    """Return the index of the part that each member belongs to."""
     return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
 
 
@@ -242,13 +236,13 @@ def plan_microbatches(
     """Split sequences into microbatches of at most `max_tokens` tokens, balanced over DP ranks by cost.
 
     Longest-processing-time-first by tokens into `dp_size * k` bins, for the smallest k that fits; bins are dealt to the
-    DP ranks by cost; then heavy ranks exchange sequences with light ones. With `shared`, groups replace sequences.
+    DP ranks by cost; then ranks exchange sequences. With `shared`, groups of sequences with a common prefix are packed
+    instead.
 
     Args:
         lengths: tokens of each sequence, including its prompt.
-        count_multiple: divisor of the number of microbatches per rank.
+        count_multiple: divisor of the microbatches per rank.
         attention_ratio: see `compute_attention_ratio`; 0 balances tokens.
-        shared: prefixes to pack once; sequences are packed whole if `None`.
 
     Raises:
         ValueError: a sequence is longer than the budget.
@@ -265,7 +259,7 @@ def plan_microbatches(
     plan = arrange(units)
     longest = int(work.costs.max(initial=0))
     least = max(longest, work.sum_fully_shared() / dp_size)  # lower bound of the heaviest rank's cost
-    fewest = _round_up(-(-sum(lengths) // (dp_size * max_tokens)), count_multiple)  # the plain plan's microbatches
+    fewest = _round_up(-(-sum(lengths) // (dp_size * max_tokens)), count_multiple)  # microbatches per rank, plain
     loads = _rank_costs(plan, work, dp_size)
     if max(loads) <= _CLOSE * least and len(plan[1]) - 1 <= dp_size * fewest:
         return _spell_out(plan, dp_size)
@@ -285,7 +279,6 @@ def _divide_groups(
     work: _Workload,
     arrange: Callable[[list[list[int]]], _Joined],
 ) -> tuple[_Joined, list[int]]:
-    """Split groups of overloaded ranks while that lowers the heaviest rank's cost; return the plan and its loads."""
     for _ in range(min(2 * len(loads), _MOST_ROUNDS)):
         if max(loads) <= max(_CLOSE * sum(loads) / len(loads), int(work.costs.max(initial=0))):
             break
@@ -301,7 +294,6 @@ def _divide_groups(
 
 
 def _split_groups(work: _Workload, max_tokens: int) -> list[list[int]]:
-    """Return the groups that share a prefix, split into as few parts as the budget allows."""
     groups = work.list_groups()
     sizes = work.sum_each(groups)[0].tolist()
     return [
@@ -326,10 +318,7 @@ def _split_group(members: list[int], work: _Workload, max_tokens: int) -> list[l
 def _divide_overloaded(
     units: list[list[int]], plan: _Joined, loads: list[int], work: _Workload, few_ranks: int = _FEW_RANKS
 ) -> list[list[int]] | None:
-    """Split the costliest divisible unit of each overloaded rank by a rank's fair share; `None` if there is none.
-
-    With at most `few_ranks` overloaded ranks, only the heaviest one's unit is split, in two.
-    """
+    """Split the costliest divisible unit of each overloaded rank (of few, only the heaviest's, in two), if any."""
     assert work.shared is not None
     members, bounds = _join(units)
     share, costs, firsts = sum(loads) / len(loads), work.sum_joined(members, bounds)[1], members[bounds[:-1]]
@@ -360,7 +349,6 @@ def _divide_overloaded(
 
 
 def _plan_units(units: list[list[int]], work: _Workload, dp_size: int, max_tokens: int, count_multiple: int) -> _Joined:
-    """Pack units into bins, deal the bins to ranks and balance them; sequences keep their order in a bin."""
     tokens, costs = work.sum_each(units)
     bins = _fill_fewest_bins(tokens.tolist(), max_tokens, dp_size, count_multiple)
     ranks = _deal(bins, costs.tolist(), dp_size)
@@ -381,7 +369,6 @@ def _spell_out(plan: _Joined, dp_size: int) -> MicrobatchPlan:
 def _fill_fewest_bins(
     lengths: list[int], max_tokens: int, multiple: int = 1, count_multiple: int = 1
 ) -> list[list[int]]:
-    """Fill the smallest number of bins, `multiple` times a multiple of `count_multiple`, that the heuristic fits."""
     enough = -(-sum(lengths) // max_tokens) if max_tokens else 1
     alone = sum(2 * length > max_tokens for length in lengths)  # no two of these fit into one bin
     k = first = _round_up(-(-max(enough, alone) // multiple), count_multiple)
@@ -417,7 +404,7 @@ def _fill_bins(lengths: list[int], num_bins: int, max_tokens: int | None = None)
 
 
 def _deal(bins: list[list[int]], unit_costs: list[int], dp_size: int) -> list[list[list[int]]]:
-    """Deal an equal number of bins to each rank: the heaviest remaining bin to the lightest unfilled rank."""
+    """Deal the heaviest remaining bin to the lightest unfilled rank."""
     ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
     costs = [sum([unit_costs[unit] for unit in members]) for members in bins]
     by_cost = [(-cost, members) for cost, members in zip(costs, bins, strict=True)]
@@ -457,12 +444,11 @@ def packing_metrics(
     """Measure the quality of a plan; arguments as for `plan_microbatches` and `build_train_batch`.
 
     Returns:
-        packing/efficiency: real tokens over computed ones (with padding).
-        packing/padded_efficiency: the same if every sequence were padded to the longest.
+        packing/efficiency: real over computed tokens (with padding).
+        packing/padded_efficiency: likewise with every sequence padded to the longest.
         packing/budget_use: real tokens over microbatches times budget.
         packing/imbalance: cost of the heaviest DP rank over the mean.
-        packing/prompt_repeats: with shared prompts, computed over unique prompt tokens.
-        packing/prefix_repeats: with prefix trees, computed over unique tokens.
+        packing/prompt_repeats, packing/prefix_repeats: computed over unique tokens.
     """
     work = _Workload.measure(lengths, attention_ratio, shared)
     microbatches = [members for rank in plan for members in rank]

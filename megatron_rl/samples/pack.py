@@ -29,7 +29,7 @@ FetchBranches = Callable[[Holders], Mapping[int, Branch]]
 
 
 class PackableModel(Protocol):
-    """The attributes of a model that packing reads; see `LaidOutModel`."""
+    """Model attributes that packing reads; see `LaidOutModel`."""
 
     layout: ParallelLayout
     dp_rank: int | None
@@ -44,12 +44,12 @@ class Packing:
     """One rank's packed share of a step, in the layout of a role.
 
     Attributes:
-        starts: [n] row of the first token after the prompt; 0 for sequences of other replicas.
+        starts: [n] row of the first token after the prompt; 0 for remote sequences.
         lengths: [n] tokens after the prompt.
         versions: [t] int32, policy version that sampled each token; undefined elsewhere.
-        turn_rewards: [t] float32, at the last token of each turn; `None` if no local turn has its own reward.
-        routes: [t, layers, choices] experts chosen by the engine; `None` if unknown.
-        metrics: quality of the plan, averaged over minibatches (padding by bucket: over the whole step).
+        turn_rewards: [t] float32, at the last token of each turn, if local turns have rewards.
+        routes: [t, layers, choices] experts chosen by the engine, if returned.
+        metrics: quality of the plan, averaged over minibatches (padding by bucket: over the step).
     """
 
     batch: TrainBatch
@@ -70,7 +70,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs the sequences of a step for one role."""
+    """Packing of a step's sequences for one role."""
 
     model: PackableModel
     config: LayoutConfig
@@ -150,7 +150,6 @@ class Packer:
         return _Minibatch(start, stop, lengths, shared, plan)
 
     def _weigh(self, headers: Headers) -> tuple[np.ndarray, list[LossLedger]]:
-        """Return the loss weight per token of each sequence, and the ledger of each minibatch."""
         mode, constant = self.algorithm.loss_agg_mode, self.algorithm.loss_scale_factor or self.plan.max_response_length
         in_loss, size = headers.sum_per_rollout(headers.num_loss_tokens), self.plan.rollouts_per_minibatch
         options = find_options(self.algorithm, mode)
@@ -197,17 +196,14 @@ def split_minibatches(headers: Headers, rollouts_per_minibatch: int) -> list[int
 def number_prompts(headers: Headers) -> np.ndarray:
     """Number the runs of adjacent sequences with equal prompt tokens and prompt routes, [n].
 
-    A later branch can keep less of the prompt. Prompts with different routes are not shared, because each is replayed.
+    A later branch can keep less of the prompt. Prompts with different routes stay separate, because each is replayed.
     """
     names = ("prompt_id", "num_prompt_tokens", "prompt_routes")
     return np.cumsum(np.any([np.diff(headers.rows[name], prepend=headers.rows[name][:1]) for name in names], axis=0))
 
 
 def share_branches(headers: Headers) -> SharedPrefixes:
-    """Share prompts between rollouts, and prefixes between the branches of a rollout: one prefix tree per prompt.
-
-    Branches that keep most of the prompt come first, so that neighboring rollouts share as much of it as possible.
-    """
+    """Share prompts between rollouts, and prefixes between the branches of a rollout: one prefix tree per prompt."""
     rows = headers.rows
     runs = np.cumsum(np.diff(rows["prompt_id"], prepend=rows["prompt_id"][:1]) != 0)
     order = np.lexsort((rows["place"], rows["rollout"], -rows["num_prompt_tokens"], runs))
@@ -234,7 +230,7 @@ def _find_starts(headers: Headers, batch: TrainBatch) -> np.ndarray:
 
 
 def _place(branches: Mapping[int, Branch], name: str, starts: np.ndarray, batch: TrainBatch) -> torch.Tensor | None:
-    """Pack a per-token field of the branches into [t], 0 on all other rows; `None` if no branch has it."""
+    """Pack a per-token field of the branches into [t], 0 elsewhere."""
     values: np.ndarray | None = None
     for index, branch in branches.items():
         found = getattr(branch, name)

@@ -25,14 +25,13 @@ from megatron_rl.types import Branch
 class SharedPrefixes:
     """Common prefixes of sequences, by packing order.
 
-    Any two sequences share at least the minimum of `num_shared` between them; exactly that if the order is a walk
-    through the prefix tree.
+    Any two sequences share at least the minimum of `num_shared` between them; exactly that in a prefix tree's order.
 
     Attributes:
         places: [n] int64, place of each sequence in the packing order.
-        num_shared: [n] int64, by place: tokens that a sequence shares with the previous one.
+        num_shared: [n] int64, by place: tokens shared with the previous sequence.
         shareable: [n] int64, by sequence: its tokens that can be shared (the prompt, or all).
-        name: used in the metric `packing/<name>_repeats`.
+        name: for the metric `packing/<name>_repeats`.
     """
 
     places: np.ndarray
@@ -41,7 +40,7 @@ class SharedPrefixes:
     name: str = "prompt"
 
     def measure(self, members: Sequence[int] | np.ndarray, firsts: Sequence[int] | np.ndarray = (0,)) -> np.ndarray:
-        """Return the number of tokens that each member shares with the previous one; 0 for the first of each list, [k].
+        """Return the tokens that each member shares with the previous one, 0 for the first of each list, [k].
 
         Args:
             members: [k] concatenated lists of sequences, each in packing order.
@@ -70,7 +69,7 @@ def share_prompts(group_of: Sequence[int] | np.ndarray, prompt_lengths: Sequence
 
     Args:
         group_of: [n] group number of each sequence.
-        prompt_lengths: [n] prompt tokens, equal within a group.
+        prompt_lengths: [n] tokens, equal within a group.
     """
     groups, prompts = np.asarray(group_of, np.int64), np.asarray(prompt_lengths, np.int64)
     order = np.argsort(groups, kind="stable")
@@ -84,10 +83,10 @@ def is_repeated(values: np.ndarray) -> np.ndarray:
 
 
 def arrange_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int]]:
-    """Order the branches of a rollout as a walk through their prefix tree: most prompt tokens first, then by tokens.
+    """Order the branches of a rollout as a walk through their prefix tree, most prompt tokens first.
 
     Returns:
-        The place of each branch in the walk, and the tokens that it shares with the branch at the previous place.
+        The place of each branch, and the tokens that it shares with the previous place.
     """
     if len(branches) == 1:
         return [0], [0]
@@ -104,7 +103,7 @@ def arrange_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int]]:
 
 
 def _count_common(first: Branch, second: Branch) -> int:
-    """Count the common leading tokens of two branches with equal expert routes, if known."""
+    """Count the common leading tokens with equal expert routes."""
     length = min(len(first.tokens), len(second.tokens))
     is_same = first.tokens[:length] == second.tokens[:length]
     if first.routes is not None and second.routes is not None:
@@ -119,9 +118,9 @@ class SegmentKeys:
     """The keys that the queries of each segment attend to: the whole prefix, then the segment itself, causally.
 
     Attributes:
-        index: [k] int64, rows of the microbatch, segment by segment; -1 on padding.
+        index: [k] int64, rows of the microbatch by segment; -1 on padding.
         cu_seqlens: [num_segments + 1] int32, boundaries in `index`.
-        max_seqlen: largest number of keys of a segment.
+        max_seqlen: most keys of a segment.
     """
 
     index: torch.Tensor
@@ -134,7 +133,7 @@ def build_segment_keys(paths: Sequence[np.ndarray], lengths: Sequence[int], devi
 
     Args:
         paths: int64, per segment the rows of its prefix and then its own.
-        lengths: number of own rows of each segment.
+        lengths: own rows of each segment.
     """
     num_keys = [len(path) for path in paths]
     if num_keys == [*lengths]:
@@ -153,12 +152,7 @@ def move_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def pad_segment_keys(keys: SegmentKeys, num_segments: int, num_keys: int, max_prefixed: int) -> SegmentKeys:
-    """Pad the keys to fixed sizes; the last segment, which has no query, owns the padding.
-
-    Args:
-        keys: keys of fewer than `num_segments` segments.
-        max_prefixed: upper bound of the keys of a segment.
-    """
+    """Pad the keys of fewer segments to fixed sizes; the last segment, which has no query, owns the padding."""
     count, room = len(keys.index), num_segments + 1 - len(keys.cu_seqlens)
     assert room > 0 and num_keys >= count and keys.max_seqlen <= max_prefixed
     cu_seqlens = F.pad(keys.cu_seqlens, (0, room), value=count)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets of microbatch shapes, so that training steps of fixed shape see only a few shapes (pure).
 
-In `step_mode` static and graph every microbatch is padded to the smallest bucket that holds it. The default is the
-sixteenths of the token budget: microbatches are mostly more than half full, and then at most 1/9 of a bucket is
-padding.
+In `step_mode` static and graph every microbatch is padded to the smallest bucket that holds it. With the default,
+sixteenths of the token budget, microbatches more than half full have at most 1/9 padding.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Buckets:
 
     Attributes:
         sizes: numbers of tokens, ascending.
-        max_num_seqs: padded number of segments; doubled for microbatches with more.
+        max_num_seqs: padded number of segments, doubled if exceeded.
     """
 
     sizes: tuple[int, ...]
@@ -35,7 +34,7 @@ class Buckets:
         return _double_until(self.max_num_seqs, num_segments)
 
     def find_num_keys(self, num_keys: int, size: int) -> int:
-        """Return the padded number of keys with shared prompts: `size`, doubled until it holds `num_keys`."""
+        """Return the padded number of keys with shared prompts."""
         return _double_until(size, num_keys)
 
 
@@ -59,11 +58,7 @@ def build_buckets(max_tokens: int, sizes: Sequence[int], multiple: int, max_num_
 
 
 def padding_metrics(shapes: Iterable[tuple[int, int]]) -> dict[str, float]:
-    """Compute the share of padding among the computed tokens, in total and per used bucket.
-
-    Args:
-        shapes: (real tokens, bucket size) of every microbatch.
-    """
+    """Compute the share of padding in total and per bucket from (real tokens, bucket size) of every microbatch."""
     by_bucket: dict[int, list[int]] = {}
     for real, size in shapes:
         by_bucket.setdefault(size, []).append(real)

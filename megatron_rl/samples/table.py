@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Headers: one row of numbers per sequence of a step, equal on every rank.
 
-Every decision about a step is a pure function of its headers: minibatches, packing, baselines, denominators, metrics,
-and the transfer of tokens. Tokens and texts stay on the ranks that generated them.
+Every decision about a step is a pure function of its headers. Tokens and texts stay on the ranks that generated them.
 
 A sequence is one branch of a rollout. Baselines, denominators and metrics count rollouts.
 """
@@ -142,7 +141,7 @@ class Headers:
         return Headers(rows, (*self.names, name), np.column_stack([self.components, scores[rollout]]))
 
     def select_groups(self, groups: Sequence[int]) -> tuple[Headers, np.ndarray]:
-        """Return the given groups, renumbered in that order, and the old index of each of their sequences, [k]."""
+        """Return the given groups, renumbered, and the old index of each of their sequences, [k]."""
         bounds = np.searchsorted(self.rows["group"], [[group, group + 1] for group in groups]).reshape(-1, 2)
         order = np.concatenate([np.arange(*bound) for bound in bounds]) if len(bounds) else np.zeros(0, np.int64)
         rows = self.rows[order].copy()
@@ -157,9 +156,9 @@ def build_headers(
 
     Args:
         rollouts: pairs (index of the prompt in the step, rollout).
-        holder: index of the replica that holds their tokens.
-        mask_truncated: exclude responses cut at a limit from the loss; unrewarded ones always are.
-        with_answers: store a hash of each answer (see `hash_answer`).
+        holder: replica that holds their tokens.
+        mask_truncated: exclude truncated responses from the loss; unrewarded ones always are.
+        with_answers: store `hash_answer` of each.
     """
     found, rows = list(rollouts), []
     for group, rollout in found:
@@ -237,7 +236,7 @@ def gather_headers(mine: Headers, group: dist.ProcessGroup) -> tuple[Headers, in
 
 
 def merge_names(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """Merge lists of names without duplicates, keeping the order of each list unless they contradict each other."""
+    """Merge lists of names without duplicates, keeping the order of each list unless they contradict."""
     merged: list[str] = []
     for names in lists:
         place = 0

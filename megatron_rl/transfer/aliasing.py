@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of destination and source parameters on one rank that can share storage, so that nothing is moved or copied."""
+"""Pairs of destination and source parameters on one rank that can share storage."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from megatron_rl.weights.shard_box import Box, ShardBox
 def find_aliases(source: Iterable[ShardBox], destination: Iterable[ShardBox]) -> dict[str, str]:
     """Map each destination parameter to the source parameter with the same pieces at the same places (pure).
 
-    Both tables are of one rank. Only layouts are compared: before sharing storage, the caller must check shapes
-    (vocabulary padding) and dtypes.
+    Only layouts of one rank are compared; the caller must check shapes (vocabulary padding) and dtypes.
     """
     by_content = {content: name for name, content in _contents(source).items()}
     matches = {name: by_content.get(content) for name, content in _contents(destination).items()}
@@ -26,7 +25,7 @@ def find_aliases(source: Iterable[ShardBox], destination: Iterable[ShardBox]) ->
 
 
 def gather_names(names: frozenset[str], group: dist.ProcessGroup) -> list[frozenset[str]]:
-    """Gather the sets of all ranks, by rank; collective. Equal digests save sending a set twice."""
+    """Gather the sets of all ranks, by rank, sending each distinct set once; collective."""
     digest = hashlib.sha256("\n".join(sorted(names)).encode()).digest()[:8]
     mine = torch.tensor([[int.from_bytes(digest, "little", signed=True)]])
     digests = gather_rows(mine, group)[:, 0].tolist()

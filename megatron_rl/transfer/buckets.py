@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Point-to-point transfers in buckets of bounded size.
 
-Both ends cut the stream between them at the same places, because they process the same operations in the same order. In
-turn t a rank sends to the rank t places ahead and receives from the rank t places behind; two buckets are in flight and
-two in preparation, half the configured size each. A large piece has its own bucket; if it is contiguous, it is sent
-from, or received into, the parameter without a buffer.
+Both ends process the same operations in the same order and so cut the stream at the same places. In turn t a rank sends
+to the rank t places ahead and receives from the rank t places behind; two buckets are in flight and two in preparation.
+Large contiguous pieces are transferred in place, without a buffer.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ def _cut(box: Box, dim: int, first: int, last: int) -> Box:
 
 
 def cut_into_buckets(ops: Iterable[TransferOp], max_elements: int) -> list[Bucket]:
-    """Fill buckets in order, with at most `max_elements` (at least 1) each.
-
-    A piece of at least an eighth of the limit has its own bucket.
-    """
+    """Fill buckets with at most `max_elements` each; a piece of at least an eighth of it has its own bucket."""
     buckets: list[Bucket] = []
     filled = max_elements
     for op in ops:
@@ -69,8 +65,6 @@ def find_device(*sides: SourceParams) -> torch.device:
 
 @dataclass(frozen=True)
 class _ComputedPiece:
-    """A piece of a parameter that is computed when its bucket is packed."""
-
     param: ComputedParam
     box: Box
 
@@ -107,11 +101,8 @@ class BucketTransport:
     """Exchange of the remote pieces of one rank's plan.
 
     Args:
-        sends: destination rank -> pieces.
-        receives: source rank -> pieces.
-        group: group whose rank numbers the plan uses.
-        bucket_bytes: the four staging buffers take at most twice this.
-        dtype: of transferred elements and destination parameters.
+        sends, receives: peer rank -> pieces.
+        bucket_bytes: half the bound on staging memory.
     """
 
     def __init__(
@@ -154,7 +145,7 @@ class BucketTransport:
         self._turns = self._order_turns()
 
     def _order_turns(self) -> list[tuple[int, list[_Outgoing], int, list[torch.Tensor]]]:
-        """List the exchanges bucket by bucket over all peers, so that pieces for several peers stay in the cache."""
+        """List the exchanges by bucket, then by peer, so that pieces for several peers stay in the cache."""
         rank, size = self._group.rank(), self._group.size()
         turns = []
         longest = max((len(buckets) for side in (self._sends, self._receives) for buckets in side.values()), default=0)
@@ -175,14 +166,14 @@ class BucketTransport:
         return 2 * (self._out_elements + self._in_elements) * self._dtype.itemsize
 
     def _direct(self, bucket: Sequence[_Outgoing]) -> torch.Tensor | None:
-        """Return the parameter's own memory, flat, if the bucket is one contiguous piece of it."""
+        """Return the parameter's own memory if the bucket is one contiguous piece of it."""
         piece = bucket[0] if len(bucket) == 1 else None
         if not isinstance(piece, torch.Tensor) or not piece.is_contiguous() or piece.dtype != self._dtype:
             return None
         return piece.view(-1)
 
     def run(self) -> None:
-        """Exchange everything; collective over the ranks with something to exchange.
+        """Exchange everything; collective over the ranks involved.
 
         Raises:
             RuntimeError: a peer failed or timed out; names the pending transfer.
@@ -209,7 +200,6 @@ class BucketTransport:
         incoming: list[torch.Tensor],
         in_buffer: torch.Tensor,
     ) -> _Exchange:
-        """Post one receive and one send (either may be empty)."""
         operations, scattered = [], []
         if incoming:
             flat, scattered = self._stage(incoming, in_buffer)
@@ -222,7 +212,6 @@ class BucketTransport:
         return _Exchange(to, origin, dist.batch_isend_irecv(operations), scattered)
 
     def _stage(self, pieces: Sequence[_P], buffer: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, _P]]]:
-        """Return the flat tensor to transfer, and the buffer views of its pieces (none if transferred in place)."""
         direct = self._direct(pieces)
         if direct is not None:
             return direct, []

@@ -7,10 +7,10 @@ The digest of a logical tensor does not depend on any layout: over its elements 
 
 where bits(x_i) is the element's bit pattern. Each rank sums its own pieces; one all-reduce gives D. Every factor is
 odd: one wrong bit always changes D, two exchanged elements change it by 2 (i - j) (bits_j - bits_i), and a missing or
-stale piece by that piece's share.
+stale piece by its share.
 
-Each piece is counted once: on the source by its first owner, on the destination once in every engine. Padding that no
-logical tensor fills must be zero on both sides.
+Each piece is counted once: on the source by its first owner, on the destination once per engine. Padding outside
+logical tensors must be zero on both sides.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CertifiedParams:
     """One side of a reshard on this rank.
 
     Attributes:
-        counted: placements that this rank counts (replicas are counted by their first owner).
+        counted: placements that this rank counts.
         params_with_padding: parameters with elements that no logical tensor fills.
     """
 
@@ -76,11 +76,7 @@ class CertifiedParams:
 
 
 def count_once(shards: Sequence[Shard], rank: int) -> list[ShardBox]:
-    """Return the placements of `rank` whose box no earlier rank (or earlier placement) holds.
-
-    Args:
-        shards: sorted by first rank, as `group_shards` returns them.
-    """
+    """Return the placements of `rank` whose box no earlier rank (or placement) holds."""
     own = next((shard for shard in shards if shard.ranks[0] == rank), None)
     if own is None:  # an earlier rank holds the same
         return []
@@ -101,11 +97,8 @@ class Certificate:
     """Comparison of both sides after a reshard; collective.
 
     Args:
-        shapes: logical tensors by name.
-        source, destination: sides of this rank; a source of another dtype is compared after conversion.
-        dtype: of the destination, in every engine.
+        source, destination: this rank's sides; the source is converted to the destination's dtype.
         num_engines, engine: engines in the job, and this rank's engine; -1 if it has none.
-        group: all ranks.
     """
 
     def __init__(
@@ -179,7 +172,6 @@ class Certificate:
             raise CertificateError("weights differ between training and rollout:\n  " + "\n  ".join(lines))
 
     def _locate(self, name: str) -> list[str]:
-        """Describe the pieces of a tensor that differ between source and destination."""
         mine = {
             key: [
                 (p.hf_box, self._group.rank(), p.param, self._piece(side, p).cpu())
@@ -216,7 +208,6 @@ def _hex(digest: torch.Tensor) -> str:
 
 
 def _split_by_share(shapes: Mapping[str, tuple[int, ...]], share: float) -> list[list[str]]:
-    """Split tensors into turns of about `share` of the elements each (at least one tensor)."""
     sizes = {name: box_volume(tuple((0, n) for n in shape)) for name, shape in shapes.items()}
     limit, turns, filled = share * sum(sizes.values()), [[]], 0
     for name, size in sizes.items():

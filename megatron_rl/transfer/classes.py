@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classes of tensors that a job shards alike, found without a walk over the placements of all ranks.
 
-Tensors that the same shards hold as the same kinds, on both sides of a move, form a *class* (the experts of a rank, the
-norms of a stage); a plan for one holds for all. A *piece* is a distinct box of a logical tensor on the source side; all
-shards that hold this box own it.
+Tensors that the same shards hold as the same kinds, on both sides of a move, form a *class*; a plan for one holds for
+all. A *piece* is a distinct box of a logical tensor on the source side, owned by all shards that hold it.
 """
 
 from __future__ import annotations
@@ -41,13 +40,7 @@ class BoxPiece:
 
 @dataclass(slots=True, eq=False)
 class TensorClass:
-    """Tensors that both sides shard alike.
-
-    Attributes:
-        names: in the order of the source.
-        pieces: in the order of the source's shards.
-        targets: boxes that the destination needs.
-    """
+    """Tensors that both sides shard alike."""
 
     pieces: list[BoxPiece]
     targets: Targets
@@ -89,7 +82,7 @@ class TensorIndex:
         return [rows[row] for row in found]
 
     def list_boxes(self, cuts: Sequence[Cut]) -> Iterator[tuple[int, int, BoxPair]]:
-        """Yield shard, place and boxes of a tensor with these cuts, shard by shard."""
+        """Yield shard, place and boxes of a tensor with these cuts."""
         found = sorted((shard, place) for place, (rows, _) in enumerate(cuts) for shard in self._sharing[rows])
         for shard, place in found:
             yield shard, place, self.tables[shard].boxes[cuts[place][1]]
@@ -118,7 +111,6 @@ def _find_pieces(source: TensorIndex, cuts: Sequence[Cut]) -> list[BoxPiece]:
 
 
 def _find_targets(destination: TensorIndex, cuts: Sequence[Cut]) -> Targets:
-    """Return the distinct boxes, each with the shards that place it (repeated if a shard places it twice)."""
     boxes: dict[Box, list[int]] = defaultdict(list)
     for shard, _, (_, hf_box) in destination.list_boxes(cuts):
         boxes[hf_box].append(shard)

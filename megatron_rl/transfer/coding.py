@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfer of the actor's matrices to engines that store them in eight bits, as codes and row scales.
 
-Codes are computed on the rank that holds the element, which halves the bytes moved against bfloat16. The scale of a row
-covers the whole row across ranks, so the engine's weights do not depend on the layout of the actor.
+Codes are computed on the actor, which halves the bytes moved. A scale covers its whole row across ranks, so the
+engine's weights do not depend on the layout of the actor.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from megatron_rl.weights.shard_box import ShardBox, box_slices
 
 
 class RowScales:
-    """Row scales of some matrices; every rank of the job makes the same calls.
-
-    Args:
-        tensors: the matrices.
+    """Row scales of the matrices in a tensor set; every rank of the job makes the same calls.
 
     Attributes:
         params: scales of this rank's parameters by name, [n, 1] float32.
@@ -58,7 +55,6 @@ class RowScales:
             self.params[p.param][slice(*p.local_box[0])] = self._find_rows(p)
 
     def _find_rows(self, piece: ShardBox) -> torch.Tensor:
-        """Return the scales of a piece's rows, as a view."""
         first = self._firsts[piece.hf_name]
         return self._rows[first + piece.hf_box[0][0] : first + piece.hf_box[0][1]]
 
@@ -66,11 +62,7 @@ class RowScales:
 def split_coded(
     tensors: TensorSet, context: TransferContext, code_format: CodeFormat, matrices: frozenset[str]
 ) -> list[TensorSet]:
-    """Split a tensor set into unquantized tensors, codes of the matrices, and their scales.
-
-    Args:
-        matrices: logical tensors that the engines store as codes.
-    """
+    """Split a tensor set into unquantized tensors, codes of `matrices`, and their scales."""
     coded = tensors.only(matrices.intersection(tensors.shapes))
     scales = RowScales(coded, context, code_format)
     params = {name: CodedParam(tensors.params[name], scale, code_format) for name, scale in scales.params.items()}

@@ -25,7 +25,6 @@ class _Computed:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weight and of read pieces."""
         return self.weight.dtype
 
     @property
@@ -104,7 +103,6 @@ SourceParams = Mapping[str, torch.Tensor | ComputedParam]
 
 
 def _list_blocks(first: int, last: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the blocks of rows [first, last) that intersect [start, stop)."""
     for low in range(first, last, _BLOCK_ROWS):
         high = min(low + _BLOCK_ROWS, last)
         if low < stop and start < high:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Execution of one rank's plan: pieces are written straight into the destination parameters.
 
-Pieces take one of three paths: local copies; copies from the mapped memory of a peer on the same host (pull: no
-staging, no message); point-to-point buckets. No rank ever holds a tensor that it does not need. Views are built once,
-and copies of regularly spaced pieces, such as expert matrices, are joined into one block copy.
+Pieces are copied locally, copied from the mapped memory of a peer on the same host (pull: no staging, no message), or
+sent in buckets. No rank ever holds a tensor that it does not need. Regularly spaced pieces are copied as one block.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ Copy = tuple[torch.Tensor, torch.Tensor]  # target, origin
 
 
 def join_copies(copies: Iterable[Copy]) -> list[Copy]:
-    """Join copies of equal shape and equal spacing on both sides into block copies.
-
-    Args:
-        copies: pairs of equal shape; no two targets overlap.
-    """
+    """Join copies of equal shape and spacing on both sides into block copies; no two targets may overlap."""
     ordered = sorted(copies, key=lambda copy: (_storage(copy[0]), _storage(copy[1]), copy[0].data_ptr()))
     runs: list[list[Copy]] = []
     for copy in ordered:
@@ -43,7 +38,6 @@ def join_copies(copies: Iterable[Copy]) -> list[Copy]:
 
 
 def _continues(run: list[Copy], copy: Copy) -> bool:
-    """Return whether a copy continues a run with the same spacing."""
     for side in (0, 1):
         last, piece = run[-1][side], copy[side]
         if _storage(last) != _storage(piece) or _layout(last) != _layout(piece):
@@ -76,11 +70,7 @@ TRANSPORTS = ("auto", "pull", "buckets")
 class ReshardStats:
     """Bytes of one reshard on one rank, or summed over ranks.
 
-    Attributes:
-        bytes_pulled: copied out of a peer's memory.
-        bytes_received: received in buckets.
-        bytes_copied: copied inside the rank.
-        bytes_aliased: shared storage, nothing moved.
+    `bytes_copied` stay on their rank; `bytes_aliased` share storage and are not moved.
     """
 
     bytes_pulled: int = 0
@@ -99,9 +89,9 @@ class Transport:
     """Settings of the transfer between ranks.
 
     Attributes:
-        bucket_bytes: staging memory of buckets is at most twice this.
-        name: "pull", "buckets", or "auto": pull from peers on the same host, buckets from other hosts.
-        ranks_per_node: of this job, to check whether shared memory suffices.
+        bucket_bytes: half the bound on staging memory.
+        name: "pull", "buckets", or "auto": pull from peers on the same host, else buckets.
+        ranks_per_node: for the check of shared memory.
     """
 
     bucket_bytes: int
@@ -113,19 +103,16 @@ class Resharder:
     """One rank's part of a reshard, prepared once and run after every optimizer step; building it is collective.
 
     Args:
-        source: this rank's source parameters by name; on CPU, pulling moves their storage into shared memory (in place:
-            every view follows).
-        destination: this rank's destination parameters by name, written in place.
+        source: this rank's source parameters; on CPU, pulling moves their storage into shared memory in place.
         group: group whose rank numbers the plan uses.
-        dtype: of every destination parameter; other source dtypes are converted.
-        computed: source parameters, on any rank, that are computed when read: peers cannot map them and receive them in
-            buckets.
+        dtype: of every destination parameter.
+        computed: source parameters, on any rank, that are computed when read, and sent in buckets.
 
     Attributes:
         transport: transport in use: "pull", "buckets", or "pull+buckets".
 
     Raises:
-        UserError: pull is requested and impossible; raised on every rank.
+        UserError: on every rank; pull is requested and impossible.
     """
 
     def __init__(
@@ -182,7 +169,7 @@ class Resharder:
 
     @property
     def transient_bytes(self) -> int:
-        """Staging memory of one run on this rank; 0 if everything is pulled."""
+        """Staging memory of one run on this rank."""
         return self._buckets.transient_bytes
 
     @torch.no_grad()
@@ -222,7 +209,6 @@ def _num_bytes(ops: Sequence[TransferOp], dtype: torch.dtype) -> int:
 def _map_peers(
     plan: RankPlan, source: Mapping[str, torch.Tensor], group: dist.ProcessGroup, transport: Transport
 ) -> tuple[str, dict[int, dict[str, torch.Tensor]], set[int]]:
-    """Return the transport in use, the mapped parameters of peers to pull from, and the ranks on this host."""
     if transport.name == "buckets" or group.size() == 1:
         return "buckets", {}, set()
     missing = gather_objects(missing_shared_memory(source, transport.ranks_per_node), group)

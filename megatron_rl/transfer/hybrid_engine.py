@@ -4,9 +4,7 @@
     with hybrid.rollout_mode():            # weights: Megatron TP/PP/DP -> engine TP, shard to shard
         collector.collect(step)
 
-A parameter with equal layouts shares the actor's storage. All other parameters are moved by a plan, computed once;
-entering the mode executes it, certifies that both sides hold the same bits, and invalidates the engine's caches of
-older weights.
+Parameters with equal layouts share the actor's storage. All others are moved by a plan, computed once, and certified.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class SourceModel(Protocol):
 
     @property
     def params(self) -> SourceParams:
-        """This rank's parameters by name; empty on ranks without the actor."""
+        """This rank's parameters by name; empty without the actor."""
         ...
 
     @property
@@ -53,7 +51,7 @@ class SourceModel(Protocol):
 
     @property
     def quantized_params(self) -> frozenset[str]:
-        """Parameters, on any rank, that are stored in NF4 and dequantized when read."""
+        """Parameters, on any rank, that are stored in NF4."""
         ...
 
     def merge(self) -> SourceParams:
@@ -65,7 +63,7 @@ class SourceModel(Protocol):
         ...
 
     def shard_key(self, rank: int) -> Hashable:
-        """Return a key that is equal for ranks with equal placement tables."""
+        """Return a key that is equal for ranks with equal placements."""
         ...
 
     def placements(self, rank: int) -> PlacementTable:
@@ -77,7 +75,7 @@ class Releasable(Protocol):
     """Training memory besides the weights."""
 
     def release(self) -> None:
-        """Release the memory that generation does not need; training reallocates it by itself."""
+        """Release memory that generation does not need; training reallocates it by itself."""
 
 
 class WeightSource(Protocol):
@@ -105,12 +103,11 @@ class HybridEngine:
     Args:
         engine: this rank's share of the engine.
         group: all ranks of the job.
-        timers: count the phases "reshard" and "verify".
 
     Attributes:
         policy_version: of the engine's weights; -1 before the first reshard.
         reshard_stats: bytes of one reshard, summed over ranks.
-        verified_tensors: number of tensors compared by the last certificate.
+        verified_tensors: compared by the last certificate.
         is_apart: no rank has both the actor and an engine.
     """
 
@@ -158,7 +155,7 @@ class HybridEngine:
         self._releasable.append(training)
 
     def _list_tensor_sets(self, config: HybridConfig, shared: Sequence[frozenset[str]]) -> list[TensorSet]:
-        """List the tensor sets: unmodified parameters, then merged matrices or, if they stay separate, the adapters."""
+        """List the moves: unmodified parameters, then merged matrices or separate adapters."""
         model, engine, shape = self._actor.model, self._engine, self._actor.model.adapters
         # An engine that shares a matrix with adapters runs the actor's own modules, which apply the adapters.
         merged = model.merged_params.difference(*shared)
@@ -180,16 +177,12 @@ class HybridEngine:
         return [whole, replace(adapters, computed=frozenset(p.param for p in table if p.param.endswith("lora_B")))]
 
     def _list_tensors(self, params: frozenset[str]) -> frozenset[str]:
-        """Return the logical tensors, over all layers, that are stored in the given parameters."""
         model = self._actor.model
         kinds = {kind for param, _, kind in model.placements(model.layout.first_rank).rows if param in params}
         return frozenset(name for name, kind in model.shape.tensor_kinds().items() if kind in kinds)
 
     def _ask_engine(self, engines: EngineRanks) -> tuple[torch.dtype, frozenset[str], CodeFormat | None]:
-        """Return the dtype of an engine's parameters, its float32 exceptions, and its code format.
-
-        Collective if some ranks have no engine.
-        """
+        """Return an engine's dtype, float32 exceptions and code format."""
         code_format = self._engine.code_format if isinstance(self._engine, CodedEngine) else None
         params, mine, rank = self._engine.params, None, self._group.rank()
         if dtype := next((param.dtype for param in params.values()), None):
@@ -206,7 +199,6 @@ class HybridEngine:
         return self._transfers[-1].resharder.transport
 
     def _total_stats(self) -> ReshardStats:
-        """Sum the bytes of one reshard over all ranks, without tensors that move only once."""
         parts = [asdict(transfer.resharder.stats) for transfer in self._transfers[self._transferred_once :]]
         mine = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
         mine["bytes_aliased"] = sum(self._engine.params[name].nbytes for name in self._engine.shared_params)
@@ -240,7 +232,6 @@ class HybridEngine:
         return self._transfers
 
     def _find_version(self) -> int:
-        """Return the policy version of the actor; collective if some ranks have no actor."""
         version = self._actor.policy_version
         if self._actor.model.layout.world_size == self._group.size():
             return version
@@ -251,8 +242,7 @@ class HybridEngine:
     def rollout_mode(self) -> Iterator[HybridEngine]:
         """Reshard, and put an engine on the actor's ranks to sleep after the block; collective.
 
-        Training memory is released before the engine allocates its own, and the engine sleeps before training
-        reallocates, so that the peak is that of one mode, not of both.
+        Training memory is released before the engine allocates its own, so that the peak is that of one mode.
         """
         for training in self._releasable:
             training.release()

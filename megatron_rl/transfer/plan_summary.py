@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost of a plan: bytes per link class, balance, staging memory, and seconds at given bandwidths.
 
-All counts come from *flows*, arrays of (source rank, destination rank, elements) that `Planner.flows` computes per
-class of pieces, so that thousands of ranks are counted exactly, not sampled.
-
-Predictions are lower bounds from bandwidth alone: no latency, no packing, no contention between ranks that share a
-link, every rank with a link of its own per class.
+Counts are sums of the flows from `Planner.flows`: exact, not sampled, for thousands of ranks. Predictions are lower
+bounds from bandwidth alone: no latency, no packing, no contention, every rank with a link of its own per class.
 """
 
 from __future__ import annotations
@@ -24,11 +21,10 @@ class ReshardSummary:
     """Bytes of one reshard, summed over all ranks unless noted.
 
     Attributes:
-        bytes_kept: do not leave their rank (copied inside it, or aliased).
-        bytes_within_node: cross between ranks of a node.
-        max_egress_within: maximum over ranks of the bytes sent inside a node; likewise the next three.
+        bytes_kept: copied inside their rank, or aliased.
+        max_egress_within: bytes sent inside a node, maximum over ranks; likewise the next three.
         egress_balance: maximum over mean of the bytes sent per rank (1 if nothing moves).
-        transient_bytes: staging memory of one rank: two buckets if anything crosses nodes, else 0 (pulled).
+        transient_bytes: staging memory of one rank: two buckets if anything crosses nodes, else 0.
     """
 
     num_ranks: int
@@ -67,12 +63,7 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds of a reshard.
-
-    Attributes:
-        seconds: of the critical path.
-        critical: its link class and direction ("egress across nodes"), or "nothing moves".
-    """
+    """Predicted seconds of a reshard, and its critical link class and direction, e.g. "egress across nodes"."""
 
     seconds: float
     critical: str
@@ -86,8 +77,6 @@ def summarize(
     Args:
         flows: from `Planner.flows`; pairs may repeat.
         itemsize: bytes per transferred element.
-        ranks_per_node: consecutive ranks that share a node.
-        bucket_bytes: size of a staging bucket.
     """
     kept = 0
     egress, ingress = (np.zeros((2, num_ranks), np.int64) for _ in range(2))  # [across][rank]
@@ -117,7 +106,7 @@ def summarize(
 
 
 def predict_seconds(summary: ReshardSummary, bandwidths: Bandwidths) -> Prediction:
-    """Predict the time of the busiest link of the busiest rank; links of different class and direction overlap."""
+    """Predict the time of the busiest rank's busiest link; links of different class and direction overlap."""
     paths = {
         "egress within node": summary.max_egress_within / bandwidths.within_node,
         "ingress within node": summary.max_ingress_within / bandwidths.within_node,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan of a weight transfer between two layouts: the intersection of two lists of boxes.
 
-Pure, deterministic and independent of Megatron and vLLM: each rank computes its own part from the same lists of
-`Shard`s, once per class of tensors that are sharded alike (`classes.py`).
+Pure and deterministic: each rank computes its own part from the same lists of `Shard`s, once per class of tensors that
+are sharded alike (`classes.py`).
 
 Invariants (asserted in tests/transfer/test_planner.py): every placed destination element is written exactly once; every
 element is read from a rank that holds it, near before far, with equal load on replicas; both ends of a pair list the
@@ -37,8 +37,8 @@ class SourceChoice:
     Attributes:
         owners: ranks that hold the pieces, ascending.
         fixed: demanding rank -> its source for every piece.
-        leftover: (ranks without a fixed source, candidate owners); always fewer ranks than owners.
-        load: owner -> number of ranks with this fixed source.
+        leftover: (ranks without a fixed source, candidate owners); fewer ranks than owners.
+        load: owner -> ranks with this fixed source.
     """
 
     owners: tuple[int, ...]
@@ -47,11 +47,11 @@ class SourceChoice:
     load: dict[int, int] = field(default_factory=dict)
 
     def spread_leftover(self, volumes: Mapping[_Piece, int], turn: int) -> dict[_Piece, dict[int, int]]:
-        """Choose the sources of the leftover ranks for each piece: piece -> (demanding rank -> source).
+        """Choose sources of the leftover ranks for each piece: piece -> (demanding rank -> source).
 
         Args:
             volumes: piece -> elements.
-            turn: offset for ties between owners, so that different choices start at different owners.
+            turn: offset that breaks ties between owners.
         """
         sent = dict.fromkeys(self.owners, 0)
         place = {owner: (index - turn) % len(self.owners) for index, owner in enumerate(self.owners)}
@@ -74,7 +74,6 @@ def choose_sources(owners: Sequence[int], demanding: Sequence[int], ranks_per_no
     Args:
         owners: ascending ranks that hold the pieces; at least one.
         demanding: ascending ranks that need a part of every piece.
-        ranks_per_node: consecutive ranks that share a node.
     """
     if len(owners) == 1:
         return SourceChoice(tuple(owners), dict.fromkeys(demanding, owners[0]))
@@ -87,7 +86,6 @@ def choose_sources(owners: Sequence[int], demanding: Sequence[int], ranks_per_no
 
 
 def _serve_near(choice: SourceChoice, demanding: Sequence[int], ranks_per_node: int) -> list[int]:
-    """Serve the ranks whose node has an owner; return the remaining ranks."""
     by_node: dict[int, list[int]] = {}
     for owner in choice.owners:
         by_node.setdefault(owner // ranks_per_node, []).append(owner)
@@ -202,8 +200,7 @@ def group_shards(
 
     Args:
         placements_of: returns the table of a rank; called once per shard.
-        key_of: equal for ranks that hold the same placements (e.g. tp and pp coordinates).
-        ranks: ascending.
+        key_of: equal for ranks that hold the same placements.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
     for rank in ranks:
@@ -215,13 +212,12 @@ def plan_rank(rank: int, source: Sequence[Shard], destination: Sequence[Shard], 
     """Plan the copies, receives and sends of one rank.
 
     Args:
-        source: shards before the move; ranks in no shard hold nothing.
-        destination: shards after it.
-        ranks_per_node: consecutive ranks that share a node.
+        source, destination: shards before and after the move; other ranks hold nothing.
+        ranks_per_node: consecutive ranks on a node.
 
     Raises:
-        ValueError: no source holds a piece of the rank's destination, or two different source boxes overlap in it; the
-            message names the tensor and the box.
+        ValueError: no source, or two different source boxes, hold an element of the rank's destination; names the
+            tensor and the box.
     """
     return Planner(source, destination, ranks_per_node=ranks_per_node).plan(rank)
 
@@ -277,7 +273,6 @@ class Planner:
                 )
 
     def _incoming(self, rank: int) -> Iterator[TransferOp]:
-        """Yield the operations that fill this rank, in plan order."""
         if rank not in self._destination_of:
             return
         table = self._wanted.tables[self._destination_of[rank]]
@@ -292,12 +287,10 @@ class Planner:
                 yield self._make_op(name, part, self._find_source(name, part.piece, rank), rank, param)
 
     def _find_parts(self, tensors: TensorClass | None, boxes: BoxPair) -> list[_Part]:
-        """Return the pieces that fill a target, in source order."""
         parts = ((piece, self._intersect(piece.box, boxes[1])) for piece in (tensors.pieces if tensors else ()))
         return [_Part(piece, box, localize(box, boxes)) for piece, box in parts if box is not None]
 
     def _outgoing(self, rank: int) -> Iterator[TransferOp]:
-        """Yield the operations that this rank serves to other ranks, in plan order per receiver."""
         if rank not in self._source_of:
             return
         mine = self._serve(rank)
@@ -334,7 +327,6 @@ class Planner:
         return mine
 
     def _by_shard(self, sources: dict[int, int], rank: int) -> dict[int, list[int]]:
-        """Return destination shard -> other ranks whose source is `rank`."""
         found: dict[int, list[int]] = {}
         for other, source in sources.items():
             if source == rank != other:
@@ -371,7 +363,6 @@ class Planner:
         return choice, choice.spread_leftover(volumes, route.turn)
 
     def _index_routes(self) -> None:
-        """Group pieces with the same holders and the same destination shards into routes."""
         routes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Route] = {}
         for tensors in dict.fromkeys(self._classes.values()):
             for piece in tensors.pieces:
@@ -392,7 +383,6 @@ class Planner:
                     self._routes[piece] = route
 
     def _demand(self, tensors: TensorClass, piece: BoxPiece) -> dict[int, int]:
-        """Return destination shard -> elements of the piece that each of its ranks needs."""
         demand: dict[int, int] = defaultdict(int)
         for box, indices in tensors.targets:
             part = self._intersect(piece.box, box)
@@ -403,7 +393,6 @@ class Planner:
 
 
 def _check_cover(parts: Sequence[Box], target: Box, name: str, where: str) -> None:
-    """Raise unless the parts fill the target, each element once."""
     overlap, covered = find_overlap(parts), sum(map(box_volume, parts))
     if overlap is not None:
         raise ValueError(f"{name}{list(target)} for {where}: two different source boxes place its {list(overlap)}")

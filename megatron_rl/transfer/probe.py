@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that a rollout server uses the weights it received: the trainer scores its continuation of a fixed prompt.
 
-The certificate only covers the files that a server loads; the server's use of them shows only in its log-probs. After
-every update these must equal the trainer's up to arithmetic (`_BOUNDS`), and must have moved like the trainer's since
-the last update: with a small learning rate, log-probs of stale weights stay within any such bound, but do not move.
+The certificate only covers the files that a server loads. After every update the server's log-probs must equal the
+trainer's up to arithmetic (`_BOUNDS`), and must have moved like the trainer's: with a small learning rate, log-probs of
+stale weights stay within any such bound, but do not move.
 """
 
 from __future__ import annotations
@@ -29,15 +29,7 @@ _HINT = (
 
 
 class ProbedWeights:
-    """Engine weights that are verified by probing the server; every rank of the job makes the same calls.
-
-    Args:
-        engine: this rank's engine weights or stand-in.
-        probe: requests a continuation from the server; returns `None` on ranks without a server.
-        score: computes the trainer's log-probs.
-        dtype: of the weights.
-        group: all ranks.
-    """
+    """Engine weights that are verified by probing the server; every rank of the job makes the same calls."""
 
     def __init__(
         self,
@@ -108,7 +100,7 @@ class ProbedWeights:
         self._compare_movements(rank, sampled[0], scores[0])
 
     def _compare_movements(self, rank: int, greedy: Sampled, score: np.ndarray) -> None:
-        """Check that the server's log-probs moved with the trainer's; skipped if its greedy tokens changed."""
+        """Check that the server's log-probs moved with the trainer's, unless its greedy tokens changed."""
         tokens, theirs, ours = self._last.get(rank, (greedy.tokens[:0], greedy.logprobs[:0], score[:0]))
         self._last[rank] = greedy.tokens, greedy.logprobs, score
         size = min(len(tokens), len(greedy.tokens))

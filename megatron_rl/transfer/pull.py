@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that peers on the same host can map: shared memory on CPU, CUDA IPC on a GPU.
 
-The owner moves its storages into shared memory in place and publishes their location; peers map them and read pieces
-directly. The memory has no name on disk: it is reached through the owner's open file descriptor and freed with the last
-process.
+The owner moves its storages into shared memory in place; peers map them and read pieces directly. The memory has no
+name on disk and is freed with the last process.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ ExportedParam = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Export:
-    """Location of a rank's parameters, for peers.
+    """Location of a rank's parameters, for peers on the same host.
 
     Attributes:
-        host: name of the machine; only peers on it can map.
         storages: CPU: path of the open file and its size; CUDA: torch's own IPC recipe.
     """
 
@@ -72,12 +70,11 @@ def export_params(params: Mapping[str, torch.Tensor]) -> Export:
 
 
 def map_params(export: Export, device: torch.device) -> dict[str, torch.Tensor]:
-    """Map a peer's parameters, read-only by convention; they change when the peer writes.
+    """Map a peer's parameters, to be read only.
 
     Args:
-        export: of a peer on this host.
-        device: this rank's own. Mapping GPU memory on the peer's device would need a CUDA context there (some 500 MiB)
-            and permission to use it.
+        device: this rank's own. Mapping on the peer's device would need a CUDA context there (some 500 MiB) and
+            permission to use it.
 
     Raises:
         RuntimeError: (CUDA's own) there is no link between the two GPUs.
@@ -113,7 +110,7 @@ def _map(recipe: Any, device: torch.device) -> torch.UntypedStorage:
 
 
 def move_recipe(rebuild: Callable[..., torch.Tensor], arguments: tuple[Any, ...], device: torch.device) -> list[Any]:
-    """Return the arguments with which torch's recipe maps CUDA memory on `device` instead of its original device."""
+    """Return the arguments with which torch's recipe maps CUDA memory on `device`."""
     moved = list(arguments)
     moved[list(inspect.signature(rebuild).parameters).index("storage_device")] = device.index
     return moved

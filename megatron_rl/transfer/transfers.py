@@ -30,10 +30,9 @@ class TensorSet:
     Attributes:
         shapes: logical tensors by name.
         params: the actor's parameters on this rank.
-        source: placement table of any actor rank.
-        destination: placement table of the engine's parameters on any engine rank.
-        computed: names in `params`, on any rank, that are computed when they are read.
-        dtype: of the engine parameters to write; the model's dtype if `None`.
+        source, destination: placement tables of any actor or engine rank.
+        computed: names in `params`, on any rank, that are computed when read.
+        dtype: of the engine parameters to write; the model's if `None`.
         prepare: called before each transfer, on every rank of the job.
     """
 
@@ -61,9 +60,7 @@ class TransferContext:
 
     Attributes:
         actor_ranks, actor_key: ranks of the actor; equal keys mean equal tables.
-        engine: this rank's share of an engine.
-        shared: per rank of the job, names of the engine parameters that share the actor's storage.
-        group: all ranks of the job.
+        shared: per rank, engine parameters that share the actor's storage.
         dtype: of most engine parameters.
     """
 
