@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of any exception to a `UserError` with source, expectation and hint.
-
-Cases: out of memory, a full disk, a lost peer, and everything else.
-"""
+"""Conversion of exceptions to a `UserError`: out of memory, a full disk, a lost peer, and everything else."""
 
 from __future__ import annotations
 
@@ -79,11 +76,7 @@ FindSilent = Callable[[], Sequence[Position]]
 
 
 def explain(error: BaseException, scene: Scene, find_silent: FindSilent = tuple) -> UserError:
-    """Return the error as a `UserError`; a `UserError` is returned unchanged.
-
-    Args:
-        find_silent: returns the last positions of ranks that are gone, after a search of seconds.
-    """
+    """Return the error as a `UserError`; `find_silent` searches, for seconds, the last positions of lost ranks."""
     if isinstance(error, UserError):
         return error
     if is_out_of_memory(error):

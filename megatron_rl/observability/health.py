@@ -43,11 +43,7 @@ class HealthSettings(Protocol):
 
 @dataclass(frozen=True)
 class Alarm:
-    """A check that has begun to fail, with a sentence as evidence.
-
-    Attributes:
-        step: step of the main loop.
-    """
+    """A check that has begun to fail in a step of the main loop, with a sentence as evidence."""
 
     name: str
     step: int

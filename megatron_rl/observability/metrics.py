@@ -86,13 +86,10 @@ def has_records(run_dir: Path) -> bool:
 
 
 def set_aside(run_dir: Path, after_step: int) -> Path | None:
-    """Move records and rollouts of later steps to `attempt-<n>/`, with a copy of the config.
+    """Move records and rollouts of later steps, if any, to `attempt-<n>/` with a copy of the config; return that path.
 
     Earlier records keep their bytes; a last line that was cut off is deleted. An interrupted call can be repeated: no
     record is lost, but some may exist twice.
-
-    Returns:
-        The new directory, `None` if nothing was moved.
 
     Raises:
         UserError: a line is not JSON.

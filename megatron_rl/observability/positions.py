@@ -93,11 +93,7 @@ def find_place(frame: FrameType) -> tuple[str | None, tuple[int, ...] | None, st
 
 
 def find_position(rank: int, timers: PhaseTimers, thread: int) -> Position | None:
-    """Return the current position of this rank with `seconds` and `looks` 0, or `None` if the thread is gone.
-
-    Args:
-        thread: identity of the thread that runs the program.
-    """
+    """Return this rank's position with `seconds` and `looks` 0, or `None` if its main thread is gone."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None

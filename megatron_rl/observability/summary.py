@@ -19,10 +19,7 @@ _BEGINNING, _END = 60, 100  # characters of a response on the console
 
 
 def write_summary(run_dir: Path, extra: Mapping[str, Any] | None = None) -> Path:
-    """Write summary.json from metrics.jsonl and return its path.
-
-    Args:
-        extra: further entries (JSON values).
+    """Write summary.json from metrics.jsonl, with extra entries (JSON values), and return its path.
 
     Raises:
         UserError: metrics.jsonl is missing or unreadable.

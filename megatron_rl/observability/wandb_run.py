@@ -26,7 +26,6 @@ class WandbRun(Sink):
 
     Args:
         name: name of the run in W&B; `None` for that of the run directory.
-        config: the resolved config.
         total_steps: a run that ends before this step is marked as failed.
 
     Raises:
