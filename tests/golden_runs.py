@@ -85,7 +85,6 @@ class GoldenRun:
     """One run.
 
     Attributes:
-        world_size: ranks.
         settings: overrides of its command line; "{task}" is the directory of the task, "{traces}" that of the traces.
         legs: further overrides of each start in the same run directory; the last one ends the run.
         recording: name of the recording that it must give; default: its own name.

@@ -38,7 +38,6 @@ class Checkpoints:
         opened: from `open_run`.
         state: everything that changes during training.
         export: writes the policy in HF format into a new directory.
-        total_steps: of the run.
     """
 
     def __init__(

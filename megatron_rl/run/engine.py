@@ -88,8 +88,7 @@ def find_shared(config: RunConfig, actor: Actor, rank: int, wanted: Sequence[Sha
     """Return the engine parameters that may alias the actor's own storage: engine name -> the actor's name.
 
     Args:
-        rank: of the job.
-        wanted: the engine's placement table on that rank.
+        wanted: the engine's placement table on `rank`, a rank of the job.
     """
     model = actor.model
     if not config.hybrid.alias_weights or rank not in model.layout.ranks:

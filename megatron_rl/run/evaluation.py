@@ -66,7 +66,7 @@ def without_training(config: RunConfig, world_size: int) -> RunConfig:
         critic=CriticConfig(),
         placement=PlacementConfig(),
         reference=ReferenceConfig(),
-        # An estimator that asks for nothing but the policy.
+        # An estimator that needs only the policy.
         algorithm=AlgorithmConfig(plugins=config.algorithm.plugins, adv_estimator="reinforce_plus_plus"),
         data=replace(data, train_files=data.validation_files, weights=None, pass_rates=None, train_batch_size=1),
         rollout=replace(rollout, n=world_size),

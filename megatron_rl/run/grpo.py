@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO, PPO and their relatives: `Trainer.train` is the algorithm, the methods below are its steps.
 
-Every rank runs the same program. Lengths and rewards are known to every rank; tokens stay on the ranks that generate
+Every rank runs the same program. Every rank has all lengths and rewards; tokens stay on the ranks that generate
 them and those that train on them (see `samples`). `session.py` contains everything around the steps.
 """
 

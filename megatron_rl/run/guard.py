@@ -68,7 +68,6 @@ class Guard:
     """Failure reports of one rank.
 
     Args:
-        watched: this rank.
         watchdog: None in a job of one rank.
         release: called by `close`, after the watchdog has ended.
     """

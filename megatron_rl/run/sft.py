@@ -105,7 +105,7 @@ def train_sft(config: RunConfig, recipe: Path | None) -> None:
 
     Raises:
         UserError: bad input, before any process group exists.
-        Preempted: a signal asked the run to stop.
+        Preempted: a stop signal was received.
     """
     config, inputs = check_sft(config)
     trainer = SftTrainer(config, inputs, recipe)

@@ -5,7 +5,7 @@ At every look it writes the rank's position (`positions.py`) to the job's store:
 stays in the same collective for `limit` seconds *stalls*: it requests the positions and last collectives of all ranks,
 every rank dumps the stacks of all its threads into its log, the first stalled rank reports which ranks wait for which,
 in which phase and group, and all ranks exit with EXIT_STALLED; the launcher restarts them. A report of another rank
-(`guard.py`) also ends this rank unless its program ends by itself. A rank that was asked to stop ends when another one
+(`guard.py`) also ends this rank unless its program ends by itself. A rank with a stop signal ends when another one
 is gone, since the ranks can no longer agree on a checkpoint.
 """
 

@@ -155,7 +155,7 @@ class HybridEngine:
         self._releasable.append(training)
 
     def _list_tensor_sets(self, config: HybridConfig, shared: Sequence[frozenset[str]]) -> list[TensorSet]:
-        """List the moves: unmodified parameters, then merged matrices or separate adapters."""
+        """List the tensor sets: unmodified parameters, then merged matrices or separate adapters."""
         model, engine, shape = self._actor.model, self._engine, self._actor.model.adapters
         # An engine that shares a matrix with adapters runs the actor's own modules, which apply the adapters.
         merged = model.merged_params.difference(*shared)
@@ -225,7 +225,7 @@ class HybridEngine:
         self.policy_version = self._find_version()
 
     def _list_transfers(self) -> list[Transfer]:
-        """Return the due moves: parameters that adapters do not change are moved once."""
+        """Return the due transfers: parameters that adapters do not change move once."""
         if self._transferred_once and self._has_model:
             return self._transfers[self._transferred_once :]
         self._has_model = not self._loses_model
