@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward service to start from: POST /score with the math rule, as `reward.service_url` asks it.
+"""A reward service to start from: POST /score with the math rule, as `reward.function` asks it.
 
 python tools/reward_service.py --port 8700
-torchrun ... launch/pretrain_grpo.py RECIPE.yaml reward.service_url=http://localhost:8700/score
+torchrun ... launch/pretrain_grpo.py RECIPE.yaml reward.function=http://localhost:8700/score
 """
 
 from __future__ import annotations

@@ -41,12 +41,6 @@ class AgentsConfig:
     turn_timeout_seconds: float = option(60.0, "Time for one of them.", "seconds", gt=0)
     workers: int = option(1, "Parent processes per engine; each episode is forked from one of them.", "processes", ge=1)
     episodes_in_flight: int | None = option(None, "Open episodes per engine; default: all of a step.", "episodes", ge=1)
-    max_failed_share: float = option(
-        0.5,
-        "End the run when a larger share of a step's episodes, or of a validation set's, has failed; 1: never.",
-        ge=0,
-        le=1,
-    )
     history: Literal["keep", "template"] = option(
         "keep",
         "Where the chat template renders earlier replies differently than they were sampled: keep the tokens, or "

@@ -157,10 +157,10 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
     mode, budget = config.get(name), config.get(f"{section}.max_tokens_per_microbatch")
     if mode == "eager":
         return
-    sizes = config.get(f"{section}.bucket_tokens")
+    sizes = config.get("actor.bucket_tokens")
     config.require(
         not sizes or (min(sizes) > 0 and max(sizes) >= budget),
-        f"{section}.bucket_tokens",
+        "actor.bucket_tokens",
         f"has no bucket for a microbatch of {section}.max_tokens_per_microbatch = {budget} tokens",
         expected=f"sizes above 0, the largest at least {budget}",
         hint=f"add {budget} to the list",
@@ -211,10 +211,10 @@ def _check_reward(config: CheckedConfig) -> None:
     function = config.get("reward.function")
     path, _, name = (function or "").rpartition(":")
     config.require(
-        function is None or bool(path and name.isidentifier()),
+        function is None or bool(path and name.isidentifier()) or function.startswith(("http://", "https://")),
         "reward.function",
         "does not name a function in a file",
-        expected="path.py:name",
+        expected="path.py:name, or an http(s) URL",
         hint="write e.g. reward.function=my_reward.py:compute_score",
     )
     uses_model = any(entry.split()[1:] == ["model"] for entry in config.get("reward.components"))

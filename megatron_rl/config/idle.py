@@ -15,7 +15,7 @@ from megatron_rl.config.server import ServerConfig
 
 _Idle = tuple[str, str, Any]
 _PASS_RATES = [0.1, 0.9]
-_SHAPE_SETTINGS = {"bucket_tokens": [], "max_num_seqs": 64, "graph_memory_gib": None}
+_SHAPE_SETTINGS = {"bucket_tokens": [], "graph_memory_gib": None}
 
 
 def put_aside(config: RunConfig, sources: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
@@ -78,6 +78,8 @@ def _find_in_layout(config: RunConfig, section: str) -> Iterator[_Idle]:
         yield (f"{section}.virtual_pipeline_model_parallel_size", f"{section}.pipeline_model_parallel_size is 1", None)
     if role.share_prompts and getattr(role, "mtp_lr", 0):
         yield (f"{section}.share_prompts", f"{section}.mtp_lr: a shared row has no single token behind it", False)
+    elif section == "reward_model" and config.reward_model.path is None:
+        return
     elif role.share_prompts == "tree" and (why := _find_what_hinders_trees(role, section)):
         yield (f"{section}.share_prompts", why, True)
 
@@ -97,8 +99,9 @@ def _find_in_step(config: RunConfig, section: str) -> Iterator[_Idle]:
     mode = f"{section}.step_mode is {role.step_mode!r}"
     if role.min_lr > role.lr and role.lr_decay_style == "constant":
         yield (f"{section}.min_lr", f"{section}.lr_decay_style is 'constant'", 0.0)
-    for leaf, default in _SHAPE_SETTINGS.items():
-        is_used = role.step_mode == "graph" or (role.step_mode == "static" and leaf != "graph_memory_gib")
+    modes = {config.actor.step_mode, config.critic.step_mode}
+    for leaf, default in _SHAPE_SETTINGS.items() if section == "actor" else ():
+        is_used = "graph" in modes or ("static" in modes and leaf != "graph_memory_gib")
         if not is_used and getattr(role, leaf) != default:
             yield (f"{section}.{leaf}", mode, default)
     if role.step_mode == "eager":

@@ -39,7 +39,6 @@ def _list_wanted(section: str) -> Iterator[tuple[str, Any, str]]:
     """Settings, the value that each must have, and why."""
     if section in _TRAINED:
         yield f"{section}.step_mode", "eager", "weights are gathered for every layer, at other addresses"
-        yield f"{section}.use_distributed_optimizer", True, "optimizer states are always sharded"
         yield f"{section}.optimizer", "adam", "Muon's momentum is exchanged through the gradient buffers of ZeRO-1"
         yield f"{section}.overlap_grad_reduce", False, "gradients are always reduced during the backward"
         yield f"{section}.lora.rank", 0, "adapters are trained on weights that every rank has"

@@ -142,7 +142,7 @@ def load_prompts(
 
 
 def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -> SftSet:
-    """Read, check and tokenize prompts with their responses (column response_key, else answer_key).
+    """Read, check and tokenize prompts with their responses (column answer_key).
 
     Args:
         files: .jsonl and .parquet files.
@@ -152,7 +152,7 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
     Raises:
         UserError: as `load_prompts`; also a response that is longer than `max_response_length` with its EOS.
     """
-    column = cfg.response_key or cfg.answer_key
+    column = cfg.answer_key
     examples: list[Rollout] = []
     starts: list[int] = []
     truncated = dropped = 0
@@ -242,7 +242,7 @@ def _ground_truth(row: Row, cfg: DataConfig) -> Any:
 
 def _extra_info(row: Row, cfg: DataConfig) -> dict[str, Any]:
     """verl's `extra_info` and every column that has no meaning of its own; `extra_info` wins over a column."""
-    known = {cfg.prompt_key, cfg.answer_key, cfg.response_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
+    known = {cfg.prompt_key, cfg.answer_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
     further = {name: value for name, value in row.columns.items() if name not in known}
     return further | row.optional("extra_info", dict, {})
 

@@ -78,7 +78,7 @@ def build_reward_plan(
     """Read the reward section and load the functions that it names.
 
     Args:
-        config: `components`, or else the first of `service_url`, `function` and `rule` that is given.
+        config: `components`, or else the first of `function` and `rule` that is given.
         max_response_length: tokens.
         function: the object that `config.function` names; None: it is loaded.
 
@@ -91,7 +91,7 @@ def build_reward_plan(
             (*_parse_component(text, f"{setting}[{i}]"), f"{setting}[{i}]") for i, text in enumerate(config.components)
         ]
     else:
-        leaf = next(leaf for leaf in ("service_url", "function", "rule") if getattr(config, leaf) is not None)
+        leaf = next(leaf for leaf in ("function", "rule") if getattr(config, leaf) is not None)
         weighted = [(1.0, getattr(config, leaf), f"reward.{leaf}")]
     model_weights = [weight for weight, target, _ in weighted if target == MODEL]
     if len(model_weights) > 1:

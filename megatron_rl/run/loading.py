@@ -162,8 +162,9 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     with mistakes.collect():
         sections["algorithm"] = replace(sections["algorithm"], options=build_options(values, sources))
     config, idle = put_aside(RunConfig(**sections), sources)
+    config, more = put_aside(config.share_settings(), sources)
     check_config(config, sources, mistakes)
-    return LoadedConfig(config, [*notes, *idle], sources, num_ranks)
+    return LoadedConfig(config, [*notes, *dict.fromkeys([*idle, *more])], sources, num_ranks)
 
 
 def _name_teachers(settings: Sequence[Setting]) -> list[str]:
@@ -282,7 +283,7 @@ def _without_empty_sections(settings: list[Setting], mistakes: Mistakes) -> list
 
 def _gather_mappings(settings: list[Setting], fields: Mapping[str, FieldInfo]) -> list[Setting]:
     """`section.mapping.key = value` as a part of the setting `section.mapping`; later keys replace earlier ones."""
-    names = [name for name, info in fields.items() if info.kind == dict[str, Any]]
+    names = [name for name, info in fields.items() if info.is_mapping]
     gathered: dict[str, Setting] = {}
     others = []
     for setting in settings:

@@ -19,6 +19,8 @@ from megatron_rl.weights.placement_tables import PlacementTable
 from megatron_rl.weights.quantization import list_quantized
 from megatron_rl.weights.row_shards import find_shard_key, training_placements
 
+_NUM_SEQUENCES = 64  # per microbatch of a fixed shape; more take a buffer of twice, four times the size
+
 
 @dataclass(frozen=True)
 class LaidOutAdapters:
@@ -52,7 +54,7 @@ class LaidOutModel:
         if spec.trainable and spec.training.step_mode != "eager":
             config = spec.training
             self.buckets = build_buckets(
-                config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, config.max_num_seqs
+                config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, _NUM_SEQUENCES
             )
 
     def placements(self, rank: int) -> PlacementTable:

@@ -29,7 +29,7 @@ from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import save_tiny_model
 
 ZERO_3 = dict(zero_stage=3)
-SP, REPLICATED = dict(sequence_parallel=True), dict(use_distributed_optimizer=False)
+SP, REPLICATED = dict(sequence_parallel=True), dict(zero_stage=0)
 LORA = dict(lora=LoraConfig(rank=4, target_modules=["q_proj", "o_proj", "up_proj"]))
 LORA_OF_EXPERTS = dict(lora=LoraConfig(rank=4, target_modules=["o_proj", "gate_proj", "up_proj", "down_proj"]))
 CASES = {
