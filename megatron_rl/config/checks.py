@@ -7,20 +7,23 @@ process group exists; what has no effect is said in `idle.py`. What needs the wo
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 
-from megatron_rl.config.adapter_checks import check_quantization
 from megatron_rl.config.checked import CheckedConfig, Mistakes
 from megatron_rl.config.data import LONGEST_PERIOD, reduce_weights
 from megatron_rl.config.fields import list_fields
-from megatron_rl.config.observability_checks import check_debugging, check_observability
+from megatron_rl.config.model_checks import (
+    TEACHER_RULES,
+    check_mtp,
+    check_quantization,
+    check_routers,
+    check_zero_stages,
+)
 from megatron_rl.config.options import list_options
 from megatron_rl.config.rollout_checks import ROLLOUT_RULES, check_validation_sets
-from megatron_rl.config.routing_checks import check_mtp, check_routers
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.teacher_checks import TEACHER_RULES
-from megatron_rl.config.zero_checks import check_zero_stages
 
 _TRAINED = ("actor", "critic")
 
@@ -239,6 +242,36 @@ def _check_importance(config: CheckedConfig) -> None:
     )
 
 
+def _check_observability(config: CheckedConfig) -> None:
+    """Check that the package of each enabled metrics service is installed."""
+    config.require(
+        config.get("observability.wandb") == "off" or importlib.util.find_spec("wandb") is not None,
+        "observability.wandb",
+        "needs the package wandb",
+        expected="the package, or off",
+        hint="pip install wandb, at the version of requirements.txt",
+    )
+
+
+def _check_debugging(config: CheckedConfig) -> None:
+    """The debugger is installed, on every rank, and a step to stop at has a rank that stops."""
+    rank, step = config.get("trainer.debug_rank"), config.get("trainer.breakpoint_step")
+    config.require(
+        rank is None or importlib.util.find_spec("debugpy") is not None,
+        "trainer.debug_rank",
+        "needs the package debugpy",
+        expected="the package, or null",
+        hint="pip install debugpy, at the version of requirements.txt",
+    )
+    config.require(
+        step is None or rank is not None,
+        "trainer.breakpoint_step",
+        "without a rank that stops there",
+        expected="trainer.debug_rank",
+        hint="add --debug-rank R, or leave this out",
+    )
+
+
 _RULES = (
     _check_data,
     _check_weights,
@@ -251,7 +284,7 @@ _RULES = (
     _check_reward,
     _check_importance,
     *TEACHER_RULES,
-    check_observability,
-    check_debugging,
+    _check_observability,
+    _check_debugging,
     _check_run,
 )

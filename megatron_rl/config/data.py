@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from megatron_rl.config.declaring import MISSING, option
+from megatron_rl.config.sections import MISSING, option
 
 LONGEST_PERIOD = 100_000  # prompts after which a mixture of files repeats
 

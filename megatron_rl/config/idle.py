@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.server import ServerConfig
+from megatron_rl.config.sections import ServerConfig
 
 _Idle = tuple[str, str, Any]
 _PASS_RATES = [0.1, 0.9]
@@ -78,15 +78,11 @@ def _find_in_layout(config: RunConfig, section: str) -> Iterator[_Idle]:
         yield (f"{section}.virtual_pipeline_model_parallel_size", f"{section}.pipeline_model_parallel_size is 1", None)
     if role.share_prompts and getattr(role, "mtp_lr", 0):
         yield (f"{section}.share_prompts", f"{section}.mtp_lr: a shared row has no single token behind it", False)
-    elif section == "reward_model" and config.reward_model.path is None:
-        return
     elif role.share_prompts == "tree" and (why := _find_what_hinders_trees(role, section)):
         yield (f"{section}.share_prompts", why, True)
 
 
 def _find_what_hinders_trees(role: Any, section: str) -> str | None:
-    if section == "reward_model":
-        return "a response is scored at its last token, which no other one may share"
     if section == "actor" and role.router_replay != "off":
         return f"actor.router_replay is {role.router_replay!r}: each branch has routes of its own"
     if role.step_mode != "eager":

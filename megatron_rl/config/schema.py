@@ -13,20 +13,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatron_rl.config.agents import AgentsConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.checkpoint import CheckpointConfig
 from megatron_rl.config.data import DataConfig
-from megatron_rl.config.declaring import MISSING, option
-from megatron_rl.config.lora import LoraConfig
-from megatron_rl.config.observability import ObservabilityConfig
 from megatron_rl.config.placement import AutoLayoutConfig, HybridConfig, PlacementConfig
 from megatron_rl.config.sampling_settings import SamplingSettings
-from megatron_rl.config.schedule import ScheduleConfig
-from megatron_rl.config.server import ServerConfig
+from megatron_rl.config.sections import (
+    MISSING,
+    AgentsConfig,
+    CheckpointConfig,
+    LoraConfig,
+    ObservabilityConfig,
+    ScheduleConfig,
+    ServerConfig,
+    option,
+)
 from megatron_rl.extension.engines import find_engine
 
-# Settings of the actor that every other role of the run takes over.
+FULLY_SHARDED = 3  # the `zero_stage` in which ranks share weights
+# Settings of the actor that the critic and teachers take over; the reward model keeps the defaults.
 ACTOR_DECIDES = ("share_prompts", "logprob_chunk_tokens", "adam_eps", "bucket_tokens", "graph_memory_gib")
 
 
@@ -378,8 +382,8 @@ class RunConfig:
     observability: ObservabilityConfig = dataclasses.field(default_factory=ObservabilityConfig)
 
     def share_settings(self) -> RunConfig:
-        """The same with the actor's `ACTOR_DECIDES` in every role."""
-        roles = ["critic", "reward_model", *(f"teachers.{name}" for name in self.teachers)]
+        """The same with the actor's `ACTOR_DECIDES` in the critic and in teachers."""
+        roles = ["critic", *(f"teachers.{name}" for name in self.teachers)]
         return self.with_sections(
             {
                 name: {leaf: getattr(self.actor, leaf) for leaf in ACTOR_DECIDES if hasattr(self.section(name), leaf)}

@@ -21,7 +21,6 @@ import yaml
 
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.declaring import MISSING
 from megatron_rl.config.fields import (
     TEACHERS,
     FieldInfo,
@@ -34,6 +33,7 @@ from megatron_rl.config.fields import (
 from megatron_rl.config.idle import put_aside
 from megatron_rl.config.options import PREFIX, build_options, list_options
 from megatron_rl.config.schema import RolloutConfig, RunConfig
+from megatron_rl.config.sections import MISSING
 from megatron_rl.config.sources import RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
 from megatron_rl.extension.engines import find_engine
 from megatron_rl.extension.plugins import load_plugins

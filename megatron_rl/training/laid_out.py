@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.config.zero_checks import FULLY_SHARDED
+from megatron_rl.config.schema import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.microbatches import compute_attention_ratio, find_pad_multiple
 from megatron_rl.samples.shape_buckets import Buckets, build_buckets

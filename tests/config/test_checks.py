@@ -13,7 +13,6 @@ from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunC
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 
-MODEL = ["reward_model.path=judge", "reward.components=[1.0 model]"]
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]
 PP = "actor.pipeline_model_parallel_size"
 STATIC = "actor.step_mode=static"
@@ -43,7 +42,6 @@ def test_defaults_pass() -> None:
         (["rollout.engine=megatron", "hybrid.alias_weights=false"], "hybrid.alias_weights", True),
         (["actor.share_prompts=tree", "actor.router_replay=trainer"], "actor.share_prompts", True),
         (["actor.share_prompts=tree", "critic.step_mode=static"], "critic.share_prompts", True),
-        (["actor.share_prompts=tree", *MODEL], "reward_model.share_prompts", True),
     ],
 )
 def test_what_has_no_effect_is_put_aside_with_a_note(overrides: list[str], name: str, taken: object) -> None:

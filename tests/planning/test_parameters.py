@@ -17,8 +17,8 @@ from role_setups import take_step
 
 from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
-from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.schema import ActorConfig
+from megatron_rl.config.sections import LoraConfig
 from megatron_rl.models.quantized import list_quantized_linears
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_bytes, list_chunks

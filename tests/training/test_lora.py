@@ -35,8 +35,8 @@ from actor_runs import (
 )
 from distributed import run_ranks
 from megatron_rl.checkpoint.peft import check_adapters
-from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.schema import ActorConfig
+from megatron_rl.config.sections import LoraConfig
 from megatron_rl.training.roles.reference import BaseOfActor, Reference
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
