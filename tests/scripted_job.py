@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from megatron_rl.agents.episode import Answer
 from megatron_rl.agents.transcript import Tail
-from megatron_rl.config.agents import AgentsConfig
-from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.schema import RewardConfig, RolloutConfig
+from megatron_rl.config.sections import AgentsConfig, ScheduleConfig
 from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled

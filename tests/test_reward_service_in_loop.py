@@ -23,7 +23,6 @@ SETTINGS = [
     "data.validation_files=[]",
     "rollout.n=2",
     "reward.service_retries=2",
-    "reward.service_backoff_seconds=0.05",
     "reward.service_timeout_seconds=10",
 ]
 
@@ -66,7 +65,7 @@ def test_a_dead_service_stops_the_run_with_its_last_checkpoint_in_place(
     """Retries, then one error on every rank; earlier records and checkpoints are whole."""
     process, url = service
     run_dir = tmp_path / "run"
-    overrides = overrides_for(task, run_dir, *SETTINGS, f"reward.service_url={url}")
+    overrides = overrides_for(task, run_dir, *SETTINGS, f"reward.function={url}")
     watcher = kill_after_first_step(process, run_dir)
     errors = run_ranks(train, 2, overrides, timeout=170)
     watcher.join()
@@ -88,16 +87,15 @@ def test_a_dead_service_with_fallback_is_counted_and_ends_the_run_where_it_is_as
         task,
         tmp_path / "run",
         *SETTINGS,
-        f"reward.service_url={url}",
+        f"reward.function={url}",
         "reward.service_on_failure=fallback",
-        "reward.service_fallback_reward=0.25",
         "trainer.total_steps=1",
     )
     errors = run_ranks(train, 2, overrides, timeout=170)
     assert errors[0] is not None and errors[0] == errors[1] and url in errors[0]
     assert "the reward service failed on 16 of 16 responses of step 1; the last time:\n" in errors[0], errors[0]
     assert read_records(tmp_path / "run") == []
-    overrides = [*overrides, f"trainer.run_dir={tmp_path}/counted", "reward.max_failed_share=1"]
+    overrides = [*overrides, f"trainer.run_dir={tmp_path}/counted", "trainer.max_failed_share=1"]
     assert run_ranks(train, 1, overrides, timeout=170) == [None]
     (record,) = read_records(tmp_path / "counted")
     assert record["reward/service_failures"] == 1.0 and record["reward/mean"] is None

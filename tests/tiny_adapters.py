@@ -13,7 +13,7 @@ from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.config.lora import LoraConfig
+from megatron_rl.config.sections import LoraConfig
 from tiny_models import save_tiny_model
 
 

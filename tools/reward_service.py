@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An example reward service for `reward.service_url`: POST /score with the math rule.
+"""An example reward service for `reward.function`: POST /score with the math rule.
 
 python tools/reward_service.py --port 8700
-torchrun ... launch/pretrain_grpo.py RECIPE.yaml reward.service_url=http://localhost:8700/score
+torchrun ... launch/pretrain_grpo.py RECIPE.yaml reward.function=http://localhost:8700/score
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from megatron_rl.agents.program import find_program
 from megatron_rl.agents.tool_formats import AUTO, find_tool_format, require_format, require_shown, shows_tools
 from megatron_rl.agents.tools.finding import describe_gaps, describe_tools
 from megatron_rl.agents.transcript import render_tail, rewrites_history
-from megatron_rl.config.agents import AgentsConfig
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections import AgentsConfig
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import UserError

@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.files import publish, write_file
 from megatron_rl.checkpoint.huggingface import ShardedModel, do_on_first, gather_on_first, make_empty
 from megatron_rl.checkpoint.safetensors_index import read_headers, read_names
 from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files
-from megatron_rl.config.lora import LoraConfig
+from megatron_rl.config.sections import LoraConfig
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.config_values import COUNT, FLAG, POSITIVE, check_kinds, read_json, show

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_rl.config.declaring import option
+from megatron_rl.config.sections import option
 
 SAMPLED = "sampled"
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_rl.config.observability_checks import check_debug_rank
-from megatron_rl.config.placement_checks import check_placement
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import DataConfig, LayoutConfig, RunConfig
 from megatron_rl.types import UserError
@@ -285,7 +283,7 @@ def count_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
 
 
 def _check_roles(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
-    check_placement(cfg, spec, world_size)
+    _check_placement(cfg, spec, world_size)
     for role in spec.roles.values():
         check_ranks(role.layout, cfg.placement.ranks_of(role.name, world_size), role.section)
         check_longest_sequence(cfg.data, role.layout, role.section)
@@ -409,3 +407,61 @@ def _nearest_multiples(value: int, base: int) -> list[int]:
 
 def _either(values: list[int]) -> str:
     return " or ".join(str(value) for value in values)
+
+
+def check_debug_rank(cfg: RunConfig, world_size: int) -> None:
+    """Refuse a rank that the job does not have, for which no rank would wait.
+
+    Raises:
+        UserError: see above.
+    """
+    rank = cfg.trainer.debug_rank
+    if rank is not None and not 0 <= rank < world_size:
+        raise UserError(
+            f"trainer.debug_rank = {rank} in a job of {world_size} ranks",
+            source="trainer.debug_rank",
+            expected=f"0 or more, below {world_size}",
+            hint="choose one of them",
+        )
+
+
+def _check_placement(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
+    """Refuse a placement that does not fit the job, or that something in the config does not work with.
+
+    Raises:
+        UserError: the first thing found.
+    """
+    placement, num_ranks = cfg.placement, len(cfg.placement.ranks_of("rollout", world_size))
+    endpoints, width = cfg.rollout.server.endpoints, cfg.rollout.tensor_model_parallel_size
+    if endpoints and len(endpoints) * width != num_ranks:
+        raise UserError(
+            f"{len(endpoints)} server(s) for {num_ranks} rank(s), {width} per engine",
+            source="rollout.server.endpoints",
+            expected=f"{num_ranks // width} addresses, one per engine",
+            hint="ranks that share a server are one engine: set rollout.tensor_model_parallel_size to their number",
+        )
+    if not placement.placed:
+        return
+    ranks = {role: placement.ranks_of(role, world_size) for role in (*spec.roles, "rollout")}
+    if ranks["actor"].start:
+        raise UserError(
+            f"placement.actor = {placement.actor!r} leaves out rank 0",
+            source="placement.actor",
+            expected="ranks from 0 on",
+            hint="rank 0 writes what the actor reports: give the other roles the ranks behind the actor's",
+        )
+    idle = sorted(set(range(world_size)).difference(*ranks.values()))
+    if idle:
+        raise UserError(
+            f"rank {idle[0]} has no role" if len(idle) == 1 else f"ranks {', '.join(map(str, idle))} have no role",
+            source="placement",
+            expected=f"a role for each of the {world_size} ranks",
+            hint="start fewer ranks, or give these to a role; roles that are not named are on all ranks",
+        )
+    if ranks["rollout"] != ranks["actor"] and cfg.rollout.supports("is_actor"):
+        raise UserError(
+            f"rollout.engine = {cfg.rollout.engine!r} on other ranks than the actor, whose modules it runs",
+            source="placement.rollout",
+            expected="the ranks of the actor",
+            hint="set placement.rollout to the ranks of placement.actor, or choose another rollout.engine",
+        )

@@ -7,20 +7,23 @@ process group exists; what has no effect is said in `idle.py`. What needs the wo
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 
-from megatron_rl.config.adapter_checks import check_quantization
 from megatron_rl.config.checked import CheckedConfig, Mistakes
 from megatron_rl.config.data import LONGEST_PERIOD, reduce_weights
 from megatron_rl.config.fields import list_fields
-from megatron_rl.config.observability_checks import check_debugging, check_observability
+from megatron_rl.config.model_checks import (
+    TEACHER_RULES,
+    check_mtp,
+    check_quantization,
+    check_routers,
+    check_zero_stages,
+)
 from megatron_rl.config.options import list_options
 from megatron_rl.config.rollout_checks import ROLLOUT_RULES, check_validation_sets
-from megatron_rl.config.routing_checks import check_mtp, check_routers
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.teacher_checks import TEACHER_RULES
-from megatron_rl.config.zero_checks import check_zero_stages
 
 _TRAINED = ("actor", "critic")
 
@@ -157,10 +160,10 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
     mode, budget = config.get(name), config.get(f"{section}.max_tokens_per_microbatch")
     if mode == "eager":
         return
-    sizes = config.get(f"{section}.bucket_tokens")
+    sizes = config.get("actor.bucket_tokens")
     config.require(
         not sizes or (min(sizes) > 0 and max(sizes) >= budget),
-        f"{section}.bucket_tokens",
+        "actor.bucket_tokens",
         f"has no bucket for a microbatch of {section}.max_tokens_per_microbatch = {budget} tokens",
         expected=f"sizes above 0, the largest at least {budget}",
         hint=f"add {budget} to the list",
@@ -211,10 +214,10 @@ def _check_reward(config: CheckedConfig) -> None:
     function = config.get("reward.function")
     path, _, name = (function or "").rpartition(":")
     config.require(
-        function is None or bool(path and name.isidentifier()),
+        function is None or bool(path and name.isidentifier()) or function.startswith(("http://", "https://")),
         "reward.function",
         "does not name a function in a file",
-        expected="path.py:name",
+        expected="path.py:name, or an http(s) URL",
         hint="write e.g. reward.function=my_reward.py:compute_score",
     )
     uses_model = any(entry.split()[1:] == ["model"] for entry in config.get("reward.components"))
@@ -239,6 +242,36 @@ def _check_importance(config: CheckedConfig) -> None:
     )
 
 
+def _check_observability(config: CheckedConfig) -> None:
+    """Check that the package of each enabled metrics service is installed."""
+    config.require(
+        config.get("observability.wandb") == "off" or importlib.util.find_spec("wandb") is not None,
+        "observability.wandb",
+        "needs the package wandb",
+        expected="the package, or off",
+        hint="pip install wandb, at the version of requirements.txt",
+    )
+
+
+def _check_debugging(config: CheckedConfig) -> None:
+    """The debugger is installed, on every rank, and a step to stop at has a rank that stops."""
+    rank, step = config.get("trainer.debug_rank"), config.get("trainer.breakpoint_step")
+    config.require(
+        rank is None or importlib.util.find_spec("debugpy") is not None,
+        "trainer.debug_rank",
+        "needs the package debugpy",
+        expected="the package, or null",
+        hint="pip install debugpy, at the version of requirements.txt",
+    )
+    config.require(
+        step is None or rank is not None,
+        "trainer.breakpoint_step",
+        "without a rank that stops there",
+        expected="trainer.debug_rank",
+        hint="add --debug-rank R, or leave this out",
+    )
+
+
 _RULES = (
     _check_data,
     _check_weights,
@@ -251,7 +284,7 @@ _RULES = (
     _check_reward,
     _check_importance,
     *TEACHER_RULES,
-    check_observability,
-    check_debugging,
+    _check_observability,
+    _check_debugging,
     _check_run,
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from megatron_rl.config.declaring import MISSING, option
+from megatron_rl.config.sections import MISSING, option
 
 LONGEST_PERIOD = 100_000  # prompts after which a mixture of files repeats
 
@@ -54,8 +54,7 @@ class DataConfig:
         "text prompts may have them anyway.",
     )
     prompt_key: str = option("prompt", "Column with the prompt: text, or a list of chat messages.")
-    answer_key: str = option("answer", "Column with the ground truth in the plain schema.")
-    response_key: str | None = option(None, "SFT: column with the response to learn; default: answer_key.")
+    answer_key: str = option("answer", "Column with the ground truth in the plain schema; SFT: the response to learn.")
     shuffle: bool = option(True, "Shuffle the prompts of each epoch (by trainer.seed).")
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_rl.config.sampling_settings import NOT_SERVED
-from megatron_rl.config.schema import MISSING, RunConfig
+from megatron_rl.config.schema import ACTOR_DECIDES, MISSING, LayoutConfig, RunConfig
 from megatron_rl.types import UserError
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -46,7 +46,6 @@ _COMPARISONS: dict[str, tuple[Any, str, str]] = {
 _WRONG = {("ge", 0): "is negative", ("gt", 0): "is not positive"}
 _read_hints = functools.cache(typing.get_type_hints)
 TEACHERS = "teachers"  # the section whose keys are names
-_TYPE_NAMES = SIMPLE_TYPES | {dict[str, Any]: "mapping"}
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,11 @@ class FieldInfo:
         return is_union and type(None) in typing.get_args(self.annotation)
 
     @property
+    def is_mapping(self) -> bool:
+        """True if the value is a mapping: of free keys, or of those that a dataclass declares."""
+        return self.kind == dict[str, Any] or dataclasses.is_dataclass(self.kind)
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """The accepted values of a `Literal`, or of a list's items, as YAML writes them, else ()."""
         literal = typing.get_args(self.kind)[0] if typing.get_origin(self.kind) is list else self.kind
@@ -105,7 +109,7 @@ class FieldInfo:
 
     def describe_type(self) -> str:
         """The accepted values in words: "integer or null", "float32 | bfloat16"."""
-        words = " | ".join(self.choices) if self.choices else _TYPE_NAMES[self.kind]
+        words = " | ".join(self.choices) if self.choices else "mapping" if self.is_mapping else SIMPLE_TYPES[self.kind]
         words = f"list of {words}" if self.choices and typing.get_origin(self.kind) is list else words
         return f"{words} or null" if self.accepts_none else words
 
@@ -133,7 +137,10 @@ def list_fields(teachers: Iterable[str] = ("NAME",)) -> dict[str, FieldInfo]:
     table: dict[str, FieldInfo] = {}
     for section, section_class in section_classes().items():
         for prefix in [f"{TEACHERS}.{name}" for name in teachers] if section == TEACHERS else [section]:
-            table |= read_fields(section_class, prefix)
+            found = read_fields(section_class, prefix)
+            if issubclass(section_class, LayoutConfig) and section != "actor":
+                found = {name: info for name, info in found.items() if name.rpartition(".")[2] not in ACTOR_DECIDES}
+            table |= found
     table.pop("algorithm.options")
     return table
 
@@ -143,7 +150,7 @@ def read_fields(declaration: Any, prefix: str) -> dict[str, FieldInfo]:
     hints, found = _read_hints(declaration), {}
     for item in dataclasses.fields(declaration):
         name, annotation = f"{prefix}.{item.name}", hints[item.name]
-        if dataclasses.is_dataclass(annotation):
+        if dataclasses.is_dataclass(annotation) and "doc" not in item.metadata:
             found |= read_fields(annotation, name)
             continue
         default = item.default if item.default_factory is MISSING else item.default_factory()
@@ -159,10 +166,10 @@ def build_section(declaration: Any, prefix: str, values: Mapping[str, Any]) -> A
     hints, given = _read_hints(declaration), {}
     for item in dataclasses.fields(declaration):
         name, annotation = f"{prefix}.{item.name}", hints[item.name]
-        if dataclasses.is_dataclass(annotation):
-            given[item.name] = build_section(annotation, name, values)
-        elif name in values:
+        if name in values:
             given[item.name] = values[name]
+        elif dataclasses.is_dataclass(annotation) and "doc" not in item.metadata:
+            given[item.name] = build_section(annotation, name, values)
     return declaration(**given)
 
 
@@ -197,6 +204,8 @@ def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) ->
     """
     if value is None and info.accepts_none:
         return None
+    if dataclasses.is_dataclass(info.kind) and isinstance(value, dict):
+        return _convert_entries(info, value, source)
     result = _convert(info, value, text)
     if result is not _REFUSED:
         return result
@@ -206,6 +215,20 @@ def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) ->
         expected=info.describe_type() + (f" [{info.unit}]" if info.unit else ""),
         hint=_type_hint(info, value),
     )
+
+
+def _convert_entries(info: FieldInfo, value: Mapping[Any, Any], source: str) -> Any:
+    """The dataclass of a setting from a mapping; keys that are not given have their defaults."""
+    declared, entries = read_fields(info.kind, info.name), {}
+    for key, entry in value.items():
+        name = f"{info.name}.{key}"
+        if name not in declared:
+            raise unknown_key_error(name, source, declared, ())
+        entries[key] = coerce(declared[name], entry, source)
+        if violation := declared[name].find_violation(entries[key]):
+            why = violation.pop("why")
+            raise UserError(f"{name} = {entries[key]!r} {why}", source=source, **violation)
+    return info.kind(**entries)
 
 
 def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
@@ -218,6 +241,8 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
         is_one = any(type(value) is type(choice) and value == choice for choice in typing.get_args(info.kind))
         return value if is_one else _REFUSED
     kind = info.kind
+    if dataclasses.is_dataclass(kind):
+        return _REFUSED
     if kind is bool:
         return value if isinstance(value, bool) else _REFUSED
     if kind is int:

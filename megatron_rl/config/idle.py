@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.server import ServerConfig
+from megatron_rl.config.sections import ServerConfig
 
 _Idle = tuple[str, str, Any]
 _PASS_RATES = [0.1, 0.9]
-_SHAPE_SETTINGS = {"bucket_tokens": [], "max_num_seqs": 64, "graph_memory_gib": None}
+_SHAPE_SETTINGS = {"bucket_tokens": [], "graph_memory_gib": None}
 
 
 def put_aside(config: RunConfig, sources: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
@@ -83,8 +83,6 @@ def _find_in_layout(config: RunConfig, section: str) -> Iterator[_Idle]:
 
 
 def _find_what_hinders_trees(role: Any, section: str) -> str | None:
-    if section == "reward_model":
-        return "a response is scored at its last token, which no other one may share"
     if section == "actor" and role.router_replay != "off":
         return f"actor.router_replay is {role.router_replay!r}: each branch has routes of its own"
     if role.step_mode != "eager":
@@ -97,8 +95,9 @@ def _find_in_step(config: RunConfig, section: str) -> Iterator[_Idle]:
     mode = f"{section}.step_mode is {role.step_mode!r}"
     if role.min_lr > role.lr and role.lr_decay_style == "constant":
         yield (f"{section}.min_lr", f"{section}.lr_decay_style is 'constant'", 0.0)
-    for leaf, default in _SHAPE_SETTINGS.items():
-        is_used = role.step_mode == "graph" or (role.step_mode == "static" and leaf != "graph_memory_gib")
+    modes = {config.actor.step_mode, config.critic.step_mode}
+    for leaf, default in _SHAPE_SETTINGS.items() if section == "actor" else ():
+        is_used = "graph" in modes or ("static" in modes and leaf != "graph_memory_gib")
         if not is_used and getattr(role, leaf) != default:
             yield (f"{section}.{leaf}", mode, default)
     if role.step_mode == "eager":

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from megatron_rl.config.declaring import option
+from megatron_rl.config.sections import option
 from megatron_rl.types import UserError
 
 

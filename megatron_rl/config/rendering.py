@@ -17,7 +17,7 @@ import yaml
 
 from megatron_rl.config.fields import FieldInfo, list_fields, section_classes
 from megatron_rl.config.options import list_options
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import ACTOR_DECIDES, RunConfig
 
 _SYNTAX = """\
 Settings are given in the recipe (nested sections) and on the command line, which wins:
@@ -34,7 +34,11 @@ def config_to_dict(cfg: RunConfig) -> dict[str, dict[str, Any]]:
 
     Credentials in URLs are left out: what is made of it is written to files, checkpoints and W&B.
     """
-    return _redact_all(dataclasses.asdict(cfg))
+    sections = dataclasses.asdict(cfg)
+    for role in (sections["critic"], sections["reward_model"], *sections["teachers"].values()):
+        for leaf in ACTOR_DECIDES:
+            role.pop(leaf, None)
+    return _redact_all(sections)
 
 
 def redact(text: str) -> str:
@@ -91,4 +95,10 @@ def render(value: Any) -> str:
     """A value as a recipe would say it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if dataclasses.is_dataclass(value):
+        return (
+            "{"
+            + ", ".join(f"{item.name}: {render(getattr(value, item.name))}" for item in dataclasses.fields(value))
+            + "}"
+        )
     return json.dumps(value) if isinstance(value, str) and "\n" in value else str(value)

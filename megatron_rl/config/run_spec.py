@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.schema import LayoutConfig, RunConfig, TrainedConfig
+from megatron_rl.config.sections import LoraConfig
 
 
 @dataclass(frozen=True, kw_only=True)

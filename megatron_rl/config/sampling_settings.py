@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.config.declaring import option
+from megatron_rl.config.sections import option
 
 _HISTORY = "not served: a token's probability would depend on which tokens came before, by a rule that training lacks"
 _FORBIDDEN = "not served: it forbids tokens, and which ones is not recorded for training"

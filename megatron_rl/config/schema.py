@@ -13,18 +13,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatron_rl.config.agents import AgentsConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.checkpoint import CheckpointConfig
 from megatron_rl.config.data import DataConfig
-from megatron_rl.config.declaring import MISSING, option
-from megatron_rl.config.lora import LoraConfig
-from megatron_rl.config.observability import ObservabilityConfig
 from megatron_rl.config.placement import AutoLayoutConfig, HybridConfig, PlacementConfig
 from megatron_rl.config.sampling_settings import SamplingSettings
-from megatron_rl.config.schedule import ScheduleConfig
-from megatron_rl.config.server import ServerConfig
+from megatron_rl.config.sections import (
+    MISSING,
+    AgentsConfig,
+    CheckpointConfig,
+    LoraConfig,
+    ObservabilityConfig,
+    ScheduleConfig,
+    ServerConfig,
+    option,
+)
 from megatron_rl.extension.engines import find_engine
+
+FULLY_SHARDED = 3  # the `zero_stage` in which ranks share weights
+# Settings of the actor that the critic and teachers take over; the reward model keeps the defaults.
+ACTOR_DECIDES = ("share_prompts", "logprob_chunk_tokens", "adam_eps", "bucket_tokens", "graph_memory_gib")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +72,8 @@ class LayoutConfig:
     share_prompts: Literal[True, False, "tree"] = option(
         True, "Compute a group's prompt once per microbatch; tree: also what branches of a rollout share."
     )
-    zero_stage: Literal[1, 3] = option(
-        1, "Shared over DP and CP: 1, optimizer states; 3, weights and gradients as well (FSDP)."
+    zero_stage: Literal[0, 1, 3] = option(
+        1, "Sharded over DP and CP: 0, nothing; 1, optimizer states; 3, weights and gradients as well (FSDP)."
     )
 
 
@@ -81,7 +88,6 @@ class TrainedConfig(LayoutConfig):
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none", "Activation recomputation: none, core attention only, or whole layers."
     )
-    use_distributed_optimizer: bool = option(True, "Shard optimizer states over DP (ZeRO-1).")
     optimizer: Literal["adam", "muon"] = option(
         "adam", "AdamW, or Muon for the matrices of the layers and AdamW for the rest."
     )
@@ -111,15 +117,14 @@ class TrainedConfig(LayoutConfig):
         "static, graph: lengths that microbatches are padded to; default: sixteenths of max_tokens_per_microbatch.",
         "tokens",
     )
-    max_num_seqs: int = option(
-        64,
-        "static, graph: sequences per microbatch that buffers hold; more take a buffer of twice, four times the size.",
-        "sequences",
-        ge=1,
-    )
     graph_memory_gib: float | None = option(
         None, "graph: once graphs hold so much memory, further shapes run uncaptured; default: no limit.", "GiB", gt=0
     )
+
+    @property
+    def use_distributed_optimizer(self) -> bool:
+        """True if optimizer states are sharded over DP (ZeRO-1)."""
+        return self.zero_stage > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,36 +256,30 @@ class RewardConfig:
         "marked", "Rule math: the answer must be marked (\\boxed{}, ####, the data set's way), or any last one counts."
     )
     function: str | None = option(
-        None, "User's reward as path.py:name; verl's signature (data_source, solution_str, ground_truth, extra_info)."
+        None,
+        "Your reward as path.py:name, with verl's signature (data_source, solution_str, ground_truth, extra_info); or "
+        "the URL of an HTTP service that batches of responses are posted to as JSON.",
     )
     components: list[str] = option(
         [],
         "Weighted sum of sources, each 'WEIGHT SOURCE': a rule, path.py:name, an http(s) URL, or 'model'; "
-        "overrules rule, function and service_url.",
+        "overrules rule and function.",
     )
     workers: int = option(0, "Processes per rank for rules and functions; 0: in the rank itself.", "processes", ge=0)
     worker_secrets: list[str] = option([], "Variables that workers get although their names say key, token or secret.")
     timeout_seconds: float = option(
         60.0, "A function that takes longer for one response ends the run (needs workers).", "seconds", gt=0
     )
-    service_url: str | None = option(None, "HTTP reward service: batches of responses are posted to it as JSON.")
     service_batch_size: int = option(64, "Responses per request.", "responses", ge=1)
     service_concurrency: int = option(4, "Requests of one rank at a time.", "requests", ge=1)
     service_timeout_seconds: float = option(60.0, "Time limit of one request, its answer included.", "seconds", gt=0)
     service_retries: int = option(
         4, "Further attempts after a failed request, with exponential backoff.", "attempts", ge=0
     )
-    service_backoff_seconds: float = option(0.5, "Pause before the second attempt; doubles each time.", "seconds", ge=0)
     service_on_failure: Literal["stop", "fallback"] = option(
-        "stop", "When all attempts failed: end the run, or continue without learning from the response, and count it."
-    )
-    service_fallback_reward: float = option(0.0, "Its reward in logs and validation (fallback only).")
-    max_failed_share: float = option(
-        0.5,
-        "End the run when a service failed on a larger share of a step's responses, or of a validation set's (fallback "
-        "only); 1: never.",
-        ge=0,
-        le=1,
+        "stop",
+        "When all attempts failed: end the run, or continue without learning from the response, whose reward is "
+        "logged as 0 (fallback).",
     )
     overlong_buffer_length: int = option(
         0,
@@ -321,6 +320,13 @@ class TrainerConfig:
         0, "Save a permanent checkpoint every N steps (0: only at the end).", "steps", ge=0, hint="0 switches it off"
     )
     save_final: bool = option(True, "Save a checkpoint after the last step.")
+    max_failed_share: float = option(
+        0.5,
+        "End the run when a larger share of a step's episodes, or of a validation set's, has failed, or a reward "
+        "service on a larger share of the responses (reward.service_on_failure fallback); 1: never.",
+        ge=0,
+        le=1,
+    )
     seed: int = option(1, "Seed of data order, sampling and initialization.", ge=0)
     run_dir: str | None = option(None, "Run directory; default: checkpoints/runs/<recipe>-<time>.")
     log_rollouts: int = option(
@@ -374,6 +380,16 @@ class RunConfig:
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     observability: ObservabilityConfig = dataclasses.field(default_factory=ObservabilityConfig)
+
+    def share_settings(self) -> RunConfig:
+        """The same with the actor's `ACTOR_DECIDES` in the critic and in teachers."""
+        roles = ["critic", *(f"teachers.{name}" for name in self.teachers)]
+        return self.with_sections(
+            {
+                name: {leaf: getattr(self.actor, leaf) for leaf in ACTOR_DECIDES if hasattr(self.section(name), leaf)}
+                for name in roles
+            }
+        )
 
     def section(self, name: str) -> Any:
         """A section by its name; that of a teacher is `teachers.NAME`."""

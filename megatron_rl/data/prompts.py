@@ -136,12 +136,12 @@ def load_prompts(
 
 
 def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -> SftSet:
-    """Read, check and tokenize prompts with responses (column response_key, else answer_key).
+    """Read, check and tokenize prompts with responses (column answer_key).
 
     Raises:
         UserError: as `load_prompts`; also a response longer than `max_response_length` with its EOS.
     """
-    column = cfg.response_key or cfg.answer_key
+    column = cfg.answer_key
     examples: list[Rollout] = []
     starts: list[int] = []
     truncated = dropped = 0
@@ -226,7 +226,7 @@ def _ground_truth(row: Row, cfg: DataConfig) -> Any:
 
 def _extra_info(row: Row, cfg: DataConfig) -> dict[str, Any]:
     """Merge columns without a meaning of their own with verl's `extra_info`, which takes precedence."""
-    known = {cfg.prompt_key, cfg.answer_key, cfg.response_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
+    known = {cfg.prompt_key, cfg.answer_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
     further = {name: value for name, value in row.columns.items() if name not in known}
     return further | row.optional("extra_info", dict, {})
 

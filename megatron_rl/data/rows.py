@@ -51,7 +51,7 @@ class Row:
                 f'column "{column}" {state}; the row has {", ".join(sorted(self.columns)) or "no columns"}',
                 source=self.location,
                 expected=f'a row with the column "{column}"',
-                hint="set data.prompt_key, data.answer_key or data.response_key, or correct the row",
+                hint="set data.prompt_key or data.answer_key, or correct the row",
             )
         return self.columns[column]
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
-from megatron_rl.config.schema import LayoutConfig, RunConfig
-from megatron_rl.config.zero_checks import FULLY_SHARDED
+from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig, RunConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape, make_adapter_shape

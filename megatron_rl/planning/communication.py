@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.config.schema import TrainedConfig
-from megatron_rl.config.zero_checks import FULLY_SHARDED
+from megatron_rl.config.schema import FULLY_SHARDED, TrainedConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import DTYPE_BYTES, Cluster, Job
 from megatron_rl.planning.gathered import count_gathered

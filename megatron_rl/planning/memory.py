@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.config.schema import LayoutConfig
-from megatron_rl.config.zero_checks import FULLY_SHARDED
+from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.activations import compute_activation_bytes
 from megatron_rl.planning.cluster import DTYPE_BYTES, Job, build_layout

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
-from megatron_rl.config.schema import LayoutConfig, TrainedConfig
-from megatron_rl.config.zero_checks import FULLY_SHARDED
+from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig, TrainedConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import DTYPE_BYTES
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements

@@ -76,7 +76,7 @@ def build_reward_plan(
     """Read the reward section and load its functions.
 
     Args:
-        config: `components`, or else the first given of `service_url`, `function` and `rule`.
+        config: `components`, or else the first given of `function` and `rule`.
         function: used instead of loading `config.function`.
 
     Raises:
@@ -88,7 +88,7 @@ def build_reward_plan(
             (*_parse_component(text, f"{setting}[{i}]"), f"{setting}[{i}]") for i, text in enumerate(config.components)
         ]
     else:
-        leaf = next(leaf for leaf in ("service_url", "function", "rule") if getattr(config, leaf) is not None)
+        leaf = next(leaf for leaf in ("function", "rule") if getattr(config, leaf) is not None)
         weighted = [(1.0, getattr(config, leaf), f"reward.{leaf}")]
     model_weights = [weight for weight, target, _ in weighted if target == MODEL]
     if len(model_weights) > 1:

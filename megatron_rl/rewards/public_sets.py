@@ -164,7 +164,9 @@ def find_scorer(data_source: str) -> Callable[[str, Any], float | dict[str, floa
         f'the rule by_data_source has no scorer for the data_source "{data_source}"{reason}',
         source="reward.rule",
         expected=", ".join([*_SCORERS, "aime*", f"{PREFIX}*"]),
-        hint="use reward.service_url" if reason.endswith(_CODE) else "use reward.rule=math or reward.function",
+        hint="name a service of yours as reward.function"
+        if reason.endswith(_CODE)
+        else "use reward.rule=math or reward.function",
     )
 
 

@@ -29,6 +29,7 @@ from megatron_rl.types import SERVICE_FAILURES, Rollout, UserError
 _MOST_NAMED_PROMPTS = 8
 _LONGEST_TEXT = 10_000  # bytes of a response quoted in errors
 MAX_ANSWER_BYTES = 64 << 20
+BACKOFF_SECONDS = 0.5  # before the second attempt; doubles each time
 _OK, _TOO_MANY_REQUESTS = 200, 429
 
 
@@ -90,7 +91,7 @@ class RewardService:
             except _RequestFailed as failure:
                 if not failure.retry or attempt > config.service_retries:
                     return self._give_up(rollouts, attempt, failure)
-                if self._is_closed.wait(config.service_backoff_seconds * 2 ** (attempt - 1)):
+                if self._is_closed.wait(BACKOFF_SECONDS * 2 ** (attempt - 1)):
                     return self._give_up(rollouts, attempt, failure)
                 attempt += 1
             else:
@@ -130,7 +131,7 @@ class RewardService:
                 "reward.service_on_failure=fallback",
             ) from failure
         logging.getLogger(__name__).warning("%s; nothing is learned from them", found)
-        return [self._count(Score(self._config.service_fallback_reward, failure=found), 1.0) for _ in rollouts]
+        return [self._count(Score(0.0, failure=found), 1.0) for _ in rollouts]
 
     def _count(self, score: Score, failures: float) -> Score:
         if self._config.service_on_failure == "stop":

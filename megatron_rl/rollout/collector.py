@@ -220,8 +220,8 @@ class Collector:
         config, headers = self._config, [part.headers.rollouts for part in parts]
         episodes = np.concatenate([part.has_failed for part in headers])
         services = ~episodes & ~np.concatenate([part.has_reward for part in headers])
-        for is_episode, has_failed, section in ((True, episodes, "agents"), (False, services, "reward")):
-            most = config.agents.max_failed_share if is_episode else config.reward.max_failed_share
+        most = config.trainer.max_failed_share
+        for is_episode, has_failed in ((True, episodes), (False, services)):
             if has_failed.mean() > most:
                 said = [text for text in gather_objects(self._failures.get(is_episode, ""), self._group) if text]
                 count = f"{has_failed.sum()} of {len(has_failed)}"
@@ -230,9 +230,9 @@ class Collector:
                     found = f"the reward service failed on {count} responses of {what}; the last time"
                 raise UserError(
                     f"{found}:\n{said[0].rstrip() if said else 'before the run was resumed'}",
-                    source=f"{section}.max_failed_share = {most:g}",
+                    source=f"trainer.max_failed_share = {most:g}",
                     expected="a smaller share, as nothing is learned from what failed",
-                    hint=f"correct what failed; {section}.max_failed_share=1 continues without it",
+                    hint="correct what failed; trainer.max_failed_share=1 continues without it",
                 )
         return float(episodes.mean())
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron_rl.agents.recording import Recording
-from megatron_rl.config.agents import AgentsConfig
+from megatron_rl.config.sections import AgentsConfig
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
 from megatron_rl.rollout.order import Samples

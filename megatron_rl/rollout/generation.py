@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.agents import AgentsConfig
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.sections import AgentsConfig
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.checking import check_sampled, miscounted
 from megatron_rl.engines.protocol import Request, Sampled

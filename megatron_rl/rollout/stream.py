@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.schedule import ScheduleConfig
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections import ScheduleConfig
 from megatron_rl.data.prompt_order import PromptBatches
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import open_store, world

@@ -20,7 +20,6 @@ import yaml
 
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.declaring import MISSING
 from megatron_rl.config.fields import (
     TEACHERS,
     FieldInfo,
@@ -33,6 +32,7 @@ from megatron_rl.config.fields import (
 from megatron_rl.config.idle import put_aside
 from megatron_rl.config.options import PREFIX, build_options, list_options
 from megatron_rl.config.schema import RolloutConfig, RunConfig
+from megatron_rl.config.sections import MISSING
 from megatron_rl.config.sources import RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
 from megatron_rl.extension.engines import find_engine
 from megatron_rl.extension.plugins import load_plugins
@@ -161,8 +161,9 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     with mistakes.collect():
         sections["algorithm"] = replace(sections["algorithm"], options=build_options(values, sources))
     config, idle = put_aside(RunConfig(**sections), sources)
+    config, more = put_aside(config.share_settings(), sources)
     check_config(config, sources, mistakes)
-    return LoadedConfig(config, [*notes, *idle], sources, num_ranks)
+    return LoadedConfig(config, [*notes, *dict.fromkeys([*idle, *more])], sources, num_ranks)
 
 
 def _name_teachers(settings: Sequence[Setting]) -> list[str]:
@@ -280,7 +281,7 @@ def _without_empty_sections(settings: list[Setting], mistakes: Mistakes) -> list
 
 def _gather_mappings(settings: list[Setting], fields: Mapping[str, FieldInfo]) -> list[Setting]:
     """Collect `section.mapping.key = value` in the setting `section.mapping`; later keys replace earlier ones."""
-    names = [name for name, info in fields.items() if info.kind == dict[str, Any]]
+    names = [name for name, info in fields.items() if info.is_mapping]
     gathered: dict[str, Setting] = {}
     others = []
     for setting in settings:

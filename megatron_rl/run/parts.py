@@ -98,7 +98,7 @@ class Parts:
 
     def _check_reward(self, config: RunConfig) -> None:
         check_reward_function(self.reward, name_of(self.reward), "the reward that was passed")
-        for leaf in ("components", "service_url", "workers"):
+        for leaf in ("components", "workers"):
             if getattr(config.reward, leaf):
                 raise UserError(
                     f"reward.{leaf} = {getattr(config.reward, leaf)!r} beside a reward that was passed as an object",

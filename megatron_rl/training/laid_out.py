@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.config.zero_checks import FULLY_SHARDED
+from megatron_rl.config.schema import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.microbatches import compute_attention_ratio, find_pad_multiple
 from megatron_rl.samples.shape_buckets import Buckets, build_buckets
@@ -18,6 +18,8 @@ from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement_tables import PlacementTable
 from megatron_rl.weights.quantization import list_quantized
 from megatron_rl.weights.row_shards import find_shard_key, training_placements
+
+_NUM_SEQUENCES = 64  # per microbatch of a fixed shape; more take a buffer of twice, four times the size
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class LaidOutModel:
         if spec.trainable and spec.training.step_mode != "eager":
             config = spec.training
             self.buckets = build_buckets(
-                config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, config.max_num_seqs
+                config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, _NUM_SEQUENCES
             )
 
     def placements(self, rank: int) -> PlacementTable:

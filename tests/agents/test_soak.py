@@ -20,8 +20,8 @@ import torch.distributed as dist
 from distributed import run_ranks
 from megatron_rl.agents.episode import Setup
 from megatron_rl.agents.processes import EpisodeProcesses
-from megatron_rl.config.agents import AgentsConfig
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.sections import AgentsConfig
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig

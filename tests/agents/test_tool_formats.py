@@ -21,7 +21,7 @@ from megatron_rl.agents.episode import Episode, Opening, Setup, build_transcript
 from megatron_rl.agents.start_checks import check_episodes
 from megatron_rl.agents.tool_formats import FORMATS, ToolReader, find_tool_format, read_tool_calls
 from megatron_rl.agents.tools.tool import ToolEnvironment
-from megatron_rl.config.agents import AgentsConfig
+from megatron_rl.config.sections import AgentsConfig
 from megatron_rl.types import Prompt, UserError
 
 OF_TEMPLATE = {

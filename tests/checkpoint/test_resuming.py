@@ -34,7 +34,7 @@ from shards import find_differences
 from tiny_models import save_tiny_model
 
 SP = dict(sequence_parallel=True)
-NO_ZERO = dict(use_distributed_optimizer=False)
+NO_ZERO = dict(zero_stage=0)
 MUON = dict(optimizer="muon")
 ZERO_3 = dict(zero_stage=3)
 BIASED = dict(router_bias_rate=0.01)

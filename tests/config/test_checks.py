@@ -37,13 +37,11 @@ def test_defaults_pass() -> None:
         (["reward_model.path=judge", "reward.components=[1.0 math]"], "reward_model.path", None),
         (["actor.min_lr=1e-3"], "actor.min_lr", 0.0),
         (["actor.bucket_tokens=[4096]"], "actor.bucket_tokens", []),
-        (["critic.max_num_seqs=8"], "critic.max_num_seqs", 64),
         ([STATIC, "actor.graph_memory_gib=4"], "actor.graph_memory_gib", None),
         ([STATIC, "actor.context_parallel_size=2"], "actor.share_prompts", False),
         (["rollout.engine=megatron", "hybrid.alias_weights=false"], "hybrid.alias_weights", True),
         (["actor.share_prompts=tree", "actor.router_replay=trainer"], "actor.share_prompts", True),
-        (["critic.share_prompts=tree", "critic.step_mode=static"], "critic.share_prompts", True),
-        (["reward_model.share_prompts=tree"], "reward_model.share_prompts", True),
+        (["actor.share_prompts=tree", "critic.step_mode=static"], "critic.share_prompts", True),
     ],
 )
 def test_what_has_no_effect_is_put_aside_with_a_note(overrides: list[str], name: str, taken: object) -> None:
@@ -60,7 +58,7 @@ def test_what_has_no_effect_is_put_aside_with_a_note(overrides: list[str], name:
     "overrides",
     [
         ["actor.sequence_parallel=true", "actor.tensor_model_parallel_size=2"],
-        ["actor.share_prompts=tree", "critic.share_prompts=tree"],
+        ["actor.share_prompts=tree"],
         [f"{PP}=2", f"{VPP}=2"],
         [f"{PP}=2", f"{VPP}=1"],
         ["actor.expert_model_parallel_size=2"],  # whether the model has experts is its shape's matter

@@ -128,7 +128,7 @@ def test_an_engine_that_is_the_actor() -> None:
     assert (plan.engine_is_actor, plan.engine_ranks, plan.num_engines) == (True, 4, 2)
     load("rollout.bitwise=true", "model.dtype=float32", "actor.lora.rank=4", "rollout.engine=own")
     for overrides, text in (
-        (["actor.zero_stage=3", "actor.use_distributed_optimizer=true"], "runs the actor's modules"),
+        (["actor.zero_stage=3"], "runs the actor's modules"),
         (["actor.expert_tensor_parallel_size=2"], "whole tensor parallel groups"),
     ):
         with pytest.raises(UserError, match=text):

@@ -297,7 +297,7 @@ def test_parts_of_a_mapping_are_put_together(recipe: Path) -> None:
 
 
 def test_credentials_of_urls_are_in_no_file(recipe: Path) -> None:
-    urls = ["reward.components=[1.0 https://me:hidden@host:80/a@b, 1 math]", "reward.service_url=http://key@host/score"]
+    urls = ["reward.components=[1.0 https://me:hidden@host:80/a@b, 1 math]", "reward.function=http://key@host/score"]
     config = load_config(recipe, urls).config
     assert "hidden" in config.reward.components[0], "the run itself knows them"
     text = dump_yaml(config) + str(config_to_dict(config))

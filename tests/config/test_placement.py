@@ -19,7 +19,7 @@ from megatron_rl.config.schema import (
     RunConfig,
     TrainerConfig,
 )
-from megatron_rl.config.server import ServerConfig
+from megatron_rl.config.sections import ServerConfig
 from megatron_rl.run.resolve import resolve
 from megatron_rl.types import UserError
 

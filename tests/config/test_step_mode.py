@@ -17,7 +17,6 @@ PP, VPP = "actor.pipeline_model_parallel_size=2", "actor.virtual_pipeline_model_
     ("overrides", "name", "text"),
     [
         (["actor.step_mode=cuda"], "actor.step_mode", "eager"),
-        ([STATIC, "actor.max_num_seqs=0"], "actor.max_num_seqs", "is too small"),
         ([STATIC, "actor.bucket_tokens=[512, 1024]"], "actor.bucket_tokens", "no bucket for a microbatch of"),
         ([STATIC, "actor.bucket_tokens=[0, 4096]"], "actor.bucket_tokens", "no bucket"),
         ([GRAPH, PP, f"{VPP}=2"], VPP, "an interleaved schedule"),
@@ -41,7 +40,7 @@ def test_contradictions_are_refused(overrides: list[str], name: str, text: str) 
         [STATIC, "actor.pipeline_model_parallel_size=2"],
         [GRAPH, "actor.graph_memory_gib=4"],
         [STATIC, "actor.context_parallel_size=2", "actor.share_prompts=false"],
-        [STATIC, "actor.bucket_tokens=[512, 4096]", "actor.max_num_seqs=8"],
+        [STATIC, "actor.bucket_tokens=[512, 4096]"],
         [GRAPH, "actor.overlap_grad_reduce=true"],
         [GRAPH, PP],
         [STATIC, PP, f"{VPP}=2", "actor.overlap_grad_reduce=true"],

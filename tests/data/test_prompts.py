@@ -332,10 +332,10 @@ def test_sft_examples(tmp_path):
     assert [TOKENIZER.decode(e.prompt.tokens) for e in examples] == ["1+1=", "9+9="]
     assert examples[1].response_tokens.tolist() == [ord("1"), ord("8"), 0]
     assert examples[1].response_tokens.dtype == np.int32
-    named = load_sft_examples([file], TOKENIZER, config(response_key="solution", max_response_length=4)).examples
+    named = load_sft_examples([file], TOKENIZER, config(answer_key="solution", max_response_length=4)).examples
     assert named[0].response_tokens.tolist() == [*b"two", 0]
     with pytest.raises(UserError, match="4 tokens with its EOS"):
-        load_sft_examples([file], TOKENIZER, config(response_key="solution", max_response_length=3))
+        load_sft_examples([file], TOKENIZER, config(answer_key="solution", max_response_length=3))
 
 
 def test_sft_counts_overlong_prompts(tmp_path):

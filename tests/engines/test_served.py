@@ -21,7 +21,7 @@ import torch
 
 from distributed import run_ranks
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.config.server import ServerConfig
+from megatron_rl.config.sections import ServerConfig
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.servers.served import ServedEngine, Server, build_openai_server, build_vllm_server

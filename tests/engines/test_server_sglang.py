@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.config.server import ServerConfig
+from megatron_rl.config.sections import ServerConfig
 from megatron_rl.engines.protocol import EngineSpec, Request
 from megatron_rl.engines.sampling import SamplingConfig, StopStrings
 from megatron_rl.engines.servers.server_client import ServerAnswer, ServerFailure

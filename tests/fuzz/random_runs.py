@@ -178,7 +178,7 @@ def _draw_training(rng: random.Random, section: str, world: int, has_experts: bo
         found[f"{section}.optimizer"] = "muon"
     if rng.random() < 0.2:
         found[f"{section}.recompute_granularity"] = rng.choice(("selective", "full"))
-    if rng.random() < 0.2:
+    if section == "actor" and rng.random() < 0.2:
         found[f"{section}.share_prompts"] = rng.choice((False, "tree"))
     return found
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_rl.config.observability import HealthConfig, ObservabilityConfig
+from megatron_rl.config.sections import HealthConfig, ObservabilityConfig
 from megatron_rl.observability.health import CHECKS, Alarm, HealthMonitor
 from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log
 from megatron_rl.observability.run import Run

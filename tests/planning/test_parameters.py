@@ -17,8 +17,8 @@ from role_setups import take_step
 
 from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
-from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.schema import ActorConfig
+from megatron_rl.config.sections import LoraConfig
 from megatron_rl.models.quantized import list_quantized_linears
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_bytes, list_chunks
@@ -29,7 +29,7 @@ from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import save_tiny_model
 
 ZERO_3 = dict(zero_stage=3)
-SP, REPLICATED = dict(sequence_parallel=True), dict(use_distributed_optimizer=False)
+SP, REPLICATED = dict(sequence_parallel=True), dict(zero_stage=0)
 LORA = dict(lora=LoraConfig(rank=4, target_modules=["q_proj", "o_proj", "up_proj"]))
 LORA_OF_EXPERTS = dict(lora=LoraConfig(rank=4, target_modules=["o_proj", "gate_proj", "up_proj", "down_proj"]))
 CASES = {

@@ -36,7 +36,7 @@ fake_cuda.install(GPU_BYTES, 4)
 from megatron_rl.checkpoint.rng import read_rng, restore_rng
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RolloutConfig, TrainedConfig
-from megatron_rl.config.server import ServerConfig
+from megatron_rl.config.sections import ServerConfig
 from megatron_rl.engines.modes import fit_to_device
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.engines.servers import served

@@ -19,8 +19,8 @@ import torch
 from role_setups import take_step
 
 from distributed import run_ranks
-from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.config.sections import LoraConfig
 from megatron_rl.models.dispatcher import LocalDispatcher
 from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.parallel.groups import build_groups

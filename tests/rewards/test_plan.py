@@ -30,7 +30,7 @@ URL = "http://localhost:8700/score"
         ({}, "math"),
         ({"rule": "format"}, "format"),
         ({"function": "F"}, "F"),
-        ({"function": "F", "service_url": URL}, URL),
+        ({"function": URL}, URL),
     ],
 )
 def test_single_source_by_precedence(tmp_path, settings, target):

@@ -199,13 +199,11 @@ def test_first_failure_in_order_is_raised(tmp_path, workers):
 
 def test_unreachable_service_stops_or_falls_back():
     """Port 9 (discard) of the loopback: nothing listens there."""
-    settings = dict(
-        components=["1 exact", "2 http://127.0.0.1:9/score"], service_retries=1, service_backoff_seconds=0.01
-    )
+    settings: dict[str, Any] = dict(components=["1 exact", "2 http://127.0.0.1:9/score"], service_retries=1)
     rollouts = make_rollouts()
     with open_scorer(**settings) as scorer, pytest.raises(UserError, match="in 2 attempt"):
         scorer.finish(rollouts)
-    with open_scorer(**settings, service_on_failure="fallback", service_fallback_reward=-0.5) as scorer:
+    with open_scorer(**settings, service_on_failure="fallback") as scorer:
         scored = scorer.finish(rollouts)
-    assert scored[0].reward == 0.0
-    assert scored[0].reward_components == {"exact": 1.0, "service": -0.5, "service_failures": 1.0}
+    assert scored[0].reward == 1.0
+    assert scored[0].reward_components == {"exact": 1.0, "service": 0.0, "service_failures": 1.0}

@@ -26,7 +26,7 @@ from megatron_rl.types import Rollout, UserError
 from reward_samples import make_rollout
 
 SERVICE = Path(__file__).with_name("misbehaving_service.py")
-QUICK = RewardConfig(service_batch_size=4, service_retries=2, service_backoff_seconds=0.02)
+QUICK = RewardConfig(service_batch_size=4, service_retries=2)
 
 
 def start_service() -> tuple[subprocess.Popen[bytes], str]:
@@ -57,7 +57,7 @@ def service() -> Iterator[str]:
 
 
 def ask(url: str, config: RewardConfig, samples: list[Rollout]) -> list[Score]:
-    client = RewardService(url, config, "reward.service_url")
+    client = RewardService(url, config, "reward.function")
     try:
         waits = [client.begin(sample) for sample in samples]
         return [wait() for wait in waits]
@@ -88,7 +88,7 @@ def test_service_is_told_everything(service):
 
 
 def test_full_batches_leave_before_they_are_waited_for(service):
-    client = RewardService(f"{service}/score/early", QUICK, "reward.service_url")
+    client = RewardService(f"{service}/score/early", QUICK, "reward.function")
     waits = [client.begin(sample) for sample in samples_of(6)]
     deadline = time.monotonic() + 20
     while seen(service, "early")["requests"] < 1:
@@ -111,10 +111,16 @@ def test_passing_trouble_is_retried(service, code):
     assert seen(service, f"passing{code}")["requests"] == 3
 
 
-def test_pauses_double(service):
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr("megatron_rl.rewards.service.BACKOFF_SECONDS", 0.02)
+
+
+def test_pauses_double(service, monkeypatch):
     """The lower bound only: 0.2 + 0.4 s; how late a thread wakes is the machine's business."""
+    monkeypatch.setattr("megatron_rl.rewards.service.BACKOFF_SECONDS", 0.2)
     start = time.monotonic()
-    ask(f"{service}/flaky-500-2/pauses", replace(QUICK, service_backoff_seconds=0.2), samples_of(1))
+    ask(f"{service}/flaky-500-2/pauses", QUICK, samples_of(1))
     assert time.monotonic() - start >= 0.6
 
 
@@ -142,7 +148,7 @@ def test_lasting_trouble_stops_the_run(service, behavior, message, attempts, mon
     with pytest.raises(UserError, match=message) as caught:
         ask(url, replace(QUICK, service_timeout_seconds=timeout), [make_rollout()])
     assert f"{url} gave no scores for 1 responses in {attempts} attempt(s)" in str(caught.value)
-    assert "prompt ids: 17" in str(caught.value) and caught.value.source == "reward.service_url"
+    assert "prompt ids: 17" in str(caught.value) and caught.value.source == "reward.function"
     assert seen(service, f"lasting-{behavior}")["requests"] == attempts
 
 
@@ -178,11 +184,11 @@ def test_credentials_are_sent_and_not_shown(service, caplog):
 
 
 def test_fallback_is_counted_and_logged(service, caplog):
-    config = replace(QUICK, service_on_failure="fallback", service_fallback_reward=-2.0, service_retries=1)
+    config = replace(QUICK, service_on_failure="fallback", service_retries=1)
     with caplog.at_level(logging.WARNING, logger="megatron_rl"):
         scores = ask(f"{service}/flaky-500-2/fallback", replace(config, service_concurrency=1), samples_of(6))
     failed = [replace(score, failure="") for score in scores[:4]]
-    assert failed == [Score(-2.0, {"service_failures": 1.0})] * 4, "both attempts of the first batch failed"
+    assert failed == [Score(0.0, {"service_failures": 1.0})] * 4, "both attempts of the first batch failed"
     assert all("gave no scores for 4 responses in 2 attempt(s)" in score.failure for score in scores[:4])
     assert scores[4:] == [
         Score(4.0, {"prompt_id": 104.0, "service_failures": 0.0}),
@@ -203,11 +209,9 @@ def test_fallback_does_not_hide_other_errors(service):
 def test_service_killed_in_the_middle(policy):
     """The batch on its way and those after it fail by the policy; the batch before keeps its scores."""
     process, url = start_service()
-    config = replace(QUICK, service_on_failure=policy, service_fallback_reward=-1.0, service_concurrency=1)
+    config = replace(QUICK, service_on_failure=policy, service_concurrency=1)
     try:
-        fast, slow = (
-            RewardService(f"{url}/{path}/kill", config, "reward.service_url") for path in ("score", "slow-20")
-        )
+        fast, slow = (RewardService(f"{url}/{path}/kill", config, "reward.function") for path in ("score", "slow-20"))
         assert [wait().value for wait in [fast.begin(s) for s in samples_of(4)]] == [0, 1, 2, 3]
         waits = [slow.begin(sample) for sample in samples_of(8)]
         deadline = time.monotonic() + 20
@@ -217,7 +221,7 @@ def test_service_killed_in_the_middle(policy):
         stop(process)
     if policy == "fallback":
         scores = [wait() for wait in waits]
-        assert [replace(score, failure="") for score in scores] == [Score(-1.0, {"service_failures": 1.0})] * 8
+        assert [replace(score, failure="") for score in scores] == [Score(0.0, {"service_failures": 1.0})] * 8
         assert all("in 3 attempt(s); the last one: ConnectionError" in score.failure for score in scores)
     else:
         for wait in (waits[0], waits[7]):
@@ -227,9 +231,9 @@ def test_service_killed_in_the_middle(policy):
     slow.close()
 
 
-def test_close_does_not_wait_for_retries(service):
-    config = replace(QUICK, service_backoff_seconds=1000.0)
-    client = RewardService(f"{service}/status-500/close", config, "reward.service_url")
+def test_close_does_not_wait_for_retries(service, monkeypatch):
+    monkeypatch.setattr("megatron_rl.rewards.service.BACKOFF_SECONDS", 1000.0)
+    client = RewardService(f"{service}/status-500/close", QUICK, "reward.function")
     for sample in samples_of(4):
         wait = client.begin(sample)
     deadline = time.monotonic() + 20

@@ -24,7 +24,7 @@ from scripted_job import (
 )
 
 from distributed import run_ranks
-from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.config.sections import ScheduleConfig
 from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.rollout.packed_episodes import pack_rollouts, unpack_rollouts
 from megatron_rl.types import Branch, KeptSets, Prompt, Rollout, Turn, UserError

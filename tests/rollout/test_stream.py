@@ -32,8 +32,7 @@ from scripted_job import (
 )
 
 from distributed import run_ranks
-from megatron_rl.config.agents import AgentsConfig
-from megatron_rl.config.schedule import ScheduleConfig
+from megatron_rl.config.sections import AgentsConfig, ScheduleConfig
 from megatron_rl.engines.protocol import Sampled
 from megatron_rl.engines.sampling import derive_seed
 from megatron_rl.rollout.episodes import Episodes

@@ -269,7 +269,7 @@ def test_environments_that_fail_leave_their_groups_whole_and_the_other_episodes_
         SHORT,
         "agents.turn_timeout_seconds=2",  # a healthy environment needs milliseconds, and more on a busy machine
         "agents.episodes_in_flight=16",
-        "agents.max_failed_share=1",
+        "trainer.max_failed_share=1",
     )
     rows = read_rollouts(tmp_path / "run")
     assert len(rows) == 64  # two steps of eight groups of four
@@ -309,12 +309,12 @@ def test_a_run_ends_with_the_traceback_of_an_environment_that_keeps_failing(
     monkeypatch.setenv("BROKEN", f"{ranks}:{tmp_path}/run/checkpoints/latest")
     settings = [*MULTI, *KEEPS_EVERY_STEP, SHORT, f"agents.environment={environments}:Broken"]
     if ranks == "1":
-        settings += [*AHEAD, *KEEPS_EVERY_STEP, "agents.max_failed_share=0.25"]
+        settings += [*AHEAD, *KEEPS_EVERY_STEP, "trainer.max_failed_share=0.25"]
     errors = run_ranks(train, 2, overrides_for(task, tmp_path / "run", *settings))
     assert errors[0] is not None and errors[0] == errors[1]
     found = re.match(r"(\d+) of 32 episodes of step (\d) failed; the last one:\nTraceback", errors[0])
     assert found, errors[0]
-    assert f"RuntimeError: no game on rank {ranks[0]}\n" in errors[0] and "agents.max_failed_share" in errors[0]
+    assert f"RuntimeError: no game on rank {ranks[0]}\n" in errors[0] and "trainer.max_failed_share" in errors[0]
     count, step = map(int, found.groups())
     assert (count, step) == (32, 2) if ranks == "01" else count > 8 and step in (2, 3)
     records = read_records(tmp_path / "run")
@@ -331,7 +331,7 @@ def test_a_validation_whose_environment_keeps_failing_ends_the_run(
     settings += [f"agents.environment={environments}:Broken"]
     (error,) = run_ranks(train, 1, overrides_for(task, tmp_path / "broken", *settings))
     assert error is not None and '4 of 4 episodes of the validation set "validation" failed' in error
-    (record,) = play(task, tmp_path / "run", *settings, "agents.max_failed_share=1", world_size=1)
+    (record,) = play(task, tmp_path / "run", *settings, "trainer.max_failed_share=1", world_size=1)
     assert record["validation/validation/failed"] == 1.0 and record["validation/validation/accuracy"] == 0.0
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ActorConfig
+from megatron_rl.config.sections import LoraConfig
 from megatron_rl.run.models import read_layout
 from megatron_rl.types import UserError
 from shards import make_shape

@@ -67,7 +67,7 @@ def test_every_response_is_scored_once_and_in_order(
     schedule: list[str], service: str, task: Path, tmp_path: Path, vllm_imported: None
 ) -> None:
     """Two passes over sixteen prompts in four steps: each prompt once in each pass, four samples, its own reward."""
-    overrides = overrides_for(task, tmp_path / "run", *SETTINGS, *schedule, f"reward.service_url={service}")
+    overrides = overrides_for(task, tmp_path / "run", *SETTINGS, *schedule, f"reward.function={service}")
     assert run_ranks(train, 2, overrides, timeout=150) == [None, None]
     steps = [
         [json.loads(line) for line in (tmp_path / f"run/rollouts/step_{step}.jsonl").read_bytes().splitlines()]

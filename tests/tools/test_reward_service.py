@@ -44,7 +44,7 @@ def service() -> Iterator[tuple[subprocess.Popen[str], int]]:
 def test_trainer_side_and_service_agree(service):
     """A scorer with this service, the way a run has it; then SIGTERM, as a scheduler sends it."""
     process, port = service
-    config = RewardConfig(service_url=f"http://127.0.0.1:{port}/score", service_retries=0)
+    config = RewardConfig(function=f"http://127.0.0.1:{port}/score", service_retries=0)
     rollouts = [make_rollout(r, t) for r, t in [("82", "82"), (r"\boxed{\frac{1}{2}}", "0.5"), ("#### 83", "82")]]
     scorer = Scorer(build_reward_plan(config, 100), config, decode)
     rollouts = scorer.finish(rollouts)

@@ -60,7 +60,7 @@ FAMILIES = [
     "deepseek_v3",
     "gpt_oss",
 ]
-SP, REPLICATED, ZERO_3 = dict(sequence_parallel=True), dict(use_distributed_optimizer=False), dict(zero_stage=3)
+SP, REPLICATED, ZERO_3 = dict(sequence_parallel=True), dict(zero_stage=0), dict(zero_stage=3)
 LAYOUTS = {
     "tp2": Case(2, dict(tp_size=2)),
     "tp2-sp": Case(2, dict(tp_size=2), SP),

@@ -49,7 +49,7 @@ LAYOUTS = {
     "pp2": Case(2, dict(pp_size=2)),
     "tp2-pp2-sp": Case(4, dict(tp_size=2, pp_size=2), SP | dict(recompute_granularity="full")),
     "dp2": Case(2),
-    "dp2-replicated": Case(2, actor=dict(use_distributed_optimizer=False)),
+    "dp2-replicated": Case(2, actor=dict(zero_stage=0)),
     "pp2-vpp2": Case(2, dict(pp_size=2, vpp_size=2)),
     "tp2-dp2": Case(4, dict(tp_size=2)),
     "cp2-tp2-sp": Case(4, dict(tp_size=2, cp_size=2), SP),

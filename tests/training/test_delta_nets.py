@@ -28,7 +28,7 @@ from megatron_rl.weights.shard_box import box_slices
 from rl_runs import overrides_for
 from tiny_models import save_tiny_model
 
-ALWAYS: dict[str, Any] = dict(use_distributed_optimizer=False)
+ALWAYS: dict[str, Any] = dict(zero_stage=0)
 SP = dict(sequence_parallel=True)
 LAYOUTS = {
     "single": Case(),

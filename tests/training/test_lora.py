@@ -35,8 +35,8 @@ from actor_runs import (
 )
 from distributed import run_ranks
 from megatron_rl.checkpoint.peft import check_adapters
-from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.schema import ActorConfig
+from megatron_rl.config.sections import LoraConfig
 from megatron_rl.training.roles.reference import BaseOfActor, Reference
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
@@ -52,7 +52,7 @@ LAYOUTS = {
     "pp2-selective": Case(2, dict(pp_size=2), dict(recompute_granularity="selective")),
     "pp2-vpp2-full": Case(2, dict(pp_size=2, vpp_size=2), FULL),
     "dp2": Case(2),
-    "dp2-replicated": Case(2, actor=dict(use_distributed_optimizer=False)),
+    "dp2-replicated": Case(2, actor=dict(zero_stage=0)),
     "cp2": Case(2, dict(cp_size=2)),
     "tp2-pp2-sp-full": Case(4, dict(tp_size=2, pp_size=2), SP | FULL),
     "tp2-dp2-sp": Case(4, dict(tp_size=2), SP),

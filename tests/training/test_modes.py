@@ -68,7 +68,7 @@ def train(rank: int, world_size: int, path: Path, case: Case, is_released: bool)
         ("bfloat16", {"offload_gradients": True, "offload_optimizer": True}, (1, 3)),
         (
             "bfloat16",
-            {"offload_gradients": True, "offload_optimizer": True, "use_distributed_optimizer": False},
+            {"offload_gradients": True, "offload_optimizer": True, "zero_stage": 0},
             (1, 3),
         ),
     ],
@@ -82,7 +82,7 @@ def test_released_training_memory_changes_no_bit(
     bfloat16 the main weights as well, with float32 not the weights, which are the model's own.
     """
     case = replace(Case(2, {}), dtype=dtype)
-    own = {name: value for name, value in options.items() if name == "use_distributed_optimizer"}
+    own = {name: value for name, value in options.items() if name == "zero_stage"}
     plain = run_ranks(train, 2, path, replace(case, actor=case.actor | own), False, timeout=60)
     modes = run_ranks(train, 2, path, replace(case, actor=case.actor | options), True, timeout=60)
     for mine, reference in zip(modes, plain, strict=True):

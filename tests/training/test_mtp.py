@@ -38,7 +38,7 @@ from tiny_models import draw_tokens
 
 SP: dict[str, Any] = dict(sequence_parallel=True)
 # Every rank has the whole gradient of its parameters, also after the step, which sums it over the ranks.
-REPLICATED: dict[str, Any] = dict(use_distributed_optimizer=False, clip_grad=1e9, mtp_lr=1e-3)
+REPLICATED: dict[str, Any] = dict(zero_stage=0, clip_grad=1e9, mtp_lr=1e-3)
 LAYOUTS = {
     "single": Case(),
     "tp2-sp": Case(2, dict(tp_size=2), SP),

@@ -123,7 +123,7 @@ def _train(rank: int, world_size: int, path: Path, case: Case) -> Any:
 
 
 SP = dict(sequence_parallel=True)
-PLAIN = dict(use_distributed_optimizer=False)
+PLAIN = dict(zero_stage=0)
 CASES = {
     "tp1": ("qwen2", Case()),
     "dp2": ("qwen2", Case(2)),

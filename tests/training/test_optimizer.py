@@ -84,7 +84,7 @@ def test_gradient_norm_is_reported_before_clipping_and_without_it(
 ) -> None:
     found = []
     for clip_grad in (0.0, 0.1, 1e6):
-        settings = dict(clip_grad=clip_grad, use_distributed_optimizer=use_distributed_optimizer)
+        settings = dict(clip_grad=clip_grad, zero_stage=int(use_distributed_optimizer))
         (norm,) = run_ranks(_gradient_norm, 1, path, Case(actor=settings, dtype=dtype), timeout=60)
         found.append(norm)
     assert found[0] > 0.5 and found == pytest.approx([found[0]] * 3, rel=1e-5)
@@ -135,7 +135,7 @@ def test_overlapped_gradient_reduction_changes_no_bit(
     use_distributed_optimizer: bool, sizes: dict[str, int], path: Path
 ) -> None:
     """Over two DP ranks, with several microbatches: only the last one's gradients are reduced on the way."""
-    settings = dict(use_distributed_optimizer=use_distributed_optimizer)
+    settings = dict(zero_stage=int(use_distributed_optimizer))
     results = []
     for overlaps in (False, True):
         case = Case(2 * len(sizes) + 2, sizes, settings | dict(overlap_grad_reduce=overlaps), max_tokens=30)
@@ -156,5 +156,5 @@ def test_the_parameters_of_a_model_are_where_the_optimizer_updates_them(
     path: Path, is_sharded: bool, dtype: str
 ) -> None:
     """DDP moves them into buffers; engines and checkpoints take them from `PackedModel.params`."""
-    case = Case(2, actor=dict(use_distributed_optimizer=is_sharded), dtype=dtype)
+    case = Case(2, actor=dict(zero_stage=int(is_sharded)), dtype=dtype)
     assert run_ranks(_list_moved_params, 2, path, case, timeout=60) == [[], []]

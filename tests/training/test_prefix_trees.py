@@ -55,7 +55,7 @@ def work(rank: int, world_size: int, path: Path, layout: str) -> list[dict[str, 
     _, sizes, settings = LAYOUTS[layout]
     groups = build_groups(ParallelLayout(world_size, **sizes))
     # Gradients stay as they are summed over all ranks, and weights as they were.
-    settings = dict(lr=0.0, clip_grad=0.0, use_distributed_optimizer=False) | settings
+    settings = dict(lr=0.0, clip_grad=0.0, zero_stage=0) | settings
     actor = build_bench_actor(path, groups, **settings)
     rollouts, found = draw_rollouts(), []
     for share in (False, True, "tree"):

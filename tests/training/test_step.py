@@ -37,7 +37,6 @@ SETUPS: dict[int, dict[str, Setup]] = {
         "selective": Setup(config=dict(recompute_granularity="selective")),
         "shared-prompts": Setup(config=SHARED),
         "own-ladder": Setup(config=dict(bucket_tokens=[40, 64])),
-        "few-sequences": Setup(config=dict(max_num_seqs=2)),
         "bfloat16": Setup(dtype="bfloat16"),
     },
     2: {
@@ -49,7 +48,7 @@ SETUPS: dict[int, dict[str, Setup]] = {
         "cp2": Setup(sizes=dict(cp_size=2)),
         "cp2-full": Setup(sizes=dict(cp_size=2), config=FULL),
         "dp2": Setup(),
-        "dp2-replicated": Setup(config=dict(use_distributed_optimizer=False)),
+        "dp2-replicated": Setup(config=dict(zero_stage=0)),
         "dp2-overlap": Setup(config=EARLY),
     },
     4: {

@@ -23,7 +23,6 @@ from tiny_adapters import adapted, save_adapted
 import megatron_rl.parallel  # noqa: F401 (before megatron.core)
 from distributed import run_ranks
 from megatron_rl.checkpoint.huggingface import load_huggingface
-from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -34,6 +33,7 @@ from megatron_rl.config.schema import (
     RunConfig,
     TrainerConfig,
 )
+from megatron_rl.config.sections import LoraConfig
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_rl.config.zero_checks import FULLY_SHARDED
+from megatron_rl.config.schema import FULLY_SHARDED
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import DTYPE_BYTES, Job
 from megatron_rl.planning.engine_weights import CODE_BYTES, SCALE_BYTES, is_coded

@@ -33,7 +33,7 @@ from tools.replay.comparing import compare_sections
 _UNUSED_SECTIONS = ("reward", "reward_model", "hybrid", "checkpoint", "observability")
 _TRAINED = ("actor", "critic")
 # Settings besides LayoutConfig that determine the order of a role's sums.
-_ORDER = ("use_distributed_optimizer", "overlap_grad_reduce", "step_mode", "bucket_tokens", "max_num_seqs")
+_ORDER = ("overlap_grad_reduce", "step_mode", "bucket_tokens")
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,10 @@ def is_same_layout(capsule: Capsule, config: RunConfig, world_size: int) -> bool
         return False
     names = (*(item.name for item in dataclasses.fields(LayoutConfig)), *_ORDER)
     return all(
-        getattr(getattr(config, role), name) == manifest["config"][role][name] for role in _TRAINED for name in names
+        getattr(getattr(config, role), name) == manifest["config"][role][name]
+        for role in _TRAINED
+        for name in names
+        if name in manifest["config"][role]  # else the actor's decides
     )
 
 

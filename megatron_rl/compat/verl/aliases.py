@@ -9,6 +9,7 @@ without effect yields a note, and one that would change the result raises.
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from megatron_rl.compat.verl.name_groups import take_parts
 from megatron_rl.compat.verl.name_tables import PATTERNS
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.fields import FieldInfo, unknown_key_error
+from megatron_rl.config.schema import ACTOR_DECIDES
 from megatron_rl.config.sources import Setting, describe
 from megatron_rl.types import UserError
 
@@ -32,11 +34,33 @@ _NOTHING = ("???", {})
 _GONE = "the setting is gone, and what its default said is always done"
 # Removed settings, which config.yaml files of earlier runs contain.
 _EARLIER = {
+    **{
+        f"{role}.{leaf}": alias
+        for role in ("actor", "critic")
+        for leaf, alias in {
+            "max_num_seqs": Only((64,), _GONE),
+            "use_distributed_optimizer": Only((True,), f"set {role}.zero_stage=0 for states that are not sharded"),
+        }.items()
+    },
+    **{
+        f"{role}.{leaf}": SameAs(f"actor.{leaf}", strict=True)
+        for role in ("critic", "teachers.*")
+        for leaf in ACTOR_DECIDES
+    },
+    **dict.fromkeys(
+        ("agents.max_failed_share", "reward.max_failed_share"), Only((0.5,), "set trainer.max_failed_share instead")
+    ),
     "checkpoint.keep_best": Only((True,), _GONE),
     "checkpoint.max_failed_saves": Only((3,), _GONE),
+    "data.response_key": Renamed("data.answer_key"),
     "data.validation_batch_size": Only((), _GONE),
     "observability.status_token": Only((True,), _GONE),
+    "reward.service_backoff_seconds": Only((0.5,), _GONE),
+    "reward.service_fallback_reward": Only((0.0,), "nothing is learned from such a response, and 0 is logged"),
+    "reward.service_url": Only((), "give the URL as reward.function, or in reward.components"),
     "reward.service_max_answer_bytes": Only((64 << 20,), _GONE),
+    "reward_model.logprob_chunk_tokens": Only((512,), "a reward model has no log-probs of tokens"),
+    "reward_model.share_prompts": Only((True,), _GONE),
     "reward_model.recompute_granularity": Only(("none",), _GONE),
     "rollout.server.start_seconds": Only((600.0,), "rollout.server.silent_seconds bounds the start as well"),
     "trainer.log_validation": Only((True,), _GONE),
@@ -97,7 +121,7 @@ def translate(
     repeated: list[tuple[Setting, SameAs]] = []
     below: dict[str, list[Setting]] = {}
     for setting in latest.values():
-        alias = _ALIASES.get(setting.name)
+        alias = _ALIASES.get(re.sub(r"^teachers\.[^.]+", "teachers.*", setting.name))
         with mistakes.collect(alias.target if isinstance(alias, Renamed) else setting.name):
             if isinstance(alias, Renamed):
                 translated += _rename(setting, alias, fields)
@@ -115,7 +139,7 @@ def translate(
                     below.setdefault(pattern, []).append(setting)
     for setting, alias in repeated:
         with mistakes.collect(alias.target):
-            notes += _compare(setting, alias, translated)
+            notes += _compare(setting, alias, translated, fields)
     notes += [_ignore_all(pattern, members) for pattern, members in below.items()]
     return translated, notes
 
@@ -160,13 +184,17 @@ def _ignore(setting: Setting, alias: Ignored | Only) -> list[str]:
     )
 
 
-def _compare(setting: Setting, alias: SameAs, translated: Sequence[Setting]) -> list[str]:
+def _compare(
+    setting: Setting, alias: SameAs, translated: Sequence[Setting], fields: Mapping[str, FieldInfo]
+) -> list[str]:
     value = next((ours for theirs, ours in alias.values if _same(setting.value, theirs)), setting.value)
     strongest = max(
         (other for other in translated if other.name == alias.target),
         key=lambda other: (other.layer, not other.weak),
         default=None,
     )
+    if strongest is None and alias.strict:
+        strongest = Setting(alias.target, fields[alias.target].default, "its default", setting.layer)
     if value is None or (strongest is not None and _same(value, strongest.value)):
         return []
     if strongest is None or strongest.layer != setting.layer:

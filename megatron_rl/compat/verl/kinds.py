@@ -33,10 +33,11 @@ class Only:
 
 @dataclass(frozen=True)
 class SameAs:
-    """A name that duplicates `target`; it must agree with it."""
+    """A second name of `target`, accepted with the value of that setting; `strict`: with its default if not given."""
 
     target: str
     values: tuple[tuple[Any, Any], ...] = ()
+    strict: bool = False
 
 
 Alias = Renamed | Ignored | Only | SameAs

@@ -99,7 +99,7 @@ def trainable_names(role: str) -> dict[str, Alias]:
         "megatron.override_transformer_config.recompute_granularity": Renamed(
             f"{role}.recompute_granularity", (("selective", "selective"), ("full", "full")), closed=True
         ),
-        "megatron.use_distributed_optimizer": Renamed(f"{role}.use_distributed_optimizer"),
+        "megatron.use_distributed_optimizer": Renamed(f"{role}.zero_stage", ((True, 1), (False, 0)), closed=True),
     }
 
 
@@ -285,7 +285,7 @@ _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
     ),
     "launch_reward_fn_async": Ignored("reward.workers decides"),
     "max_length": Ignored("the longest prompt and response decide"),
-    "sandbox_fusion.url": Only((), "give reward.service_url"),
+    "sandbox_fusion.url": Only((), "give its URL as reward.function"),
     "sandbox_fusion.max_concurrent": Ignored("reward.service_concurrency decides"),
     "sandbox_fusion.memory_limit_mb": Ignored("the service decides"),
     "enable_resource_pool": Only((False,), "all roles share the ranks"),

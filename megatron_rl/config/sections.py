@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a setting is declared, and the sections beside models and data: agents, adapters, servers, schedule, logs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MISSING = dataclasses.MISSING
+
+
+def option(default: Any, doc: str, unit: str = "", **bounds: Any) -> Any:
+    """Declare one setting.
+
+    Args:
+        default: its default; `MISSING` where the user must give one.
+        doc: one sentence for `--help`.
+        unit: unit of the value ("tokens", "prompts", "seconds", ...), where it has one.
+        bounds: `ge`, `gt`, `le`, `lt`: numbers that the value is compared with; for the error `wrong`, what a value
+            outside of them is, and `hint`, what to do, where the usual words are not enough.
+    """
+    metadata = {"doc": doc, "unit": unit, "bounds": bounds}
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA, 2106.09685): they are trained, and the model stays as it is."""
+
+    rank: int = option(0, "Rank of the adapters; 0: the model itself is trained.", ge=0)
+    alpha: float | None = option(None, "Adapters are scaled by alpha / rank; default: twice the rank.", gt=0)
+    rslora: bool = option(False, "Multiply by alpha / sqrt(rank) instead (rsLoRA, 2312.03732).")
+    target_modules: list[str] = option(
+        [ALL_LINEAR],
+        "Matrices with adapters, in PEFT's words: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj "
+        "(Mixtral: w1, w3, w2; of every expert); all-linear: all, in a mixture of experts the first four.",
+    )
+    path: str | None = option(None, "Adapters to start from, as PEFT saves them; default: A random, B zero.")
+
+    @property
+    def scale(self) -> float:
+        """What the product B A is multiplied by."""
+        alpha = 2.0 * self.rank if self.alpha is None else self.alpha
+        return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Engines in processes of their own, which are asked over HTTP."""
+
+    endpoints: list[str] = option(
+        [],
+        "Running servers, such as http://host:8000, one per engine; default: the first rank of each engine starts "
+        "and watches one (vllm_server, sglang).",
+    )
+    directory: str | None = option(
+        None,
+        "Directory of the weights for servers, the same path on all nodes; default: /dev/shm, for servers that are"
+        " started here.",
+    )
+    on_update: str | None = option(
+        None,
+        "Engine openai: URL to post to, or command, that makes the server load new weights; {directory} is where "
+        "they are.",
+    )
+    python: str | None = option(
+        None, "Interpreter of the servers; default: this one (sglang has an environment of its own)."
+    )
+    restarts: int = option(3, "Failures of a server in a row that end the run.", ge=0)
+    silent_seconds: float = option(
+        600.0, "A server that says nothing for so long, or takes longer to start, has failed.", "seconds", gt=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Which weights make which sample (docs/schedules.md)."""
+
+    max_staleness: int = option(
+        0,
+        "How many steps older than those that learn from it the weights may be that a response begins with. 0: a "
+        "step generates its samples first. k: prompt i begins once i < (steps done + 1 + k) * "
+        "data.train_batch_size; unfinished responses are carried over.",
+        "steps",
+        ge=0,
+    )
+    order: Literal["stream", "whole"] = option(
+        "stream",
+        "max_staleness > 0: a step learns from the next prompts of the data order (stream), or from the first "
+        "whose responses are complete (whole).",
+    )
+    updates: Literal["drain", "in_flight"] = option(
+        "in_flight",
+        "max_staleness > 0: responses unfinished at the end of a step's generation continue with the next weights "
+        "(in_flight), or are finished first (drain).",
+    )
+    steps_per_update: int | None = option(
+        None,
+        "updates in_flight: engines interrupt together after a multiple of so many decode steps, reproducible bit "
+        "by bit; null: as soon as the step has its samples.",
+        "steps",
+        ge=1,
+    )
+    replay: str | None = option(
+        None,
+        "Run directory with these settings and no steps_per_update, whose interruptions "
+        "(schedule/engine_<i>.jsonl) are repeated.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentsConfig:
+    """Episodes: an environment answers the policy's replies until it says that the episode is done."""
+
+    environment: str | None = option(
+        None,
+        "calculator, textarena:GAME, gem:GAME, openenv:URL, or your class as path.py:Name; null: one response per "
+        "prompt.",
+    )
+    tools: list[str] = option(
+        [],
+        "Instead of an environment, tools that replies call: calculator, python, search:CORPUS.jsonl, mcp:COMMAND,"
+        " or your path.py:function.",
+    )
+    tool_format: Literal["auto", "hermes", "qwen3_coder", "glm", "deepseek", "mistral", "llama3"] = option(
+        "auto", "How replies write tool calls; auto: as the chat template writes earlier calls."
+    )
+    program: str | None = option(
+        None,
+        "Instead of an environment, your agent(task, base_url) as path.py:function or module:function, which talks"
+        " to the policy by any OpenAI client.",
+    )
+    max_turns: int = option(8, "Replies of an episode; data.max_response_length bounds its tokens.", "replies", ge=1)
+    episode_timeout_seconds: float = option(
+        300.0,
+        "Time of an environment or a program for all its answers in an episode, set-up included; then it is killed.",
+        "seconds",
+        gt=0,
+    )
+    turn_timeout_seconds: float = option(60.0, "Time for one of them.", "seconds", gt=0)
+    workers: int = option(1, "Parent processes per engine; each episode is forked from one of them.", "processes", ge=1)
+    episodes_in_flight: int | None = option(None, "Open episodes per engine; default: all of a step.", "episodes", ge=1)
+    history: Literal["keep", "template"] = option(
+        "keep",
+        "Where the chat template renders earlier replies differently than they were sampled: keep the tokens, or "
+        "follow the template, which forks the episode.",
+    )
+
+    @property
+    def has_episodes(self) -> bool:
+        """True if an environment, tools or a program make episodes of several turns."""
+        return self.environment is not None or self.program is not None or bool(self.tools)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Training checkpoints (written every trainer.save_freq steps) and what a run does with those it finds."""
+
+    resume: str = option(
+        "auto",
+        "auto: from the newest valid checkpoint in trainer.run_dir, if any; must: end the run if there is none; "
+        "never: begin a new run; or a checkpoint directory to start from.",
+    )
+    save_optimizer: bool = option(True, "Save all that resuming needs; false: weights only.")
+    save_huggingface: bool = option(
+        True, "Also write the policy in HF format into step_<N>/huggingface (not on a signal)."
+    )
+    async_save: bool = option(True, "Write in the background while training continues (one copy in host memory).")
+    save_every_minutes: float | None = option(
+        30.0,
+        "Save also this long after the last save, without the HF format, until the next checkpoint; null: off.",
+        "minutes",
+        gt=0,
+    )
+    keep_last: int | None = option(
+        None, "Keep the newest N checkpoints, delete older ones; null: all.", "checkpoints", ge=1
+    )
+    allow_changes: list[
+        Literal["model", "critic", "reference", "reward_model", "teachers", "train_files", "reward", "plugins"]
+    ] = option([], "Inputs that may differ on resuming; an error there says which name it takes.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    """Limits of the alarms about the curves of a run, keys of one setting; null turns one off."""
+
+    window: int = option(10, "Steps whose mean is looked at.", "steps", ge=1)
+    entropy_floor: float | None = option(0.1, "Alarm when the entropy is below this share of the first steps'.", ge=0)
+    length_growth: float | None = option(
+        1.5, "Alarm when responses are longer by this factor than four windows before, without more reward.", ge=0
+    )
+    mismatch_growth: float | None = option(
+        10.0,
+        "Alarm when engine and trainer differ by this factor more than in the first steps (and by 1e-3 nats).",
+        ge=0,
+    )
+    gradient_growth: float | None = option(
+        10.0, "Alarm when the gradient norm is larger by this factor than four windows before.", ge=0
+    )
+    clip_limit: float | None = option(0.2, "Alarm when a larger share of the tokens is clipped.", ge=0)
+    truncated_limit: float | None = option(0.5, "Alarm when a larger share of the responses is truncated.", ge=0)
+    uninformative_limit: float | None = option(0.9, "Alarm when a larger share of the groups has equal rewards.", ge=0)
+    restating_limit: float | None = option(
+        0.1, "Alarm when a larger share of the responses is rewarded for repeating a part of the prompt.", ge=0
+    )
+    failed_limit: float | None = option(
+        0.1,
+        "Alarm when this share of the episodes has failed, or a reward service on this share of the responses.",
+        ge=0,
+    )
+    sample_size_floor: float | None = option(
+        0.5, "Alarm when importance weights leave a smaller effective sample size, as a share.", ge=0
+    )
+    explained_variance_floor: float | None = option(
+        0.0, "Alarm when the critic explains less of the returns' variance, after two windows."
+    )
+    dead_experts_limit: float | None = option(
+        1.0, "Alarm when more experts, over all layers, get no token of an update.", "experts", ge=0
+    )
+    components: bool = option(True, "Alarm when one component of the reward rises while another falls.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservabilityConfig:
+    """Logging."""
+
+    tensorboard: bool = option(True, "Write TensorBoard event files to <run_dir>/tensorboard.")
+    histograms_every: int = option(
+        10,
+        "TensorBoard histograms (lengths, rewards, advantages, log-prob gap) and sample texts in step 1 and every "
+        "N steps (0: never).",
+        "steps",
+        ge=0,
+    )
+    progress_bar: bool = option(
+        True, "Bars of steps and responses on a terminal; else a line every 10 seconds of a generation."
+    )
+    console_every: int = option(1, "Print the console line every N steps.", "steps", ge=1)
+    wandb: Literal["off", "offline", "online"] = option(
+        "off", "Log to Weights & Biases (needs wandb); offline: into <run_dir>/wandb."
+    )
+    wandb_project: str = option("megatron_rl", "Project in Weights & Biases.")
+    wandb_name: str | None = option(None, "Name of the run there; default: that of the run directory.")
+    status_port: int | None = option(
+        None,
+        "Port of a read-only web page about the run (0: any free port, printed); null: off.",
+        ge=0,
+        lt=1 << 16,
+        wrong="is no port",
+        hint="0 takes any free port",
+    )
+    status_host: str = option("127.0.0.1", "Address that the page is served on; 0.0.0.0: every one of the machine.")
+    health: HealthConfig = option(
+        HealthConfig(), "Window and limits of the alarms (docs/health.md); null: no such alarm."
+    )
