@@ -79,7 +79,7 @@ def list_traffic(job: Job, work: Workload, stage: int = 0) -> list[Traffic]:
 
 def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage: int) -> Iterator[Traffic]:
     """One role: `forwards` scoring passes over all tokens, and its updates."""
-    shape, section, layout, cluster = job.shape_of(role), role.layout, job.layout_of(role), job.cluster
+    shape, section, layout, cluster = job.shape_of(role), role.settings, job.layout_of(role), job.cluster
     rank = layout.rank(pp=min(stage, layout.pp_size - 1))
 
     def count(axis: str, link: str, size: float) -> Traffic:
@@ -175,7 +175,7 @@ def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank:
     gradients in float32. The ends of a stage stay during a pass that is forward only. Microbatches are taken as full,
     at least one per optimizer step.
     """
-    layout, section, trainings = job.layout_of(role), role.layout, work.passes if role.trainable else 0
+    layout, section, trainings = job.layout_of(role), role.settings, work.passes if role.trainable else 0
     found = count_gathered(job.shape_of(role), layout, rank)
     layers = [sum(sizes) for sizes in zip(*found.layers, strict=True)]
     replicas = layout.dp_size * layout.cp_size

@@ -111,7 +111,7 @@ def predict_step(
         """`rounds` forward passes (a backward pass counts as two) over all tokens."""
         length, layout = work.prompt_tokens + work.response_tokens, job.layout_of(role)
         operations = rounds * work.tokens * count_operations(job.shape_of(role), length) / layout.world_size
-        return operations / (job.cluster.flops * assumed.mfu) * (1 + compute_bubble(work, layout, role.layout))
+        return operations / (job.cluster.flops * assumed.mfu) * (1 + compute_bubble(work, layout, role.settings))
 
     def train(role: RoleSpec) -> float:
         """A frozen model has no gradients of weights, which are half of a backward pass."""

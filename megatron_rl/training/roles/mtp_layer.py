@@ -26,7 +26,7 @@ class Mtp:
     """The layer with its optimizer, on the ranks of the policy's last pipeline stage; building it is collective."""
 
     def __init__(self, setup: RoleSetup) -> None:
-        section = setup.spec.layout
+        section = setup.spec.settings
         assert isinstance(section, ActorConfig)
         config = replace(section, lr=section.mtp_lr, min_lr=min(section.min_lr, section.mtp_lr))
         self.model = MtpPackedModel(setup)
