@@ -41,7 +41,7 @@ def make_setup(
         spec: other fields of the `RoleSpec`, such as another path of the weights.
         options: further fields of `RoleSetup`.
     """
-    kind = RoleSpec(name=role, path=str(path), layout=layout, **_KINDS[role])
+    kind = RoleSpec(name=role, path=str(path), settings=layout, **_KINDS[role])
     shape = options.pop("shape", None) or load_model_shape(path, head="lm" if kind.head == "logprob" else "score")
     return RoleSetup(
         spec=replace(kind, **(spec or {})),

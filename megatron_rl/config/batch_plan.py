@@ -285,8 +285,8 @@ def count_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
 def _check_roles(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
     _check_placement(cfg, spec, world_size)
     for role in spec.roles.values():
-        check_ranks(role.layout, cfg.placement.ranks_of(role.name, world_size), role.section)
-        check_longest_sequence(cfg.data, role.layout, role.section)
+        check_ranks(role.settings, cfg.placement.ranks_of(role.name, world_size), role.section)
+        check_longest_sequence(cfg.data, role.settings, role.section)
 
 
 def check_ranks(layout: LayoutConfig, ranks: range, section: str) -> int:

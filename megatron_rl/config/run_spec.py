@@ -18,10 +18,10 @@ class RoleSpec:
     Attributes:
         name: "actor", "critic", "reference", "reward_model", "teachers.NAME", or "mtp", a part of the actor.
         path: HF directory of its first weights, or a checkpoint of this package.
-        section: section of the config with its layout; the reference has the actor's.
-        layout: that section.
+        section: name of its section of the config; the reference has the actor's.
+        settings: that section: its layout, and if it is trained its optimizer and step mode.
         head: what is made of its hidden states: log-probs of tokens, values of states, or scores of all positions.
-        trainable: whether it has an optimizer; `layout` is a `TrainedConfig` then.
+        trainable: whether it has an optimizer; `settings` is a `TrainedConfig` then.
         offload: keep its weights on the host except while it works.
         is_reset: it takes over the actor's weights every so often: they are saved with those that are trained.
         may_lack: tensors that are zero where the files do not have them.
@@ -32,7 +32,7 @@ class RoleSpec:
     name: str
     path: str
     section: str
-    layout: LayoutConfig
+    settings: LayoutConfig
     head: Literal["logprob", "value", "score"]
     trainable: bool = False
     offload: bool = False
@@ -43,21 +43,21 @@ class RoleSpec:
 
     @property
     def training(self) -> TrainedConfig:
-        """The layout of a role that is trained, which says how."""
-        assert self.trainable and isinstance(self.layout, TrainedConfig)
-        return self.layout
+        """The settings of a role that is trained."""
+        assert self.trainable and isinstance(self.settings, TrainedConfig)
+        return self.settings
 
     @property
     def lora(self) -> LoraConfig | None:
         """The adapters on its model; None: there are none. The reference has the actor's layout, but no adapters."""
-        if self.name != self.section or not isinstance(self.layout, TrainedConfig):
+        if self.name != self.section or not isinstance(self.settings, TrainedConfig):
             return None
-        return self.layout.lora if self.layout.lora.rank else None
+        return self.settings.lora if self.settings.lora.rank else None
 
     @property
     def is_quantized(self) -> bool:
         """Whether the matrices of its layers lie in NF4; a reference of its own is as its files have it."""
-        return self.lora is not None and getattr(self.layout, "quantization", "none") == "nf4"
+        return self.lora is not None and getattr(self.settings, "quantization", "none") == "nf4"
 
     @property
     def title(self) -> str:
@@ -118,7 +118,7 @@ class RunSpec:
             roles={
                 name: replace(
                     role,
-                    layout=config.section(role.section),
+                    settings=config.section(role.section),
                     offload=getattr(config.section(name), "offload", False),
                 )
                 for name, role in self.roles.items()

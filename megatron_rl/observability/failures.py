@@ -36,7 +36,7 @@ _MEMORY_HINTS = {
     "rollout.tensor_model_parallel_size",
     "resharding": "lower hybrid.bucket_bytes, or set actor.offload_optimizer=true and actor.offload_gradients=true",
     "save": "set checkpoint.async_save=false: a background save keeps a copy in host memory",
-    "": "lower {role}.max_tokens_per_microbatch or {role}.logprob_chunk_tokens, or set "
+    "": "lower {role}.max_tokens_per_microbatch or actor.logprob_chunk_tokens, or set "
     "{role}.recompute_granularity=full, {role}.offload_optimizer=true or {role}.offload_gradients=true; "
     "python tools/plan.py shows what fits",
 }

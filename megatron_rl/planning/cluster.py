@@ -135,7 +135,7 @@ class Job:
     def layout_of(self, role: RoleSpec) -> ParallelLayout:
         """Return a role's layout on its ranks."""
         ranks = self.ranks_of(role.name)
-        return build_layout(role.layout, len(ranks), ranks.start)
+        return build_layout(role.settings, len(ranks), ranks.start)
 
     def adapters_of(self, role: RoleSpec) -> AdapterShape | None:
         """Return a role's adapters, or `None` if it trains the model or nothing."""
@@ -178,21 +178,21 @@ def build_layout(config: LayoutConfig, world_size: int, first_rank: int = 0) -> 
 
 def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLayout:
     """Return a role's layout on its ranks; raise UserError if its model does not support it."""
-    layout = build_layout(role.layout, len(ranks), ranks.start)
+    layout = build_layout(role.settings, len(ranks), ranks.start)
     check_training_layout(
         shape,
         layout.tp_size,
         layout.pp_size,
         layout.vpp_size,
         layout.ep_size,
-        sequence_parallel=role.layout.sequence_parallel,
+        sequence_parallel=role.settings.sequence_parallel,
         section=role.section,
     )
     _check_served(role, shape, layout.tp_size)
     make_adapter_shape(shape, role.lora, role.section)
     if role.is_quantized:
         check_quantization(shape, layout.tp_size, role.section)
-    if shape.num_experts and role.layout.zero_stage == FULLY_SHARDED:
+    if shape.num_experts and role.settings.zero_stage == FULLY_SHARDED:
         check_shared_experts(layout, shape, role.section)
     return layout
 
@@ -206,7 +206,7 @@ def _check_served(role: RoleSpec, shape: ModelShape, tp_size: int) -> None:
         served |= {"zero_stage": [1], "step_mode": ["eager", "static"]}
     for name, values in served.items():
         setting = f"{role.section}.{name}"
-        if (value := getattr(role.layout, name, values[0])) not in values:
+        if (value := getattr(role.settings, name, values[0])) not in values:
             raise UserError(
                 f"{setting} = {value} with a {shape.family} model",
                 source=f"{setting} and the model's config.json",

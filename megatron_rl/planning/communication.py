@@ -77,7 +77,7 @@ def list_traffic(job: Job, work: Workload, stage: int = 0) -> list[Traffic]:
 
 def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage: int) -> Iterator[Traffic]:
     """Yield the traffic of a role's updates and of `forwards` scoring passes over all tokens."""
-    shape, section, layout, cluster = job.shape_of(role), role.layout, job.layout_of(role), job.cluster
+    shape, section, layout, cluster = job.shape_of(role), role.settings, job.layout_of(role), job.cluster
     rank = layout.rank(pp=min(stage, layout.pp_size - 1))
 
     def count(axis: str, link: str, size: float) -> Traffic:
@@ -171,7 +171,7 @@ def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank:
     Microbatches are assumed full, with at least one per optimizer step. Forward-only passes keep a stage's ends
     gathered.
     """
-    layout, section, trainings = job.layout_of(role), role.layout, work.passes if role.trainable else 0
+    layout, section, trainings = job.layout_of(role), role.settings, work.passes if role.trainable else 0
     found = count_gathered(job.shape_of(role), layout, rank)
     layers = [sum(sizes) for sizes in zip(*found.layers, strict=True)]
     replicas = layout.dp_size * layout.cp_size

@@ -73,7 +73,7 @@ def compute_memory(job: Job, *, ends_only: bool = False) -> list[RankMemory]:
     if job.config.placement.placed:
         alike = {_list_stages(job, rank): rank for rank in reversed(range(world_size))}
         return [_compute_rank(job, rank) for rank in sorted(alike.values())]
-    stages = [job.layout.pp_size, *(build_layout(role.layout, world_size).pp_size for role in job.others)]
+    stages = [job.layout.pp_size, *(build_layout(role.settings, world_size).pp_size for role in job.others)]
     parts = min(math.lcm(*stages), world_size)
     ranks = [i * world_size // parts for i in range(parts)]
     if ends_only and len(ranks) > 3:
@@ -172,7 +172,7 @@ def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
         rank,
         dtype=job.config.model.dtype,
         is_trained=role.trainable,
-        upkeep=Upkeep.of(role.layout),
+        upkeep=Upkeep.of(role.settings),
         adapters=job.adapters_of(role),
     )
 
@@ -196,7 +196,7 @@ def _scoring_phases(job: Job, rank: int, resident: dict[str, int], updating: dic
 
 
 def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False) -> dict[str, int]:
-    shape, section, layout = job.shape_of(role), role.layout, job.layout_of(role)
+    shape, section, layout = job.shape_of(role), role.settings, job.layout_of(role)
     if rank not in layout.ranks:
         return {}
     found = compute_activation_bytes(

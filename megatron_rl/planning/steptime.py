@@ -104,7 +104,7 @@ def predict_step(
         """Return seconds of `rounds` forward passes over all tokens (a backward pass counts as two)."""
         length, layout = work.prompt_tokens + work.response_tokens, job.layout_of(role)
         operations = rounds * work.tokens * count_operations(job.shape_of(role), length) / layout.world_size
-        return operations / (job.cluster.flops * assumed.mfu) * (1 + compute_bubble(work, layout, role.layout))
+        return operations / (job.cluster.flops * assumed.mfu) * (1 + compute_bubble(work, layout, role.settings))
 
     def train(role: RoleSpec) -> float:
         """Return seconds of a role's updates; a frozen model skips weight gradients, half of a backward pass."""

@@ -53,7 +53,7 @@ def build_primitives(
     reference, critic = roles.get("reference"), roles.get("critic")
     sampling = build_rollout_members(config, inputs, roles, process, sinks, parts)
     packers = {
-        name: Packer(roles[name].model, spec.roles[name].layout, inputs.plan, config.algorithm, process.device)
+        name: Packer(roles[name].model, spec.roles[name].settings, inputs.plan, config.algorithm, process.device)
         for name in spec.roles
     }
     saved = [role.spec for role in inputs.roles.values() if role.spec.trainable or role.spec.is_reset]

@@ -36,7 +36,7 @@ def resolve(config: RunConfig) -> RunSpec:
         name = f"teachers.{teacher}"
         roles.append(
             RoleSpec(
-                name=name, path=section.path, section=name, layout=section, head="logprob", offload=section.offload
+                name=name, path=section.path, section=name, settings=section, head="logprob", offload=section.offload
             )
         )
     if estimator.needs_values if enable is None else enable:
@@ -45,7 +45,7 @@ def resolve(config: RunConfig) -> RunSpec:
                 name="critic",
                 path=config.critic.path or config.model.path,
                 section="critic",
-                layout=config.critic,
+                settings=config.critic,
                 head="value",
                 trainable=True,
                 may_lack=(SCORE_HEAD,),
@@ -57,7 +57,7 @@ def resolve(config: RunConfig) -> RunSpec:
                 name="reward_model",
                 path=config.reward_model.path,
                 section="reward_model",
-                layout=config.reward_model,
+                settings=config.reward_model,
                 head="score",
                 offload=config.reward_model.offload,
             )
@@ -94,7 +94,7 @@ def _make_reference(config: RunConfig) -> RoleSpec:
         name="reference",
         path=config.reference.path or config.model.path,
         section="actor",
-        layout=config.actor,
+        settings=config.actor,
         head="logprob",
         offload=config.reference.offload,
         is_reset=config.reference.reset_every is not None,
@@ -108,7 +108,7 @@ def _make_actor(config: RunConfig) -> RoleSpec:
         name="actor",
         path=config.model.path,
         section="actor",
-        layout=config.actor,
+        settings=config.actor,
         head="logprob",
         trainable=True,
         batch_invariant=config.rollout.bitwise,

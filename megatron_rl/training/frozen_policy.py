@@ -41,7 +41,7 @@ def build_policy(
         expert_tensor_parallel_size=layout.etp_size,
         sequence_parallel=sequence_parallel,
     )
-    spec = RoleSpec(name="policy", path=str(weights), section="layout", layout=config, head="logprob")
+    spec = RoleSpec(name="policy", path=str(weights), section="layout", settings=config, head="logprob")
     return PackedModel(
         RoleSetup(
             spec=spec,

@@ -44,8 +44,8 @@ class LaidOutModel:
 
     def __init__(self, spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dp_rank: int | None = None) -> None:
         self.shape, self.layout, self.dp_rank = shape, layout, dp_rank
-        self.batch_invariant, self._sequence_parallel = spec.batch_invariant, spec.layout.sequence_parallel
-        self.is_fully_sharded = spec.layout.zero_stage == FULLY_SHARDED
+        self.batch_invariant, self._sequence_parallel = spec.batch_invariant, spec.settings.sequence_parallel
+        self.is_fully_sharded = spec.settings.zero_stage == FULLY_SHARDED
         self.params: SourceParams = {}
         self.adapters = make_adapter_shape(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
         self.buckets: Buckets | None = None

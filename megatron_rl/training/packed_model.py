@@ -71,9 +71,9 @@ class PackedModel(LaidOutModel):
             setup.shape,
             groups.layout,
             dtype=DTYPES[setup.model.dtype],
-            sequence_parallel=spec.layout.sequence_parallel,
-            recompute_granularity=spec.layout.recompute_granularity
-            if isinstance(spec.layout, TrainedConfig)
+            sequence_parallel=spec.settings.sequence_parallel,
+            recompute_granularity=spec.settings.recompute_granularity
+            if isinstance(spec.settings, TrainedConfig)
             else "none",
             use_transformer_engine=self.transformer_impl == "transformer_engine",
         )
@@ -98,7 +98,7 @@ class PackedModel(LaidOutModel):
         if setup.shape.num_experts:
             from megatron_rl.training.router_replay import Routing
 
-            sequence_parallel = spec.layout.sequence_parallel
+            sequence_parallel = spec.settings.sequence_parallel
             self.routing = Routing(setup.shape, groups, sequence_parallel=sequence_parallel, device=self.device)
         self.stream: torch.cuda.Stream | None = None
         self.ddp: list[DistributedDataParallel] = []

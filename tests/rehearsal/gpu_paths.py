@@ -192,7 +192,7 @@ def cache() -> int:
 def captured_experts() -> list[str]:
     """On which GPUs, and in which types, a graph holds a mixture of experts."""
     config, shape = TrainedConfig(step_mode="graph"), SimpleNamespace(num_experts=8)
-    spec = RoleSpec(name="actor", path="-", section="actor", layout=config, head="logprob", trainable=True)
+    spec = RoleSpec(name="actor", path="-", section="actor", settings=config, head="logprob", trainable=True)
     found = []
     for capability, dtype in (((9, 0), "bfloat16"), ((10, 0), "bfloat16"), ((9, 0), "float32"), ((8, 0), "bfloat16")):
         with patch.object(torch.cuda, "get_device_capability", lambda capability=capability: capability):

@@ -29,7 +29,7 @@ def check(actor: dict[str, Any] | None = None, *, dtype: str = "bfloat16", bitwi
         name="actor",
         path="-",
         section="actor",
-        layout=config,
+        settings=config,
         head="logprob",
         trainable=True,
         batch_invariant=bitwise,

@@ -35,7 +35,7 @@ def test_grpo_has_an_actor_and_needs_groups() -> None:
     config = make_config()
     spec = resolve(config)
     assert describe(spec) == {"actor": ("policy", "actor", "logprob", True, False)}
-    assert spec.roles["actor"].layout is config.actor is spec.roles["actor"].training
+    assert spec.roles["actor"].settings is config.actor is spec.roles["actor"].training
     assert spec.needs_group and not spec.needs_greedy_baseline and not spec.needs_sum_pi_squared
 
 
@@ -62,7 +62,7 @@ def test_every_role_with_a_path_of_its_own() -> None:
     assert [role.name for role in spec.trained] == ["actor", "critic"]
     assert [role.name for role in spec.laid_out] == ["actor", "critic", "reward_model"]
     assert {name: role.may_lack for name, role in spec.roles.items() if role.may_lack} == {"critic": (SCORE_HEAD,)}
-    assert [role.layout.tensor_model_parallel_size for role in spec.roles.values()] == [1, 1, 2, 1]
+    assert [role.settings.tensor_model_parallel_size for role in spec.roles.values()] == [1, 1, 2, 1]
     assert spec.roles["reward_model"].title == "reward model"
 
 
@@ -77,7 +77,7 @@ def test_a_teacher_is_a_role_with_a_section_of_its_own() -> None:
     spec = resolve(config)
     assert list(spec.roles) == ["actor", "reference", "teachers.math", "teachers.code"]
     assert describe(spec)["teachers.math"] == ("large", "teachers.math", "logprob", False, False)
-    assert describe(spec)["teachers.code"][4] and spec.roles["teachers.math"].layout is config.teachers["math"]
+    assert describe(spec)["teachers.code"][4] and spec.roles["teachers.math"].settings is config.teachers["math"]
     assert spec.roles["teachers.math"].title == "teacher math" and list(spec.teachers) == ["math", "code"]
     assert [role.name for role in spec.laid_out] == ["actor", "teachers.math", "teachers.code"]
     assert [role.name for role in spec.laid_out_alike] == ["actor"]
@@ -120,7 +120,7 @@ def test_the_roles_stay_under_other_layouts() -> None:
     )
     spec = resolve(config).with_config(other)
     assert list(spec.roles) == ["actor", "reference", "critic"]
-    assert [role.layout.tensor_model_parallel_size for role in spec.roles.values()] == [4, 4, 1]
+    assert [role.settings.tensor_model_parallel_size for role in spec.roles.values()] == [4, 4, 1]
     assert [role.offload for role in spec.roles.values()] == [False, True, False]
 
 

@@ -183,7 +183,7 @@ def test_an_unsound_step_changes_neither_weights_nor_states(bad: float, message:
 def _check(mode: Literal["static", "graph"]) -> None:
     """Whether this machine runs it; which GPUs run it with experts is in tests/rehearsal/test_gpu_paths.py."""
     config = ActorConfig(step_mode=mode)
-    spec = RoleSpec(name="actor", path="-", section="actor", layout=config, head="logprob", trainable=True)
+    spec = RoleSpec(name="actor", path="-", section="actor", settings=config, head="logprob", trainable=True)
     check_step_mode(spec, make_shape("qwen2"), "bfloat16")
 
 

@@ -53,7 +53,7 @@ def write_random_model(directory: Path, config: dict[str, Any]) -> Path:
 def build_bench_actor(path: Path, groups: ParallelGroups, dtype: str = "float32", **settings: Any) -> Actor:
     """Build an actor with `settings` of `ActorConfig`; collective."""
     config = ActorConfig(**(dict(lr=1e-5, weight_decay=0.0) | settings))
-    spec = RoleSpec(name="actor", path=str(path), section="actor", layout=config, head="logprob", trainable=True)
+    spec = RoleSpec(name="actor", path=str(path), section="actor", settings=config, head="logprob", trainable=True)
     return Actor(
         RoleSetup(
             spec=spec,

@@ -46,8 +46,8 @@ def find_share_in_loss(job: Job, spec: RoleSpec) -> float:
 
 def find_lengths(job: Job, spec: RoleSpec) -> tuple[list[int], int, bool]:
     """Return response lengths, prompt length, and whether the prompt is shared."""
-    data, budget = job.config.data, spec.layout.max_tokens_per_microbatch
-    is_shared, prompt = bool(spec.layout.share_prompts), data.max_prompt_length
+    data, budget = job.config.data, spec.settings.max_tokens_per_microbatch
+    is_shared, prompt = bool(spec.settings.share_prompts), data.max_prompt_length
     longest = prompt + data.max_response_length
     if is_shared:
         count = max(1, -(-(budget - prompt) // data.max_response_length))
@@ -62,5 +62,5 @@ def find_lengths(job: Job, spec: RoleSpec) -> tuple[list[int], int, bool]:
 def count_rehearsed(job: Job, spec: RoleSpec) -> int:
     """Count the micro-batches of a pipeline's peak, and one more."""
     layout = job.layout_of(spec)
-    number = count_microbatches(job, layout, spec.layout)
+    number = count_microbatches(job, layout, spec.settings)
     return min(number, max(2, layout.pp_size + 1) if layout.vpp_size == 1 else 2 * layout.pp_size * layout.vpp_size)

@@ -37,7 +37,7 @@ class Actor:
     """
 
     def __init__(self, setup: RoleSetup) -> None:
-        config = setup.spec.layout
+        config = setup.spec.settings
         assert isinstance(config, ActorConfig)
         self.model = PackedModel(setup)
         divergence, self._hidden = None, None

@@ -25,7 +25,7 @@ class Critic:
     """
 
     def __init__(self, setup: RoleSetup) -> None:
-        config = setup.spec.layout
+        config = setup.spec.settings
         assert isinstance(config, CriticConfig)
         self.model = PackedModel(setup)
         self.head = ValueHead(self.model)

@@ -25,7 +25,7 @@ class Mtp:
     """MTP layer with its optimizer, on the policy's last pipeline stage; construction is collective."""
 
     def __init__(self, setup: RoleSetup) -> None:
-        section = setup.spec.layout
+        section = setup.spec.settings
         assert isinstance(section, ActorConfig)
         config = replace(section, lr=section.mtp_lr, min_lr=min(section.min_lr, section.mtp_lr))
         self.model = MtpPackedModel(setup)
