@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validate a model or a checkpoint in any layout, without an optimizer: mean@k, pass@k, maj@k, and the rollouts.
 
-    torchrun --nproc-per-node 4 tools/evaluate.py checkpoints/runs/RUN/config.yaml model.path=checkpoints/runs/RUN \
+    torchrun --nproc-per-node 4 tools/evaluate.py checkpoints/runs/RUN/config.yaml model.path=checkpoints/runs/RUN \\
         rollout.tensor_model_parallel_size=2 --samples 8 rollout.validation_temperature=1.0 --rollouts evaluation
 
 model.path is an HF model, a converted checkpoint, checkpoints/step_<N> of a run, or a run (newest checkpoint). The

@@ -288,7 +288,7 @@ def already_made(out: Path, task: dict[str, Any], files: Sequence[str] = FILES) 
         raise UserError(f"{out} is a file", source="--out", expected="a directory", hint="choose another --out")
     if not out.exists() or not any(out.iterdir()):
         return False
-    hint = "choose another --out, or pass --force to overwrite"
+    hint = "choose another --out, or remove its files"
     try:
         made = json.loads((out / ARGUMENTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

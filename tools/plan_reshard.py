@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan a reshard for any cluster without running it: bytes per link class, seconds, memory.
 
-    python tools/plan_reshard.py --hf-config DIR_OR_JSON --source tp=8,pp=8,dp=16 --destination tp=8 \
+    python tools/plan_reshard.py --hf-config DIR_OR_JSON --source tp=8,pp=8,dp=16 --destination tp=8 \\
         --ranks-per-node 8 --json FILE
 
 The plan is training's; its bytes are exact. Seconds are a lower bound from bandwidth alone (bytes of the busiest rank

@@ -88,7 +88,7 @@ ENGINES: dict[str, RegisteredEngine] = {
     "vllm_server": RegisteredEngine(
         Deferred("megatron_rl.engines.servers.served", "build_vllm_server"),
         _STARTED | _VLLM | {"this_python"},
-        check_model=Deferred("megatron_rl.engines.vllm.vllm_limits", "check_server_options"),
+        check_model=Deferred("megatron_rl.engines.vllm.vllm_limits", "check_server"),
     ),
     "openai": RegisteredEngine(Deferred("megatron_rl.engines.servers.served", "build_openai_server"), _SERVER),
     "sglang": RegisteredEngine(Deferred("megatron_rl.engines.servers.server_sglang", "build_sglang"), _STARTED),

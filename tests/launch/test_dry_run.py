@@ -140,6 +140,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["model.path={files}/olmo2", "model.tokenizer={files}/model"],
         ["vLLM has no Olmo2ForCausalLM of its own", "set rollout.engine=hf"],
     ),
+    "family that vLLM's server lacks": (
+        ["model.path={files}/olmo2", "model.tokenizer={files}/model", "rollout.engine=vllm_server"],
+        ["rollout.engine = 'vllm_server'", "vLLM has no Olmo2ForCausalLM of its own"],
+    ),
     "option that vLLM lacks": (
         ["rollout.engine_options={kv_cache_dtyp: auto}"],
         ["no argument 'kv_cache_dtyp'", "did you mean 'kv_cache_dtype'"],

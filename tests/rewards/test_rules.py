@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.rewards import judge as judging
 from megatron_rl.rewards import mathematics
 from megatron_rl.rewards.answers import extract_answer
 from megatron_rl.rewards.judge import Judge, judge
@@ -294,6 +295,17 @@ def test_time_is_bounded_in_any_thread():
     thread.join()
     one.close()
     assert found[:2] == ["timeout", "equal"] and found[2] < 60
+
+
+def test_a_child_that_starts_too_late_leaves_no_answer_behind(monkeypatch):
+    """The late answer of its start would otherwise be the verdict of the next comparison."""
+    one = Judge()
+    monkeypatch.setattr(judging, "_START_SECONDS", 0.0)
+    with pytest.raises(TimeoutError):
+        one.compare("1/2", "0.5")
+    monkeypatch.undo()
+    assert one.compare(r"\boxed{\frac{2}{4}}", r"\boxed{1/2}") == "equal"
+    one.close()
 
 
 def test_a_forked_process_has_a_child_of_its_own():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost of planning a reshard for one rank of a large job. Nothing is started and no weights are read.
 
-    python tools/benchmarks/bench_planning.py --hf-config docs/shapes/1t.json --source tp=8,pp=16,ep=64,dp=64 \
+    python tools/benchmarks/bench_planning.py --hf-config docs/shapes/1t.json --source tp=8,pp=16,ep=64,dp=64 \\
         --destination tp=16 --rank 4099 --json FILE
 
 `plan` is a rank's work at the start of a run: both placement tables, the index, and its part of the plan. `count` is

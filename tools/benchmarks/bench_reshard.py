@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reshard by each transport, against gathering full tensors and the physical floor.
 
-    torchrun --standalone --nproc-per-node 4 tools/benchmarks/bench_reshard.py --hf-config DIR_OR_JSON \
+    torchrun --standalone --nproc-per-node 4 tools/benchmarks/bench_reshard.py --hf-config DIR_OR_JSON \\
         --source tp=2,pp=2 --destination tp=1 --dtype bfloat16 --json FILE
 
 Parameters have the shapes of Megatron's and vLLM's shards; neither engine is started. Medians of interleaved repeats:

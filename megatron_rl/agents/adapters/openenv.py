@@ -70,7 +70,7 @@ class OpenEnvironment:
         """Parse the action from a reply (InvalidAction if it is not a JSON object)."""
         properties = {name: spec for name, spec in self._schema["properties"].items() if name != "metadata"}
         needed = self._schema.get("required", [])
-        if len(needed) == 1 and properties[needed[0]].get("type") == "string":
+        if len(needed) == 1 and properties.get(needed[0], {}).get("type") == "string":
             return {needed[0]: reply.text}
         try:
             action = json.loads(reply.text)

@@ -189,7 +189,7 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
         UserError: vLLM's implementation is missing, keeps weights in another order, or needs a missing package.
     """
     check_engine(spec.shape, "vllm", spec.config.quantization, spec.adapters)
-    check_family(spec.shape)
+    check_family(spec.shape, spec.config.engine)
     family = FAMILIES[spec.shape.family]
     try:
         module = import_module(f"vllm.model_executor.models.{family.vllm_module or spec.shape.family}")

@@ -56,23 +56,23 @@ def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
 
 def check_installed(shape: ModelShape, config: RolloutConfig) -> None:
     """Refuse a model or options that the installed vLLM, if any, lacks (UserError)."""
-    check_family(shape)
+    check_family(shape, config.engine)
     check_options(config.engine_options)
 
 
-def check_server_options(shape: ModelShape, config: RolloutConfig) -> None:
-    """Refuse options that the server's vLLM lacks, if it is the installed one (UserError)."""
+def check_server(shape: ModelShape, config: RolloutConfig) -> None:
+    """Refuse a model or options that the server's vLLM lacks, if it is the installed one (UserError)."""
     if not config.server.endpoints and config.server.python is None:
-        check_options(config.engine_options)
+        check_installed(shape, config)
 
 
-def check_family(shape: ModelShape) -> None:
+def check_family(shape: ModelShape, engine: str) -> None:
     """Refuse a model without native implementation in the installed vLLM, if any (UserError)."""
     package, family = _find_package(), FAMILIES[shape.family]
     name = f"model_executor/models/{family.vllm_module or shape.family}.py"
     if package is not None and not (package / name).is_file():
         raise UserError(
-            f"rollout.engine = 'vllm', and vLLM has no {family.architecture} of its own",
+            f"rollout.engine = {engine!r}, and vLLM has no {family.architecture} of its own",
             source="rollout.engine and the model's config.json",
             expected="hf or megatron for this family",
             hint="set rollout.engine=hf",
