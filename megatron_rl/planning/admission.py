@@ -3,19 +3,247 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
+from megatron_rl.config.batch_plan import BatchPlan, divisors
+from megatron_rl.config.checks import check_config
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.planning.cluster import GIB, Cluster, Job, build_job
-from megatron_rl.planning.layouts import Candidate, Problem, check_job, find_nearest, find_problem, list_candidates
-from megatron_rl.planning.memory import compute_memory
-from megatron_rl.planning.steptime import Assumptions, build_workload
+from megatron_rl.planning.cluster import GIB, Cluster, Job, build_job, check_layout
+from megatron_rl.planning.communication import ACROSS, Workload, link_of, list_traffic
+from megatron_rl.planning.memory import MemoryPhase, RankMemory, compute_memory, find_smallest_cache
+from megatron_rl.planning.steptime import Assumptions, build_workload, predict_step
 from megatron_rl.types import UserError
 from megatron_rl.weights.config_values import read_json
 from megatron_rl.weights.families import Head, ModelShape
 from megatron_rl.weights.model_config import model_shape_from_config
+from megatron_rl.weights.support import check_rollout_layout
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings that candidates vary, by config name; `offload` switches on all offloading."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    context_parallel_size: int
+    expert_model_parallel_size: int
+    sequence_parallel: bool
+    recompute_granularity: str
+    offload: bool
+    rollout_tensor_model_parallel_size: int
+
+    def overrides(self, job: Job) -> list[str]:
+        """Return the command-line overrides that change the job into this choice."""
+        now, wanted = asdict(describe_choice(job)), asdict(self)
+        changed = {name: value for name, value in wanted.items() if value != now[name]}
+        texts = []
+        for name, value in changed.items():
+            if name == "offload":
+                texts += [f"{setting}=true" for setting in _offload_settings(job) if not _is_set(job, setting)]
+            elif name == "rollout_tensor_model_parallel_size":
+                texts.append(f"rollout.tensor_model_parallel_size={value}")
+            else:
+                text = "null" if value is None else str(value).lower()
+                texts += [f"{role.section}.{name}={text}" for role in job.spec.laid_out_alike]
+        return texts
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice with its predicted cost."""
+
+    choice: Choice
+    job: Job
+    worst_phase: MemoryPhase
+    seconds: float
+
+    @property
+    def headroom(self) -> int:
+        """Bytes left in the fullest phase; negative if it does not fit."""
+        return self.job.cluster.memory_bytes - self.worst_phase.total
+
+
+def describe_choice(job: Job) -> Choice:
+    """Return the layout of a job as a choice."""
+    actor = job.config.actor
+    return Choice(
+        actor.tensor_model_parallel_size,
+        actor.pipeline_model_parallel_size,
+        actor.virtual_pipeline_model_parallel_size,
+        actor.context_parallel_size,
+        actor.expert_model_parallel_size,
+        actor.sequence_parallel,
+        actor.recompute_granularity,
+        all(_is_set(job, setting) for setting in _offload_settings(job)),
+        job.config.rollout.tensor_model_parallel_size,
+    )
+
+
+def check_job(job: Job) -> BatchPlan:
+    """Run the config, batch plan and model checks of a run.
+
+    Raises:
+        UserError: one of the checks fails.
+    """
+    check_config(job.config)
+    plan = BatchPlan.build(job.config, job.cluster.world_size, job.spec)
+    for role in job.spec.laid_out:
+        check_layout(role, job.shape_of(role), job.ranks_of(role.name))
+    check_rollout_layout(job.shape, job.config.rollout.tensor_model_parallel_size)
+    return plan
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Reason why a job does not fit; `found` is a sentence with the numbers, `excess` the missing bytes."""
+
+    found: str
+    rank: int
+    phase: str
+    excess: int
+
+
+def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
+    """Return the first problem of: fullest phase, KV cache smaller than a response, host memory; `None` if all fit."""
+    rank, limit = max(memory, key=lambda rank: rank.peak.total), job.cluster.memory_bytes
+    peak, layout = rank.peak, job.layout
+    where = f" (pipeline stage {layout.coordinates(rank.rank).pp})" if rank.rank in layout.ranks else ""
+    if peak.total > limit:
+        excess = peak.total - limit
+        return Problem(
+            f'phase "{peak.name}" takes {peak.total / GIB:.1f} GiB of {limit / GIB:.1f} GiB on rank '
+            f"{rank.rank}{where}: {excess / GIB:.1f} GiB too many",
+            rank.rank,
+            peak.name,
+            excess,
+        )
+    longest = job.config.data.max_prompt_length + job.config.data.max_response_length
+    rank = find_smallest_cache(job, memory)
+    needed = rank.kv_bytes_per_token * longest
+    if rank.kv_cache_bytes < needed:
+        missing = needed - rank.kv_cache_bytes
+        return Problem(
+            f'phase "rollout" leaves {rank.kv_cache_bytes / GIB:.2f} GiB for the KV cache on rank {rank.rank}, and one '
+            f"response of {longest} tokens takes {needed / GIB:.2f} GiB: {missing / GIB:.2f} GiB too few",
+            rank.rank,
+            "rollout",
+            missing,
+        )
+    rank, room = max(memory, key=lambda rank: rank.host_bytes), job.cluster.host_memory_bytes
+    offloaded = rank.host_bytes * job.cluster.gpus_per_node
+    if room is not None and offloaded > room:
+        return Problem(
+            f"what {job.cluster.gpus_per_node} ranks of a node offload takes {offloaded / GIB:.1f} GiB of the host's "
+            f"memory, which is {room / GIB:.1f} GiB: {(offloaded - room) / GIB:.1f} GiB too many",
+            rank.rank,
+            "offload",
+            offloaded - room,
+        )
+    return None
+
+
+def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
+    """Return a candidate if the job is valid and fits, else `None`."""
+    try:
+        check_job(job)
+        memory = compute_memory(job, ends_only=True)
+    except UserError:
+        return None
+    if find_problem(job, memory):
+        return None
+    rank = max(memory, key=lambda rank: rank.peak.total)
+    step = predict_step(job, work, list_traffic(job, work), memory, _guess_switch_seconds(job, memory), assumed)
+    return Candidate(describe_choice(job), job, rank.peak, step.total)
+
+
+def _guess_switch_seconds(job: Job, memory: list[RankMemory]) -> float:
+    """Estimate the transfer time of unshared engine weights over the actor's TP and PP links."""
+    own = max(phase.parts.get("engine weights", 0) for rank in memory for phase in rank.phases)
+    axes = ("tp", "pp") if job.layout.pp_size > 1 else ("tp",)
+    is_far = link_of(job.layout, job.cluster, *axes) == ACROSS
+    return own / (job.cluster.across_nodes if is_far else job.cluster.within_node)
+
+
+def list_candidates(job: Job, work: Workload, assumed: Assumptions) -> list[Candidate]:
+    """Return all layouts that fit, fastest first."""
+    found = (judge(_apply(job, choice), work, assumed) for choice in _list_choices(job))
+    return sorted((c for c in found if c is not None), key=lambda c: (c.seconds, -c.headroom))
+
+
+def find_nearest(job: Job, candidates: list[Candidate]) -> Candidate | None:
+    """Return the candidate with the fewest changes; a doubling of a size or a switch counts one."""
+    here = describe_choice(job)
+    return min(candidates, key=lambda c: (_distance(here, c.choice), c.seconds), default=None)
+
+
+def _distance(a: Choice, b: Choice) -> float:
+    sizes = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "rollout_tensor_model_parallel_size",
+        "context_parallel_size",
+    )
+    doublings = sum(abs(math.log2(getattr(a, name) / getattr(b, name))) for name in sizes)
+    switches = sum(getattr(a, name) != getattr(b, name) for name in ("recompute_granularity", "offload"))
+    return doublings + switches
+
+
+def _list_choices(job: Job) -> Iterator[Choice]:
+    shape, world, node = job.shape, len(job.ranks_of("actor")), job.cluster.gpus_per_node
+    now = describe_choice(job)
+    rollout_sizes, offloads = _rollout_sizes(job), sorted({now.offload, True})
+    recomputations = sorted({"none", "full", now.recompute_granularity})
+    for tp in divisors(math.gcd(shape.num_heads, shape.num_kv_heads)):
+        for pp in divisors(shape.num_layers):
+            split = job.config.actor.expert_tensor_parallel_size or tp
+            if tp > node or world % (tp * pp * now.context_parallel_size) or split not in (1, tp):
+                continue
+            replicas = world // (pp * split)
+            for ep in divisors(shape.num_experts) if shape.num_experts else [1]:
+                if replicas % ep:
+                    continue
+                vpp = now.virtual_pipeline_model_parallel_size if pp == now.pipeline_model_parallel_size else None
+                for rollout_tp, recompute, offload in product(rollout_sizes, recomputations, offloads):
+                    yield Choice(tp, pp, vpp, now.context_parallel_size, ep, tp > 1, recompute, offload, rollout_tp)
+
+
+def _rollout_sizes(job: Job) -> list[int]:
+    node = job.cluster.gpus_per_node
+    sizes = {1 << i for i in range(node.bit_length()) if node % (1 << i) == 0}
+    return sorted(sizes | {job.config.rollout.tensor_model_parallel_size})
+
+
+def _apply(job: Job, choice: Choice) -> Job:
+    layout = {
+        name: value
+        for name, value in asdict(choice).items()
+        if name not in ("offload", "rollout_tensor_model_parallel_size")
+    }
+    sections: dict[str, dict[str, object]] = {role.section: dict(layout) for role in job.spec.laid_out_alike}
+    sections["rollout"] = {"tensor_model_parallel_size": choice.rollout_tensor_model_parallel_size}
+    for setting in _offload_settings(job) if choice.offload else ():
+        section, _, leaf = setting.rpartition(".")
+        sections.setdefault(section, {})[leaf] = True
+    return job.with_config(**sections)
+
+
+def _offload_settings(job: Job) -> list[str]:
+    settings = [
+        f"{role.section}.{leaf}" for leaf in ("offload_gradients", "offload_optimizer") for role in job.spec.trained
+    ]
+    return settings + [f"{role.name}.offload" for role in job.spec.roles.values() if not role.trainable]
+
+
+def _is_set(job: Job, setting: str) -> bool:
+    section, _, leaf = setting.rpartition(".")
+    return getattr(job.config.section(section), leaf)
 
 
 def read_shape(path: Path, head: Head = "lm") -> ModelShape:

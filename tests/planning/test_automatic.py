@@ -16,9 +16,8 @@ import yaml
 from megatron_rl.config.batch_plan import SftPlan
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.planning.admission import read_job
+from megatron_rl.planning.admission import list_candidates, read_job
 from megatron_rl.planning.cluster import Job, describe_cluster, find_host
-from megatron_rl.planning.layouts import list_candidates
 from megatron_rl.planning.steptime import Assumptions, build_workload
 from megatron_rl.run import preparing
 from megatron_rl.run.loading import load_config

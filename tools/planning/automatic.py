@@ -12,9 +12,8 @@ from pathlib import Path
 from megatron_rl.config.placement import AutoLayoutConfig
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.planning.admission import read_job
+from megatron_rl.planning.admission import Candidate, check_job, find_problem, list_candidates, read_job
 from megatron_rl.planning.cluster import GIB, Cluster, Job
-from megatron_rl.planning.layouts import Candidate, check_job, find_problem, list_candidates
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.planning.steptime import Assumptions, build_workload
 from megatron_rl.run.loading import override

@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.planning.admission import Candidate, check_job, list_candidates
 from megatron_rl.planning.cluster import GIB, Job
-from megatron_rl.planning.layouts import Candidate, check_job, list_candidates
 from megatron_rl.planning.steptime import Assumptions, build_workload
 from megatron_rl.types import UserError
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.batch_plan import BatchPlan
-from megatron_rl.planning.cluster import GIB, Job
-from megatron_rl.planning.communication import ACROSS, WITHIN, Traffic, Workload, list_traffic
-from megatron_rl.planning.layouts import (
+from megatron_rl.planning.admission import (
     Candidate,
     Problem,
     check_job,
@@ -20,6 +18,8 @@ from megatron_rl.planning.layouts import (
     find_problem,
     list_candidates,
 )
+from megatron_rl.planning.cluster import GIB, Job
+from megatron_rl.planning.communication import ACROSS, WITHIN, Traffic, Workload, list_traffic
 from megatron_rl.planning.memory import RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.steptime import Assumptions, StepTime, build_workload, predict_step
 from megatron_rl.samples.microbatches import packing_metrics, plan_microbatches

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megatron_rl.planning.admission import check_job, find_problem
 from megatron_rl.planning.cluster import DTYPE_BYTES, Job
 from megatron_rl.planning.communication import list_traffic
 from megatron_rl.planning.engine_weights import count_engine_bytes
-from megatron_rl.planning.layouts import check_job, find_problem
 from megatron_rl.planning.memory import ENGINE_PHASES, RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.steptime import Assumptions, build_workload, count_operations, predict_step
 from megatron_rl.types import UserError
