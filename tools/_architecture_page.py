@@ -58,7 +58,7 @@ _ROADS_END = """
 [Extending](extending.md#inside-the-package) says where changes go.
 """
 
-_PLACES_HEAD = "| what | file | name |\n|---|---|---|"
+_PLACES_HEAD = "| topic | file | name |\n|---|---|---|"
 # Topic, file in the package, and a name in it; a test checks that they exist.
 PLACES = (
     ("the algorithm, line by line", "run/grpo.py", "Trainer"),
@@ -69,20 +69,29 @@ PLACES = (
     ("steps of an engine", "rollout/serving.py", "serve"),
     ("end of a sampling phase", "rollout/phase.py", "open_phase_end"),
     ("samples that may begin ahead of their step", "rollout/phase.py", "find_window"),
-    ("partial rollouts, kept and resumed", "rollout/packed_episodes.py", "pack_rollouts"),
+    ("partial rollouts: continued from their last token", "rollout/episodes.py", "Episodes"),
+    ("partial rollouts: as tensors in a checkpoint", "rollout/packed_episodes.py", "pack_rollouts"),
+    ("prompts that have begun and were not learned from", "rollout/stream.py", "RolloutStream"),
     ("dynamic sampling: groups that are drawn again", "rollout/collector.py", "Collector"),
     ("episodes of several turns", "rollout/episodes.py", "Episodes"),
     ("the engine's sleep, and the move of weights", "transfer/hybrid_engine.py", "HybridEngine"),
     ("proof that weights arrived", "transfer/certificate.py", "Certificate"),
     ("headers of a step's samples, known to every rank", "samples/table.py", "Headers"),
     ("sequences -> microbatches", "samples/microbatches.py", "plan_microbatches"),
+    ("formulas of the advantage estimators (GRPO, RLOO, GAE)", "algorithms/estimators.py", "compute_grpo_advantages"),
+    ("coefficient of the KL term, adapted", "algorithms/kl.py", "AdaptiveKL"),
     ("denominators of the loss", "algorithms/aggregation.py", "aggregate"),
     ("batch arithmetic and its refusals", "config/batch_plan.py", "BatchPlan"),
-    ("refusals of context parallelism", "parallel/layout.py", "check_context_parallel"),
+    ("context parallelism: the number of heads", "parallel/layout.py", "check_context_parallel"),
+    ("layouts that a model refuses, context parallelism included", "planning/cluster.py", "check_layout"),
     ("an optimizer step", "training/update.py", "OptimizerStep"),
     ("capture of a step as a CUDA graph", "training/cuda_graph.py", "GraphStep"),
     ("the end of a rank that hangs", "run/watchdog.py", "Watchdog"),
     ("checkpoints: when, and of which parts", "run/checkpoints.py", "Checkpoints"),
+    ("the best checkpoint: chosen", "observability/run.py", "Run"),
+    ("the best checkpoint: kept", "checkpoint/directory.py", "prune"),
+    ("tool calls in a reply", "agents/tool_formats.py", "read_tool_calls"),
+    ("verl's names -> ours", "compat/verl/aliases.py", "translate"),
     ("alarms", "observability/health.py", "HealthMonitor"),
 )
 
@@ -100,6 +109,6 @@ def format_page() -> str:
         parts += [
             f"\n## {title}\n",
             _PLACES_HEAD,
-            *(f"| {what} | `megatron_rl/{file}` | `{name}` |" for what, file, name in rows_of),
+            *(f"| {topic} | `megatron_rl/{file}` | `{name}` |" for topic, file, name in rows_of),
         ]
     return "\n".join([*parts, _ROADS_END])
