@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section `algorithm`: advantages, loss, KL, and what comes from plugins."""
+"""The section `algorithm`: advantages, loss, KL, and plugins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLED = "sampled"
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
-    """How the policy learns from the teachers (section `teachers`)."""
+    """Learning from the teachers (section `teachers`)."""
 
     kind: Literal["sampled", "full", "top_k"] = option(
         SAMPLED,

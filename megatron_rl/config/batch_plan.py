@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch arithmetic: from what the user states to what every rank does, before any process group exists.
+"""Batch arithmetic: derives every rank's numbers from the user's, before any process group exists.
 
-The user states prompts per step, responses per prompt, prompts per optimizer step and a token
-budget; `BatchPlan.build` derives the rest and refuses what does not divide, naming the nearest
-values that do. Invariants: nothing is floored, dropped or repeated; batches run on across the end of an epoch, so every
-prompt is used.
+The user gives prompts per step, responses per prompt, prompts per optimizer step and a token budget; `BatchPlan.build`
+derives the rest and refuses sizes that do not divide, with the nearest values that do. Invariants: nothing is floored,
+dropped or repeated; batches continue across the end of an epoch, so every prompt is used.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megatron_rl.types import UserError
 
 @dataclass(frozen=True)
 class SftPlan:
-    """Batch arithmetic of fine-tuning, from the config and the world size; `total_steps`: None while the data decides.
+    """Batch arithmetic of fine-tuning; `total_steps` is None until the data is read.
 
     A batch is one minibatch, in which every example counts as a rollout.
     """
@@ -35,11 +34,7 @@ class SftPlan:
 
     @classmethod
     def build(cls, cfg: RunConfig, world_size: int, num_examples: int | None = None) -> SftPlan:
-        """Derive the plan.
-
-        Raises:
-            UserError: sizes that do not divide or do not fit, with the nearest values that do.
-        """
+        """Derive the plan; refuse sizes that do not divide or do not fit (UserError)."""
         if cfg.trainer.val_only:
             raise UserError(
                 "trainer.val_only = True, and supervised fine-tuning has no validation",
@@ -82,7 +77,7 @@ class SftPlan:
         return self.train_batch_size
 
     def formulas(self) -> list[str]:
-        """Each derived number with its formula."""
+        """Return each derived number with its formula."""
         batch = self.train_batch_size
         lines = [
             f"dp_size = world_size / (tp * pp * cp) = {self.dp_size}",
@@ -115,13 +110,13 @@ class BatchPlan:
         minibatches_per_epoch: optimizer steps per pass.
         optimizer_steps_per_step: optimizer steps per step of the main loop.
         rollouts_per_minibatch: responses per optimizer step.
-        rollouts_per_rank: the average of them on one DP rank (balanced by tokens, so a mean).
+        rollouts_per_rank: mean responses per optimizer step on one DP rank (balanced by tokens).
         longest_sequence: tokens of the longest prompt and response.
         max_tokens_per_microbatch: token budget of one forward/backward.
-        num_train_prompts: prompts in the data, where known.
-        steps_per_epoch: steps per pass over the prompts, a fraction where they do not divide.
-        total_steps: steps of the main loop; None while the data decides and is not known.
-        total_optimizer_steps: optimizer steps of the run.
+        num_train_prompts: prompts in the data, if read.
+        steps_per_epoch: steps per pass over the prompts, possibly a fraction.
+        total_steps: steps of the main loop; None if they depend on unread data.
+        total_optimizer_steps: total_steps * optimizer_steps_per_step.
     """
 
     world_size: int
@@ -159,10 +154,7 @@ class BatchPlan:
         """Derive the plan.
 
         Args:
-            cfg: the resolved config.
-            world_size: number of ranks.
-            spec: which models the run has.
-            num_train_prompts: training prompts after filtering; None while they are not read yet.
+            num_train_prompts: training prompts after filtering; None before they are read.
 
         Raises:
             UserError: sizes that do not divide or do not fit, with the nearest values that do.
@@ -176,7 +168,7 @@ class BatchPlan:
         tp_size, pp_size = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
         actor_ranks = len(cfg.placement.ranks_of("actor", world_size))
         dp_size = actor_ranks // (tp_size * pp_size * actor.context_parallel_size)
-        part = group_size if cfg.rollout.dispatch == "groups" else 1  # what stays together
+        part = group_size if cfg.rollout.dispatch == "groups" else 1  # unit of assignment
         parts = data.train_batch_size * group_size // part
         mini_batch_size = actor.ppo_mini_batch_size or data.train_batch_size
         minibatches = data.train_batch_size // mini_batch_size
@@ -216,7 +208,7 @@ class BatchPlan:
         )
 
     def formulas(self) -> list[str]:
-        """Each derived number as "name = formula = formula with numbers = value"."""
+        """Return each derived number as "name = formula = formula with numbers = value"."""
         n, batch, mini = self.group_size, self.train_batch_size, self.ppo_mini_batch_size
         rollout_ranks = self.num_engines * self.engine_ranks
         lines = [
@@ -276,7 +268,7 @@ class BatchPlan:
 
 
 def count_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
-    """Steps of a run; None while the data decides and is not known."""
+    """Return the steps of a run; None if they depend on unread data."""
     if cfg.trainer.total_steps is not None or num_train_prompts is None:
         return cfg.trainer.total_steps
     return -(-cfg.trainer.total_epochs * num_train_prompts // cfg.data.train_batch_size)  # ceil, exact
@@ -290,7 +282,7 @@ def _check_roles(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
 
 
 def check_ranks(layout: LayoutConfig, ranks: range, section: str) -> int:
-    """The number of replicas of a section's model; refuses ranks that its layout does not divide (UserError)."""
+    """Return the number of replicas of a section's model; refuse ranks that its layout does not divide (UserError)."""
     sizes = (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.context_parallel_size)
     model_size = math.prod(sizes)
     world_size = len(ranks)
@@ -307,7 +299,6 @@ def check_ranks(layout: LayoutConfig, ranks: range, section: str) -> int:
 
 
 def _count_engine_ranks(cfg: RunConfig, world_size: int) -> int:
-    """Ranks that form a rollout engine."""
     actor, rollout_tp_size = cfg.actor, cfg.rollout.tensor_model_parallel_size
     if cfg.rollout.supports("is_actor"):
         sizes = (actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size, actor.expert_model_parallel_size)
@@ -357,7 +348,7 @@ def check_data_size(cfg: RunConfig, num_train_prompts: int | None) -> None:
 
 
 def check_longest_sequence(data: DataConfig, layout: LayoutConfig, section: str) -> None:
-    """Refuse a section's token budget that the longest sequence does not fit into (UserError)."""
+    """Refuse a section's token budget below the longest sequence (UserError)."""
     budget = layout.max_tokens_per_microbatch
     longest = data.max_prompt_length + data.max_response_length
     if longest > budget:
@@ -388,19 +379,19 @@ def _check_minibatch(cfg: RunConfig, rollouts_per_minibatch: int, dp_size: int) 
 
 
 def divisors(value: int) -> list[int]:
-    """In ascending order."""
+    """Return the divisors in ascending order."""
     return [size for size in range(1, value + 1) if value % size == 0]
 
 
 def _nearest_divisors(value: int, wanted: int) -> list[int]:
-    """The divisors of `value` next to `wanted` on either side."""
+    """Return the divisors of `value` next to `wanted` on either side."""
     below = [size for size in divisors(value) if size < wanted]
     above = [size for size in divisors(value) if size > wanted]
     return below[-1:] + above[:1]
 
 
 def _nearest_multiples(value: int, base: int) -> list[int]:
-    """The positive multiples of `base` next to `value` on either side."""
+    """Return the positive multiples of `base` next to `value` on either side."""
     below = value // base * base
     return [below, below + base] if below else [base]
 
@@ -410,11 +401,7 @@ def _either(values: list[int]) -> str:
 
 
 def check_debug_rank(cfg: RunConfig, world_size: int) -> None:
-    """Refuse a rank that the job does not have, for which no rank would wait.
-
-    Raises:
-        UserError: see above.
-    """
+    """Refuse a rank outside the job, for which no rank would wait (UserError)."""
     rank = cfg.trainer.debug_rank
     if rank is not None and not 0 <= rank < world_size:
         raise UserError(
@@ -426,11 +413,7 @@ def check_debug_rank(cfg: RunConfig, world_size: int) -> None:
 
 
 def _check_placement(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
-    """Refuse a placement that does not fit the job, or that something in the config does not work with.
-
-    Raises:
-        UserError: the first thing found.
-    """
+    """Refuse a placement that does not fit the job or contradicts another setting (UserError)."""
     placement, num_ranks = cfg.placement, len(cfg.placement.ranks_of("rollout", world_size))
     endpoints, width = cfg.rollout.server.endpoints, cfg.rollout.tensor_model_parallel_size
     if endpoints and len(endpoints) * width != num_ranks:

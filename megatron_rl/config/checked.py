@@ -18,14 +18,14 @@ from megatron_rl.types import UserError, UserErrors
 
 @dataclass(frozen=True)
 class Mistakes:
-    """The errors found so far, and the settings whose values are no values: what depends on them is not judged."""
+    """Errors found so far, and names of invalid settings, whose dependent rules are skipped."""
 
     errors: list[UserError] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
 
     @contextmanager
     def collect(self, *names: str) -> Iterator[None]:
-        """Note an error of the block, which ends there, and that the settings `names` have no value."""
+        """Record an error raised by the block, which ends it, and mark the settings `names` as invalid."""
         try:
             yield
         except UserError as error:
@@ -33,35 +33,31 @@ class Mistakes:
             self.refused.update(names)
 
     def raise_all(self) -> None:
-        """Raise what was found, if anything, as one error.
-
-        Raises:
-            UserError: see above.
-        """
+        """Raise all errors as one UserError, if there are any."""
         errors = list({str(error): error for error in self.errors}.values())
         if errors:
             raise errors[0] if len(errors) == 1 else UserErrors(errors)
 
 
 class _Unknown(Exception):
-    """A rule reads a setting that was refused."""
+    """Raised when a rule reads an invalid setting."""
 
 
 @dataclass(frozen=True)
 class CheckedConfig:
-    """A config whose values are read by full name, with the place each value comes from."""
+    """A config whose values are read by full name, with the origin of each value."""
 
     config: RunConfig
     sources: Mapping[str, str] = field(default_factory=dict)
     mistakes: Mistakes = field(default_factory=Mistakes)
 
     def apply(self, rule: Callable[..., None], *args: Any) -> None:
-        """Call a rule with this config; it ends where it reads a setting that was refused."""
+        """Call a rule with this config; it ends at the first read of an invalid setting."""
         with suppress(_Unknown):
             rule(self, *args)
 
     def get(self, name: str) -> Any:
-        """The value of "section.name"; of what a section derives from its settings, too."""
+        """Return the value of "section.name", which may be a derived property of the section."""
         section, _, leaf = name.partition(".")
         if section == "teachers":
             teacher, _, leaf = leaf.partition(".")
@@ -83,7 +79,7 @@ class CheckedConfig:
         return find_engine(self.get("rollout.engine")).has(ability)
 
     def require(self, holds: bool, name: str, why: str, *, expected: str, hint: str) -> bool:
-        """Note a mistake in `name` unless `holds`, which is returned; `why` continues the sentence "name = value"."""
+        """Record a mistake in `name` unless `holds`, which is returned; `why` continues the sentence "name = value"."""
         if not holds:
             place = self.sources.get(name)
             source = f"{name} ({place})" if place else name

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sanity of a config that needs no world size, no model and no data.
+"""Checks of a config that need no world size, no model and no data.
 
-What cannot be done, or would make the numbers mean something else than the user expects, is refused here, before any
-process group exists; what has no effect is said in `idle.py`. What needs the world size is in `batch_plan.py`.
+Settings that cannot work, or would change the meaning of the numbers, are refused here, before any process group
+exists; `idle.py` reports settings without effect, `batch_plan.py` checks against the world size.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ _TRAINED = ("actor", "critic")
 
 
 def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mistakes: Mistakes | None = None) -> None:
-    """Refuse a config whose sections cannot work, whatever the world size.
+    """Refuse a config whose sections cannot work with any world size.
 
     Args:
-        cfg: the resolved config.
-        sources: where each setting comes from (full name -> place), for the errors.
-        mistakes: what is wrong with the settings already.
+        sources: full name -> place of each setting, for the errors.
+        mistakes: earlier mistakes in the settings.
 
     Raises:
-        UserError: all that was found.
+        UserError: all mistakes.
     """
     config = CheckedConfig(cfg, sources or {}, mistakes or Mistakes())
     _check_bounds(config)
@@ -51,7 +50,7 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mista
 
 
 def _check_bounds(config: CheckedConfig) -> None:
-    """Values outside of the bounds that stand with their settings; what depends on them is not judged."""
+    """Collect values outside their declared bounds; rules that depend on them are skipped."""
     for name, info in (list_fields(config.config.teachers) | list_options()).items():
         if name not in config.mistakes.refused and (violation := info.find_violation(config.get(name))):
             config.require(False, name, **violation)
@@ -155,7 +154,7 @@ def _check_weights(config: CheckedConfig) -> None:
 
 
 def _check_step_mode(config: CheckedConfig, section: str) -> None:
-    """What fixed shapes and graphs cannot do; whether there is a GPU is asked in `training/step.py`."""
+    """Check fixed shapes and graphs; `training/step.py` checks for a GPU."""
     name = f"{section}.step_mode"
     mode, budget = config.get(name), config.get(f"{section}.max_tokens_per_microbatch")
     if mode == "eager":
@@ -173,7 +172,7 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
 
 
 def _check_graph(config: CheckedConfig, section: str) -> None:
-    """What the graphs of a step do not hold yet."""
+    """Refuse features that a captured step does not support yet."""
     exchange = "how many tokens experts of other ranks get depends on the routes, and the host reads it"
     refused = [("expert_model_parallel_size", exchange, [1], "1")]
     if config.get(f"{section}.pipeline_model_parallel_size") > 1:
@@ -254,7 +253,7 @@ def _check_observability(config: CheckedConfig) -> None:
 
 
 def _check_debugging(config: CheckedConfig) -> None:
-    """The debugger is installed, on every rank, and a step to stop at has a rank that stops."""
+    """Check that the debugger is installed, on every rank, and that a breakpoint step has a rank."""
     rank, step = config.get("trainer.debug_rank"), config.get("trainer.breakpoint_step")
     config.require(
         rank is None or importlib.util.find_spec("debugpy") is not None,

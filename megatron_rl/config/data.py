@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section `data`: prompts, and how often each of their files is drawn from."""
+"""The section `data`: prompts, and the sampling weights of their files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DataConfig:
 
 
 def reduce_weights(weights: Sequence[float]) -> list[int]:
-    """The smallest integers in the proportion of positive weights, as they are written in decimals."""
+    """Return the smallest integers in the proportion of positive weights, taken as decimals."""
     shares = [Fraction(repr(weight)) for weight in weights]
     unit = math.lcm(*(share.denominator for share in shares))
     whole = [int(share * unit) for share in shares]

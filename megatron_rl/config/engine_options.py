@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`rollout.engine_options`: what of vLLM's `EngineArgs` a run may not set, and why; everything else passes."""
+"""`rollout.engine_options`: refused arguments of vLLM's `EngineArgs`, with reasons; everything else passes."""
 
 from __future__ import annotations
 

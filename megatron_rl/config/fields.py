@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the settings are called and which values they take, read off the dataclasses of `schema.py`.
+"""Names and types of all settings, read from the dataclasses of `schema.py`.
 
-The dataclasses are the only place where a setting is declared; this module turns them into one flat
-table `section.leaf -> FieldInfo` and checks a value against the annotation. Invariant: a value that
-passes `coerce` has exactly the annotated type; nothing is rounded, cut or guessed on the way.
+The dataclasses are the only declarations; this module makes one flat table `section.leaf -> FieldInfo` and checks
+values against annotations. Invariant: a value that passes `coerce` has exactly the annotated type; nothing is rounded,
+cut or guessed.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class FieldInfo:
 
     Attributes:
         name: full name, `section.leaf`.
-        annotation: its type as declared, resolved.
-        default: default value; `MISSING` where the user must give one.
+        annotation: its declared type, resolved.
+        default: default value; `MISSING` if the user must give one.
         doc: one sentence.
         unit: unit of the value, or "".
         bounds: of `option`.
@@ -80,7 +80,7 @@ class FieldInfo:
 
     @property
     def required(self) -> bool:
-        """True where there is no default."""
+        """Whether it has no default."""
         return self.default is MISSING
 
     @property
@@ -98,23 +98,23 @@ class FieldInfo:
 
     @property
     def is_mapping(self) -> bool:
-        """True if the value is a mapping: of free keys, or of those that a dataclass declares."""
+        """Whether the value is a mapping, with free keys or with those of a dataclass."""
         return self.kind == dict[str, Any] or dataclasses.is_dataclass(self.kind)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The accepted values of a `Literal`, or of a list's items, as YAML writes them, else ()."""
+        """Accepted values of a `Literal`, or of a list's items, as YAML writes them, else ()."""
         literal = typing.get_args(self.kind)[0] if typing.get_origin(self.kind) is list else self.kind
         return tuple(map(_write, typing.get_args(literal))) if typing.get_origin(literal) is Literal else ()
 
     def describe_type(self) -> str:
-        """The accepted values in words: "integer or null", "float32 | bfloat16"."""
+        """Return the accepted values in words: "integer or null", "float32 | bfloat16"."""
         words = " | ".join(self.choices) if self.choices else "mapping" if self.is_mapping else SIMPLE_TYPES[self.kind]
         words = f"list of {words}" if self.choices and typing.get_origin(self.kind) is list else words
         return f"{words} or null" if self.accepts_none else words
 
     def find_violation(self, value: Any) -> dict[str, str] | None:
-        """The words of an error about a value outside of the bounds: `why`, `expected` and `hint`; None inside."""
+        """Return `why`, `expected` and `hint` of an error if the value is out of bounds, else None."""
         bounds = {key: self.bounds[key] for key in _COMPARISONS if key in self.bounds and value is not None}
         for key, bound in bounds.items():
             holds, _, words = _COMPARISONS[key]
@@ -129,7 +129,7 @@ class FieldInfo:
 
 
 def list_fields(teachers: Iterable[str] = ("NAME",)) -> dict[str, FieldInfo]:
-    """Every setting of every section, in the order of declaration, by full name; not the options of plugins.
+    """Return every setting of every section by full name, in order of declaration, without options of plugins.
 
     Args:
         teachers: names of the teachers; by default one stands for all of them.
@@ -146,7 +146,7 @@ def list_fields(teachers: Iterable[str] = ("NAME",)) -> dict[str, FieldInfo]:
 
 
 def read_fields(declaration: Any, prefix: str) -> dict[str, FieldInfo]:
-    """The settings that a dataclass declares, in order, by full name, nested ones included."""
+    """Return the settings of a dataclass by full name, in order, nested ones included."""
     hints, found = _read_hints(declaration), {}
     for item in dataclasses.fields(declaration):
         name, annotation = f"{prefix}.{item.name}", hints[item.name]
@@ -162,7 +162,7 @@ def read_fields(declaration: Any, prefix: str) -> dict[str, FieldInfo]:
 
 
 def build_section(declaration: Any, prefix: str, values: Mapping[str, Any]) -> Any:
-    """A dataclass of settings, and what is nested in it, from values by full name; the others have their defaults."""
+    """Build a dataclass of settings, nested ones included, from values by full name, with defaults for missing ones."""
     hints, given = _read_hints(declaration), {}
     for item in dataclasses.fields(declaration):
         name, annotation = f"{prefix}.{item.name}", hints[item.name]
@@ -174,12 +174,12 @@ def build_section(declaration: Any, prefix: str, values: Mapping[str, Any]) -> A
 
 
 def section_names() -> set[str]:
-    """Names of sections, nested ones included."""
+    """Return the names of sections, nested ones included."""
     return {name.rpartition(".")[0] for name in list_fields()} | {TEACHERS}
 
 
 def section_classes() -> dict[str, type]:
-    """Section name -> its dataclass, in the order of declaration; that of the teachers is the class of each."""
+    """Return section name -> dataclass, in order of declaration; for the teachers, the class of each."""
     hints = _read_hints(RunConfig)
     classes = {item.name: hints[item.name] for item in dataclasses.fields(RunConfig)}
     return classes | {TEACHERS: typing.get_args(classes[TEACHERS])[1]}
@@ -189,15 +189,15 @@ def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) ->
     """Check a value against the annotation of its setting.
 
     Args:
-        info: the setting.
         value: the value as YAML reads it.
-        source: where the value stands, for the error.
-        text: the characters as typed, where they come from the command line; a setting that takes
-            text gets them unchanged (`trainer.run_dir=2024`).
+        source: place of the value, for the error.
+        text: the characters as typed on the command line, if any; a setting that takes text gets them unchanged
+            (`trainer.run_dir=2024`).
 
     Returns:
-        The value with the annotated type (an integer given for a number becomes a float, one item
-        given for a list becomes a list of one).
+        The value with the annotated type (an integer given for a number becomes a float, one item given for a list
+        becomes
+        a list of one).
 
     Raises:
         UserError: the value has another type or is not among the choices.
@@ -218,7 +218,7 @@ def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) ->
 
 
 def _convert_entries(info: FieldInfo, value: Mapping[Any, Any], source: str) -> Any:
-    """The dataclass of a setting from a mapping; keys that are not given have their defaults."""
+    """Convert a mapping into the dataclass of a setting, with defaults for missing keys."""
     declared, entries = read_fields(info.kind, info.name), {}
     for key, entry in value.items():
         name = f"{info.name}.{key}"
@@ -301,7 +301,7 @@ def _type_hint(info: FieldInfo, value: Any) -> str:
 
 
 def leaf_candidates(leaf: str, names: Iterable[str]) -> list[str]:
-    """The full names that end in `.leaf`."""
+    """Return the full names that end in `.leaf`."""
     return [name for name in names if name.rpartition(".")[2] == leaf]
 
 
@@ -324,11 +324,11 @@ _SYNONYMS = {
 
 
 def unknown_key_error(name: str, source: str, fields: Mapping[str, FieldInfo], aliases: Iterable[str]) -> UserError:
-    """The error for a name that is no setting, with the closest names that are.
+    """Return the error for an unknown name, with the closest known ones.
 
     Args:
         name: the name as given.
-        source: where it stands.
+        source: place of the name.
         fields: the settings, by full name.
         aliases: further accepted names.
     """

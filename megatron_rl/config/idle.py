@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that have no effect beside the others: each is said once, and put aside where it would be in the way.
+"""Settings without effect in combination with others: each is reported once, and reset if it would be in the way.
 
-Who changes one thing (one GPU instead of four, no validation, another step mode) need not change three.
+A user who changes one thing (one GPU instead of four, no validation, another step mode) need not change three.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ _SHAPE_SETTINGS = {"bucket_tokens": [], "graph_memory_gib": None}
 
 
 def put_aside(config: RunConfig, sources: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
-    """The config without its idle settings, and a note for each.
+    """Return the config without its idle settings, and a note for each.
 
     Args:
-        config: as it was given.
-        sources: where each setting comes from (full name -> place).
+        sources: full name -> place of each setting.
     """
     notes = []
     for name, why, value in list(_find_idle(config)):
@@ -36,7 +35,7 @@ def put_aside(config: RunConfig, sources: Mapping[str, str]) -> tuple[RunConfig,
 
 
 def _find_idle(config: RunConfig) -> Iterator[_Idle]:
-    """The full name of each, why it has no effect, and the value that the run takes instead."""
+    """Yield the full name of each idle setting, the reason, and the value that the run takes instead."""
     for section in ("actor", "critic", "reward_model"):
         yield from _find_in_layout(config, section)
     for section in ("actor", "critic"):

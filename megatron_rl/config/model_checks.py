@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations of settings that models cannot take: quantization, ZeRO-3, routers, MTP layers, teachers."""
+"""Combinations of settings that models do not support: quantization, ZeRO-3, routers, MTP layers, teachers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.extension.engines import name_engines
 
 
 def check_quantization(config: CheckedConfig, section: str) -> None:
-    """A matrix in four bits takes no gradients, and two models of one path are to be one model."""
+    """Refuse gradients for four-bit matrices, and different quantization of two models with one path."""
     name = f"{section}.quantization"
     if config.get(name) == "none":
         return
@@ -48,7 +48,7 @@ _TRAINED = ("actor", "critic")
 
 
 def check_zero_stages(config: CheckedConfig) -> None:
-    """Refuse settings that stage 3 does not work with."""
+    """Refuse settings that stage 3 does not support."""
     for section in (*_TRAINED, "reward_model", *(f"teachers.{teacher}" for teacher in config.config.teachers)):
         name = f"{section}.zero_stage"
         if config.get(name) != FULLY_SHARDED:
@@ -71,7 +71,7 @@ def check_zero_stages(config: CheckedConfig) -> None:
 
 
 def _list_wanted(section: str) -> Iterator[tuple[str, Any, str]]:
-    """Settings, the value that each must have, and why."""
+    """Yield settings, the value that each must have, and the reason."""
     if section in _TRAINED:
         yield f"{section}.step_mode", "eager", "weights are gathered for every layer, at other addresses"
         yield f"{section}.optimizer", "adam", "Muon's momentum is exchanged through the gradient buffers of ZeRO-1"
@@ -86,7 +86,7 @@ _HINT = "set actor.router_replay=trainer, which asks nothing of the engine, or {
 
 
 def check_routers(config: CheckedConfig) -> None:
-    """Routes can be recorded where the forward of the engine is in sight, one step at a time."""
+    """Refuse replayed routes unless the engine's forward is observable, one step at a time."""
     config.require(
         not config.get("actor.router_bias_rate") or config.get("actor.lora.rank") == 0,
         "actor.router_bias_rate",
@@ -123,7 +123,7 @@ def check_routers(config: CheckedConfig) -> None:
 
 
 def check_mtp(config: CheckedConfig) -> None:
-    """The layer behind the last one learns from the whole weights of a policy, microbatch by microbatch."""
+    """Refuse to train the MTP layer without the policy's whole weights, microbatch by microbatch."""
     rate = config.get("actor.mtp_lr")
     for name, needed in (("step_mode", "eager"), ("lora.rank", 0), ("zero_stage", 1)):
         config.require(
@@ -139,7 +139,6 @@ _KIND, _CHOICE = "algorithm.distillation.kind", "algorithm.distillation.choose_b
 
 
 def _check_teachers(config: CheckedConfig) -> None:
-    """Teachers that can be built."""
     teachers = config.config.teachers
     config.require(
         bool(teachers) or config.get("algorithm.adv_estimator") != "distill",
@@ -208,7 +207,7 @@ def _check_name(config: CheckedConfig, name: str) -> None:
 
 
 def _check_reset(config: CheckedConfig) -> None:
-    """A reference that can take over the actor's weights where they are."""
+    """Refuse `reset_every` for a reference that cannot copy the actor's weights in place."""
     if config.get("reference.reset_every") is None:
         return
     for name, default, why in (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that plugins declare: `algorithm.options.<name>.<key>`, read, checked and shown as the schema's are.
+"""Settings that plugins declare: `algorithm.options.<name>.<key>`, read, checked and shown like built-in ones.
 
-An estimator, a loss or an aggregation that is registered with `options=` a frozen dataclass is given an instance of it.
+An estimator, loss or aggregation that is registered with `options=` a frozen dataclass receives an instance of it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ OPTIONS: dict[str, type] = {}
 
 
 def check_options(name: str, options: type, place: str) -> None:
-    """Refuse what cannot be the options of a name.
+    """Refuse an invalid dataclass of options.
 
     Args:
-        name: what the plugin registers.
-        options: its dataclass.
-        place: file:line of what is registered, for errors.
+        name: registered name of the plugin.
+        place: file:line of the registration, for errors.
 
     Raises:
-        UserError: no frozen dataclass, a field without a default or of a type that no setting has, a default of another
-            type, or a name that has other options already.
+        UserError: no frozen dataclass, a field without a default or of an unsupported type, a default of another type,
+            or a name that has other options already.
     """
     declared: Any = options if isinstance(options, type) and dataclasses.is_dataclass(options) else None
     if declared is None or not declared.__dataclass_params__.frozen:
@@ -62,22 +61,22 @@ def check_options(name: str, options: type, place: str) -> None:
                 hint="declare it with one of these types",
             )
         coerce(info, info.default, place)
-    options()  # what its own checks raise about the defaults is the error of the import
+    options()  # an exception of its own checks on the defaults is the error of the import
 
 
 def list_options() -> dict[str, FieldInfo]:
-    """The settings that the plugins of this process have declared, by full name."""
+    """Return the settings declared by the plugins of this process, by full name."""
     return {
         key: info for name, options in OPTIONS.items() for key, info in read_fields(options, f"{PREFIX}.{name}").items()
     }
 
 
 def build_options(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """The options of every name, with the values that were given.
+    """Build the options of every name from the given values.
 
     Args:
-        values: full name of a setting -> its value, checked.
-        sources: full name -> where it was given, for errors.
+        values: full name of a setting -> its checked value.
+        sources: full name -> place, for errors.
 
     Raises:
         UserError: the dataclass itself refuses the values, in its `__post_init__`.
@@ -101,7 +100,7 @@ def build_options(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict
 
 
 def find_options(config: AlgorithmConfig, name: str) -> Any:
-    """The options of a name in this run; None where it has declared none."""
+    """Return the options of a name in this run; None if it has declared none."""
     if name in config.options or name not in OPTIONS:
         return config.options.get(name)
     return OPTIONS[name]()  # a config that was not read from settings

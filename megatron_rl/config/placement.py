@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections `placement`, `layout` and `hybrid`: where roles live, who lays them out, how weights travel."""
+"""The sections `placement`, `layout` and `hybrid`: ranks of roles, choice of layouts, transfer of weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.types import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig:
-    """The switch between training and rollout: how weights reach the engine, and what is checked."""
+    """The switch between training and rollout: transfer of weights to the engine, and its verification."""
 
     transport: Literal["auto", "pull", "buckets"] = option(
         "auto", "pull: copy out of the memory of ranks on the same host; buckets: messages; auto: pull where possible."
@@ -32,7 +32,7 @@ class HybridConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoLayoutConfig:
-    """Who lays the roles out; `layout: auto` is short for `layout: {mode: auto}` (docs/planning.md)."""
+    """Choice of the layouts; `layout: auto` is short for `layout: {mode: auto}` (docs/planning.md)."""
 
     mode: Literal["given", "auto"] = option(
         "given", "given: as the sections say; auto: the planner's fastest layout that fits."
@@ -46,7 +46,7 @@ class AutoLayoutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """Where roles live. Roles on different ranks work at the same time."""
+    """Ranks of the roles. Roles on different ranks work at the same time."""
 
     actor: str | None = option(None, "Ranks of the actor, from rank 0 on: 0-3, or a share, 1/4; default: all.")
     critic: str | None = option(None, "Ranks of the critic, such as 4-7 or 1/2; default: all.")
@@ -56,22 +56,21 @@ class PlacementConfig:
     rollout: str | None = option(None, "Ranks of the rollout engines, such as 2-7 or 3/4; default: all.")
 
     def ranks_of(self, role: str, world_size: int) -> range:
-        """The ranks of a role.
+        """Return the ranks of a role.
 
         Args:
             role: name of a setting.
-            world_size: ranks of the job.
 
         Raises:
-            UserError: a role has no range, or one that is not all there, or a share that is no number of ranks.
+            UserError: a role has no range, a range exceeds the job, or a share is no whole number of ranks.
         """
         return self._resolve(world_size).get(role, range(world_size))
 
     def _resolve(self, world_size: int) -> dict[str, range]:
-        """The ranks of all roles that are named.
+        """Return the ranks of all named roles.
 
-        A share begins behind the role that is named before it, in the order of the settings, and at rank 0 where too
-        few ranks are left there.
+        A share begins after the role named before it, in the order of the settings, or at rank 0 if too few ranks are
+        left.
         """
         found, end = {}, 0
         for role in self.placed:
@@ -87,7 +86,7 @@ class PlacementConfig:
 
     @property
     def placed(self) -> list[str]:
-        """The roles that have ranks of their own; a teacher is `teachers.NAME`."""
+        """Roles with explicit ranks; a teacher is `teachers.NAME`."""
         found: list[str] = []
         for item in fields(self):
             if item.name == "teachers":
@@ -97,12 +96,12 @@ class PlacementConfig:
         return found
 
     def text_of(self, role: str) -> str:
-        """What is said of a role that is placed."""
+        """Return the setting's text for a placed role."""
         section, _, teacher = role.partition(".")
         return str(self.teachers[teacher] if teacher else getattr(self, section))
 
     def describe(self, world_size: int) -> str:
-        """`actor on 0-1, critic on 2-3, others on all ranks`; empty where all are on all ranks."""
+        """Return a line like `actor on 0-1, critic on 2-3, others on all ranks`; empty if all roles are on all ranks."""
         if not self.placed:
             return ""
         named = (f"{role} on {format_ranks(ranks)}" for role, ranks in self._resolve(world_size).items())
@@ -110,7 +109,7 @@ class PlacementConfig:
 
 
 def format_ranks(ranks: range) -> str:
-    """`2-3`, or `2` where there is one."""
+    """Format ranks as `2-3`, or `2` for a single one."""
     return f"{ranks.start}-{ranks.stop - 1}" if len(ranks) > 1 else f"{ranks.start}"
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A config as people read it: dict, YAML, and the text behind `--help`.
+"""A config in readable form: dict, YAML, and the text of `--help`.
 
-`dump_yaml` writes every setting of every section, so that the file in the run directory states the
-whole run; loading it again gives the same config, but for credentials in URLs.
+`dump_yaml` writes every setting of every section, so that the file in the run directory describes the whole run;
+loading it again gives the same config, except for credentials in URLs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Settings are given in the recipe (nested sections) and on the command line, whic
 
 
 def config_to_dict(cfg: RunConfig) -> dict[str, dict[str, Any]]:
-    """The resolved config as section -> key -> value; JSON and YAML can hold all values.
+    """Return the resolved config as section -> key -> value, with JSON and YAML types.
 
-    Credentials in URLs are left out: what is made of it is written to files, checkpoints and W&B.
+    Credentials in URLs are removed, since the result is written to files, checkpoints and W&B.
     """
     sections = dataclasses.asdict(cfg)
     for role in (sections["critic"], sections["reward_model"], *sections["teachers"].values()):
@@ -42,7 +42,7 @@ def config_to_dict(cfg: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def redact(text: str) -> str:
-    """The text with *** for the credentials of each URL in it, `http://user:token@host`."""
+    """Replace the credentials of each URL in a text, `http://user:token@host`, by ***."""
     return re.sub(r"(https?://)[^/?#\s]+@", r"\1***@", text)
 
 
@@ -55,19 +55,19 @@ def _redact_all(value: Any) -> Any:
 
 
 def dump_yaml(cfg: RunConfig) -> str:
-    """The resolved config as YAML; `load_config` reads it back to an equal config."""
+    """Return the resolved config as YAML; `load_config` reads it back to an equal config."""
     return yaml.dump(config_to_dict(cfg), Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes lists inside a mapping indented, as people write them."""
+    """YAML writer that indents lists inside mappings."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
 
 
 def format_help(width: int = 100) -> str:
-    """Every setting with its type, default, unit and meaning, imported plugins included.
+    """Return every setting with its type, default, unit and meaning, imported plugins included.
 
     Args:
         width: columns of the text.
@@ -92,7 +92,7 @@ def _describe(info: FieldInfo, width: int) -> list[str]:
 
 
 def render(value: Any) -> str:
-    """A value as a recipe would say it."""
+    """Format a value as in a recipe."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if dataclasses.is_dataclass(value):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the checks of a config that is about generation."""
+"""Checks of a config about generation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_rl.extension.engines import name_engines
 
 
 def _check_engine(config: CheckedConfig) -> None:
-    """Engines that are there, and what each of them can be asked for."""
+    """Check that the engine exists and supports the requested features."""
     engine, tp_size = config.get("rollout.engine"), config.get("rollout.tensor_model_parallel_size")
     supports = config.supports
     sizes = {1, config.get("actor.tensor_model_parallel_size") if supports("is_actor") else 1}
@@ -30,7 +30,7 @@ def _check_engine(config: CheckedConfig) -> None:
 
 
 def _check_server(config: CheckedConfig) -> None:
-    """Require what a run needs to reach servers that it does not start."""
+    """Require the settings for servers that the run does not start."""
     engine, supports = config.get("rollout.engine"), config.supports
     if not supports("is_server"):
         return
@@ -94,7 +94,7 @@ def _check_abilities(config: CheckedConfig) -> None:
 
 
 def _check_options(config: CheckedConfig) -> None:
-    """What the user hands to vLLM."""
+    """Check `rollout.engine_options`: no refused argument, an engine that takes options, and no `rollout.bitwise`."""
     options = config.get("rollout.engine_options")
     for name in options:
         config.require(
@@ -121,7 +121,7 @@ def _check_options(config: CheckedConfig) -> None:
 
 
 def _check_precision(config: CheckedConfig) -> None:
-    """What engines that compute with fewer bits than training need."""
+    """Check the settings that engines with lower precision than training need."""
     options, name = config.get("rollout.engine_options"), "rollout.quantization"
     is_coded = config.get(name) != "none"
     config.require(
@@ -158,7 +158,7 @@ def _check_precision(config: CheckedConfig) -> None:
 
 
 def check_validation_sets(config: CheckedConfig) -> None:
-    """Settings of single sets; whether there is such a set is asked when the prompts are read."""
+    """Check the settings of single validation sets; their names are checked when the prompts are read."""
     bounds = {
         "n": lambda value: isinstance(value, int) and value >= 1,
         "temperature": lambda value: value >= 0,
@@ -187,7 +187,7 @@ def check_validation_sets(config: CheckedConfig) -> None:
 
 
 def _check_thinking(config: CheckedConfig) -> None:
-    """What does not know tokens inside of a response that nobody sampled."""
+    """Refuse features that do not support inserted tokens inside a response."""
     name, budget = "rollout.thinking_budget", config.get("rollout.thinking_budget")
     sets = (config.get("rollout.for_validation")(one) for one in ("", *config.get("rollout.validation_sets")))
     if budget is None and all(one.thinking_budget is None for one in sets):
@@ -255,7 +255,7 @@ def _check_truncation(config: CheckedConfig) -> None:
 
 
 def _check_schedule(config: CheckedConfig) -> None:
-    """What samples of older weights need, and when a schedule can be replayed."""
+    """Check the settings that samples of older weights need, and the replay of a schedule."""
     is_timed = config.get("schedule.updates") == "in_flight" and config.get("schedule.steps_per_update") is None
     config.require(
         config.get("schedule.replay") is None or is_timed and config.get("schedule.max_staleness") > 0,
@@ -277,7 +277,7 @@ def _check_schedule(config: CheckedConfig) -> None:
 
 
 def _check_agents(config: CheckedConfig) -> None:
-    """What episodes with an environment do not work with."""
+    """Refuse features that do not support episodes with an environment."""
     names = [name for name in ("agents.environment", "agents.tools", "agents.program") if config.get(name)]
     if not names:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models a run has, and what each of them is: decided in `run/resolve.py`, asked by everybody else."""
+"""The models of a run and their properties, decided in `run/resolve.py`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class RoleSpec:
 
     Attributes:
         name: "actor", "critic", "reference", "reward_model", "teachers.NAME", or "mtp", a part of the actor.
-        path: HF directory of its first weights, or a checkpoint of this package.
-        section: name of its section of the config; the reference has the actor's.
-        settings: that section: its layout, and if it is trained its optimizer and step mode.
-        head: what is made of its hidden states: log-probs of tokens, values of states, or scores of all positions.
-        trainable: whether it has an optimizer; `settings` is a `TrainedConfig` then.
+        path: HF directory of its initial weights, or a checkpoint of this package.
+        section: name of its config section; the reference uses the actor's.
+        settings: that section: its layout and, if trained, its optimizer and step mode.
+        head: output of the model: log-probs of tokens, values of states, or scores of all positions.
+        trainable: whether it has an optimizer; `settings` is then a `TrainedConfig`.
         offload: keep its weights on the host except while it works.
-        is_reset: it takes over the actor's weights every so often: they are saved with those that are trained.
-        may_lack: tensors that are zero where the files do not have them.
-        batch_invariant: the bits of a token do not depend on what is computed beside it.
-        shares: the role whose model, without its adapters, this one is; it has no weights of its own then.
+        is_reset: copies the actor's weights periodically, so its weights are saved like trained ones.
+        may_lack: tensors that are zero if the files lack them.
+        batch_invariant: the bits of a token do not depend on the rest of the batch.
+        shares: the role whose model, without adapters, it reuses; it then has no weights of its own.
     """
 
     name: str
@@ -43,25 +43,25 @@ class RoleSpec:
 
     @property
     def training(self) -> TrainedConfig:
-        """The settings of a role that is trained."""
+        """Settings of a trained role."""
         assert self.trainable and isinstance(self.settings, TrainedConfig)
         return self.settings
 
     @property
     def lora(self) -> LoraConfig | None:
-        """The adapters on its model; None: there are none. The reference has the actor's layout, but no adapters."""
+        """Adapters on its model, or None; the reference has the actor's layout, but no adapters."""
         if self.name != self.section or not isinstance(self.settings, TrainedConfig):
             return None
         return self.settings.lora if self.settings.lora.rank else None
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the matrices of its layers lie in NF4; a reference of its own is as its files have it."""
+        """Whether its layer matrices are in NF4; a separate reference keeps the precision of its files."""
         return self.lora is not None and getattr(self.settings, "quantization", "none") == "nf4"
 
     @property
     def title(self) -> str:
-        """Its name in words."""
+        """Name in words."""
         return self.name.replace("teachers.", "teacher ").replace("_", " ")
 
     @property
@@ -72,12 +72,12 @@ class RoleSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """The models of a run, and what its estimator asks of the rollouts.
+    """The models of a run, and its estimator's needs.
 
     Attributes:
         roles: by name, in the order in which they are built; the actor is the first.
         needs_greedy_baseline, needs_group, needs_sum_pi_squared: of the estimator, see `RegisteredEstimator`.
-        why_recompute: what needs `old_logprobs` before the update; empty: its first pass gives them.
+        why_recompute: reason for computing `old_logprobs` before the update; empty if its first pass gives them.
     """
 
     roles: Mapping[str, RoleSpec]
@@ -88,7 +88,7 @@ class RunSpec:
 
     @property
     def num_scoring_passes(self) -> int:
-        """Forward passes over a step's samples for log-probs alone: of the policy, and of the reference."""
+        """Forward passes per step for log-probs alone, of policy and reference."""
         return bool(self.why_recompute) + ("reference" in self.roles)
 
     @property
@@ -98,21 +98,21 @@ class RunSpec:
 
     @property
     def laid_out(self) -> list[RoleSpec]:
-        """Roles with a layout of their own."""
+        """Roles with their own layout."""
         return [role for role in self.roles.values() if role.section == role.name]
 
     @property
     def laid_out_alike(self) -> list[RoleSpec]:
-        """Those for which the planner looks for a layout, one for all; a teacher keeps that of its section."""
+        """Roles that share the planner's layout; a teacher keeps that of its section."""
         return [role for role in self.laid_out if not role.is_teacher]
 
     @property
     def teachers(self) -> dict[str, RoleSpec]:
-        """The teachers by the names of their sections."""
+        """Teachers by the names of their sections."""
         return {role.name.partition(".")[2]: role for role in self.roles.values() if role.is_teacher}
 
     def with_config(self, config: RunConfig) -> RunSpec:
-        """The same roles with the layouts of another config, and with what it offloads."""
+        """Return the same roles with the layouts and offloading of another config."""
         return replace(
             self,
             roles={

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of `rollout` that say how tokens are drawn."""
+"""The sampling settings of `rollout`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_SERVED = {
 
 @dataclass(frozen=True)
 class ValidationSampling:
-    """Of one set: responses per prompt, and how they are drawn."""
+    """Sampling of one validation set."""
 
     n: int
     temperature: float
@@ -30,7 +30,7 @@ class ValidationSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How responses are drawn (docs/sampling.md)."""
+    """Sampling of responses (docs/sampling.md)."""
 
     temperature: float = option(
         1.0,
@@ -98,17 +98,17 @@ class SamplingSettings:
 
     @property
     def is_truncated(self) -> bool:
-        """True if rollouts are drawn from a part of the vocabulary."""
+        """Whether rollouts are drawn from a part of the vocabulary."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0 or self.min_tokens > 0
 
     @property
     def is_ever_truncated(self) -> bool:
-        """True if rollouts or responses of validation are."""
+        """Whether rollouts or validation responses are."""
         sets = (self.for_validation(name) for name in (*self.validation_sets, ""))
         return self.is_truncated or any(one.top_p < 1.0 or one.top_k > 0 for one in sets)
 
     def for_validation(self, name: str) -> ValidationSampling:
-        """How responses to the prompts of a validation set are drawn."""
+        """Return the sampling of a validation set."""
         common = ValidationSampling(
             self.validation_n,
             self.validation_temperature,

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting of a run: nested frozen dataclasses, one section per role or room.
+"""Every setting of a run: nested frozen dataclasses, one section per role or topic.
 
-A field is declared with `option(default, "what it does", unit=...)`; `--help` is made from these
-declarations. What the config alone tells is checked in `checks.py`, what takes the world size in
-`batch_plan.py`, what takes the files in `run/inputs.py`. Leaves are spelled as Megatron spells them.
+A field is declared with `option(default, "help text", unit=...)`, the source of `--help`. `checks.py` checks the config
+alone, `batch_plan.py` against the world size, `run/inputs.py` against the files. Leaves are spelled as in Megatron.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutConfig:
-    """How one role's model is spread over the ranks, and how much it takes at once."""
+    """Distribution of one role's model over the ranks, and its batch limits."""
 
     tensor_model_parallel_size: int = option(1, "Ranks that share each matrix (TP).", "ranks", ge=1)
     pipeline_model_parallel_size: int = option(1, "Pipeline stages (PP).", "ranks", ge=1)
@@ -123,7 +122,7 @@ class TrainedConfig(LayoutConfig):
 
     @property
     def use_distributed_optimizer(self) -> bool:
-        """True if optimizer states are sharded over DP (ZeRO-1)."""
+        """Whether optimizer states are sharded over DP (ZeRO-1)."""
         return self.zero_stage > 0
 
 
@@ -160,7 +159,7 @@ class ActorConfig(TrainedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig(TrainedConfig):
-    """The value model of PPO, in a layout of its own; it takes the actor's minibatches and passes."""
+    """The value model of PPO, in its own layout, with the actor's minibatches and passes."""
 
     enable: bool | None = option(None, "Train a critic; default: if algorithm.adv_estimator needs values.")
     path: str | None = option(
@@ -218,7 +217,7 @@ class RolloutConfig(SamplingSettings):
     engine_options: dict[str, Any] = option({}, "vLLM: further EngineArgs; some are refused (docs/sampling.md).")
 
     def supports(self, ability: str) -> bool:
-        """Whether the engine has one of `extension.engines.ABILITIES`; UserError if there is no engine of its name."""
+        """Whether the engine has one of `extension.engines.ABILITIES`; UserError for an unknown engine."""
         return find_engine(self.engine).has(ability)
 
 
@@ -247,7 +246,7 @@ class TeacherConfig(LayoutConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """How responses are scored: a weighted sum of sources, each logged by its name."""
+    """Scoring of responses: a weighted sum of sources, each logged by its name."""
 
     rule: Literal["exact", "math", "format", "by_data_source"] = option(
         "math", "Rule if nothing else is given; by_data_source: what verl gives on public sets."
@@ -382,7 +381,7 @@ class RunConfig:
     observability: ObservabilityConfig = dataclasses.field(default_factory=ObservabilityConfig)
 
     def share_settings(self) -> RunConfig:
-        """The same with the actor's `ACTOR_DECIDES` in the critic and in teachers."""
+        """Return the config with the actor's `ACTOR_DECIDES` in the critic and in teachers."""
         roles = ["critic", *(f"teachers.{name}" for name in self.teachers)]
         return self.with_sections(
             {
@@ -392,12 +391,12 @@ class RunConfig:
         )
 
     def section(self, name: str) -> Any:
-        """A section by its name; that of a teacher is `teachers.NAME`."""
+        """Return a section by its name; that of a teacher is `teachers.NAME`."""
         first, _, teacher = name.partition(".")
         return self.teachers[teacher] if teacher else getattr(self, first)
 
     def with_sections(self, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-        """The same with other settings: name of a section -> leaf -> value."""
+        """Return the config with other settings: name of a section -> leaf -> value."""
         changed = {name: replace(self.section(name), **values) for name, values in changes.items()}
         teachers = {name: changed.pop(f"teachers.{name}", teacher) for name, teacher in self.teachers.items()}
         return replace(self, **changed, teachers=teachers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a setting is declared, and the sections beside models and data: agents, adapters, servers, schedule, logs."""
+"""Declaration of a setting, and the sections besides models and data: agents, adapters, servers, schedule, logs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def option(default: Any, doc: str, unit: str = "", **bounds: Any) -> Any:
     """Declare one setting.
 
     Args:
-        default: its default; `MISSING` where the user must give one.
+        default: `MISSING` if the user must give a value.
         doc: one sentence for `--help`.
-        unit: unit of the value ("tokens", "prompts", "seconds", ...), where it has one.
-        bounds: `ge`, `gt`, `le`, `lt`: numbers that the value is compared with; for the error `wrong`, what a value
-            outside of them is, and `hint`, what to do, where the usual words are not enough.
+        unit: unit of the value ("tokens", "prompts", "seconds", ...), if any.
+        bounds: `ge`, `gt`, `le`, `lt`: limits of the value; for the error `wrong`, the fault of a value outside them,
+            and `hint`, the remedy, instead of the usual words.
     """
     metadata = {"doc": doc, "unit": unit, "bounds": bounds}
     if isinstance(default, list | dict):
@@ -32,7 +32,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters (LoRA, 2106.09685): they are trained, and the model stays as it is."""
+    """Low-rank adapters (LoRA, 2106.09685): they are trained, and the model stays frozen."""
 
     rank: int = option(0, "Rank of the adapters; 0: the model itself is trained.", ge=0)
     alpha: float | None = option(None, "Adapters are scaled by alpha / rank; default: twice the rank.", gt=0)
@@ -46,14 +46,14 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the product B A is multiplied by."""
+        """Factor of the product B A."""
         alpha = 2.0 * self.rank if self.alpha is None else self.alpha
         return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Engines in processes of their own, which are asked over HTTP."""
+    """Engines in separate processes, called over HTTP."""
 
     endpoints: list[str] = option(
         [],
@@ -81,7 +81,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Which weights make which sample (docs/schedules.md)."""
+    """Policy version of each sample (docs/schedules.md)."""
 
     max_staleness: int = option(
         0,
@@ -117,7 +117,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentsConfig:
-    """Episodes: an environment answers the policy's replies until it says that the episode is done."""
+    """Episodes: an environment answers the policy's replies until it ends the episode."""
 
     environment: str | None = option(
         None,
@@ -155,13 +155,13 @@ class AgentsConfig:
 
     @property
     def has_episodes(self) -> bool:
-        """True if an environment, tools or a program make episodes of several turns."""
+        """Whether an environment, tools or a program make episodes of several turns."""
         return self.environment is not None or self.program is not None or bool(self.tools)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Training checkpoints (written every trainer.save_freq steps) and what a run does with those it finds."""
+    """Training checkpoints (written every trainer.save_freq steps) and resuming."""
 
     resume: str = option(
         "auto",

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where settings come from: a YAML recipe and the command line, read into one flat list.
+"""Reads a YAML recipe and the command line into one flat list of settings.
 
-Each `Setting` remembers its place (file:line, or the command line), so that every later error can
-name it. The recipe is composed to YAML nodes instead of loaded to a dict, because only nodes know
-their line and only they show a key that stands twice. Nothing is interpreted here: names may be
+Each `Setting` keeps its place (file:line, or the command line) for later errors. The recipe is composed to YAML nodes
+instead of loaded to a dict, because only nodes have lines and repeated keys. Nothing is interpreted here: names may be
 unknown and values may have the wrong type.
 """
 
@@ -34,7 +33,7 @@ class Setting:
     """One `name = value` as given.
 
     Attributes:
-        name: full name, ours or verl's.
+        name: full name, native or verl's.
         value: value as YAML reads it.
         source: file:line, or "command line".
         layer: `RECIPE` or `COMMAND_LINE` (`ASSUMED`: a default of verl that another setting implies).
@@ -51,7 +50,7 @@ class Setting:
 
 
 def read_recipe(path: Path, mistakes: Mistakes) -> list[Setting]:
-    """Read a recipe: nested mappings become dotted names; a key that stands twice is a mistake.
+    """Read a recipe: nested mappings become dotted names; a repeated key is a mistake.
 
     Raises:
         UserError: no such file, or malformed YAML.
@@ -172,10 +171,10 @@ def read_overrides(
     """Read overrides from the command line, in their order.
 
     Args:
-        arguments: what follows the recipe on the command line.
+        arguments: command line after the recipe.
         fields: the settings, for the Megatron spelling `--leaf value`.
-        aliases: imports the names of other projects, which may be flags where no leaf has that name.
-        mistakes: takes what is left out: no override syntax, a missing value, an unknown or ambiguous leaf.
+        aliases: imports the names of other projects, whose flags apply if no leaf has that name.
+        mistakes: collects bad syntax, missing values, unknown and ambiguous leaves.
     """
     settings = []
     rest = deque(arguments)
@@ -251,7 +250,7 @@ def _parse_value(name: str, text: str) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         if not text.startswith(("[", "{")):
-            return text  # a text such as '@run' or '2024-13-45' is fine where text is wanted
+            return text  # text such as '@run' or '2024-13-45' is valid for a text setting
         raise UserError(
             f"the value of {name} cannot be read: {text!r}",
             source="command line",
@@ -261,7 +260,7 @@ def _parse_value(name: str, text: str) -> Any:
 
 
 def describe(setting: Setting) -> str:
-    """`name=value (place)`."""
+    """Format as `name=value (place)`."""
     return f"{setting.name}={_shown(setting.value)} ({setting.source})"
 
 
