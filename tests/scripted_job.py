@@ -178,7 +178,7 @@ class Job:
             rollout=RolloutConfig(n=GROUP, dispatch="samples"),
             reward=RewardConfig(),
             agents=AgentsConfig(environment=None if self.turns is None else "scripted", episodes_in_flight=5),
-            trainer=SimpleNamespace(seed=1),
+            trainer=SimpleNamespace(seed=1, max_failed_share=0.5),
             data=SimpleNamespace(train_batch_size=BATCH, max_response_length=SAMPLING.max_tokens),
             algorithm=SimpleNamespace(
                 dynamic_sampling=self.rounds is not None,

@@ -97,7 +97,6 @@ class BatchPlan:
     """Every number that follows from the config and the world size.
 
     Attributes:
-        world_size: ranks of the job.
         actor_ranks, tp_size, pp_size, cp_size, dp_size: the actor's layout, in ranks.
         engine_ranks, num_engines: ranks per rollout engine, and engines.
         engine_is_actor: the engine runs the actor's modules, in the actor's layout.
@@ -116,7 +115,7 @@ class BatchPlan:
         num_train_prompts: prompts in the data, if read.
         steps_per_epoch: steps per pass over the prompts, possibly a fraction.
         total_steps: steps of the main loop; None if they depend on unread data.
-        total_optimizer_steps: total_steps * optimizer_steps_per_step.
+        total_optimizer_steps: `total_steps * optimizer_steps_per_step`.
     """
 
     world_size: int

@@ -101,7 +101,7 @@ class PlacementConfig:
         return str(self.teachers[teacher] if teacher else getattr(self, section))
 
     def describe(self, world_size: int) -> str:
-        """Return a line like `actor on 0-1, critic on 2-3, others on all ranks`; empty if all roles are on all ranks."""
+        """Return a line like `actor on 0-1, critic on 2-3, others on all ranks`; empty if no role is placed."""
         if not self.placed:
             return ""
         named = (f"{role} on {format_ranks(ranks)}" for role, ranks in self._resolve(world_size).items())
