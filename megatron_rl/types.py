@@ -182,7 +182,7 @@ class RouteShape:
 
     @classmethod
     def of(cls, routes: np.ndarray) -> RouteShape:
-        """Infer the shape from routes; `experts` is only an upper bound."""
+        """Infer the shape from an array of routes; `experts` is the maximum of its dtype, only an upper bound."""
         return cls(routes.shape[1], routes.shape[2], int(np.iinfo(routes.dtype).max))
 
     def unknown(self, length: int) -> np.ndarray:

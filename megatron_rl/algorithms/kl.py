@@ -89,10 +89,13 @@ class AdaptiveKL(KLController):
 
 
 def measure_for_target(kl: np.ndarray, tokens: np.ndarray, config: AlgorithmConfig) -> float:
-    """Return the KL to compare with `kl_target`: the mean over responses of their sum or their mean per token.
+    """Return the KL to compare with `kl_target`: the mean over responses of each response's KL.
+
+    With `kl_target_per` "token", a response's KL is divided by its number of loss tokens.
 
     Args:
-        kl, tokens: [num_rollouts], sums over the tokens in the loss, and their number.
+        kl: [num_rollouts], summed over loss tokens.
+        tokens: [num_rollouts], number of loss tokens.
     """
     return float(np.mean(kl / np.maximum(tokens, 1) if config.kl_target_per == "token" else kl))
 

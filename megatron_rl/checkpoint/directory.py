@@ -230,7 +230,10 @@ def find_weights(path: str | Path) -> FoundWeights:
 
 
 def find_gaps(directory: Path, manifest: Mapping[str, Any], part: int = 0, num_parts: int = 1) -> list[str]:
-    """Return one line per gap in a training checkpoint, or in a share of its roles; other kinds have none."""
+    """List tensors, elements and random states that a training checkpoint lacks or has twice, a line each.
+
+    Checks every `num_parts`-th role from role `part` on; other kinds of checkpoints give [].
+    """
     has_optimizer, gaps = bool(manifest.get("has_optimizer")), []
     for name, role in list(manifest.get("roles", {}).items())[part::num_parts]:
         try:

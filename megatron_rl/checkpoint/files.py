@@ -228,7 +228,7 @@ def split_units(sizes: Mapping[str, int], max_bytes: int, name_file: Callable[[i
 
     Args:
         sizes: tensor -> bytes.
-        max_bytes: per file, which only a single tensor may exceed.
+        max_bytes: limit per file; a larger tensor gets a file of its own.
         name_file: (index from 0, number of files) -> name.
     """
     batches: list[list[str]] = [[]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacement of the linears in a layer spec by linears with adapters or NF4 weights."""
+"""Replaces the linear layers in a layer spec with ones that have adapters or NF4 weights."""
 
 from __future__ import annotations
 

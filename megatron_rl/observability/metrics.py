@@ -40,7 +40,7 @@ class Sink:
         """Take some rollouts of a step, as rows of rollouts/step_<N>.jsonl."""
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """Take an alarm of `health.py`: the failing check and a sentence."""
+        """Receive an alarm of `health.py`: the name of the failed check and a sentence that explains it."""
 
     def close(self) -> None:
         """Write buffered data; may be called again."""

@@ -26,9 +26,9 @@ def list_gpus() -> list[tuple[str, str]]:
 
 
 def explain_unusable_gpus() -> UserError | None:
-    """Return an error if torch sees none of this machine's GPUs, or `None`.
+    """Return an error if this machine has GPUs but torch sees none of them, else `None`.
 
-    A CPU build of torch, or a CUDA_VISIBLE_DEVICES without GPUs, is no error.
+    A CPU build of torch, or CUDA_VISIBLE_DEVICES that hides all GPUs, is not an error.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if torch.cuda.is_available() or torch.version.cuda is None or hidden.strip() in ("", "-1"):

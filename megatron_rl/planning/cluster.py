@@ -138,7 +138,7 @@ class Job:
         return build_layout(role.settings, len(ranks), ranks.start)
 
     def adapters_of(self, role: RoleSpec) -> AdapterShape | None:
-        """Return a role's adapters, or `None` if it trains the model or nothing."""
+        """Return a role's adapters, or `None` if it trains all weights or is frozen."""
         return make_adapter_shape(self.shape_of(role), role.lora, role.section, is_quantized=role.is_quantized)
 
     def shape_of(self, role: RoleSpec) -> ModelShape:

@@ -33,11 +33,11 @@ class RewardFunction(Protocol):
 def load_reward_function(
     name: str, setting: str = "reward.function", answer: AnswerPolicy = "marked"
 ) -> RewardFunction:
-    """Load a rule, or a function from "path.py:name" relative to the working directory.
+    """Load a built-in rule of `RULES` by name, or a user's function "path.py:name", relative to the working directory.
 
     Args:
-        setting: source of the name, for errors.
-        answer: answers that the rule "math" accepts.
+        setting: config setting that holds the name, for errors.
+        answer: for the rule "math": "marked" accepts only a marked answer, "any" also the last expression.
 
     Raises:
         UserError: the file or name is missing, the import fails, or the signature is wrong.

@@ -145,7 +145,7 @@ class Episodes:
         return {key: answer for (_, key), answer in processes.wait().items()}
 
     def record_requests(self, requests: Sequence[Request]) -> None:
-        """Record requests added to the engine."""
+        """Append the tokens of requests to the recordings of their episodes (nothing for plain responses)."""
         for request in () if self._is_plain else requests:
             self._episodes[request.key].recording.record_request(request.tokens)
 

@@ -57,7 +57,6 @@ def check_bitwise(shape: ModelShape, tp_size: int, engine: str) -> None:
 
 
 def _list_products(shape: ModelShape, tp_size: int) -> Iterator[tuple[int, ...]]:
-    """Yield the products of one rank in the format of `find_variance`."""
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size // tp_size
     heads = shape.num_heads // tp_size * shape.head_dim
     kv_heads = max(1, shape.num_kv_heads // tp_size) * shape.head_dim

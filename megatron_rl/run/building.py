@@ -27,11 +27,8 @@ def load(
 ) -> Primitives:
     """Build the primitives for a loop of your own; collective.
 
-    There is no run directory and no watchdog, unlike with a `Trainer`. A process that torchrun did not start, such as a
-    notebook's, is a job of one rank.
-
-    Args:
-        model_path, config, overrides, **parts: see `Trainer.from_hf_config`.
+    Unlike a `Trainer`, it has no run directory and no watchdog. Without torchrun, the process is a job of one rank. For
+    the arguments, see `Trainer.from_hf_config`.
 
     Raises:
         UserError: bad input; on every rank alike, before any process group exists.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find changes since a checkpoint was written: settings, and the content of files that the run depends on.
+"""Find changes since a checkpoint was written: settings, and files that the run depends on.
 
-A checkpoint contains the trained weights. The reference of the KL term, the reward model, the base model of adapters,
-the data, and the user's reward functions and plugins lie outside; their digests show whether they have changed.
+The reference of the KL term, the reward model, the base model of adapters, the data, and the user's reward functions
+and plugins lie outside a checkpoint; digests show whether they have changed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ _BLOCK, _MOST_BLOCKS = 64 << 10, 128
 def find_dependencies(config: RunConfig) -> Dependencies:
     """Digest the files that a run depends on and its checkpoints do not contain.
 
-    Data and code are read completely (about 1 GB/s), weights in samples: 8 MiB of each file, spread over it, and its
-    size. Training changes all matrices of a model, so that the samples differ; an edit of a few numbers may go
-    unnoticed.
+    Data and code are read completely (about 1 GB/s), weights in samples (8 MiB per file): training changes all
+    matrices, but an edit of a few numbers may go unnoticed.
     """
     algorithm, found = config.algorithm, {}
     if config.actor.lora.rank:
@@ -66,15 +65,12 @@ def find_dependencies(config: RunConfig) -> Dependencies:
 
 
 def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable[str], checkpoint: Path) -> list[str]:
-    """Compare the dependencies of a run with those of the run that wrote a checkpoint.
+    """Return the accepted differences, one line each, between the dependencies of a run and of a checkpoint's run.
 
     Args:
-        saved, now: from `find_dependencies`, then and now.
-        allowed: names that may differ, `checkpoint.allow_changes`.
+        saved, now: from `find_dependencies`.
+        allowed: `checkpoint.allow_changes`.
         checkpoint: for the error.
-
-    Returns:
-        The accepted differences, one line each.
 
     Raises:
         UserError: a difference that changes the training.
@@ -97,12 +93,10 @@ def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable
 
 
 def _list_weights(path: str) -> list[Path]:
-    """Return the files of a model, in HF format or a distributed checkpoint."""
     return sorted(file for file in Path(path).iterdir() if file.suffix in (".safetensors", ".distcp"))
 
 
 def _shorten(files: Iterable[Path]) -> list[Path]:
-    """Replace the files of a model by their directory."""
     return list(dict.fromkeys(file.parent if file.suffix in (".safetensors", ".distcp") else file for file in files))
 
 

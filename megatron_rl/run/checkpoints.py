@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save a run, resume it from a checkpoint, and stop it on a signal.
 
-A checkpoint holds the end of a step. A run that is stopped before the step's first update saves the end of the previous
-step and repeats the step; a run that is stopped later finishes the step. Either way the resumed run writes the metrics
-of an uninterrupted one (in the same layout).
+A checkpoint holds the end of a step. A run stopped before the step's first update saves the end of the previous step,
+and later repeats the step; otherwise it finishes the step. Either way the resumed run writes the metrics of an
+uninterrupted one (in the same layout).
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Checkpoints:
     """Checkpoints of one run, and its reaction to stop signals; all methods are collective.
 
     Args:
-        opened: from `open_run`.
         state: everything that changes during training.
         export: writes the policy in HF format into a new directory.
     """
@@ -66,10 +65,10 @@ class Checkpoints:
         self._saved_at, self._failures_in_a_row = time.monotonic(), 0
 
     def start(self) -> int | None:
-        """Restore the checkpoint, if any, and open the sinks; return its step, None for a new run.
+        """Restore the checkpoint, if any, and open the sinks; return its step, `None` for a new run.
 
         Raises:
-            UserError: the checkpoint does not fit this run, or the run is finished; nothing was changed then.
+            UserError: the checkpoint does not fit, or the run is finished; nothing was changed then.
         """
         directory, step = self._opened.checkpoint, None
         if directory is not None:
@@ -154,7 +153,7 @@ class Checkpoints:
         self._check_failures()
 
     def _is_overdue(self) -> bool:
-        """Return whether `save_every_minutes` has passed by any rank's clock; collective."""
+        """Return whether `save_every_minutes` has passed on any rank; collective."""
         minutes = self._config.checkpoint.save_every_minutes
         if minutes is None:
             return False
@@ -178,11 +177,7 @@ class Checkpoints:
         )
 
     def save_into(self, root: Path) -> UserError | None:
-        """Write the end of the last step to `<root>/step_<N>` at once, independent of the run's own checkpoints.
-
-        Returns:
-            The reason if it failed, on every rank.
-        """
+        """Write the end of the last step to `<root>/step_<N>` at once; return the error, if any, on every rank."""
         content, rank_state = self._end_of_last_step()
         return save_now(root, content, self._state.roles, self._group, rank_state).error
 
@@ -191,7 +186,7 @@ class Checkpoints:
 
         Raises:
             Preempted: a signal was received, and the end of the last step is on the disk.
-            UserError: it could not be saved, too many saves have failed, or another job has taken the directory.
+            UserError: saving failed (now or too often), or another job has taken the directory.
         """
         self._opened.lock.check()
         self._saver.poll()
@@ -221,11 +216,7 @@ class Checkpoints:
         self._saver.wait()
 
     def finish(self) -> None:
-        """Wait for the last save.
-
-        Raises:
-            UserError: it failed.
-        """
+        """Wait for the last save (UserError if it failed)."""
         self.commit()
         if self._last is not None and self._last.error:
             raise self._last.error
@@ -247,7 +238,6 @@ class Checkpoints:
             )
 
     def _check_failures(self) -> None:
-        """Refuse to continue after `MAX_FAILED_SAVES` failures in a row."""
         error = self._last and self._last.error
         if error and self._failures_in_a_row >= MAX_FAILED_SAVES:
             raise UserError(
@@ -258,5 +248,5 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Release signals, lock and watchdog (also after an error; not collective)."""
+        """Release signals, lock and watchdog; not collective."""
         self._opened.guard.close()

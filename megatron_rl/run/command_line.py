@@ -3,9 +3,9 @@
 
     torchrun --nproc-per-node N launch/<entry>.py RECIPE.yaml [section.key=value ...] [--dry-run [--json]]
 
-A dry run and the start refuse the same inputs, through the same functions; a dry run imports no engine. torch is
-imported for the headers of the weights only, and may be missing. Devices and the run directory are not checked. A
-failure is printed once in the job; every rank exits with the status of its cause (docs/checkpoints.md).
+A dry run refuses the inputs that the start refuses, but does not check devices and the run directory; it imports no
+engine, and torch only for the headers of weights, if installed. A failure is printed once in the job; every rank exits
+with the status of its cause (docs/checkpoints.md).
 """
 
 from __future__ import annotations
@@ -79,21 +79,17 @@ def run_command(
     check_memory: Callable[[RunConfig, Path | None, int, float, int | None], tuple[RunConfig, list[str], str]]
     | None = None,
 ) -> int:
-    """Parse the arguments, then plan or run.
+    """Parse the arguments, plan or run, and return the exit status: 0, or that of `end_program`.
 
     Args:
-        argv: arguments without the program's name.
-        name: of the entry point, for the usage text.
-        description: one sentence for the usage text.
+        argv: without the program's name.
+        name, description: for the usage text.
         build_plan: batch arithmetic from config and world size, for the dry run.
-        read_inputs: reads and checks the inputs of the start, from config and world size, for the dry run.
+        read_inputs: reads and checks the inputs of the start, for the dry run.
         run: trains; called with the loaded config and the recipe's path.
         check_memory: for the dry run, chooses the layout if `layout.mode` is auto and refuses a run that does not fit:
             from config, recipe, world size, GiB of a GPU and GPUs per node it returns the config, notes, and a line on
-            memory; None for an entry point without a planner.
-
-    Returns:
-        Exit status: 0, or that of `end_program`.
+            memory; `None` without a planner.
     """
     is_first = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
@@ -157,8 +153,8 @@ def _refuse_without_dry_run(flag: str) -> UserError:
 def end_program(error: BaseException) -> int:
     """Print the error that ended this rank once per job, unless it was reported; return the exit status.
 
-    An open run reports its own failures (`run/guard.py`). Earlier errors are usually raised on every rank alike: a user
-    error is printed without a traceback, any other with it, since there is no log yet.
+    Errors before a run is open (`run/guard.py`) are usually raised on every rank. A user error is printed without a
+    traceback, any other with it, since there is no log yet.
     """
     is_first, code = os.environ.get("RANK", "0") == "0", reported_code(error)
     if code is not None:
@@ -181,12 +177,11 @@ def end_program(error: BaseException) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with a status, as `sys.exit` does, but without finalizing the interpreter of a rank.
+    """End this process like `sys.exit`, but without finalizing a rank's interpreter.
 
-    Finalization takes seconds, on a busy machine more than the patience of `end_program` on the other ranks. Also, a
-    thread of torch's process groups releases a tensor some time after its collective has returned: during finalization
-    this aborts the process with status -6 ("terminate called without an active exception"; eight ranks that leave at
-    once hit it nearly every time).
+    Finalization takes seconds, which can exceed the patience of `end_program` on other ranks. Also, a thread of torch's
+    process groups may release a tensor during it, which aborts the process with status -6 ("terminate called without an
+    active exception"; nearly always if eight ranks leave at once).
     """
     distributed = sys.modules.get("torch.distributed")
     if "RANK" not in os.environ and (distributed is None or not distributed.is_initialized()):
@@ -199,10 +194,7 @@ def leave(code: int) -> NoReturn:
 
 
 def end_program_on_errors() -> None:
-    """Install an exception hook that ends a script through `end_program` on our exceptions only.
-
-    An interactive interpreter is left alone.
-    """
+    """Install an exception hook that ends a script, not an interactive session, through `end_program`."""
     if hasattr(sys, "ps1") or sys.flags.interactive or getattr(sys.excepthook, "is_ours", False):
         return
     before = sys.excepthook
@@ -229,7 +221,6 @@ def _import_plugins(argv: Sequence[str], is_first: bool) -> None:
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], Path | None, list[str]]:
-    """Split the arguments into flags, the recipe, and settings."""
     flags: dict[str, str] = {}
     argv = list(arguments)
     for flag in ("--dry-run", "--json"):
@@ -265,7 +256,6 @@ def _world_size(flags: dict[str, str], asked: int | None) -> int:
 
 
 def _gpus(flags: dict[str, str]) -> tuple[float, int | None]:
-    """Return the memory of a GPU in GiB, and the GPUs per node if given."""
     try:
         memory, per_node = float(flags["--gpu-memory-gib"]), flags.get("--gpus-per-node")
         return memory, None if per_node is None else int(per_node)

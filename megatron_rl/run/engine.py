@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> EngineWeights:
-    """Wrap the weights of servers so that probing verifies them; return the weights of other engines unchanged."""
+    """Wrap the weights of servers so that probing verifies them; leave other engines' weights unchanged."""
     if not config.rollout.supports("is_server"):
         return weights
     from megatron_rl.training.frozen_policy import score_sequences
@@ -58,7 +58,7 @@ def build_rollout(
     thoughts: Thoughts | None = None,
     processes: AnyEpisodes | None = None,
 ) -> tuple[HybridEngine, RolloutGenerator]:
-    """Build the engine, the transfer of the actor's weights into it, and the generator on top; collective."""
+    """Build the engine, the transfer of the actor's weights, and the generator; collective."""
 
     def find_shareable(wanted: Sequence[ShardBox]) -> dict[str, torch.Tensor]:
         pairs = find_shared(config, actor, process.rank, wanted)
@@ -85,10 +85,10 @@ def build_rollout(
 
 
 def find_shared(config: RunConfig, actor: Actor, rank: int, wanted: Sequence[ShardBox]) -> dict[str, str]:
-    """Return the engine parameters that may alias the actor's own storage: engine name -> the actor's name.
+    """Return engine parameters that may alias the actor's storage: engine name -> actor name.
 
     Args:
-        wanted: the engine's placement table on `rank`, a rank of the job.
+        wanted: the engine's placement table on `rank` of the job.
     """
     model = actor.model
     if not config.hybrid.alias_weights or rank not in model.layout.ranks:
@@ -107,7 +107,7 @@ def _build_engine(
     stop: StopStrings | None,
     thoughts: Thoughts | None,
 ) -> BuiltEngine:
-    """Build this rank's share of an engine, or a stand-in on ranks without one; collective over the job."""
+    """Build this rank's share of an engine, or a stand-in; collective over the job."""
     ranks, built = config.placement.ranks_of("rollout", process.world_size), None
     if len(ranks) < process.world_size:
         align_group_names()  # an engine makes groups of its own ranks

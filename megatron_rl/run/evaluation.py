@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validate a model without training: the policy's weights, an engine, the rewards, and no optimizer.
+"""Validate a model without training.
 
-Its metrics equal those of a run with these weights, seeds and settings: both use the same collector.
+Metrics equal those of a run with the same weights, seeds and settings: both use the same collector.
 """
 
 from __future__ import annotations
@@ -31,23 +31,18 @@ from megatron_rl.types import UserError
 
 
 class EvaluatedPolicy:
-    """A policy without an optimizer whose weights an engine shares; building it is collective.
-
-    Args:
-        setup: of an actor.
-        policy_version: optimizer steps behind the weights.
-    """
+    """A policy without an optimizer whose weights an engine shares; building it is collective."""
 
     def __init__(self, setup: RoleSetup, *, policy_version: int) -> None:
         self.model = PackedModel(replace(setup, spec=replace(setup.spec, trainable=False)))
         self.policy_version, self.optimizer = policy_version, self
 
     def release(self) -> None:
-        """Do nothing: all its memory is needed for generation."""
+        """Do nothing: generation needs all its memory."""
 
 
 def without_training(config: RunConfig, world_size: int) -> RunConfig:
-    """Return a config with the same model, rollouts, rewards and seeds, whose training settings are always valid.
+    """Return a config with the same model, rollouts, rewards and seeds, and valid training settings.
 
     Raises:
         UserError: there is no validation file.
@@ -85,7 +80,6 @@ class Evaluation:
 
     Args:
         config: from `without_training`.
-        weights: found at `config.model.path`.
     """
 
     def __init__(self, config: RunConfig, inputs: RlInputs, weights: FoundWeights) -> None:
@@ -99,12 +93,11 @@ class Evaluation:
     def run(self, rollouts_dir: Path | None = None) -> dict[str, float]:
         """Return the metrics of every validation set, `validation/<set>/<metric>`; collective.
 
+        Besides a run's metrics: the number of "prompts", the share of responses "truncated" at
+        `data.max_response_length`, and pass@j for powers of two below the number of responses.
+
         Args:
             rollouts_dir: rank 0 writes all rollouts to `<rollouts_dir>/<set>/rollouts/step_<N>.jsonl`.
-
-        Returns:
-            A run's metrics, and "prompts", their number, "truncated", the share of the responses cut at
-            `data.max_response_length`, and pass@j for the powers of two below the number k of responses.
         """
         found: dict[str, list[Experience]] = {}
         try:
@@ -121,7 +114,7 @@ class Evaluation:
         return metrics
 
     def _write(self, directory: Path, parts: list[Experience]) -> None:
-        """Write the rollouts of a set on rank 0; collective."""
+        """Write a set's rollouts; collective."""
         texts, rows = TokenTexts(self._decode), []
         for part in parts:
             rollouts = part.fetch_rollouts(range(len(part.rewards)), self._decode)
@@ -134,11 +127,11 @@ def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = Non
     """Validate the model or the checkpoint at `model.path`, in the actor's layout; collective.
 
     Args:
-        config: a run's; its training settings are ignored.
+        config: its training settings are ignored.
         rollouts_dir: see `Evaluation.run`.
 
     Returns:
-        Model, step, layout, engine, sampling and "metrics"; the same on every rank.
+        Model, step, layout, engine, sampling and "metrics", on every rank.
 
     Raises:
         UserError: bad input; on every rank alike, before any process group exists.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO, PPO and their relatives: `Trainer.train` is the algorithm, the methods below are its steps.
+"""GRPO, PPO and their relatives: `Trainer.train` is the algorithm, the other methods are its steps.
 
-Every rank runs the same program. Every rank has all lengths and rewards; tokens stay on the ranks that generate
-them and those that train on them (see `samples`). `session.py` contains everything around the steps.
+Every rank runs the same program with all lengths and rewards; tokens stay on the ranks that generate them or train on
+them (see `samples`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Trainer(Session):
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """Texts of single tokens, for the rollout log."""
+        """Token texts for the rollout log."""
         return TokenTexts(self.inputs.tokenizer.decode)
 
     def fetch_tokens(self, samples: Experience) -> None:
@@ -105,7 +105,7 @@ class Trainer(Session):
                 role.read(samples)
 
     def algorithm_now(self) -> AlgorithmConfig:
-        """Return the algorithm settings with the KL controller's current coefficient."""
+        """Return the algorithm settings with the current KL coefficient."""
         return replace(self.config.algorithm, kl_coef=self.kl.coef)
 
     def is_warmup(self, step: int) -> bool:
@@ -113,11 +113,11 @@ class Trainer(Session):
         return self.critic is not None and step <= self.config.trainer.critic_warmup
 
     def recomputes(self, step: int) -> bool:
-        """Whether `old_logprobs` need a forward pass of their own."""
+        """Whether `old_logprobs` need their own forward pass."""
         return bool(self.inputs.spec.why_recompute) or self.is_warmup(step)
 
     def compare(self, samples: Experience) -> None:
-        """Compare the policy with its engine and with the reference, before a weight changes; collective."""
+        """Compare the policy with its engine and the reference, before an update; collective."""
         batch, algorithm = self.policy.read(samples, "old_logprobs", "ref_logprobs"), self.algorithm_now()
         if not self.policy.is_here:
             samples.mismatch = {}
@@ -135,7 +135,7 @@ class Trainer(Session):
         samples.importance_weights = self.policy.as_column(samples, weights)
 
     def compare_by_age(self, samples: Experience, batch: TrainBatch) -> None:
-        """Count the policy-engine gap by the staleness of the tokens; in bitwise mode, current ones must have none."""
+        """Compute the policy-engine gap by staleness; in bitwise mode, it must be zero for current tokens."""
         version, steps = self.policy.role.policy_version, self.plan.optimizer_steps_per_step
         lags, group = (version - samples.pack(self.policy.packer).versions) // steps, self.policy.model.groups.dp
         if self.config.rollout.bitwise:
@@ -147,7 +147,7 @@ class Trainer(Session):
             self.run.count(describe_staleness(samples.headers, version, steps))
 
     def estimate(self, samples: Experience) -> tuple[Column | None, ...]:
-        """Return advantages, returns (with a critic), and the tokens chosen by clip_cov or kl_cov; collective."""
+        """Return advantages, returns (with a critic), and tokens chosen by clip_cov or kl_cov; collective."""
         if self.teachers:
             self.run.count(self.teachers.teach(samples))
         batch, algorithm = self.policy.read(samples, *READ_BY_ESTIMATORS), self.algorithm_now()
@@ -173,7 +173,7 @@ class Trainer(Session):
             self.reference.role.become(self.policy.model)
 
     def describe(self, step: int, samples: Experience) -> None:
-        """Record the metrics of a step and write some of its rollouts; collective."""
+        """Record a step's metrics and some rollouts; collective."""
         headers = samples.headers
         reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
         self.run.count(describe_rollouts(headers) | samples.metrics | self.policy.describe_packing(samples))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn whatever the program of a rank raises into one message of the job.
+"""Turn an exception on any rank into one message of the job.
 
-The traceback goes to the rank's log, the message (`failures.py`) to the console, once. If all ranks have raised, the
-exception propagates, marked as reported; a rank that fails alone ends its process, and the watchdogs end the others.
+The traceback goes to the rank's log, the message (`failures.py`) to the console. If all ranks have raised, the
+exception propagates, marked as reported; a rank that fails alone ends its process, and the watchdogs end the rest.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ _PATIENCE_SECONDS = 7 * 24 * 3600.0
 
 
 def wait_for_debugger(config: RunConfig) -> RunConfig:
-    """Wait on `trainer.debug_rank` until an IDE attaches, before the ranks meet.
-
-    Returns:
-        The config, with a collective time limit long enough for the waiting ranks.
-    """
+    """Wait on `trainer.debug_rank` until an IDE attaches; return the config with a longer collective time limit."""
     if config.trainer.debug_rank is None:
         return config
     if int(os.environ.get("RANK", "0")) == config.trainer.debug_rank:
@@ -65,11 +61,12 @@ _LOST_SECONDS = 5.0  # without a heartbeat where a connection is broken: the pro
 
 
 class Guard:
-    """Failure reports of one rank.
+    """Reports failures of one rank to the job, and decides whether the process raises or ends.
 
     Args:
         watchdog: None in a job of one rank.
-        release: called by `close`, after the watchdog has ended.
+        release: restores signal handlers and releases the lock of the run; called by `close` after the watchdog has
+            ended.
     """
 
     def __init__(self, watched: Watched, watchdog: Watchdog | None, release: Callable[[], None] = lambda: None) -> None:
@@ -77,7 +74,7 @@ class Guard:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Report an exception of the block, and raise it again if all ranks have raised; otherwise end the process."""
+        """Report an exception of the block (not `Preempted`); raise it if all ranks have failed, else exit."""
         try:
             yield
         except Preempted:
@@ -89,7 +86,7 @@ class Guard:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """`reporting`, plus `close` after an error: for the construction of a run."""
+        """`reporting`, plus `close` after an error, while a run is built."""
         try:
             with self.reporting():
                 yield
@@ -123,7 +120,6 @@ class Guard:
         mark_reported(error, code)
 
     def _report_to_all(self, error: Exception, scene: Scene, code: int, watchdog: Watchdog) -> None:
-        """Post or await the job's report; returns if all ranks have failed, otherwise ends the process."""
         board, is_lost = watchdog.board, is_lost_peer(error)
         watchdog.hand_over()
         # A rank posts its report before it leaves: a broken connection without a report means a lost process.
@@ -142,6 +138,5 @@ class Guard:
 
 
 def _describe(error: Exception, scene: Scene, find_silent: FindSilent = tuple) -> str:
-    """Return the message of an error, with its step and phase if the error itself lacks them."""
     found = explain(error, scene, find_silent)
     return f"{found}\n  where:    {scene}" if found is error else str(found)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read and check everything a run needs before it starts: models, tokenizer, prompts, rewards and plugins.
 
-The start and the dry run call the same functions, on every rank alike and before any process group exists, so that they
-accept the same inputs. torch is imported for the headers of the weights (`models.py`) and by plugins.
+The start and the dry run call the same functions, on every rank alike and before any process group exists.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def read_prompts(config: RunConfig, tokenizer: Tokenizer, reward_plan: RewardPla
     """Read and check all prompts.
 
     Raises:
-        UserError: a file, a row or a measured pass rate is wrong or missing, the reward cannot use a ground truth, or a
-            prompt has no teacher.
+        UserError: a file, row or pass rate is wrong or missing, the reward cannot use a ground truth, or a prompt has
+            no teacher.
     """
     data, tools, has_episodes = config.data, [], config.agents.has_episodes
     if has_episodes:
@@ -87,13 +86,12 @@ class RlInputs:
     """Everything an RL run reads before it starts.
 
     Attributes:
-        roles: their models by name, in the order of `spec`.
+        roles: models by role, in the order of `spec`.
         tokenizer: of the policy.
-        stop: stop strings, None without any.
         thoughts: marks around a thought if a budget bounds it.
         plan: batch arithmetic for these prompts.
-        notes: one line for each setting without effect, prompt left out by its pass rate, ground truth that a rule
-            cannot read, and image-text model.
+        notes: a line for each setting without effect, prompt left out by its pass rate, ground truth that a rule cannot
+            read, and image-text model.
     """
 
     spec: RunSpec
@@ -111,7 +109,7 @@ class RlInputs:
 
 @dataclass(frozen=True)
 class SftInputs:
-    """Everything an SFT run reads before it starts; `plan` is the batch arithmetic for these examples."""
+    """Everything an SFT run reads before it starts."""
 
     actor: RoleInputs
     data: SftSet
@@ -123,19 +121,16 @@ def plan_rl(config: RunConfig, world_size: int) -> BatchPlan:
     """Compute the batch arithmetic of an RL run before its prompts are read.
 
     Raises:
-        UserError: a plugin or an estimator is missing, or sizes do not divide.
+        UserError: a plugin or estimator is missing, or sizes do not divide.
     """
     return BatchPlan.build(config, world_size, resolve(config))
 
 
 def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) -> RlInputs:
-    """Read and check the models, the prompts, the reward sources and the user's plugins.
+    """Read and check models, prompts, reward sources and plugins (UserError if any is wrong).
 
     Args:
         config: after `parts.enter`.
-
-    Raises:
-        UserError: any of them is wrong.
     """
     spec = resolve(config)
     _check_paths(config)
@@ -168,11 +163,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
 
 
 def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
-    """Return the marks around a thought, None if no budget bounds thoughts.
-
-    Raises:
-        UserError: the closing text is empty, or the budget leaves no room for an answer.
-    """
+    """Return the marks around a thought, `None` without a budget for thoughts."""
     rollout, longest = config.rollout, config.data.max_response_length
     budgets = [rollout.for_validation(name).thinking_budget for name in (*rollout.validation_sets, "")]
     known = [budget for budget in (rollout.thinking_budget, *budgets) if budget is not None]
@@ -192,7 +183,6 @@ def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
 
 
 def _check_set_names(config: RunConfig, validation: Mapping[str, PromptSet]) -> None:
-    """Refuse settings of an unknown validation set (UserError)."""
     for name in config.rollout.validation_sets:
         if name not in validation:
             raise UserError(
@@ -204,11 +194,7 @@ def _check_set_names(config: RunConfig, validation: Mapping[str, PromptSet]) -> 
 
 
 def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
-    """Read and check the model and the examples.
-
-    Raises:
-        UserError: any of them is wrong.
-    """
+    """Read and check the model and the examples (UserError if any is wrong)."""
     SftPlan.build(config, world_size)
     _check_paths(config)
     find_loss_aggregation(config.algorithm.loss_agg_mode)
@@ -222,7 +208,6 @@ def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:
 
 
 def _check_paths(config: RunConfig) -> None:
-    """Refuse a run directory that is a file, a missing checkpoint, and servers without an interpreter (UserError)."""
     run_dir, resume, server = config.trainer.run_dir, config.checkpoint.resume, config.rollout.server
     try:
         os.stat(f"{run_dir or ''}/")  # the slash: of a file it is an error
@@ -266,7 +251,6 @@ def _read_reward_plan(config: RunConfig, parts: Parts) -> RewardPlan:
 
 
 def _find_idle_settings(config: RunConfig, spec: RunSpec, plan: BatchPlan) -> list[str]:
-    """Return a note for each setting without effect in a run of these roles and this length; see `config/idle.py`."""
     trainer, notes = config.trainer, []
     if trainer.critic_warmup and "critic" not in spec.roles:
         notes.append(f"ignored: trainer.critic_warmup={trainer.critic_warmup}, there is no critic")

@@ -3,9 +3,8 @@
 
 The path of a setting: read with its place (`sources.py`), references `${section.key}` resolved, plugins imported (they
 declare settings, `options.py`), verl names translated (`compat/verl/aliases.py`), the recipe overridden by the command
-line, types checked (`fields.py`), sections built, settings without effect set aside (`idle.py`), combinations checked
-(`checks.py`). Every refusal names the value, its setting, its place and the accepted values. Nothing here imports
-torch, so that a dry run starts at once.
+line, types checked (`fields.py`), settings without effect set aside (`idle.py`), combinations checked (`checks.py`).
+torch is not imported, so that a dry run starts at once.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ _SELECT = "oc.select:"
 
 
 def _resolve_references(settings: Sequence[Setting], mistakes: Mistakes) -> list[Setting]:
-    """Replace references by values; of two settings with the same name, the later one is used.
-
-    A reference to itself, to a missing setting, or of another kind is a mistake.
-    """
+    """Replace references by values; of two settings with the same name, the later one is used."""
     latest = {setting.name: setting for setting in settings}
     resolved = []
     for setting in settings:
@@ -108,10 +104,10 @@ class LoadedConfig:
     """A config with its origin.
 
     Attributes:
-        config: the resolved config, without the settings that have no effect.
-        notes: one line to print for each of those.
+        config: resolved, without the settings that have no effect.
+        notes: one line for each of those.
         sources: full name -> file:line or "command line", for the given settings.
-        num_ranks: ranks requested by a verl recipe (nodes times GPUs per node), if any; torchrun decides.
+        num_ranks: ranks requested by a verl recipe (nodes times GPUs per node); torchrun decides.
     """
 
     config: RunConfig
@@ -124,12 +120,12 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     """Read a recipe, override it by the command line, and check the result.
 
     Args:
-        recipe: YAML file with nested sections, or the same as a mapping; None if the command line contains everything.
+        recipe: YAML file or mapping, with nested sections; `None` if the command line contains everything.
         overrides: `section.key=value`, `--section.key value`, `--leaf value`, verl names alike.
 
     Raises:
-        UserError: every setting that cannot be read, is unknown, has the wrong type, is missing, or is refused by
-            `check_config`; a file that is not YAML, alone.
+        UserError: every setting that is unreadable, unknown, of the wrong type, missing, or refused by `check_config`;
+            a file that is not YAML, alone.
     """
     mistakes = Mistakes()
     given = read_settings(recipe, overrides, mistakes)
@@ -167,7 +163,6 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
 
 
 def _name_teachers(settings: Sequence[Setting]) -> list[str]:
-    """Return the names of the teachers in the order of their first settings."""
     parts = [setting.name.split(".") for setting in settings]
     return list(dict.fromkeys(part[1] for part in parts if part[0] == TEACHERS and len(part) > 1))
 
@@ -178,7 +173,6 @@ def read_settings(
     """Read a recipe and the command line, and import their plugins, which declare further settings.
 
     Args:
-        recipe, overrides: of `load_config`.
         mistakes: collects unreadable settings, and plugins that cannot be imported.
 
     Raises:
@@ -201,14 +195,14 @@ def read_settings(
 
 
 def _aliases() -> Any:
-    """Import the names of other projects, which a config with native names does not need."""
+    """Import other projects' names only if needed."""
     from megatron_rl.compat.verl import aliases
 
     return aliases
 
 
 def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
-    """Whether a setting has a native name and a value without another meaning in other projects.
+    """Whether a setting has a native name and no value with another meaning in other projects.
 
     Hydra marks a value that is given elsewhere with `???`; -1 is verl's "never", `~/` a user's home there.
     """
@@ -220,7 +214,6 @@ def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
 
 
 def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
-    """Return a note if the estimator GAE, which needs a critic, comes with settings of a run without one."""
     values = {setting.name: setting for setting in settings}
     estimator, critic, n = (values.get(name) for name in ("algorithm.adv_estimator", "critic.enable", "rollout.n"))
     if estimator is None or estimator.value != "gae" or (critic is not None and critic.value is True):
@@ -243,7 +236,7 @@ def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
 
 
 def override(config: RunConfig, overrides: Sequence[str], source: str) -> RunConfig:
-    """Return a config with some settings changed; it is not checked.
+    """Return a config with some settings changed, unchecked.
 
     Args:
         overrides: `section.key=value`.
@@ -265,7 +258,6 @@ def _expand_layout(setting: Setting) -> Setting:
 
 
 def _without_empty_sections(settings: list[Setting], mistakes: Mistakes) -> list[Setting]:
-    """Drop `section:` with nothing below it; refuse `section: value`."""
     sections = {*section_names(), PREFIX}
     for setting in settings:
         if setting.name in sections and setting.value is not None:
@@ -298,7 +290,6 @@ def _gather_mappings(settings: list[Setting], fields: Mapping[str, FieldInfo]) -
 
 
 def _put(mapping: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """Return a copy with a value at `key.key...`."""
     key, _, rest = path.partition(".")
     inner = mapping.get(key)
     return {**mapping, key: _put(inner if isinstance(inner, dict) else {}, rest, value) if rest else value}
@@ -307,8 +298,8 @@ def _put(mapping: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
 def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo], mistakes: Mistakes) -> dict[str, Setting]:
     """Choose the effective one of several settings with the same name.
 
-    A higher layer wins; inside a layer, a weak setting yields; on the command line, the later one wins; two different
-    values in the recipe (native name and verl's) are refused.
+    A higher layer wins, then a setting that is not weak, then the later one on the command line; two different values
+    in the recipe (native name and verl's) are refused.
     """
     chosen: dict[str, Setting] = {}
     for setting in settings:

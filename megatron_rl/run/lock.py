@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One job per run directory: a lock with a heartbeat, which is taken over from a dead owner.
 
-The lock is the file `run.lock`: its owner in JSON, created exclusively (`O_EXCL`, which NFS supports), with its
-modification time as heartbeat. On the owner's machine, its process number and start time decide whether it is alive;
-elsewhere its heartbeat does. Times come from the file system, since clocks of hosts differ. `flock` would be released
-by the kernel, but many shared file systems keep it on one host only.
+The file `run.lock` is created exclusively (`O_EXCL`, which NFS supports); its modification time is the heartbeat. On
+the owner's machine, its process number and start time decide whether it is alive; elsewhere its heartbeat does, by the
+clock of the file system, since clocks of hosts differ. Many shared file systems keep `flock` on one host only.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class Owner:
 
     Attributes:
         machine: scope of process numbers: host, boot, and process namespace.
-        started: start time of the process, by the clock of its host.
-        since: when it took the lock, by the same clock.
+        started, since: start of the process and of its lock, by the clock of its host.
         token: unique per lock.
     """
 
@@ -58,7 +56,7 @@ class Owner:
         )
 
     def is_running(self) -> bool:
-        """Whether the process exists; for an owner on this machine."""
+        """Whether the process exists; valid on its machine."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < 2.0  # else another one has its number by now
@@ -91,10 +89,7 @@ class RunLock:
         self._thread = threading.Thread(target=self._keep_fresh, name="run-lock", daemon=True)
 
     def acquire(self) -> str | None:
-        """Take the lock; waits up to `dead_seconds` for a heartbeat of another host's owner.
-
-        Returns:
-            A warning if it was taken over.
+        """Take the lock, waiting up to `dead_seconds` for another host's heartbeat; return a warning after a takeover.
 
         Raises:
             UserError: another job holds it.
@@ -113,11 +108,7 @@ class RunLock:
         return taken_over
 
     def check(self) -> None:
-        """Check that the lock is still held; passes before `acquire`.
-
-        Raises:
-            UserError: another job has taken it over.
-        """
+        """Check that an acquired lock is still held (UserError if another job has taken it over)."""
         if self._lost_to is not None:
             raise UserError(
                 f"the run directory was taken over by {self._lost_to}",
@@ -148,7 +139,6 @@ class RunLock:
         return True
 
     def _read(self) -> Owner | None:
-        """Return the lock's owner, None without a lock; retries while the file is being written."""
         for _ in range(_READS):
             try:
                 return Owner(**json.loads(self.path.read_text(encoding="utf-8")))
@@ -177,7 +167,6 @@ class RunLock:
         return False
 
     def _last_beat(self) -> float | None:
-        """Return the last heartbeat by the clock of the file system, None without a lock."""
         try:
             with open(self.path, encoding="utf-8") as file:  # on NFS, opening a file refreshes its attributes
                 return os.fstat(file.fileno()).st_mtime
@@ -185,14 +174,13 @@ class RunLock:
             return None
 
     def _age(self, moment: float) -> float:
-        """Return the seconds since a moment, by the clock of the file system."""
         with tempfile.TemporaryFile(dir=self.path.parent) as probe:
             return max(0.0, os.fstat(probe.fileno()).st_mtime - moment)
 
     def _remove(self, dead: Owner) -> bool:
         """Remove the lock of a dead owner; False if its owner has changed or another job is removing it.
 
-        Only one job at a time may remove it, and it reads the lock again first: a new owner's lock is never touched.
+        Removal is exclusive and reads the lock again first, so a new owner's lock is never touched.
         """
         claim = self.path.with_name(f"{LOCK_FILE}.takeover")
         try:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the models of all roles from disk: shape, layout, weights and tokenizer, checked before anything is built.
 
-A layout is checked against its model, and both against the machine. torch is imported for the headers of the weights,
-and its absence is allowed.
+torch is imported for the headers of the weights, and may be missing.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ class RoleInputs:
 
 
 def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict[str, RoleInputs], Tokenizer]:
-    """Read and check the models and layouts of all roles, and the policy's tokenizer.
-
-    Returns:
-        The models by role, in the order of `spec`; the tokenizer.
+    """Read and check the models and layouts of all roles, in the order of `spec`, and the policy's tokenizer.
 
     Raises:
         UserError: files are missing or do not match, or a model does not fit its layout.
@@ -95,7 +91,6 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
 
 
 def _read_mtp(actor: RoleInputs) -> RoleInputs:
-    """Return the policy's multi-token prediction layer, on the ranks of its last stage."""
     check_mtp(find_model_files(actor.spec.path))
     spec = replace(actor.spec, name=MTP_ROLE, path=str(find_mtp_weights(Path(actor.spec.path))))
     _check_weights(spec, actor.shape.mtp)
@@ -106,8 +101,7 @@ def note_models(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str 
     """Return a line for each image-text model (its text part alone is read), and the notes of `check_machine`.
 
     Args:
-        roles: their models by name.
-        engine: of the policy; None if it samples nothing.
+        engine: `None` if the policy samples nothing.
 
     Raises:
         UserError: torchrun has started ranks on a machine that cannot run them.
@@ -127,7 +121,6 @@ def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs
 
 
 def _read_reference(config: RunConfig, spec: RoleSpec, actor: RoleInputs, world_size: int) -> RoleInputs:
-    """Return the reference in the actor's layout on its own ranks; its files are read only if they differ."""
     if spec.path != actor.spec.path:
         shape = load_model_shape(find_model_files(spec.path))
         if shape != actor.shape:
@@ -143,7 +136,6 @@ def _read_reference(config: RunConfig, spec: RoleSpec, actor: RoleInputs, world_
 
 
 def _check_transformers(model: Path, *, is_built: bool) -> None:
-    """Refuse a config.json that transformers cannot read or build."""
     import torch
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM  # slow imports, which the engines need
 
@@ -165,7 +157,7 @@ def _check_transformers(model: Path, *, is_built: bool) -> None:
 
 
 def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:
-    """Compare the headers of the weights with the shape; skipped on a machine without torch."""
+    """Compare the weights' headers with the shape, if torch is installed."""
     adapters = make_adapter_shape(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
     if HAS_TORCH:
         from megatron_rl.checkpoint import distributed, peft
@@ -197,15 +189,11 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> N
 
 
 def _check_vocabularies(config: RunConfig, role: RoleSpec, tokenizer: Tokenizer, sizes: Sequence[ModelShape]) -> None:
-    """Refuse a teacher with other token ids than the policy's.
+    """Refuse a teacher with other token ids than the policy's, or without logits for tokens that are compared.
 
     Args:
-        role: of the teacher.
         tokenizer: of the policy.
         sizes: the policy's shape, and the teacher's.
-
-    Raises:
-        UserError: a token has another id, or the teacher lacks logits for tokens whose distribution is compared.
     """
     theirs = load_tokenizer(find_model_files(Path(role.path))).read_vocabulary()
     differing = [token for token, index in tokenizer.read_vocabulary().items() if theirs.get(token) != index]
@@ -231,7 +219,7 @@ def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> 
     """Return the layout of a role on its ranks of the job.
 
     Raises:
-        UserError: the model does not fit it, or its optimizer step cannot train its experts.
+        UserError: the model does not fit it, or its optimizer step cannot train experts.
     """
     layout = check_layout(spec, shape, ranks)
     check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=spec.section)
@@ -243,11 +231,10 @@ def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> 
 def check_machine(
     config: RunConfig, roles: Mapping[str, tuple[RoleSpec, ModelShape]], engine: str | None = None
 ) -> list[str]:
-    """Refuse a config that this machine cannot run; without ranks of torchrun, return the reason as a note instead.
+    """Refuse a config that this machine cannot run; without torchrun, return the reason as a note.
 
     Args:
-        roles: specs and shapes by name.
-        engine: of the policy; None if it samples nothing.
+        engine: `None` if the policy samples nothing.
 
     Raises:
         UserError: a step mode, Transformer Engine, or a model in its engine needs a GPU.
@@ -277,7 +264,6 @@ def check_machine(
 
 
 def _check_experts(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtype: str) -> None:
-    """Refuse settings that an optimizer step does not support with a mixture of experts."""
     config, section = spec.training, spec.section
     mixture = f"a mixture of {shape.num_experts} experts"
     if config.overlap_grad_reduce:
@@ -298,7 +284,7 @@ def _check_experts(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dt
 
 
 def _why_in_turn(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtype: str) -> str:
-    """Return the reason why experts are multiplied one by one (see `models/experts.py`); empty if they are not."""
+    """Return the reason why experts are multiplied one by one (see `models/experts.py`), else ""."""
     multiple = ROW_BYTES // DTYPE_BYTES[dtype]
     if spec.batch_invariant:
         return "rollout.bitwise"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open a run: lock its directory, choose the checkpoint to resume from and check that it fits, catch stop signals."""
+"""Open a run: lock its directory, choose and check the checkpoint to resume from, catch stop signals."""
 
 from __future__ import annotations
 
@@ -35,11 +35,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class StopRequest:
     """Handler of `STOP_SIGNALS` until `close`; a signal to any rank counts for all.
 
-    Args:
-        log: receives a note if the signals cannot be caught.
-
     Attributes:
-        signal: number of the signal that this rank has received; 0: none.
+        signal: number of the signal received by this rank; 0: none.
     """
 
     def __init__(self, log: logging.Logger) -> None:
@@ -58,7 +55,7 @@ class StopRequest:
 
     @property
     def is_here(self) -> bool:
-        """True if this rank has received a signal; safe to read from another thread while the main thread waits."""
+        """True if this rank has received a signal; safe to read from another thread."""
         if not self.signal and self._wakeup is not None:
             with contextlib.suppress(BlockingIOError):
                 self._told = self._told or any(number in STOP_SIGNALS for number in self._wakeup[0].recv(4096))
@@ -69,7 +66,7 @@ class StopRequest:
             self.signal = number
 
     def agreed(self, group: dist.ProcessGroup) -> str | None:
-        """Return the name of a signal that any rank has received, the same on all ranks; collective over `group`."""
+        """Return the name of a signal received by any rank, on all ranks; collective over `group`."""
         received = torch.tensor(self.signal)
         dist.all_reduce(received, dist.ReduceOp.MAX, group=group)
         return signal.Signals(int(received)).name if received else None
@@ -93,12 +90,11 @@ class OpenedRun:
     """A run whose directory is open and whose sinks are not.
 
     Attributes:
-        checkpoint: whole checkpoint to resume from; None starts a new run.
-        is_known: the directory already has records of this run.
-        dependencies: files outside the checkpoints that the run depends on, with digests.
-        stop: pending stop signals.
-        lock: lock of the directory, held by rank 0.
-        guard: reports failures; its `close` also restores the signals and releases the lock.
+        checkpoint: to resume from; `None` starts a new run.
+        is_known: the directory has records of this run.
+        dependencies: digests of files outside the checkpoints.
+        lock: held by rank 0.
+        guard: its `close` also restores the signals and releases the lock.
     """
 
     run: Run
@@ -114,7 +110,7 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
     """Open `trainer.run_dir` (or a new directory named by rank 0) and choose the checkpoint to resume from; collective.
 
     Raises:
-        UserError: the directory cannot be written, is in use, holds a finished run or one that must not be resumed, has
+        UserError: the directory cannot be written, is in use, holds a run that is finished or must not be resumed, has
             no whole checkpoint, a dependency has changed, or the status page's address is taken; on every rank.
     """
     group, error, taken_over = world(), None, None
@@ -183,7 +179,7 @@ def _explain_unwritable(error: OSError) -> UserError:
 
 
 def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, group: dist.ProcessGroup) -> Dependencies:
-    """Digest the run's dependencies on rank 0 and compare them with the checkpoint's; collective."""
+    """Digest and compare the run's dependencies on rank 0; collective."""
     found, error = {}, None
     if group.rank() == 0:
         try:
@@ -208,7 +204,7 @@ def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, gro
 def _start_guard(
     config: RunConfig, run: Run, stop: StopRequest, release: Callable[[], None], group: dist.ProcessGroup
 ) -> Guard:
-    """Start the watchdog and the failure reports of this rank; collective."""
+    """Start this rank's watchdog and failure reports; collective."""
     watched, watchdog = (
         Watched(
             group.rank(),
@@ -231,11 +227,10 @@ def _start_guard(
 def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.ProcessGroup) -> Path | None:
     """Return the checkpoint that `checkpoint.resume` selects; collective.
 
-    The newest whole checkpoint of the run itself precedes a path elsewhere, so that a restarted job continues.
+    The newest whole checkpoint of the run precedes a path elsewhere, so that a restarted job continues.
 
     Args:
         resume: auto, must, never or a path.
-        run: logs the checkpoints that are skipped.
         is_known: the run directory holds metrics.
 
     Raises:

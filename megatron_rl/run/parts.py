@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a run that are passed as Python objects instead of by name in the config.
 
-An object that the program looks up by name is registered under its own name, and the config is set to that name, so
-that config.yaml describes the run however its parts were passed.
+An object that is looked up by name is registered, and the config is set to its name, so that config.yaml describes the
+run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # a dry run imports no torch
 
 @dataclass(frozen=True)
 class Parts:
-    """User objects; None leaves the choice to the config.
+    """User objects; `None` leaves the choice to the config.
 
     Attributes:
         reward: verl's signature `(data_source, solution_str, ground_truth, extra_info)`, a number or a dict with
@@ -43,14 +43,13 @@ class Parts:
         adv_estimator: `(AdvantageInputs, AlgorithmConfig)` -> advantages [t]; a `RegisteredEstimator` if it needs a
             critic's values or greedy responses.
         policy_loss: `(PolicyLossInputs, AlgorithmConfig)` -> token loss [t] and a clip mask [t].
-        engine: see `EngineMaker` in `engines.protocol`, such as a class with that one argument; a `RegisteredEngine` if
-            it supports more than plain sampling.
-        reward_model: all rollouts of a step -> one score for each, the same on every rank; called on every rank. Its
-            scores are the reward, or are added to the sum of `reward.components`.
+        engine: see `EngineMaker` in `engines.protocol`; a `RegisteredEngine` if it supports more than plain sampling.
+        reward_model: all rollouts of a step -> one score each, called on every rank with the same result; the reward,
+            or added to the sum of `reward.components`.
         rollouts: replaces engine, generation and rewards (see `capsule.rollouts.RecordedRollouts`).
         choose_layout: for `layout.mode` auto: config, roles, cluster and recipe -> the config with a layout, and a line
             on each choice; `tools.planning.automatic.choose_layout`.
-        actor, critic, reference: `RoleSetup` -> the role, such as a class derived from `Actor`, `Critic`, `Reference`.
+        actor, critic, reference: `RoleSetup` -> the role, such as a subclass of `Actor`, `Critic`, `Reference`.
     """
 
     reward: RewardFunction | None = None
@@ -66,7 +65,7 @@ class Parts:
 
     @property
     def roles(self) -> dict[str, Callable[[RoleSetup], Any]]:
-        """Role classes that were passed, by name."""
+        """Passed role classes by name."""
         given = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
         return {name: make for name, make in given.items() if make is not None}
 
@@ -74,8 +73,8 @@ class Parts:
         """Register the objects that are looked up by name, and return the config with their names.
 
         Raises:
-            UserError: a name is taken, the engine does not support a setting, the reward does not have the signature of
-                one, or the config also names other rewards.
+            UserError: a name is taken, the engine does not support a setting, the reward has a wrong signature, or the
+                config names other rewards.
         """
         algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
         if self.adv_estimator is not None:

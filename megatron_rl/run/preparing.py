@@ -29,7 +29,7 @@ class Prepared:
 
     Attributes:
         recipe: source of the default directory's name.
-        chosen: one line for each layout choice of `layout.mode` auto.
+        chosen: one line for each automatic layout choice.
     """
 
     config: RunConfig
@@ -39,11 +39,7 @@ class Prepared:
     chosen: list[str] = field(default_factory=list)
 
     def agree(self) -> None:
-        """Refuse a job whose ranks chose different automatic layouts; collective.
-
-        Raises:
-            UserError: the nodes have unequal memory; on every rank.
-        """
+        """Refuse different automatic layouts (UserError on every rank: the nodes have unequal memory); collective."""
         if self.chosen and any(found != self.chosen for found in gather_objects(self.chosen, world())):
             raise UserError(
                 "the ranks come to different layouts",
@@ -66,7 +62,7 @@ def prepare(
 
 
 def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
-    """Read and check the inputs of a run for the ranks that were launched; `trainer.debug_rank` waits for its debugger.
+    """Read and check the inputs of a run; `trainer.debug_rank` waits for its debugger.
 
     Raises:
         UserError: bad input, on every rank alike.
@@ -96,7 +92,7 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
 
 
 def check_sft(config: RunConfig) -> tuple[RunConfig, SftInputs]:
-    """Return the config and the checked inputs of a supervised fine-tuning run.
+    """Return the config and checked inputs of an SFT run.
 
     Raises:
         UserError: bad input, on every rank alike.

@@ -9,7 +9,7 @@
         policy.forward_backward(minibatch, loss)
         policy.optim_step()
 
-Every call is collective. Layouts, packing, resharding and its certificate are hidden below it.
+Every call is collective.
 """
 
 from __future__ import annotations
@@ -41,12 +41,7 @@ if TYPE_CHECKING:
 
 
 class Policy(ActorOnSamples):
-    """The policy in training and in its engines.
-
-    Args:
-        sampling: the engines, the prompts and the rewards.
-        state: everything that a checkpoint contains.
-    """
+    """The policy in training and in its engines."""
 
     def __init__(
         self,
@@ -64,7 +59,7 @@ class Policy(ActorOnSamples):
 
     @contextmanager
     def rollout_mode(self) -> Iterator[None]:
-        """Move the actor's weights into the engines; afterwards, engines on the actor's ranks sleep. Collective."""
+        """Move the actor's weights into the engines, which sleep afterwards if they share its ranks. Collective."""
         with self.hybrid.rollout_mode():
             self._generates = True
             try:
@@ -92,8 +87,8 @@ class Policy(ActorOnSamples):
 
         Args:
             step: part of every response's seed: equal steps give equal responses for equal weights.
-            prompts: the same on every rank; by default the next `data.train_batch_size` ones, with dynamic sampling and
-                the greedy responses that the algorithm needs.
+            prompts: the same on every rank; by default the next `data.train_batch_size`, with dynamic sampling and
+                greedy responses if needed.
             n, temperature: override `rollout`'s for given prompts; `logprobs` keeps `rollout.temperature`.
 
         Raises:
@@ -120,7 +115,7 @@ class Policy(ActorOnSamples):
         return self._collector.runs_ahead
 
     def run_ahead(self) -> None:
-        """Let dedicated engines keep generating until all training ranks call this, before the next `sample`."""
+        """Let dedicated engines generate until all training ranks call this, before the next `sample`."""
         if self.runs_ahead:
             self._collector.run_ahead()
 
@@ -129,22 +124,20 @@ class Policy(ActorOnSamples):
     ) -> dict[str, float]:
         """Return the metrics of every validation set, `validation/<set>/<metric>`, in `rollout_mode`.
 
-        `on_set` is called with the name of each set and its samples.
+        `on_set` receives each set's name and samples.
         """
         self._check_mode("validate")
         return self._collector.validate(validation, on_set)
 
     def expand(self, samples: Experience, values: Sequence[float] | np.ndarray) -> Column:
-        """Return one value per rollout, [num_rollouts], at each of its tokens in the loss; 0 elsewhere."""
+        """Expand values per rollout, [num_rollouts], to tokens in the loss; 0 elsewhere."""
         batch = self.read(samples)
         table = torch.tensor([*values, 0.0], dtype=torch.float32, device=batch.tokens.device)
         rollouts = find_rollouts(samples.headers, batch)
         return Column(torch.where(batch.loss_mask, table[rollouts], 0.0), samples.pack(self.packer))
 
     def save(self, directory: str | Path, step: int) -> Path:
-        """Write `<directory>/step_<N>`: all trained roles with their optimizers, random states, position in the data.
-
-        `load`, a run (`checkpoint.resume`) and the tools read it.
+        """Write `<directory>/step_<N>`, a checkpoint that `load`, a run (`checkpoint.resume`) and the tools read.
 
         Raises:
             UserError: it cannot be written; on every rank.
@@ -152,7 +145,7 @@ class Policy(ActorOnSamples):
         return self._state.save(Path(directory), step, dump_yaml(self._config))
 
     def load(self, directory: str | Path) -> int:
-        """Load a checkpoint of `save` or of a run, saved in any layout, and return its step.
+        """Load a checkpoint of `save` or a run, saved in any layout, and return its step.
 
         Args:
             directory: `step_<N>`, or one that has `latest`.
@@ -163,7 +156,7 @@ class Policy(ActorOnSamples):
         return self._state.load(Path(directory))
 
     def export(self, directory: str | Path) -> None:
-        """Write the weights in Hugging Face format, with the tokenizer and the config of `model.path`."""
+        """Write the weights in Hugging Face format, with tokenizer and config of `model.path`."""
         self._export(Path(directory))
 
     def describe_reshard(self) -> dict[str, float]:
@@ -183,11 +176,10 @@ class Policy(ActorOnSamples):
 
 @dataclass(frozen=True)
 class Primitives:
-    """Everything a training loop uses.
+    """Everything a training loop uses; roles that the config does not have are `None`.
 
     Attributes:
-        inputs: `inputs.plan` is the batch arithmetic, `inputs.tokenizer` the policy's.
-        policy, reference, critic, reward_model, teachers: None for roles that the config does not have.
+        inputs: with the batch arithmetic `plan` and the policy's `tokenizer`.
         state: everything that a checkpoint contains.
     """
 
@@ -203,6 +195,6 @@ class Primitives:
 
     @property
     def trained(self) -> dict[str, Any]:
-        """Trained roles by name. Ranks outside a role hold a stand-in, so the keys are equal on every rank."""
+        """Trained roles by name, with equal keys on every rank (a stand-in outside a role)."""
         roles = {"actor": self.policy.role} | ({"critic": self.critic.role} if self.critic else {})
         return {name: TrainedPart(role.model.trained, role.optimizer) for name, role in roles.items()}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one report of a failing job: agreed on in the job's store and shown once, by rank 0 if it is alive.
+"""The one report of a failing job: agreed on in the job's store and shown once.
 
 The first rank to `claim` writes the report. Rank 0 shows it and confirms; without a confirmation, the author shows it.
-The last collectives in it come from torch's flight recorder, which keeps the last 2000 of every process group (gloo and
-NCCL) and is on by default; reading it takes some tenths of a second.
+Its collectives come from torch's flight recorder, which keeps the last 2000 of every process group (gloo and NCCL) and
+is on by default; reading it takes some tenths of a second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHOWN = 16
 
 
 def describe_collectives() -> list[str]:
-    """Return the last collectives of this process, oldest first, one line each; empty if torch does not record them."""
+    """Return the last recorded collectives of this process, oldest first, one line each."""
     entries: list[dict[str, Any]] = []
     try:
         for name in _DUMPS:
@@ -65,7 +65,6 @@ class Report:
     """Final report of a job.
 
     Attributes:
-        text: for the console.
         code: exit status of all ranks.
         rank: its author.
     """
@@ -80,7 +79,7 @@ class ReportBoard:
 
     Args:
         store: a connection that two threads may use, under a prefix of this run.
-        log_file: of this rank; receives everything it shows.
+        log_file: receives everything this rank shows.
     """
 
     def __init__(self, store: Store, rank: int, log_file: Path) -> None:
@@ -88,7 +87,7 @@ class ReportBoard:
         self._lock, self._is_concluded = threading.Lock(), False
 
     def claim(self) -> bool:
-        """Return True for the first caller in the job, which must post a report."""
+        """Return True for the job's first caller, which must post a report."""
         return self._store.add("claimed", 1) == 1
 
     def post(self, text: str, code: int) -> None:
@@ -110,12 +109,12 @@ class ReportBoard:
         return True
 
     def have_all_come(self, world_size: int, seconds: float) -> bool:
-        """Record the failure of this rank's program; return whether all ranks' programs fail within the time limit."""
+        """Record this rank's failure; return whether all ranks fail within the time limit."""
         self._store.set(f"failed/{self._rank}", "")
         return self.wait_for([f"failed/{rank}" for rank in range(world_size)], seconds)
 
     def conclude(self) -> Report | None:
-        """Wait until the report has been shown, and show it if this rank must; None if no rank has posted one."""
+        """Wait until the posted report, if any, is shown; show it if this rank must."""
         if not self.wait_for(["report"], _REPORT_SECONDS):
             return None
         report = Report(**json.loads(self._store.get("report")))
@@ -134,12 +133,12 @@ class ReportBoard:
 
 
 def show(text: str, log_file: Path) -> None:
-    """Print a report, and write it into this rank's log."""
+    """Print a report and append it to this rank's log."""
     append(log_file, f"error: {text}")
     print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 def append(log_file: Path, text: str) -> None:
-    """Write into a rank's log only; ignores a full disk, which must not hide the reason for the end of the job."""
+    """Append to a rank's log; a full disk is ignored, since it must not hide why the job ended."""
     with contextlib.suppress(OSError), open(log_file, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text.rstrip("\n") + "\n")

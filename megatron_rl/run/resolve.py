@@ -16,7 +16,7 @@ def resolve(config: RunConfig) -> RunSpec:
     """Import the user's plugins and return the models that an RL run builds.
 
     Raises:
-        UserError: a plugin cannot be imported, the estimator is unknown or needs a critic that the config disables, or
+        UserError: a plugin cannot be imported, the estimator is unknown or needs a disabled critic, or
             `importance_sampling = bypass` and `old_logprobs` are computed before the update.
     """
     load_plugins(config.algorithm.plugins)
@@ -72,7 +72,7 @@ def resolve(config: RunConfig) -> RunSpec:
 
 
 def resolve_sft(config: RunConfig) -> RunSpec:
-    """Return the spec of an SFT run, which has only an actor.
+    """Return the spec of an SFT run.
 
     Raises:
         UserError: `actor.mtp_lr` is set; that layer learns from the policy's own responses.
@@ -88,7 +88,7 @@ def resolve_sft(config: RunConfig) -> RunSpec:
 
 
 def _make_reference(config: RunConfig) -> RoleSpec:
-    """Return the frozen policy; under LoRA on the same ranks, it is the actor without its adapters."""
+    """Return the frozen policy; with LoRA on the same ranks, the actor without adapters."""
     is_base = bool(config.actor.lora.rank) and config.reference.path in (None, config.model.path)
     return RoleSpec(
         name="reference",

@@ -20,18 +20,18 @@ from megatron_rl.training.setup import LearnedTeacher, RoleSetup
 
 
 def launched_sizes() -> tuple[int, int]:
-    """Return the number of ranks that torchrun started, in all and on this node (1 without torchrun)."""
+    """Return the ranks that torchrun started, in all and on this node (1 without torchrun)."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def group_timeout(config: RunConfig) -> timedelta:
-    """Return the time limit of the process groups: longer than the watchdog's, which explains the stall."""
+    """Return the process groups' time limit, longer than the watchdog's, which explains the stall."""
     return timedelta(seconds=config.trainer.collective_timeout + 30)
 
 
 def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, Any]:
-    """Build the roles of an RL run by name; roles of equal layout share their process groups. Collective."""
+    """Build the roles of an RL run by name; roles of equal layout share process groups. Collective."""
     groups: dict[ParallelLayout, ParallelGroups | None] = {}
     roles: dict[str, Any] = {}
     for name, role in inputs.roles.items():
@@ -54,7 +54,6 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
 
 
 def _find_stand_in(spec: RoleSpec) -> Callable[[LaidOutModel], Any]:
-    """Return the stand-in class of a role for ranks outside its layout."""
     if spec.is_teacher:
         from megatron_rl.training.roles.teacher import AbsentTeacher as stand_in
     else:
@@ -63,7 +62,6 @@ def _find_stand_in(spec: RoleSpec) -> Callable[[LaidOutModel], Any]:
 
 
 def _find_class(spec: RoleSpec) -> Callable[[RoleSetup], Any]:
-    """Import and return the class of a role."""
     if spec.is_teacher:
         from megatron_rl.training.roles.teacher import Teacher as found
     elif spec.name == "actor":
@@ -80,13 +78,12 @@ def _find_class(spec: RoleSpec) -> Callable[[RoleSetup], Any]:
 
 
 def _count_updates(name: str, config: RunConfig, inputs: RlInputs) -> int:
-    """Return the optimizer steps of a role in the whole run; steps of `critic_warmup` do not update the policy."""
+    """Return a role's optimizer steps in the whole run; steps of `critic_warmup` do not update the policy."""
     warmup = config.trainer.critic_warmup if "critic" in inputs.roles and name != "critic" else 0
     return max((inputs.plan.total_steps or 0) - warmup, 0) * inputs.plan.optimizer_steps_per_step
 
 
 def _find_teacher(config: RunConfig, inputs: RlInputs) -> LearnedTeacher | None:
-    """Return the teacher whose distributions the actor learns from, if any."""
     names, distillation = list(inputs.spec.teachers), config.algorithm.distillation
     if not names or distillation.kind == "sampled":
         return None
@@ -106,7 +103,7 @@ def build_role(
 
     Args:
         total_optimizer_steps: length of its learning-rate schedule.
-        make: the user's own class; the built-in one if None.
+        make: the user's own class, if any.
         teacher: of an actor that learns from distributions.
     """
     return (make or _find_class(inputs.spec))(

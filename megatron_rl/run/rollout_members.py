@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build everything that produces the samples of a run: engines with the actor's weights, prompts and rewards."""
+"""Build the producers of a run's samples: engines with the actor's weights, prompts and rewards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSinks:
-    """Timers, progress display and schedule trace of a run; the defaults discard everything."""
+    """Timers, progress display and schedule trace of a run; discarded by default."""
 
     timers: PhaseTimers = field(default_factory=PhaseTimers)
     progress: RolloutProgress = field(default_factory=RolloutProgress)
@@ -40,7 +40,7 @@ class RunSinks:
 
 @dataclass(frozen=True)
 class RolloutMembers:
-    """Producers of samples: weights in engines, prompts, generation, scoring, responses begun ahead of their step."""
+    """Producers of samples."""
 
     hybrid: Any
     collector: Any
@@ -57,11 +57,7 @@ def build_rollout_members(
     run: RunSinks,
     parts: Parts = NO_PARTS,
 ) -> RolloutMembers:
-    """Build the engine around the actor, and the rewards; collective.
-
-    Args:
-        roles: by name; an actor, and optionally a reward model, a critic and a multi-token prediction layer.
-    """
+    """Build the engine around the actor, and the rewards; collective."""
     decode, model = inputs.tokenizer.decode, None
     if "reward_model" in roles:
         model = RewardModelOnSamples(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, device: torch.device) -> Iterator[str]:
-    """Yield the lines that describe the run and its data at its start."""
+    """Yield lines that describe a run and its data at the start."""
     plan, hybrid, train = inputs.plan, primitives.policy.hybrid, inputs.train
     impl = choose_transformer_impl(config.model.transformer_impl)
     yield from (f"note: {note}" for note in inputs.notes)
@@ -98,7 +98,6 @@ class Session:
             self._build(opened, prepared.parts)
 
     def _build(self, opened: OpenedRun, parts: Parts) -> None:
-        """Build everything that needs the process group and the run directory."""
         config, trainer, inputs = self.config, self.config.trainer, self.inputs
         self.run, timers = opened.run, opened.run.timers
         self.profiler = StepProfiler(
@@ -142,14 +141,13 @@ class Session:
     ) -> Self:
         """Build the run of `launch/pretrain_grpo.py` in a user's own program, started by torchrun.
 
-        An uncaught error ends the program like the command line: one message in the job, and the exit codes of
-        docs/checkpoints.md.
+        An uncaught error ends the program with one message in the job, and the exit codes of docs/checkpoints.md.
 
         Args:
             model_path: directory of the policy in HF format, or a checkpoint of this package.
             config: a recipe, or its settings as nested mappings.
             overrides: `section.key=value`, as on the command line.
-            **parts: see `Parts`: reward, adv_estimator, policy_loss, engine, reward_model, actor, critic, reference.
+            **parts: see `Parts`.
 
         Raises:
             UserError: bad input; on every rank alike, before any process group exists.
@@ -167,7 +165,7 @@ class Session:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Log a description of the run and report errors (see `Guard`); at the end, release and close everything."""
+        """Log a description of the run and report errors (see `Guard`); close everything at the end."""
         try:
             with self.guard.reporting():
                 self.run.log.info("run directory: %s", self.run.dir)
@@ -211,7 +209,7 @@ class Session:
         run.finish()
 
     def validate(self, step: int) -> dict[str, float]:
-        """Return the metrics of every validation set and write its responses; collective."""
+        """Return validation metrics and write responses; collective."""
         found: dict[str, list[Any]] = {}
         with self.run.timers.phase("validation", swallow=True):
             with self.policy.rollout_mode():
@@ -222,7 +220,7 @@ class Session:
         return metrics
 
     def count_elsewhere(self) -> None:
-        """Send the metrics and timers of roles outside rank 0 to rank 0, which writes them; collective."""
+        """Send the metrics and timers of roles outside rank 0 to it; collective."""
         leaders = {role.layout.first_rank for role in self.inputs.roles.values()} - {0}
         if leaders:
             mine = (dict(self.run.series), self.run.timers.seen()) if self.process.rank in leaders else None
@@ -231,7 +229,7 @@ class Session:
                     self.run.complete(*found)
 
     def close(self) -> None:
-        """Release the engine, end reward workers and close the sinks (also after an error)."""
+        """Release the engine, end reward workers and close the sinks."""
         self.checkpoints.close()
         self.policy.close()
         self.run.close()

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning: RL's actor with next-token loss on the responses.
-
-Same parallelism, packing, optimizer and sinks as GRPO; it produces the policy that RL starts from.
-"""
+"""Supervised fine-tuning: RL's actor with next-token loss on the responses; produces the policy RL starts from."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ class SftTrainer:
             self._build(opened, inputs)
 
     def _build(self, opened: OpenedRun, inputs: SftInputs) -> None:
-        """Build everything that needs the process group and the run directory."""
         config, plan = self.config, self.plan
         groups = build_groups(inputs.actor.layout, group_timeout(config))
         actor = build_role(config, inputs.actor, groups, self.total_steps)
@@ -101,7 +97,7 @@ class SftTrainer:
 
 
 def train_sft(config: RunConfig, recipe: Path | None) -> None:
-    """Run SFT from a loaded config: check every input, build the actor, train.
+    """Run SFT from a loaded config.
 
     Raises:
         UserError: bad input, before any process group exists.
@@ -122,7 +118,6 @@ def train_sft(config: RunConfig, recipe: Path | None) -> None:
 
 
 def _introduce(trainer: SftTrainer, inputs: SftInputs) -> None:
-    """Log a description of the run and its data."""
     say, data = trainer.run.log.info, inputs.data
     say("run directory: %s", trainer.run.dir)
     say(

@@ -32,7 +32,7 @@ def actor_export(config: RunConfig, model: LaidOutModel, mtp: LaidOutModel | Non
     """Return a collective function that writes the actor in HF format, or its adapters in PEFT format, with side files.
 
     Args:
-        mtp: the trained multi-token prediction layer; without it, the layer of `model.path` is copied.
+        mtp: the trained multi-token prediction layer; without it, that of `model.path` is copied.
     """
     base = Path(config.model.path).absolute()  # a user's function may change the working directory
     model_files = find_model_files(base)
@@ -66,8 +66,6 @@ def actor_export(config: RunConfig, model: LaidOutModel, mtp: LaidOutModel | Non
 
 
 def _add_mtp(model: ShardedModel, part: LaidOutModel, mtp: LaidOutModel) -> ShardedModel:
-    """Return the model of `part` together with the multi-token prediction layer, whose parameters are renamed."""
-
     def place(rank: int) -> list[ShardBox]:
         found = mtp.placements(rank) if rank in mtp.layout.ranks else ()
         return [*part.placements(rank), *(replace(p, param=f"mtp.{p.param}") for p in found)]
@@ -81,7 +79,7 @@ def _add_mtp(model: ShardedModel, part: LaidOutModel, mtp: LaidOutModel) -> Shar
 
 
 def side_files(config: RunConfig, path: str) -> dict[str, Path]:
-    """Return the files that belong to the model of a role besides its weights."""
+    """Return a role's model files besides its weights."""
     tokenizer = config.model.tokenizer
     return list_side_files(Path(path), Path(tokenizer) if tokenizer else None)
 
@@ -113,7 +111,7 @@ class HeldRollouts(Protocol):
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """Model and optimizer of a `SavedRole`; with adapters, only these are saved."""
+    """Model (with adapters, only these) and optimizer of a `SavedRole`."""
 
     model: SavedModel
     optimizer: SavedOptimizer
@@ -124,10 +122,10 @@ class TrainingState:
     """Everything that changes while a program trains.
 
     Attributes:
-        roles: trained roles of this rank by name.
-        parts: other stateful parts by name.
-        side_files: role -> files of its model, see `list_side_files`.
-        rollouts: unfinished responses; None if no response begins ahead of its step.
+        roles: trained roles of this rank.
+        parts: other stateful parts.
+        side_files: by role, see `list_side_files`.
+        rollouts: unfinished responses, if any begin ahead of their step.
     """
 
     roles: Mapping[str, SavedRole]
@@ -167,10 +165,9 @@ class TrainingState:
         raise_together(error, group)
 
     def save(self, root: Path, step: int, recipe: str) -> Path:
-        """Write `<root>/step_<N>` now; collective.
+        """Write `<root>/step_<N>` at the end of step N; collective.
 
         Args:
-            step: the step that has ended.
             recipe: the resolved config as YAML.
 
         Raises:

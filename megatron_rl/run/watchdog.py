@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread on every rank that ends a job that hangs or has failed elsewhere, and reports the reason.
 
-At every look it writes the rank's position (`positions.py`) to the job's store: the heartbeat. A rank whose program
-stays in the same collective for `limit` seconds *stalls*: it requests the positions and last collectives of all ranks,
-every rank dumps the stacks of all its threads into its log, the first stalled rank reports which ranks wait for which,
-in which phase and group, and all ranks exit with EXIT_STALLED; the launcher restarts them. A report of another rank
-(`guard.py`) also ends this rank unless its program ends by itself. A rank with a stop signal ends when another one
-is gone, since the ranks can no longer agree on a checkpoint.
+Its heartbeat is the rank's position (`positions.py`) in the job's store. A rank *stalls* if its program stays in one
+collective for `limit` seconds: every rank dumps the stacks of its threads into its log, the first stalled rank reports
+which ranks wait for which, in which phase and group, and all ranks exit with EXIT_STALLED; the launcher restarts them.
+A report of another rank (`guard.py`) also ends this rank unless its program ends by itself, and a rank with a stop
+signal ends when another one is gone, since they can no longer agree on a checkpoint.
 """
 
 from __future__ import annotations
@@ -42,13 +41,11 @@ class Watched:
     """A watched rank.
 
     Attributes:
-        timers: phases of the program.
         limit: seconds that it may wait in one collective.
         log_file: receives the stacks.
-        log: of the rank; rank 0's is shown on the console.
         is_stopping: whether this rank received a stop signal.
         any_place: treat every place as a collective (CUDA: the program waits for the device, not in a collective).
-        roles: roles of the ranks in words; empty if every rank has all roles.
+        roles: in words; empty if every rank has all roles.
     """
 
     rank: int
@@ -67,9 +64,6 @@ class Watchdog:
 
     Args:
         store: a separate connection, under a prefix of this run.
-
-    Attributes:
-        board: on which the ranks agree on the report of a failure.
     """
 
     def __init__(self, watched: Watched, store: Store) -> None:
@@ -83,23 +77,23 @@ class Watchdog:
         self._thread.start()
 
     def hand_over(self) -> None:
-        """Send heartbeats only from now on: the program has failed and reports by itself."""
+        """Only send heartbeats from now on: the failed program reports by itself."""
         self._is_handed_over.set()
 
     def close(self) -> None:
-        """Stop watching; the last heartbeat marks this rank as closed in good order."""
+        """Stop watching; the last heartbeat marks an orderly exit."""
         if not self._closing.is_set():
             self._closing.set()
             self._thread.join(_ANSWER_SECONDS)
 
     def positions(self) -> list[Position | None]:
-        """Return the position of every rank at its last look, None before its first; thread-safe."""
+        """Return every rank's last position, `None` before its first; thread-safe."""
         return self._collect("beat")
 
     def find_silent(self, seconds: float) -> list[Position]:
-        """Return the last positions of the ranks that have left or have sent no heartbeat for `seconds`.
+        """Return the last positions of ranks that have left or have sent no heartbeat for `seconds`.
 
-        Returns early if a report has been posted, which explains the silence.
+        Returns early after a report, which explains the silence.
         """
         deadline, heard = time.monotonic() + 2 * seconds, {}
         while time.monotonic() < deadline and not self.board.is_posted:
@@ -150,7 +144,7 @@ class Watchdog:
             self._end_if_peers_are_gone(position)
 
     def _update(self) -> float:
-        """Update the position of the program; return the seconds for which it has not changed."""
+        """Update the position; return the seconds since it changed."""
         found, now = find_position(self._watched.rank, self._watched.timers, self._program), time.monotonic()
         last, self._looks = self._position, self._looks + 1
         if found is None or last is None or found != dataclasses.replace(last, seconds=0.0, looks=0, memory=0):
@@ -171,12 +165,11 @@ class Watchdog:
         self._store.set(f"{key}/{self._watched.rank}", position.encode())
 
     def _collect(self, key: str) -> list[Position | None]:
-        """Return the published positions of all ranks, None for missing ones."""
         names = [f"{key}/{rank}" for rank in range(self._watched.world_size)]
         return [Position.decode(self._store.get(name)) if self._store.check([name]) else None for name in names]
 
     def _answer_stall(self, position: Position) -> None:
-        """Publish this rank's position; the first rank that detects the stall collects the answers and explains it."""
+        """Publish this rank's position; the first rank to detect the stall explains it."""
         is_first = self._store.add("stalled", 1) == 1
         recent = tuple(describe_collectives())
         self._publish("answer", dataclasses.replace(position, recent=recent))
@@ -186,7 +179,6 @@ class Watchdog:
         self._conclude(EXIT_STALLED)
 
     def _explain_stall(self) -> UserError:
-        """Collect the answers of all ranks within a time limit."""
         self.board.wait_for([f"answer/{rank}" for rank in range(self._watched.world_size)], _ANSWER_SECONDS)
         answers = self._collect("answer")
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
@@ -201,7 +193,6 @@ class Watchdog:
         )
 
     def _follow(self) -> None:
-        """End this rank after a failure elsewhere, unless its program fails by itself within the grace period."""
         if not self._is_handed_over.wait(_GRACE_SECONDS):
             self._dump_stacks()
             self._conclude(EXIT_FAILED)
@@ -218,7 +209,6 @@ class Watchdog:
             self._conclude(EXIT_FAILED)
 
     def _watch_alone(self) -> None:
-        """End this rank if it stalls while the store is unreachable."""
         while not self._closing.wait(self._interval):
             if self._update() >= self._watched.limit and self._position and self._position.operation:
                 self._watched.log.error("no progress in %g s: %s", self._watched.limit, self._position.describe())

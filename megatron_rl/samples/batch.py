@@ -270,11 +270,12 @@ def expand_to_tokens(values: Sequence[float] | np.ndarray, batch: TrainBatch) ->
 
 @dataclass(frozen=True)
 class Padding:
-    """Constraints on the lengths of microbatches.
+    """How microbatches are padded.
 
     Attributes:
-        multiple: divisor and minimum of each length.
-        max_seqlen: bound on segments (buckets only).
+        multiple: without buckets, lengths are rounded up to a multiple of this.
+        buckets: fixed lengths to pad to instead.
+        max_seqlen: with buckets, the largest number of tokens in a segment, padding segments included.
     """
 
     multiple: int

@@ -65,7 +65,7 @@ class FetchPlan:
 
 
 def plan_fetch(rank: int, source: Holders, destination: Holders) -> FetchPlan:
-    """Plan the sends and receives of `rank`, with the load spread over the ranks of a holding replica."""
+    """Plan which sequences `rank` sends and receives; ranks of a replica hold the same ones and take turns sending."""
     (source_replica, source_place), (replica, place) = source.locate(rank), destination.locate(rank)
     width = source.ranks.shape[1]
     needed = np.flatnonzero(destination.replica_of == replica)

@@ -149,7 +149,7 @@ def find_pad_multiple(cp_size: int, sp_size: int, batch_invariant: bool) -> int:
 
 
 def compute_attention_ratio(num_linear: float, num_heads: int, key_dim: int, value_dim: int) -> float:
-    """Compute the cost of causal attention over s tokens, in units of the linear layers' cost of s^2 tokens.
+    """Compute r such that causal attention over s tokens costs r * s times as much as the linear layers.
 
     Multiply-adds of one layer: s^2 n (d + d_v) / 2 for scores and values (half of them are masked), against s times its
     matrix elements. The output layer and norms are left out.
@@ -441,14 +441,16 @@ def packing_metrics(
     shared: SharedPrefixes | None = None,
     buckets: Buckets | None = None,
 ) -> dict[str, float]:
-    """Measure the quality of a plan; arguments as for `plan_microbatches` and `build_train_batch`.
+    """Measure how well a plan packs its sequences; arguments as for `plan_microbatches` and `build_train_batch`.
+
+    A prefix that sequences of a microbatch share counts once, except in padded_efficiency.
 
     Returns:
-        packing/efficiency: real over computed tokens (with padding).
-        packing/padded_efficiency: likewise with every sequence padded to the longest.
-        packing/budget_use: real tokens over microbatches times budget.
-        packing/imbalance: cost of the heaviest DP rank over the mean.
-        packing/prompt_repeats, packing/prefix_repeats: computed over unique tokens.
+        packing/efficiency: tokens without padding / tokens with padding.
+        packing/padded_efficiency: the same ratio if every sequence were padded to the longest, without packing.
+        packing/budget_use: tokens without padding / (number of microbatches * `max_tokens`).
+        packing/imbalance: cost of the most expensive DP rank / mean cost of a DP rank.
+        packing/<shared.name>_repeats: only with `shared`; shareable tokens computed / distinct ones (1 is ideal).
     """
     work = _Workload.measure(lengths, attention_ratio, shared)
     microbatches = [members for rank in plan for members in rank]

@@ -42,7 +42,7 @@ class FilledModel(Protocol):
         ...
 
     def placements(self, rank: int) -> PlacementTable:
-        """Return a rank's box table, without adapters."""
+        """Return the placement table of a rank, without adapters: which part of each tensor it holds."""
         ...
 
     def shard_key(self, rank: int) -> Hashable:

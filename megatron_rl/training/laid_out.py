@@ -98,7 +98,7 @@ class LaidOutModel:
 
     @property
     def attention_ratio(self) -> float:
-        """Relative cost of attention; see `compute_attention_ratio`."""
+        """Cost of attention relative to the linear layers, per token of length; see `compute_attention_ratio`."""
         shape = self.shape
         linear = shape.attention_elements + 3 * shape.hidden_size * shape.active_columns
         return compute_attention_ratio(linear, shape.num_heads, shape.head_dim, shape.value_dim)

@@ -320,7 +320,7 @@ class PackedModel(LaidOutModel):
         return output, finish
 
     def call_stage(self, module: torch.nn.Module, microbatch: TrainBatch, packed: PackedSequences) -> torch.Tensor:
-        """Return the output of `module` for a microbatch."""
+        """Run a pipeline stage on this context parallel rank's rows of a microbatch, and return its output."""
         mine = self.own_rows(microbatch)
         return module(
             microbatch.computed(microbatch.tokens)[None, mine],

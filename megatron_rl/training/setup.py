@@ -14,11 +14,10 @@ from megatron_rl.weights.families import ModelShape
 
 @dataclass(frozen=True)
 class LearnedTeacher:
-    """Teacher settings of a policy that learns from distributions.
+    """A teacher whose distributions, not only its sampled log-probs, the policy learns.
 
     Attributes:
-        config: distillation of kind full or top_k.
-        path: the teacher's weights, read for kind full only.
+        path: checkpoint of the teacher; with kind full, the student loads its output layer from there.
     """
 
     config: DistillationConfig

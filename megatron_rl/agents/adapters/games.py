@@ -52,7 +52,7 @@ class GemGame:
         return _say(shown, info)
 
     def step(self, reply: Reply) -> Observation | Done:
-        """Play a move."""
+        """Play a move; every turn carries a reward, also the last (`Done`)."""
         shown, reward, is_over, is_cut, info = self._game.step(reply.text)
         if is_over or is_cut:
             return Done(float(reward))

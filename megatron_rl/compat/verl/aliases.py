@@ -76,7 +76,7 @@ def alias_names() -> list[str]:
 
 
 def alias_target(name: str) -> str | None:
-    """Return the setting to which a name is simply renamed, or `None`."""
+    """Return the setting that a foreign name is a plain rename of, or `None` if it needs translation."""
     alias = _ALIASES.get(name)
     if isinstance(alias, Renamed):
         return alias.target

@@ -331,10 +331,10 @@ def _list_devices(spec: EngineSpec) -> dict[str, str]:
 
 
 def build_vllm_server(spec: EngineSpec) -> ServedEngine:
-    """Build `vllm_server`."""
+    """Build the engine `vllm_server`, which samples from vLLM's own HTTP server."""
     return ServedEngine(spec, VllmServer(spec))
 
 
 def build_openai_server(spec: EngineSpec) -> ServedEngine:
-    """Build `openai`."""
+    """Build the engine `openai`, which samples from a server with OpenAI's completions API."""
     return ServedEngine(spec, OpenAiServer(spec))

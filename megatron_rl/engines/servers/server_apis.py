@@ -135,7 +135,10 @@ class VllmServer:
         }
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Append tokens and log-probs, and check the policy version; the last event has cache statistics."""
+        """Append an event's tokens and log-probs to `answer`; ServerFailure if they come from another policy version.
+
+        The last event has no tokens, but the number of prompt tokens that came from the prefix cache.
+        """
         check_event(event)
         if not event["choices"]:
             answer.count_cached((event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens"))

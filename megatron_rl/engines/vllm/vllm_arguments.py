@@ -29,7 +29,7 @@ def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def records_kept_sets(spec: EngineSpec) -> bool:
-    """Return whether the model runner supports `KeptSetRecorder`."""
+    """Return whether this engine can record which tokens survive top-k and top-p: only with runner v1."""
     return fit_to_device(spec.config, spec.process.device).model_runner == "v1"
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles as called by the main loop: they pack samples and store their results as columns.
+"""Roles for the main loop: wrappers that pack samples, run a role, and store its results as columns.
 
-Every rank makes the same calls; outside of a role they only exchange columns, so roles on disjoint ranks run
+All ranks make the same calls. Ranks that a role does not use only exchange columns, so roles on disjoint ranks run
 concurrently.
 """
 

@@ -31,7 +31,7 @@ class BaseOfActor:
 
 
 class NoOptimizer:
-    """Stand-in for the optimizer of a checkpointed, untrained model."""
+    """Stand-in for an optimizer, so that a frozen model can be saved in training checkpoints like a trained one."""
 
     is_stub_optimizer, steps, kind = True, 0, "adam"
 

@@ -47,7 +47,7 @@ class TeachersOnSamples:
         self._teachers = {name: RoleOnSamples(role, packers[name]) for name, role in teachers.items()}
 
     def score(self, samples: Experience) -> None:
-        """Run each teacher on its samples, for `teach`."""
+        """Run each teacher on the samples chosen for it; `teach` later passes the results to the policy."""
         chosen = choose_teachers(self._config, samples.prompts)
         parts = {name: samples.select(groups) for name, groups in chosen.items() if groups}
         for name, (part, _) in parts.items():
