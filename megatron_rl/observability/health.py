@@ -81,7 +81,7 @@ class _Courses:
         return values[: self.window] if len(values) >= 2 * self.window else []
 
     def earlier(self, key: str) -> list[float]:
-        """Return the window `_EARLIER` windows before the latest, or the first of a shorter series; empty if they overlap."""
+        """Return the window `_EARLIER` windows ago, or the first of a shorter series; empty if it overlaps the last."""
         values, end = self.series.get(key, []), -_EARLIER * self.window
         return values[end - self.window : end] if len(values) >= self.window - end else self.first(key)
 
