@@ -21,7 +21,7 @@ class Room(NamedTuple):
 ROOMS: dict[str, Room] = {
     "config": Room(0, "settings: declarations, rules, batch arithmetic"),
     "types": Room(0, "shared types: prompts, rollouts, user errors"),
-    "observability": Room(0, "metrics, logs, TensorBoard, status page"),
+    "observability": Room(1, "metrics, logs, TensorBoard, status page"),
     "extension": Room(0, "registries, plugins, abilities of engines"),
     "parallel": Room(1, "layouts, process groups, collectives, Ulysses, CPU runtime"),
     "compat": Room(1, "names of verl and TRL, translated into ours"),

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, pvariance
-from typing import Protocol
 
+from megatron_rl.config.sections import HealthConfig
 from megatron_rl.observability.metric_table import find_metric
 from megatron_rl.observability.metrics import Record
 
@@ -20,25 +20,6 @@ _EARLIER = 4  # windows between the steps that are compared
 _SMALLEST_MISMATCH = 1e-3  # nats: below it a growing gap is rounding
 # Smallest change in standard errors: of the reward to count as a rise, of its components to raise an alarm.
 _RISES, _PARTS = 2.0, 6.0
-
-
-class HealthSettings(Protocol):
-    """Settings of `observability.health` that are read here (see HealthConfig); `None` turns an alarm off."""
-
-    window: int
-    entropy_floor: float | None
-    length_growth: float | None
-    mismatch_growth: float | None
-    gradient_growth: float | None
-    clip_limit: float | None
-    truncated_limit: float | None
-    uninformative_limit: float | None
-    restating_limit: float | None
-    failed_limit: float | None
-    sample_size_floor: float | None
-    explained_variance_floor: float | None
-    dead_experts_limit: float | None
-    components: bool
 
 
 @dataclass(frozen=True)
@@ -95,14 +76,14 @@ class _Courses:
         return (change > noise) - (change < -noise)
 
 
-def _entropy(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+def _entropy(courses: _Courses, settings: HealthConfig, key: str) -> str | None:
     first, now = courses.first(key), courses.mean(key)
     if not first or now is None or settings.entropy_floor is None or now >= settings.entropy_floor * fmean(first):
         return None
     return f"the policy's entropy is {now:.2g} nats; it was {fmean(first):.2g} in the first {courses.window} steps."
 
 
-def _length(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+def _length(courses: _Courses, settings: HealthConfig, key: str) -> str | None:
     then, now = courses.earlier(key), courses.mean(key)
     reward = courses.earlier("reward/mean")
     if not then or not reward or now is None or settings.length_growth is None:
@@ -115,7 +96,7 @@ def _length(courses: _Courses, settings: HealthSettings, key: str) -> str | None
     )
 
 
-def _mismatch(courses: _Courses, settings: HealthSettings, *keys: str) -> str | None:
+def _mismatch(courses: _Courses, settings: HealthConfig, *keys: str) -> str | None:
     key = "mismatch/lag0" if "mismatch/lag0" in keys else "mismatch/mean"
     first, now = courses.first(key), courses.mean(key)
     if not first or now is None or settings.mismatch_growth is None:
@@ -129,14 +110,14 @@ def _mismatch(courses: _Courses, settings: HealthSettings, *keys: str) -> str | 
     )
 
 
-def _gradient(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+def _gradient(courses: _Courses, settings: HealthConfig, key: str) -> str | None:
     then, now = courses.earlier(key), courses.mean(key)
     if not then or now is None or settings.gradient_growth is None or now <= settings.gradient_growth * median(then):
         return None
     return f"the gradient norm is {now:.3g}; it was {median(then):.3g}."
 
 
-def _components(courses: _Courses, settings: HealthSettings, *keys: str) -> str | None:
+def _components(courses: _Courses, settings: HealthConfig, *keys: str) -> str | None:
     """Check whether one component of the reward rises while another falls."""
     names = [key.removeprefix("reward/") for key in keys]
     trends = {name: courses.trend(f"reward/{name}", _PARTS) for name in names if "/" not in name}
@@ -146,7 +127,7 @@ def _components(courses: _Courses, settings: HealthSettings, *keys: str) -> str 
     return f"components of the reward part: {', '.join(rising)} rises while {', '.join(falling)} falls."
 
 
-def _critic(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+def _critic(courses: _Courses, settings: HealthConfig, key: str) -> str | None:
     value = courses.mean(key)
     is_young = not courses.first(key)  # a critic begins at zero or at random
     if is_young or value is None or settings.explained_variance_floor is None:
@@ -156,7 +137,7 @@ def _critic(courses: _Courses, settings: HealthSettings, key: str) -> str | None
     return f"the critic explains {value:.2g} of the returns' variance: less than their mean would."
 
 
-def _failures(courses: _Courses, settings: HealthSettings, *keys: str) -> str | None:
+def _failures(courses: _Courses, settings: HealthConfig, *keys: str) -> str | None:
     for key in sorted(keys):
         value, limit = courses.mean(key), settings.failed_limit
         if value is not None and limit is not None and value >= limit:
@@ -167,14 +148,14 @@ def _failures(courses: _Courses, settings: HealthSettings, *keys: str) -> str | 
 
 
 def _above(setting: str, sentence: str) -> Callable[..., str | None]:
-    def check(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+    def check(courses: _Courses, settings: HealthConfig, key: str) -> str | None:
         value, limit = courses.mean(key), getattr(settings, setting)
         return None if value is None or limit is None or value <= limit else sentence.format(value)
 
     return check
 
 
-def _sample_size(courses: _Courses, settings: HealthSettings, key: str) -> str | None:
+def _sample_size(courses: _Courses, settings: HealthConfig, key: str) -> str | None:
     value, floor = courses.mean(key), settings.sample_size_floor
     if value is None or floor is None or value >= floor:
         return None
@@ -204,7 +185,7 @@ CHECKS: dict[str, Callable[..., str | None]] = {
 class HealthMonitor:
     """Checks of every step's record; a failing check raises one alarm, and another after a window without failure."""
 
-    def __init__(self, settings: HealthSettings) -> None:
+    def __init__(self, settings: HealthConfig) -> None:
         self.alarms: list[Alarm] = []
         self._settings, self._courses = settings, _Courses(settings.window)
         self._seen: dict[str, int] = {}  # check -> number of the record in which it failed last

@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
 from torch.distributed.distributed_c10d import Store
 
+from megatron_rl.config.sections import ObservabilityConfig
 from megatron_rl.observability.durable import replace_text
-from megatron_rl.observability.health import HealthMonitor, HealthSettings
+from megatron_rl.observability.health import HealthMonitor
 from megatron_rl.observability.metric_table import find_metric
 from megatron_rl.observability.metrics import (
     CONFIG_FILE,
@@ -53,21 +54,6 @@ _NUM_WARNINGS = 20
 _NUM_SAMPLES = 4  # rollouts of a step that are passed to sinks
 
 
-class SinkSettings(Protocol):
-    """Settings of the section `observability` that are read here; see ObservabilityConfig."""
-
-    tensorboard: bool
-    histograms_every: int
-    progress_bar: bool
-    console_every: int
-    wandb: Literal["off", "offline", "online"]
-    wandb_project: str
-    wandb_name: str | None
-    status_port: int | None
-    status_host: str
-    health: HealthSettings
-
-
 class Run:
     """Sinks and timers of one run; rank 0 writes, and every rank has its own log.
 
@@ -81,7 +67,9 @@ class Run:
         failed_saves: {"step", "error"} of each checkpoint that could not be written.
     """
 
-    def __init__(self, run_dir: Path, config_yaml: str, total_steps: int, settings: SinkSettings, rank: int) -> None:
+    def __init__(
+        self, run_dir: Path, config_yaml: str, total_steps: int, settings: ObservabilityConfig, rank: int
+    ) -> None:
         self.dir, self.is_writer, self.timers = run_dir, rank == 0, PhaseTimers()
         self.best_value = float("-inf")
         self.failed_saves: list[dict[str, Any]] = []

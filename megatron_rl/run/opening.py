@@ -143,9 +143,7 @@ def _open_locked(
 ) -> OpenedRun:
     group, run, error = world(), None, None
     try:
-        settings = config.observability
-        # A frozen section is read-only, which a Protocol's attributes cannot express.
-        run = Run(run_dir, dump_yaml(config), total_steps, settings, group.rank())  # pyright: ignore[reportArgumentType]
+        run = Run(run_dir, dump_yaml(config), total_steps, config.observability, group.rank())
     except OSError as caught:
         error = _explain_unwritable(caught)
     raise_together(error, group)
