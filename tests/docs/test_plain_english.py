@@ -134,14 +134,27 @@ def test_counts_find_what_they_should() -> None:
     assert [count(pattern, "\n".join([text, *find_comments(source)]))[0] for pattern in LIMITS] == [1, 2, 1, 1]
 
 
+def name_definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:
+    """Yield every definition with its qualified name and arguments."""
+    for child in ast.iter_child_nodes(node):
+        inner = prefix
+        if isinstance(child, Definition) and not isinstance(child, ast.Module):
+            inner = f"{prefix}{child.name}"
+            yield inner if isinstance(child, ast.ClassDef) else f"{inner}({ast.unparse(child.args)})", child
+            inner += "."
+        yield from name_definitions(child, inner)
+
+
 def draw(seed: int, number: int) -> Iterator[str]:
-    """Yield docstrings of the package, drawn by a seed, with their places."""
-    found = [
-        f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}\n{text}"
-        for path in list_sources()
-        if path.is_relative_to(ROOT / "megatron_rl")
-        for node, text in find_docstrings(path.read_text(encoding="utf-8"))
-    ]
+    """Yield docstrings of the package, drawn by a seed, with file, name and arguments."""
+    found = []
+    for path in list_sources():
+        if path.is_relative_to(ROOT / "megatron_rl"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            named = [("module", tree), *name_definitions(tree)]
+            found += [
+                f"{path.relative_to(ROOT)}: {name}\n{text}" for name, node in named if (text := ast.get_docstring(node))
+            ]
     yield from random.Random(seed).sample(found, number)
 
 
