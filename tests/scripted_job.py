@@ -227,7 +227,7 @@ class Job:
         return self.stream.take(SAMPLING, None if told is None else lambda rollout, step: told.append(rollout))
 
     def collect(self, step: int) -> tuple[dict[str, float], list[tuple[Any, ...]]]:
-        """Collect one step of scored groups; return metrics and rows like those of `describe`, equal on every rank."""
+        """Collect one step of scored groups; return metrics and rows as `describe` does, equal on every rank."""
         samples = self.collector.collect(step)
         found = samples.fetch_rollouts(range(BATCH * GROUP), lambda tokens: "", on_all=True)
         rows = [(number // GROUP, *describe_rollout(rollout)) for number, (rollout, _) in enumerate(found)]

@@ -44,7 +44,7 @@ def compute_gspo_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tupl
         s_it = sg[s_i] * exp(logprobs_t - sg[logprobs_t])           equal to s_i
         loss_t = -min(s_it A_t, clip(s_it, 1 - eps_low, 1 + eps_high) A_t)
 
-    With seq-mean-token-mean, value and gradient equal those of -min(s_i A_i, clip(s_i) A_i). A forked episode has a
+    With seq-mean-token-mean, this has the value and gradient of -min(s_i A_i, clip(s_i) A_i). A forked episode has a
     ratio per branch, since its branches may be in different microbatches.
     """
     mean = _sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs)
@@ -59,7 +59,7 @@ def compute_geo_mean_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
         s_i = exp(mean_t c_t)
         loss_t = -mean_t(A_t) sg[s_i] exp(c_t - sg[c_t])
 
-    With seq-mean-token-mean, value and gradient equal those of -A_i s_i. A sequence is a branch.
+    With seq-mean-token-mean, this has the value and gradient of -A_i s_i. A sequence is a branch.
     """
     log_ratio, advantages = inputs.logprobs - inputs.old_logprobs, inputs.advantages
     bounded = log_ratio.clamp(-config.clip_eps_low, config.clip_eps_high)

@@ -98,7 +98,7 @@ class FieldInfo:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the value is a mapping, with free keys or with those of a dataclass."""
+        """Whether the value is a mapping, with free keys or with a dataclass's keys."""
         return self.kind == dict[str, Any] or dataclasses.is_dataclass(self.kind)
 
     @property

@@ -103,7 +103,7 @@ class ScheduleConfig:
     )
     steps_per_update: int | None = option(
         None,
-        "updates in_flight: engines interrupt together after a multiple of so many decode steps, reproducible bit "
+        "updates in_flight: engines interrupt together after a multiple of N decode steps, reproducible bit "
         "by bit; null: as soon as the step has its samples.",
         "steps",
         ge=1,

@@ -2,7 +2,7 @@
 """Routers that replay given routes and record the routes they use.
 
 When two gates are nearly equal, bitwise differences between engine and trainer flip an expert, and the token's log-prob
-moves by orders of magnitude more than otherwise. Replaying the engine's routes (R3, arXiv 2510.11370) or those of the
+moves by orders of magnitude more than otherwise. Replaying the routes of the engine (R3, arXiv 2510.11370) or of the
 `old_logprobs` pass (R2, arXiv 2507.18071) prevents this. Only the choice is replayed; shares and gradients come from
 the current gates.
 """

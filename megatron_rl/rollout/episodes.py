@@ -124,7 +124,7 @@ class Episodes:
         self._requests = [self._continue_reply(request) for request in requests if request is not None]
 
     def follow(self) -> Following:
-        """Return the next requests, first those of interrupted replies; the first rank waits for environments."""
+        """Return the next requests, interrupted replies first; the first rank waits for environments."""
         started, finished = time.monotonic(), list[int]()
         requests, self._requests = self._requests, []
         while self._processes is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validate a model without training.
 
-Metrics equal those of a run with the same weights, seeds and settings: both use the same collector.
+A run with the same weights, seeds and settings has the same metrics: both use the same collector.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class TeacherDivergence:
         microbatch: TrainBatch,
         places: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Compute differentiable divergences [n] for policy states [n, h]; rows behind those of `places` are padding.
+        """Compute differentiable divergences [n] for policy states [n, h]; rows after the rows of `places` are padding.
 
         Returns:
             `None` if the microbatch has no teacher outputs.

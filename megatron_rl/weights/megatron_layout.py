@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of logical tensors in Megatron's parameters, for any TP, PP, VPP and EP.
 
-Names are those of `nn.ModuleList(model_chunks).named_parameters()`: chunk number, then the GPTModel's name.
+Names come from `nn.ModuleList(model_chunks).named_parameters()`: chunk number, then the GPTModel's name.
 
 * `linear_qkv`: `[q; k; v]` of this rank's heads, as in the engine (`models/attention.py`; megatron-core interleaves KV
   groups), in whole KV groups;

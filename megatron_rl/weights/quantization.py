@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices kept in 4 bits (QLoRA, 2305.14314): those of attention and MLPs, not embedding, norms, router or head.
+"""Matrices kept in 4 bits (QLoRA, 2305.14314): attention and MLPs, not embedding, norms, router or head.
 
 64 neighboring elements of a row share a scale. Each such block is on one rank, so that values are the same in every
 layout.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes that engines report equal those of transformers, regardless of how the engine computed a token.
+"""Engines report the same routes as transformers, regardless of how they computed a token.
 
 vLLM preempts here, finds prompts in its prefix cache, and continues interrupted responses; the policy engine is two
 pipeline stages of two expert parallel ranks. Not covered: GPUs; ties, which rounding may decide.

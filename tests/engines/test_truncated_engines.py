@@ -121,7 +121,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 def assert_scored(model: Path, requests: list[Request], responses: list[Response]) -> list[int]:
-    """Assert that the log-probs equal those of transformers' logits over the sets; return the sizes of the sets."""
+    """Compare the log-probs with transformers' logits over the sets; return the sizes of the sets."""
     reference, sizes = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), []
     for request, (tokens, logprobs, kept) in zip(requests, responses, strict=True):
         ids = torch.tensor([[*request.tokens.tolist(), *tokens]])

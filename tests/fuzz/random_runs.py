@@ -384,7 +384,7 @@ def carry_out(found: Draw, task: Path, directory: Path) -> str:
 
 
 def _check_refusal(results: list[tuple[str, ...] | None]) -> None:
-    """Check that all ranks refuse alike, except for numbers, such as those of ranks."""
+    """Check that all ranks refuse alike, except for numbers, such as a rank's."""
     texts = {result and tuple(re.sub(r"\d+", "N", part) for part in result) for result in results}
     if None in texts or len(texts) != 1:
         raise Problem(f"ranks were refused differently: {results}")

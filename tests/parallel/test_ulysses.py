@@ -79,7 +79,7 @@ def run_shard(rank: int, cp_size: int, heads: int, kv_heads: int) -> tuple[list[
 
 @pytest.mark.parametrize(("heads", "kv_heads", "cp_size"), CASES)
 def test_equals_one_rank(heads: int, kv_heads: int, cp_size: int) -> None:
-    """The exchange gives each rank the heads of the plan, bitwise; outputs and gradients equal those of one rank."""
+    """The exchange gives each rank the heads of the plan, bitwise; outputs and gradients equal one rank's."""
     *inputs, direction = draw_inputs(heads, kv_heads)
     results = run_ranks(run_shard, cp_size, heads, kv_heads)
     plan = plan_heads(heads, kv_heads, cp_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planned bytes of parameters, gradients and optimizer states equal those of real actors, on every rank and layout.
+"""Planned bytes of parameters, gradients and optimizer states equal real actors', on every rank and layout.
 
 Measured after an update, on the tensors that megatron-core allocated. Adam's step counters (4 bytes per parameter) are
 left out on both sides.

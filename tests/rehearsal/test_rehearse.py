@@ -83,7 +83,7 @@ def make_report(**changes: Any) -> dict[str, Any]:
     }
 
 
-# Finding of a rehearsal -> words of the problem; `EXPECTED` has those of whole rehearsals.
+# Finding of a rehearsal -> words of the problem; `EXPECTED` has the words of whole rehearsals.
 FOUND: dict[str, tuple[dict[str, Any], str]] = {
     "memory": ({"memory": {"rehearsed": 3 << 30}}, "actor update: 3.00 GiB rehearsed, 2.00 planned"),
     "page-locked memory": ({"host": {"rehearsed": 1 << 30}}, "1.00 GiB of page-locked memory rehearsed, 0.00 planned"),

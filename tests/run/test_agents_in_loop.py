@@ -302,7 +302,7 @@ def test_a_run_ends_with_the_traceback_of_an_environment_that_keeps_failing(
     monkeypatch: pytest.MonkeyPatch,
     ranks: str,
 ) -> None:
-    """From the second step on, for all episodes or for those of one engine: earlier records and checkpoints are whole.
+    """From the second step on, for all episodes or for one engine's: earlier records and checkpoints are whole.
 
     With one message on every rank. A share of half is below the default limit.
     """

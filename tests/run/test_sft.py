@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning in small: its batches are packed and counted like those of RL.
+"""Supervised fine-tuning in small: its batches are packed and counted like RL's.
 
 Its learning is tested in tests/training/test_actor.py and tests/launch, its resuming in tests/run/test_resume.py.
 """

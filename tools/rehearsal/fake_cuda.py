@@ -142,7 +142,7 @@ def _patch_torch() -> None:
         torch.UntypedStorage: {"data_ptr": lambda storage: storage._cdata},
         FakeTensorMode: {"avoid_device_init": property(lambda mode: True)},
     }
-    # On a GPU, autograd saves this kernel's outputs; a CPU build would save those of its decomposition.
+    # On a GPU, autograd saves this kernel's outputs; a CPU build would save its decomposition's.
     for kernel in ("_fused_rms_norm", "_fused_rms_norm_backward"):
         _KERNELS.impl(kernel, _refuse, "CUDA")
     torch._C.__dict__["_cuda_getDevice"] = _answer(0)

@@ -108,7 +108,7 @@ def _find_package() -> Path | None:
 
 
 def cpu_cache_bytes(spec: EngineSpec) -> int:
-    """Return the configured KV-cache bytes, else those of `max_num_seqs` full sequences, at most 1 GiB."""
+    """Return the configured KV-cache bytes, else enough for `max_num_seqs` full sequences, at most 1 GiB."""
     if spec.config.kv_cache_gib is not None:
         return int(spec.config.kv_cache_gib * (1 << 30))
     shape: ModelShape = spec.shape
