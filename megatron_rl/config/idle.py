@@ -19,7 +19,7 @@ _SHAPE_SETTINGS = {"bucket_tokens": [], "graph_memory_gib": None}
 
 
 def put_aside(config: RunConfig, sources: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
-    """Return the config without its idle settings, and a note for each.
+    """Return the config with settings that have no effect reset, and a note for each.
 
     Args:
         sources: full name -> place of each setting.

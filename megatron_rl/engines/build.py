@@ -43,7 +43,7 @@ class EngineTables:
 
     @classmethod
     def of(cls, engine: EngineWeights, ranks: EngineRanks) -> EngineTables:
-        """Read the tables of all ranks."""
+        """Collect the placement tables of all engine ranks from one rank's view of the engine, one per shard key."""
         keys = {rank: engine.shard_key(rank) for members in ranks.of for rank in members}
         firsts = {key: rank for rank, key in reversed(keys.items())}
         return cls(keys, {key: as_table(engine.placements(rank)) for key, rank in firsts.items()})
@@ -130,7 +130,7 @@ class OneTurn(WaitingRequests):
         return [replace(response, key=key) for key, response in zip(keys, responses, strict=False)]
 
     def tokens_in_flight(self) -> int:
-        """Return the engine's count."""
+        """Return the wrapped engine's count of tokens in unfinished responses."""
         return self._engine.tokens_in_flight()
 
     def close(self) -> None:

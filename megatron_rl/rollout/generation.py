@@ -139,7 +139,7 @@ class RolloutGenerator:
         return {key: episodes.rollout(key) for key in mine}
 
     def open(self, samples: Samples) -> Episodes:
-        """Create the episode store of this rank's engine."""
+        """Return an empty `Episodes` for this rank's engine; its `begin` adds samples."""
         return Episodes(samples, self._run_seed, self._agents, self._processes if self.is_first else None)
 
     def assign(

@@ -199,7 +199,10 @@ class Experience:
         return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
 
     def select(self, groups: Sequence[int]) -> tuple[Experience, np.ndarray]:
-        """Return some groups as an experience without columns, and their sequences' indices in this one, [k]."""
+        """Return groups, in ascending order, as an experience, and the indices of their sequences in this one, [k].
+
+        The result has no columns, except if all groups are chosen: then it is this experience itself.
+        """
         if len(groups) == len(self.prompts):
             return self, np.arange(len(self.headers))
         _, order = self.headers.select_groups(groups)
