@@ -60,14 +60,6 @@ def describe_kept(
     }
 
 
-def describe_thoughts(rollouts: Iterable[Rollout], group: dist.ProcessGroup) -> dict[str, float]:
-    """Compute sampling/thoughts_ended, the share of responses with thinking ended by its budget; collective."""
-    ended = [len(rollout.answer_tokens) > len(rollout.response_tokens) for rollout in rollouts]
-    sums = {"rollouts": float(len(ended)), "ended": float(sum(ended))}
-    sums = reduce_scalars(sums, dist.ReduceOp.SUM, group, torch.device("cpu"))
-    return {"sampling/thoughts_ended": sums["ended"] / max(sums["rollouts"], 1.0)}
-
-
 # Reward model: returns one score per rollout, equal on every rank; collective.
 ResponseModel = Callable[[Experience], Sequence[float] | np.ndarray]
 
@@ -88,7 +80,11 @@ class RewardSources:
 
 
 class Collector:
-    """Generation and scoring of samples; must be used inside of `hybrid.rollout_mode()`."""
+    """Generation and scoring of samples; must be used inside of `hybrid.rollout_mode()`.
+
+    Attributes:
+        runs_ahead: dedicated engines generate during training.
+    """
 
     def __init__(
         self,
@@ -103,6 +99,7 @@ class Collector:
     ) -> None:
         self._generator, self._stream, self._rewards, self._config = generator, stream, rewards, config
         self._stop_token_ids, self._timers, self._group = stop_token_ids, timers, group
+        self.runs_ahead = stream.runs_ahead
         self._on_finished = rewards.scorer.begin if rewards.scorer.is_concurrent else None
         self._failures: dict[bool, str] = {}  # last failure of an episode (True), of a reward service (False)
 
@@ -148,19 +145,14 @@ class Collector:
         return samples
 
     def _draw(self, step: int, round: int, missing: int) -> Experience:
-        if not self._stream.is_in_use:
-            groups = SampleGroups(self._stream.next_batch(), self._config.rollout.n, self.sampling(), step, round)
-            return self.generate(groups)
+        prompts = self._stream.next_batch()
+        if prompts is not None:
+            return self.generate(SampleGroups(prompts, self._config.rollout.n, self.sampling(), step, round))
         with self._timers.phase("rollout"):
             taken = self._stream.take(self.sampling(), self._on_finished, missing, round)
         samples = self._score(taken.prompts, taken.rollouts, taken.steps)
         samples.add_metrics(taken.metrics)
         return samples
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether dedicated engines generate during training."""
-        return self._stream.runs_ahead
 
     def run_ahead(self) -> None:
         """Let dedicated engines generate until training ends; collective."""
@@ -275,7 +267,11 @@ class Collector:
         if has_kept:
             samples.add_metrics(describe_kept(mine, self._config.rollout, self._group))
         if self._config.rollout.thinking_budget is not None and not with_answers:
-            samples.add_metrics(describe_thoughts(mine, self._group))
+            # Of a thought that its budget has ended, the closing tokens were not sampled.
+            ended = [len(rollout.answer_tokens) > len(rollout.response_tokens) for rollout in mine]
+            sums = {"rollouts": float(len(ended)), "ended": float(sum(ended))}
+            sums = reduce_scalars(sums, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
+            samples.add_metrics({"sampling/thoughts_ended": sums["ended"] / max(sums["rollouts"], 1.0)})
         return samples
 
     def _score_here(

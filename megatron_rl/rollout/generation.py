@@ -11,16 +11,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.config.sections import AgentsConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.checking import check_sampled, miscounted
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.parallel.collectives import raise_together, reduce_scalars
-from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.episodes import Episodes, describe_episodes
-from megatron_rl.rollout.order import SampleGroups, Samples
+from megatron_rl.rollout.order import SampleGroups, Samples, assign_engines
 from megatron_rl.rollout.phase import Phase
 from megatron_rl.rollout.serving import Channel, ControlMessage, serve
 from megatron_rl.types import Prompt, Rollout
@@ -94,16 +92,13 @@ class RolloutGenerator:
         weights: HeldWeights,
         channel: Channel,
         *,
-        config: RolloutConfig,
-        run_seed: int,
+        config: RunConfig,
         group: dist.ProcessGroup,
         progress: RolloutProgress,
-        agents: AgentsConfig | None = None,
         processes: AnyEpisodes | None = None,
     ) -> None:
-        self._engine, self._weights, self._channel, self._run_seed = engine, weights, channel, run_seed
-        self._group, self._progress, self._dispatch = group, progress, config.dispatch
-        self._agents, self._processes = agents or AgentsConfig(), processes
+        self._engine, self._weights, self._channel, self._config = engine, weights, channel, config
+        self._group, self._progress, self._processes = group, progress, processes
         self.engines, self.metrics, self.route_shape = engine.ranks, dict[str, float](), engine.route_shape
         self.engine_index, _ = engine.ranks.find(group.rank())
         self.is_first = self.engine_index >= 0 and channel.is_first
@@ -133,21 +128,23 @@ class RolloutGenerator:
             self.run(episodes, phase, on_finished, total=len(groups))
         finally:
             episodes.close()
-        if self._agents.has_episodes:
+        if self._config.agents.has_episodes:
             counts = reduce_scalars(episodes.counts, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
             self.metrics |= describe_episodes(counts)
         return {key: episodes.rollout(key) for key in mine}
 
     def open(self, samples: Samples) -> Episodes:
         """Return an empty `Episodes` for this rank's engine; its `begin` adds samples."""
-        return Episodes(samples, self._run_seed, self._agents, self._processes if self.is_first else None)
+        config, processes = self._config, self._processes if self.is_first else None
+        return Episodes(samples, config.trainer.seed, config.agents, processes)
 
     def assign(
         self, prompts: Sequence[Prompt], group_size: int, max_tokens: int, loads: np.ndarray | None = None
     ) -> list[int]:
         """Return the samples of this rank's engine; see `assign_engines`."""
         lengths = [len(prompt.tokens) for prompt in prompts]
-        engines = assign_engines(self._dispatch, lengths, group_size, len(self.engines.of), max_tokens, loads)
+        dispatch, num_engines = self._config.rollout.dispatch, len(self.engines.of)
+        engines = assign_engines(dispatch, lengths, group_size, num_engines, max_tokens, loads)
         return np.flatnonzero(engines == self.engine_index).tolist()
 
     def run(self, episodes: Episodes, phase: Phase, on_finished: OnFinished | None, total: int | None) -> None:

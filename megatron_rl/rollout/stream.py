@@ -25,15 +25,22 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections import ScheduleConfig
 from megatron_rl.data.prompt_order import PromptBatches
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.rollout.episodes import describe_episodes
 from megatron_rl.rollout.generation import OnFinished, RolloutGenerator
 from megatron_rl.rollout.order import SampleOrder
-from megatron_rl.rollout.phase import Phase, PhaseEnd, PhaseTarget, TrainingEnd, find_window, open_phase_end
-from megatron_rl.rollout.trace import ScheduleTrace, read_trace
+from megatron_rl.rollout.phase import (
+    Phase,
+    PhaseEnd,
+    PhaseTarget,
+    ScheduleTrace,
+    TrainingEnd,
+    find_window,
+    open_phase_end,
+    read_trace,
+)
 from megatron_rl.types import Prompt, Rollout, UserError
 
 
@@ -89,15 +96,9 @@ class RolloutStream:
         self._step = 0  # step of the last phase
         self._open: list[int] = []  # positions of begun, untaken prompts
 
-    @property
-    def is_in_use(self) -> bool:
-        """Whether samples begin ahead of their step, or did and remain."""
-        return self._schedule.max_staleness > 0 or bool(self._open)
-
-    def next_batch(self) -> list[Prompt]:
-        """Return the next prompts, for responses that begin and end in the step."""
-        assert not self._open, "other prompts come first"
-        return next(self._order.prompts)
+    def next_batch(self) -> list[Prompt] | None:
+        """Return the next prompts; `None` if responses begin ahead of their step, or did and remain."""
+        return None if self._schedule.max_staleness > 0 or self._open else next(self._order.prompts)
 
     def take(
         self,
@@ -144,7 +145,7 @@ class RolloutStream:
             self._clock.end.begin(target)
             self._run(phase, on_finished, int(missing[:awaited].sum()), name)
             missing, busy_share = self._sum_over_engines(self._count_unfinished()), phase.busy_share()
-        chosen = target.choose(missing)
+        chosen = np.flatnonzero(missing == 0)[:wanted].tolist()  # the needed ones, then other complete ones
         assert len(chosen) == wanted, f"{len(chosen)} of {wanted} prompts are whole"
         return self._hand_out([self._open[group] for group in chosen], busy_share)
 
@@ -315,18 +316,13 @@ def open_stream(
     Raises:
         UserError: the trace to replay is missing or has other engines; on every rank.
     """
-    every = config.schedule.steps_per_update
-    end = open_phase_end(every, generator.engines.of, timeout)
-    runs_ahead = is_apart and config.schedule.max_staleness > 0
-    training = TrainingEnd(every, open_store("training", world())) if runs_ahead else None
-    clock, order = Clock(end, training, _open_trace(config.schedule, generator, trace)), SampleOrder(prompts, config)
-    return RolloutStream(generator, order, config, clock, world())
-
-
-def _open_trace(schedule: ScheduleConfig, generator: RolloutGenerator, directory: Path | None) -> ScheduleTrace:
-    num_engines, replayed = len(generator.engines.of), None
+    schedule, engines, replayed = config.schedule, generator.engines.of, None
+    every, begins_ahead = schedule.steps_per_update, schedule.max_staleness > 0
+    end = open_phase_end(every, engines, timeout)
+    training = TrainingEnd(every, open_store("training", world())) if is_apart and begins_ahead else None
     if schedule.replay is not None:
-        replayed = read_trace(Path(schedule.replay), num_engines)
-    is_timed = schedule.max_staleness > 0 and schedule.updates == "in_flight" and schedule.steps_per_update is None
-    engine = generator.engine_index if generator.is_first else None
-    return ScheduleTrace(num_engines, engine, directory if is_timed else None, replayed)
+        replayed = read_trace(Path(schedule.replay), len(engines))
+    is_timed = begins_ahead and schedule.updates == "in_flight" and every is None
+    mine = generator.engine_index if generator.is_first else None
+    clock = Clock(end, training, ScheduleTrace(len(engines), mine, trace if is_timed else None, replayed))
+    return RolloutStream(generator, SampleOrder(prompts, config), config, clock, world())

@@ -75,11 +75,9 @@ def build_rollout(
         engine,
         hybrid,
         open_channel(engines, process.rank, group_timeout(config)),
-        config=config.rollout,
-        run_seed=config.trainer.seed,
+        config=config,
         group=group,
         progress=progress,
-        agents=config.agents,
         processes=processes,
     )
 

@@ -108,8 +108,7 @@ def stream(rank: int, world_size: int, path: Path, engine: str, rollout_tp: int)
         generator._engine,
         generator._weights,
         generator._channel,
-        config=RolloutConfig(tensor_model_parallel_size=rollout_tp, dispatch="groups"),
-        run_seed=generator._run_seed,
+        config=generator._config.with_sections({"rollout": {"dispatch": "groups"}}),
         group=dist.group.WORLD,
         progress=RolloutProgress(),
     )

@@ -74,6 +74,7 @@ class ScriptedStream:
                 f"rollout.dispatch={schedule.dispatch}",
                 *(f"schedule.{name}={getattr(schedule, name)}" for name in ("max_staleness", "updates", "order")),
                 f"schedule.steps_per_update={steps_per_update or 'null'}",
+                "trainer.seed=0",
                 "algorithm.importance_sampling=token-truncate",
             ],
         ).config
@@ -85,8 +86,7 @@ class ScriptedStream:
             BuiltEngine(self.engine, None, "ScriptedEngine", engines),
             self._weights,
             Channel(),
-            config=config.rollout,
-            run_seed=0,
+            config=config,
             group=dist.group.WORLD,
             progress=RolloutProgress(),
         )
