@@ -28,7 +28,7 @@ from megatron_rl.engines.vllm.vllm_limits import check_options
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.planning.admission import find_shape, read_shape
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.resolve import resolve
+from megatron_rl.run.models import resolve
 from megatron_rl.weights.adapters import AdapterShape, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.support import check_engine

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of a run and their properties, decided in `run/resolve.py`."""
+"""The models of a run and their properties, decided in `run/models.py`."""
 
 from __future__ import annotations
 

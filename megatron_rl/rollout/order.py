@@ -83,7 +83,13 @@ class SampleOrder:
     def __init__(self, prompts: PromptBatches[Prompt], config: RunConfig) -> None:
         self.prompts, self.group_size = prompts, config.rollout.n
         self._batch_size = config.data.train_batch_size
-        self._batch = lru_cache(maxsize=config.schedule.max_staleness + 2)(self._read_batch)
+
+        def read(number: int) -> list[tuple[Prompt, int]]:
+            first = number * self._batch_size
+            batch = [prompts.stream.prompt(position) for position in range(first, first + self._batch_size)]
+            return list(zip(batch, count_occurrences(batch), strict=True))
+
+        self._batch = lru_cache(maxsize=config.schedule.max_staleness + 2)(read)
 
     def sample_of(self, key: int) -> tuple[Prompt, int]:
         """See `Samples.sample_of`."""
@@ -101,11 +107,6 @@ class SampleOrder:
     def _prompt_of(self, key: int) -> tuple[Prompt, int]:
         number, place = divmod(key // self.group_size, self._batch_size)
         return self._batch(number)[place]
-
-    def _read_batch(self, number: int) -> list[tuple[Prompt, int]]:
-        first = number * self._batch_size
-        prompts = [self.prompts.stream.prompt(position) for position in range(first, first + self._batch_size)]
-        return list(zip(prompts, count_occurrences(prompts), strict=True))
 
 
 def count_occurrences(prompts: Sequence[Prompt]) -> list[int]:

@@ -94,7 +94,10 @@ def run_command(
     is_first = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
         _import_plugins(argv, is_first)
-        _say(_USAGE.format(name=name, description=description) + _list_settings(), is_first)
+        from megatron_rl.compat.verl.aliases import format_names
+
+        usage = _USAGE.format(name=name, description=description)
+        _say("\n".join((usage, format_help(), format_names())), is_first)
         return 0
     try:
         flags, recipe, arguments = _split(argv)
@@ -126,27 +129,12 @@ def run_command(
     return 0
 
 
-def _list_settings() -> str:
-    from megatron_rl.compat.verl.aliases import format_names
-
-    return "\n".join(("", format_help(), format_names()))
-
-
 def _refuse_auto() -> UserError:
     return UserError(
         "layout.mode = 'auto' in a dry run that does not know the memory of a GPU",
         source="layout.mode",
         expected="--gpu-memory-gib G",
         hint="for example --world-size 8 --gpu-memory-gib 80",
-    )
-
-
-def _refuse_without_dry_run(flag: str) -> UserError:
-    return UserError(
-        f"{flag} without --dry-run",
-        source="command line",
-        expected=f"{flag} for a plan only; a run has the ranks that torchrun starts, on the GPUs of this machine",
-        hint="add --dry-run, or start torchrun --nproc-per-node N and leave it out",
     )
 
 
@@ -236,7 +224,13 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], Path | None, list[
                 del argv[index : index + taken]
                 break
     if flags and "--dry-run" not in flags:
-        raise _refuse_without_dry_run(next(iter(flags)))
+        flag = next(iter(flags))
+        raise UserError(
+            f"{flag} without --dry-run",
+            source="command line",
+            expected=f"{flag} for a plan only; a run has the ranks that torchrun starts, on the GPUs of this machine",
+            hint="add --dry-run, or start torchrun --nproc-per-node N and leave it out",
+        )
     has_recipe = bool(argv) and not argv[0].startswith("-") and "=" not in argv[0]
     recipe = Path(argv.pop(0)) if has_recipe else None
     return flags, recipe, argv

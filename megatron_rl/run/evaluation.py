@@ -6,22 +6,19 @@ A run with the same weights, seeds and settings has the same metrics: both use t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.directory import FoundWeights, find_weights
+from megatron_rl.checkpoint.directory import find_weights
 from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, PlacementConfig, ReferenceConfig, RunConfig
 from megatron_rl.observability.rollout_log import TokenTexts, write_rows
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.rollout.collector import describe_set
-from megatron_rl.run.inputs import RlInputs, read_rl_inputs
-from megatron_rl.run.parts import Parts
-from megatron_rl.run.roles import build_roles, group_timeout
-from megatron_rl.run.rollout_members import RunSinks, build_rollout_members
+from megatron_rl.run.building import RunSinks, build_roles, build_rollout_members, group_timeout
+from megatron_rl.run.inputs import Parts, read_rl_inputs
 from megatron_rl.samples.describe import rollout_row
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.table import join_headers
@@ -75,63 +72,17 @@ def without_training(config: RunConfig, world_size: int) -> RunConfig:
     )
 
 
-class Evaluation:
-    """The policy in an engine, and the scorer of its responses; building it is collective.
-
-    Args:
-        config: from `without_training`.
-    """
-
-    def __init__(self, config: RunConfig, inputs: RlInputs, weights: FoundWeights) -> None:
-        self._config, self._inputs, self._weights = config, inputs, weights
-        process, self._decode = init_distributed(group_timeout(config) / timedelta(minutes=1)), inputs.tokenizer.decode
-        roles = build_roles(
-            config, inputs, Parts(actor=partial(EvaluatedPolicy, policy_version=weights.policy_version))
-        )
-        self._members = build_rollout_members(config, inputs, roles, process, RunSinks())
-
-    def run(self, rollouts_dir: Path | None = None) -> dict[str, float]:
-        """Return the metrics of every validation set, `validation/<set>/<metric>`; collective.
-
-        Besides a run's metrics: the number of "prompts", the share of responses "truncated" at
-        `data.max_response_length`, and pass@j for powers of two below the number of responses.
-
-        Args:
-            rollouts_dir: rank 0 writes all rollouts to `<rollouts_dir>/<set>/rollouts/step_<N>.jsonl`.
-        """
-        found: dict[str, list[Experience]] = {}
-        try:
-            with self._members.hybrid.rollout_mode():
-                metrics = self._members.collector.validate(self._inputs.validation, found.__setitem__)
-        finally:
-            self._members.collector.close()
-        for name, parts in found.items():
-            headers = join_headers([part.headers for part in parts]).rollouts
-            described = describe_set(headers, self._config.rollout.for_validation(name).n)
-            metrics |= {f"validation/{name}/{metric}": value for metric, value in described.items()}
-            if rollouts_dir is not None:
-                self._write(rollouts_dir / name, parts)
-        return metrics
-
-    def _write(self, directory: Path, parts: list[Experience]) -> None:
-        """Write a set's rollouts; collective."""
-        texts, rows = TokenTexts(self._decode), []
-        for part in parts:
-            rollouts = part.fetch_rollouts(range(len(part.rewards)), self._decode)
-            rows += [rollout_row(rollout, texts, values) for rollout, values in rollouts]
-        if world().rank() == 0:
-            write_rows(directory, self._weights.step, rows)
-
-
 def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = None) -> dict[str, Any]:
     """Validate the model or the checkpoint at `model.path`, in the actor's layout; collective.
 
     Args:
         config: its training settings are ignored.
-        rollouts_dir: see `Evaluation.run`.
+        rollouts_dir: rank 0 writes all rollouts to `<rollouts_dir>/<set>/rollouts/step_<N>.jsonl`.
 
     Returns:
-        Model, step, layout, engine, sampling and "metrics", on every rank.
+        Model, step, layout, engine, sampling and "metrics", on every rank: `validation/<set>/<metric>` as of a run,
+        and per set the number of "prompts", the share of responses "truncated" at `data.max_response_length`, and
+        pass@j for powers of two below the number of responses.
 
     Raises:
         UserError: bad input; on every rank alike, before any process group exists.
@@ -139,7 +90,27 @@ def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = Non
     weights = find_weights(config.model.path)
     config = without_training(replace(config, model=replace(config.model, path=str(weights.path))), world_size)
     inputs = read_rl_inputs(config, world_size)
-    metrics: Mapping[str, float] = Evaluation(config, inputs, weights).run(rollouts_dir)
+    process, decode = init_distributed(group_timeout(config) / timedelta(minutes=1)), inputs.tokenizer.decode
+    actor = partial(EvaluatedPolicy, policy_version=weights.policy_version)
+    roles = build_roles(config, inputs, Parts(actor=actor))
+    members = build_rollout_members(config, inputs, roles, process, RunSinks())
+    sets: dict[str, list[Experience]] = {}
+    try:
+        with members.hybrid.rollout_mode():
+            metrics = members.collector.validate(inputs.validation, sets.__setitem__)
+    finally:
+        members.collector.close()
+    for name, parts in sets.items():
+        headers = join_headers([part.headers for part in parts]).rollouts
+        described = describe_set(headers, config.rollout.for_validation(name).n)
+        metrics |= {f"validation/{name}/{metric}": value for metric, value in described.items()}
+        if rollouts_dir is not None:
+            texts, rows = TokenTexts(decode), []
+            for part in parts:
+                found = part.fetch_rollouts(range(len(part.rewards)), decode)
+                rows += [rollout_row(rollout, texts, values) for rollout, values in found]
+            if world().rank() == 0:
+                write_rows(rollouts_dir / name, weights.step, rows)
     engine_layout = config.actor if inputs.plan.engine_is_actor else config.rollout
     return {
         "model": str(weights.path),
@@ -151,5 +122,5 @@ def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = Non
         "samples": config.rollout.validation_n,
         "temperature": config.rollout.validation_temperature,
         "seed": config.trainer.seed,
-        "metrics": dict(metrics),
+        "metrics": metrics,
     }

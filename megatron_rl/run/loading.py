@@ -71,7 +71,9 @@ def _resolve(value: Any, setting: Setting, latest: Mapping[str, Setting], path: 
 def _look_up(body: str, setting: Setting, latest: Mapping[str, Setting], path: tuple[str, ...]) -> Any:
     is_select = body.startswith(_SELECT)
     name, _, default = body.removeprefix(_SELECT).partition(",") if is_select else (body, "", "")
-    name = _absolute(name.strip(), path[-1])
+    name = name.strip()
+    if levels := len(name) - len(name.lstrip(".")):  # relative to the section of the setting that refers
+        name = ".".join([*path[-1].split(".")[:-levels], name[levels:]])
     if name in path:
         raise _error(setting, f"{setting.name} refers to itself: {' -> '.join((*path, name))}")
     if name in latest:
@@ -79,11 +81,6 @@ def _look_up(body: str, setting: Setting, latest: Mapping[str, Setting], path: t
     if is_select:
         return yaml.safe_load(default) if default.strip() else None
     raise _error(setting, f"{setting.name} = '${{{body}}}' contains an interpolation of a name that is not given")
-
-
-def _absolute(name: str, place: str) -> str:
-    levels = len(name) - len(name.lstrip("."))
-    return ".".join([*place.split(".")[:-levels], name[levels:]]) if levels else name
 
 
 def _error(setting: Setting, found: str) -> UserError:
@@ -129,7 +126,8 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     """
     mistakes = Mistakes()
     given = read_settings(recipe, overrides, mistakes)
-    teachers = _name_teachers(given)
+    parts = [setting.name.split(".") for setting in given]
+    teachers = list(dict.fromkeys(part[1] for part in parts if part[0] == TEACHERS and len(part) > 1))
     fields = list_fields(teachers) | list_options()
     settings = _gather_mappings(given, fields)
     notes: list[str] = []
@@ -162,11 +160,6 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     return LoadedConfig(config, [*notes, *dict.fromkeys([*idle, *more])], sources, num_ranks)
 
 
-def _name_teachers(settings: Sequence[Setting]) -> list[str]:
-    parts = [setting.name.split(".") for setting in settings]
-    return list(dict.fromkeys(part[1] for part in parts if part[0] == TEACHERS and len(part) > 1))
-
-
 def read_settings(
     recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str], mistakes: Mistakes
 ) -> list[Setting]:
@@ -184,7 +177,11 @@ def read_settings(
     else:
         settings = read_recipe(Path(recipe), mistakes) if recipe else []
     settings += read_overrides(overrides, fields, _aliases, mistakes)
-    settings = _without_empty_sections([_expand_layout(setting) for setting in settings], mistakes)
+    settings = [  # `layout: auto` is the mode of the section
+        replace(one, name="layout.mode") if one.name == "layout" and isinstance(one.value, str) else one
+        for one in settings
+    ]
+    settings = _without_empty_sections(settings, mistakes)
     settings = _resolve_references(settings, mistakes)
     plugins = _choose([setting for setting in settings if setting.name == _PLUGINS], fields, mistakes)
     with mistakes.collect(_PLUGINS):
@@ -233,28 +230,6 @@ def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
         f"contradiction: {describe(estimator)} needs a critic, and {sign}; set algorithm.adv_estimator=grpo for a "
         "run without a critic, or critic.enable=true to train one (the default with gae)"
     ]
-
-
-def override(config: RunConfig, overrides: Sequence[str], source: str) -> RunConfig:
-    """Return a config with some settings changed, unchecked.
-
-    Args:
-        overrides: `section.key=value`.
-        source: origin of the overrides, for errors.
-    """
-    fields = list_fields()
-    for text in overrides:
-        name, _, value = text.partition("=")
-        section, _, leaf = name.partition(".")
-        changed = {leaf: coerce(fields[name], yaml.safe_load(value), source, value)}
-        config = replace(config, **{section: replace(getattr(config, section), **changed)})
-    return config
-
-
-def _expand_layout(setting: Setting) -> Setting:
-    """Expand `layout: auto` to the mode of the section."""
-    is_short = setting.name == "layout" and isinstance(setting.value, str)
-    return replace(setting, name="layout.mode") if is_short else setting
 
 
 def _without_empty_sections(settings: list[Setting], mistakes: Mistakes) -> list[Setting]:
@@ -333,6 +308,10 @@ def _require_all(
     recipe: Path | Mapping[str, Any] | None,
     mistakes: Mistakes,
 ) -> None:
+    if isinstance(recipe, Mapping):
+        source = "the config that was passed"
+    else:
+        source = f"{recipe} and the command line" if recipe else "command line (no recipe)"
     given = {*chosen, *mistakes.refused}
     missing = [info for name, info in fields.items() if info.required and name not in given]
     names = [info.name for info in missing]
@@ -340,13 +319,7 @@ def _require_all(
         if missing:
             raise UserError(
                 f"{', '.join(names)} {'is' if len(missing) == 1 else 'are'} missing",
-                source=_describe_source(recipe),
+                source=source,
                 expected="; ".join(f"{info.name}: {info.describe_type()}" for info in missing),
                 hint=f"add {names[0]} to the recipe or write {names[0]}=VALUE",
             )
-
-
-def _describe_source(recipe: Path | Mapping[str, Any] | None) -> str:
-    if isinstance(recipe, Mapping):
-        return "the config that was passed"
-    return f"{recipe} and the command line" if recipe else "command line (no recipe)"

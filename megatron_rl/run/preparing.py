@@ -12,13 +12,12 @@ from typing import Any
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.collectives import gather_objects, world
 from megatron_rl.planning.cluster import find_cluster, find_host
+from megatron_rl.run.building import launched_sizes
 from megatron_rl.run.command_line import end_program_on_errors
 from megatron_rl.run.guard import wait_for_debugger
-from megatron_rl.run.inputs import RlInputs, SftInputs, read_rl_inputs, read_sft_inputs
+from megatron_rl.run.inputs import Parts, RlInputs, read_rl_inputs
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.parts import Parts
-from megatron_rl.run.resolve import resolve
-from megatron_rl.run.roles import launched_sizes
+from megatron_rl.run.models import resolve
 from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import UserError
 
@@ -89,14 +88,3 @@ def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
         check_step_mode(role, inputs.roles[role.name].shape, config.model.dtype)
     config = wait_for_debugger(config)
     return Prepared(config, replace(inputs, notes=[*chosen, *inputs.notes]), recipe, parts, chosen)
-
-
-def check_sft(config: RunConfig) -> tuple[RunConfig, SftInputs]:
-    """Return the config and checked inputs of an SFT run.
-
-    Raises:
-        UserError: bad input, on every rank alike.
-    """
-    inputs = read_sft_inputs(config, launched_sizes()[0])
-    check_step_mode(inputs.actor.spec, inputs.actor.shape, config.model.dtype)
-    return wait_for_debugger(config), inputs

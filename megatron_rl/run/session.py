@@ -19,15 +19,12 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.modes import describe_modes
 from megatron_rl.models.gpt import choose_transformer_impl
 from megatron_rl.parallel.collectives import gather_objects, init_distributed, memory_in_use, open_store, world
-from megatron_rl.run.building import build_primitives
+from megatron_rl.run.building import RunSinks, group_timeout
 from megatron_rl.run.checkpoints import Checkpoints
-from megatron_rl.run.inputs import RlInputs
+from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs
 from megatron_rl.run.opening import OpenedRun, open_run
-from megatron_rl.run.parts import NO_PARTS, Parts
 from megatron_rl.run.preparing import Prepared, check, prepare
-from megatron_rl.run.primitives import Primitives
-from megatron_rl.run.roles import group_timeout
-from megatron_rl.run.rollout_members import RunSinks
+from megatron_rl.run.primitives import Primitives, build_primitives
 from megatron_rl.samples.describe import text_rows
 from megatron_rl.training.fast_path import find_fast_paths, format_table
 from megatron_rl.training.profiling import StepProfiler

@@ -11,15 +11,16 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
+from megatron_rl.run.building import build_role, group_timeout, launched_sizes
 from megatron_rl.run.checkpoints import Checkpoints
-from megatron_rl.run.inputs import SftInputs
+from megatron_rl.run.guard import wait_for_debugger
+from megatron_rl.run.inputs import SftInputs, read_sft_inputs
 from megatron_rl.run.opening import OpenedRun, open_run
-from megatron_rl.run.preparing import check_sft
-from megatron_rl.run.roles import build_role, group_timeout
 from megatron_rl.run.state import TrainedPart, TrainingState, actor_export, side_files
 from megatron_rl.samples.experience import Experience, replicate
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.roles.on_samples import ActorOnSamples, sft
+from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import UserError
 
 
@@ -103,7 +104,9 @@ def train_sft(config: RunConfig, recipe: Path | None) -> None:
         UserError: bad input, before any process group exists.
         Preempted: a stop signal was received.
     """
-    config, inputs = check_sft(config)
+    inputs = read_sft_inputs(config, launched_sizes()[0])
+    check_step_mode(inputs.actor.spec, inputs.actor.shape, config.model.dtype)
+    config = wait_for_debugger(config)
     trainer = SftTrainer(config, inputs, recipe)
     try:
         with trainer.guard.reporting():

@@ -9,7 +9,7 @@ from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, RegisteredEstim
 from megatron_rl.algorithms.old_logprobs import plan_old_logprobs
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.resolve import resolve
+from megatron_rl.run.models import resolve
 from megatron_rl.types import UserError
 
 EPISODES = ["agents.environment=calculator"]

@@ -24,7 +24,7 @@ from megatron_rl.engines.vllm.vllm_engine import VllmEngine
 from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed
-from megatron_rl.run.engine import build_rollout
+from megatron_rl.run.building import build_rollout
 from megatron_rl.transfer.certificate import CertificateError
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.weights.model_config import load_model_shape

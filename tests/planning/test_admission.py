@@ -15,7 +15,7 @@ from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS
 from megatron_rl.planning.admission import check_fits, find_shape, read_job
 from megatron_rl.planning.cluster import Cluster, describe_cluster, find_cluster
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.resolve import resolve
+from megatron_rl.run.models import resolve
 from megatron_rl.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,8 +21,8 @@ from megatron_rl.planning.cluster import Job, describe_cluster, find_host
 from megatron_rl.planning.steptime import Assumptions, build_workload
 from megatron_rl.run import preparing
 from megatron_rl.run.loading import load_config
+from megatron_rl.run.models import resolve
 from megatron_rl.run.preparing import Prepared
-from megatron_rl.run.resolve import resolve
 from megatron_rl.types import UserError
 from tools.planning import automatic
 from tools.planning.automatic import choose_layout

@@ -35,10 +35,8 @@ from megatron_rl.rewards.plan import build_reward_plan
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.order import SampleGroups
-from megatron_rl.run.engine import build_rollout
-from megatron_rl.run.models import RoleInputs
-from megatron_rl.run.resolve import resolve
-from megatron_rl.run.roles import build_role
+from megatron_rl.run.building import build_role, build_rollout
+from megatron_rl.run.models import RoleInputs, resolve
 from megatron_rl.types import Prompt, Rollout, UserError
 from megatron_rl.weights.model_config import load_model_shape
 from reward_samples import wait_for_file, write_function

@@ -34,7 +34,7 @@ LIMIT = 1.0
 @pytest.fixture(autouse=True)
 def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl.run.watchdog._ANSWER_SECONDS", 1.0)
-    monkeypatch.setattr("megatron_rl.run.reports._SHOWN_SECONDS", 1.0)
+    monkeypatch.setattr("megatron_rl.run.watchdog._SHOWN_SECONDS", 1.0)
 
 
 def watch(

@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.resolve import resolve, resolve_sft
+from megatron_rl.run.models import resolve, resolve_sft
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import SCORE_HEAD
 
