@@ -80,11 +80,7 @@ class RewardSources:
 
 
 class Collector:
-    """Generation and scoring of samples; must be used inside of `hybrid.rollout_mode()`.
-
-    Attributes:
-        runs_ahead: dedicated engines generate during training.
-    """
+    """Generation and scoring of samples in `hybrid.rollout_mode()`; `runs_ahead`: engines generate during training."""
 
     def __init__(
         self,
@@ -191,11 +187,7 @@ class Collector:
         return metrics
 
     def generate(self, groups: SampleGroups, with_answers: bool = False) -> Experience:
-        """Generate and score complete groups; collective.
-
-        Args:
-            with_answers: include answer ids in the headers, for validation.
-        """
+        """Generate and score complete groups; `with_answers` adds answer ids to the headers, to validate. Collective."""
         with self._timers.phase("rollout"):
             generated = self._generator.generate(groups, self._on_finished)
         held = [(key // groups.group_size, rollout) for key, rollout in sorted(generated.items())]
@@ -204,11 +196,7 @@ class Collector:
         return samples
 
     def _check_failures(self, parts: Sequence[Experience], what: str) -> float:
-        """Return the share of failed episodes so far.
-
-        Raises:
-            UserError: the share of failed episodes or rewards exceeds `max_failed_share`; on every rank.
-        """
+        """Return the share of failed episodes so far (UserError on every rank if it exceeds `max_failed_share`)."""
         config, headers = self._config, [part.headers.rollouts for part in parts]
         episodes = np.concatenate([part.has_failed for part in headers])
         services = ~episodes & ~np.concatenate([part.has_reward for part in headers])
@@ -277,11 +265,7 @@ class Collector:
     def _score_here(
         self, held: Sequence[tuple[int, Rollout]], steps: Sequence[int], with_answers: bool
     ) -> tuple[Headers, int]:
-        """Score a share of this engine's rollouts and gather the headers of all ranks.
-
-        Raises:
-            UserError: a source failed on some rank; on every rank.
-        """
+        """Score a share of the engine's rollouts and gather all headers (UserError on every rank if a source failed)."""
         scorer, engines = self._rewards.scorer, self._generator.engines
         engine, place = engines.find(self._group.rank())
         # Only the engine's first rank has started scoring, or has the results of episodes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,18 +22,14 @@ from megatron_rl.rollout.order import SampleGroups, Samples, assign_engines
 from megatron_rl.rollout.phase import Phase
 from megatron_rl.rollout.serving import Channel, ControlMessage, serve
 from megatron_rl.types import Prompt, Rollout
-from megatron_rl.weights.families import ModelShape
 
 if TYPE_CHECKING:
     from megatron_rl.agents.in_rank import AnyEpisodes
+    from megatron_rl.transfer.hybrid_engine import HybridEngine
 
 
 class OpenRequests:
-    """Request counts of one engine in one phase.
-
-    Attributes:
-        running: unfinished requests by key.
-    """
+    """Request counts of one engine in one phase; `running`: unfinished requests by key."""
 
     def __init__(self) -> None:
         self.running: dict[int, Request] = {}
@@ -65,13 +61,6 @@ class OpenRequests:
         return {"rollout/prefix_cache_hits": sums["cached"] / sums["asked"]} if sums["asked"] else {}
 
 
-class HeldWeights(Protocol):
-    """Model shape and policy version of an engine's weights."""
-
-    shape: ModelShape
-    policy_version: int
-
-
 # Callback with each finished, undecoded rollout and its training step, provided that no group is dropped.
 OnFinished = Callable[[Rollout, int], None]
 
@@ -89,7 +78,7 @@ class RolloutGenerator:
     def __init__(
         self,
         engine: BuiltEngine,
-        weights: HeldWeights,
+        weights: HybridEngine,
         channel: Channel,
         *,
         config: RunConfig,

@@ -278,11 +278,7 @@ class Phase:
 
 
 def open_phase_end(every: int | None, engines: Sequence[Sequence[int]], timeout: timedelta | None) -> PhaseEnd:
-    """Create the common phase end of all engines; collective over the job.
-
-    Args:
-        every: decode steps between synchronizations; by wall clock if `None`.
-    """
+    """Create the end of all phases, every `every` decode steps, or by wall clock if `None`; collective over the job."""
     if every is None:
         return ByStore(open_store("phases", world()), len(engines))
     if len(engines) == 1:
@@ -316,11 +312,7 @@ class ScheduleTrace:
         self._num_engines, self._engine, self._directory, self._replayed = num_engines, engine, directory, replayed
 
     def find_end(self, step: int, phase: str) -> PhaseEnd | None:
-        """Return the recorded end of a phase, or `None` without replay.
-
-        Raises:
-            UserError: the trace does not contain the phase; on every rank.
-        """
+        """Return the recorded end of a phase, `None` without replay (UserError on every rank if the trace lacks it)."""
         if self._replayed is None:
             return None
         for index, found in enumerate(self._replayed):
@@ -362,11 +354,7 @@ class _AfterSteps:
 
 
 def read_trace(run_dir: Path, num_engines: int) -> list[DecodeSteps]:
-    """Read the trace of a run, per engine.
-
-    Raises:
-        UserError: no valid trace, or another number of engines.
-    """
+    """Read the trace of a run, per engine (UserError if there is no valid one, or it has other engines)."""
     found: list[DecodeSteps] = []
     for index in range(num_engines):
         path, steps, engines = _file_of(run_dir / "schedule", index), {}, num_engines

@@ -62,11 +62,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Clock:
-    """End conditions of a run's phases.
-
-    Attributes:
-        training: end of training, if dedicated engines generate meanwhile.
-    """
+    """End conditions of phases; `training`: the end of training, if dedicated engines generate meanwhile."""
 
     end: PhaseEnd
     training: TrainingEnd | None = None
@@ -74,11 +70,7 @@ class Clock:
 
 
 class RolloutStream:
-    """Samples of a run in data order; every rank makes the same calls.
-
-    Attributes:
-        runs_ahead: dedicated engines generate during training.
-    """
+    """Samples in data order; every rank makes the same calls. `runs_ahead`: engines generate during training."""
 
     def __init__(
         self,
@@ -170,10 +162,7 @@ class RolloutStream:
         return np.array([counts[position] for position in self._open], np.int64)
 
     def run_ahead(self, sampling: SamplingConfig, on_finished: OnFinished | None) -> None:
-        """Continue begun samples on dedicated engines until rank 0 signals the end of training; collective.
-
-        Arguments and errors as of `take`.
-        """
+        """Continue begun samples on dedicated engines until rank 0 signals the end of training; collective as `take`."""
         training, name = self._clock.training, "beside training"
         assert training is not None
         training.begin()

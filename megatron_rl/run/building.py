@@ -27,7 +27,6 @@ from megatron_rl.observability.rollout_progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, align_group_names, share_object, world
 from megatron_rl.parallel.groups import ParallelGroups, join_groups
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.collector import Collector, RewardSources
 from megatron_rl.rollout.generation import RolloutGenerator
@@ -38,15 +37,16 @@ from megatron_rl.run.models import RoleInputs
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.packed_model import PackedModel
-from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.on_samples import RewardModelOnSamples, score_all_rollouts
 from megatron_rl.training.setup import LearnedTeacher, RoleSetup
 from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.transfer.hybrid_engine import HybridEngine
-from megatron_rl.weights.shard_box import ShardBox
 
 if TYPE_CHECKING:
     from megatron_rl.agents.in_rank import AnyEpisodes
+    from megatron_rl.parallel.layout import ParallelLayout
+    from megatron_rl.training.roles.actor import Actor
+    from megatron_rl.weights.shard_box import ShardBox
 
 
 def launched_sizes() -> tuple[int, int]:
@@ -195,11 +195,7 @@ def build_rollout(
 
 
 def find_shared(config: RunConfig, actor: Actor, rank: int, wanted: Sequence[ShardBox]) -> dict[str, str]:
-    """Return engine parameters that may alias the actor's storage: engine name -> actor name.
-
-    Args:
-        wanted: the engine's placement table on `rank` of the job.
-    """
+    """Return parameters of the placements `wanted` on `rank` that may alias the actor's: engine name -> actor name."""
     model = actor.model
     if not config.hybrid.alias_weights or rank not in model.layout.ranks:
         return {}

@@ -126,11 +126,7 @@ class Checkpoints:
         self._marked = RunContent(step, version, self._recipe, state, self._state.side_files), self._state.rank_state()
 
     def end_step(self, step: int, is_best: bool = False) -> None:
-        """Save if a checkpoint is due.
-
-        Raises:
-            UserError: too many saves have failed.
-        """
+        """Save if a checkpoint is due (UserError if too many saves have failed)."""
         self.mark(step)
         config, is_last = self._config.trainer, step == self._total_steps
         stays = is_best or (is_last and config.save_final) or (config.save_freq and step % config.save_freq == 0)

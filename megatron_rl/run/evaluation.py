@@ -39,11 +39,7 @@ class EvaluatedPolicy:
 
 
 def without_training(config: RunConfig, world_size: int) -> RunConfig:
-    """Return a config with the same model, rollouts, rewards and seeds, and valid training settings.
-
-    Raises:
-        UserError: there is no validation file.
-    """
+    """Return the config with training settings that evaluation needs (UserError if there is no validation file)."""
     data, rollout = config.data, config.rollout
     if not data.validation_files:
         raise UserError(

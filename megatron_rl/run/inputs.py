@@ -194,20 +194,12 @@ class SftInputs:
 
 
 def plan_rl(config: RunConfig, world_size: int) -> BatchPlan:
-    """Compute the batch arithmetic of an RL run before its prompts are read.
-
-    Raises:
-        UserError: a plugin or estimator is missing, or sizes do not divide.
-    """
+    """Compute the batch arithmetic before prompts are read (UserError: a missing plugin or estimator, or odd sizes)."""
     return BatchPlan.build(config, world_size, resolve(config))
 
 
 def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) -> RlInputs:
-    """Read and check models, prompts, reward sources and plugins (UserError if any is wrong).
-
-    Args:
-        config: after `parts.enter`.
-    """
+    """Read and check models, prompts, rewards and plugins after `parts.enter` (UserError if any is wrong)."""
     spec = resolve(config)
     _check_paths(config)
     find_policy_loss(config.algorithm.policy_loss)

@@ -48,16 +48,12 @@ def _resolve_references(settings: Sequence[Setting], mistakes: Mistakes) -> list
     for setting in settings:
         with mistakes.collect(setting.name):
             value = _resolve(setting.value, setting, latest, (setting.name,))
-            resolved.append(replace(setting, value=value, text=None) if _has_reference(setting.value) else setting)
+            resolved.append(setting if value is setting.value else replace(setting, value=value, text=None))
     return resolved
 
 
-def _has_reference(value: Any) -> bool:
-    return isinstance(value, str) and "${" in value
-
-
 def _resolve(value: Any, setting: Setting, latest: Mapping[str, Setting], path: tuple[str, ...]) -> Any:
-    if not _has_reference(value):
+    if not isinstance(value, str) or "${" not in value:
         return value
     whole = _REFERENCE.fullmatch(value)
     if whole:
@@ -199,11 +195,9 @@ def _aliases() -> Any:
 
 
 def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
-    """Whether a setting has a native name and no value with another meaning in other projects.
-
-    Hydra marks a value that is given elsewhere with `???`; -1 is verl's "never", `~/` a user's home there.
-    """
+    """Whether a setting has a native name and no value with another meaning in other projects."""
     value = setting.value
+    # Hydra marks a value that is given elsewhere with `???`; -1 is verl's "never", `~/` a user's home there.
     if setting.name not in fields or value in ("???", {}, -1):
         return False
     texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
@@ -271,35 +265,24 @@ def _put(mapping: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo], mistakes: Mistakes) -> dict[str, Setting]:
-    """Choose the effective one of several settings with the same name.
-
-    A higher layer wins, then a setting that is not weak, then the later one on the command line; two different values
-    in the recipe (native name and verl's) are refused.
-    """
+    """Choose the effective one of several settings: of a higher layer, then not weak, then the later one."""
     chosen: dict[str, Setting] = {}
     for setting in settings:
         with mistakes.collect(setting.name):
             new = replace(setting, value=coerce(fields[setting.name], setting.value, setting.source, setting.text))
             old = chosen.get(new.name)
-            if old is not None and _strength(old) == _strength(new):
-                _refuse_conflict(old, new)
-            if old is None or _strength(old) <= _strength(new):
+            strength = (new.layer, not new.weak)
+            before = strength if old is None else (old.layer, not old.weak)
+            if old is not None and before == strength and new.layer <= RECIPE and old.value != new.value:
+                raise UserError(
+                    f"{new.name} is given twice, as {old.value!r} and as {new.value!r}",
+                    source=f"{old.source} and {new.source}",
+                    expected="one value (a verl name and our name of the same setting must agree)",
+                    hint="remove one of the two",
+                )
+            if before <= strength:
                 chosen[new.name] = new
     return chosen
-
-
-def _strength(setting: Setting) -> tuple[int, bool]:
-    return setting.layer, not setting.weak
-
-
-def _refuse_conflict(old: Setting, new: Setting) -> None:
-    if new.layer <= RECIPE and old.value != new.value:
-        raise UserError(
-            f"{new.name} is given twice, as {old.value!r} and as {new.value!r}",
-            source=f"{old.source} and {new.source}",
-            expected="one value (a verl name and our name of the same setting must agree)",
-            hint="remove one of the two",
-        )
 
 
 def _require_all(

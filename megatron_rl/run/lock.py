@@ -182,10 +182,7 @@ class RunLock:
             return max(0.0, os.fstat(probe.fileno()).st_mtime - moment)
 
     def _remove(self, dead: Owner) -> bool:
-        """Remove the lock of a dead owner; False if its owner has changed or another job is removing it.
-
-        Removal is exclusive and reads the lock again first, so a new owner's lock is never touched.
-        """
+        """Remove a dead owner's lock; False if its owner has changed or another job is removing it."""
         claim = self.path.with_name(f"{LOCK_FILE}.takeover")
         try:
             claim.touch(exist_ok=False)
@@ -196,7 +193,7 @@ class RunLock:
             time.sleep(0.01)
             return False
         try:
-            is_dead_one = self._read() == dead
+            is_dead_one = self._read() == dead  # again, so that a new owner's lock is never touched
             if is_dead_one:
                 self.path.unlink(missing_ok=True)
             return is_dead_one

@@ -91,11 +91,7 @@ def resolve(config: RunConfig) -> RunSpec:
 
 
 def resolve_sft(config: RunConfig) -> RunSpec:
-    """Return the spec of an SFT run.
-
-    Raises:
-        UserError: `actor.mtp_lr` is set; that layer learns from the policy's own responses.
-    """
+    """Return the spec of an SFT run (UserError if `actor.mtp_lr` is set: that layer learns from own responses)."""
     if config.actor.mtp_lr:
         raise UserError(
             f"actor.mtp_lr = {config.actor.mtp_lr} in supervised fine-tuning",
@@ -293,12 +289,7 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> N
 
 
 def _check_vocabularies(config: RunConfig, role: RoleSpec, tokenizer: Tokenizer, sizes: Sequence[ModelShape]) -> None:
-    """Refuse a teacher with other token ids than the policy's, or without logits for tokens that are compared.
-
-    Args:
-        tokenizer: of the policy.
-        sizes: the policy's shape, and the teacher's.
-    """
+    """Refuse a teacher with other token ids than the policy, or too few logits; `sizes`: policy, teacher."""
     theirs = load_tokenizer(find_model_files(Path(role.path))).read_vocabulary()
     differing = [token for token, index in tokenizer.read_vocabulary().items() if theirs.get(token) != index]
     if differing:

@@ -155,11 +155,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Handler of `STOP_SIGNALS` until `close`; a signal to any rank counts for all.
-
-    Attributes:
-        signal: number of the signal received by this rank; 0: none.
-    """
+    """Handler of `STOP_SIGNALS` until `close`; `signal`: number of the one that this rank has received, else 0."""
 
     def __init__(self, log: logging.Logger) -> None:
         self.signal, self._told = 0, False

@@ -61,11 +61,7 @@ def prepare(
 
 
 def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
-    """Read and check the inputs of a run; `trainer.debug_rank` waits for its debugger.
-
-    Raises:
-        UserError: bad input, on every rank alike.
-    """
+    """Read and check inputs (UserError on every rank alike); `trainer.debug_rank` then waits for its debugger."""
     config = parts.enter(config)
     world_size, ranks_per_node = launched_sizes()
     cluster, chosen = find_cluster(world_size, ranks_per_node), []

@@ -130,10 +130,7 @@ class Policy(ActorOnSamples):
     def validate(
         self, validation: Mapping[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
     ) -> dict[str, float]:
-        """Return the metrics of every validation set, `validation/<set>/<metric>`, in `rollout_mode`.
-
-        `on_set` receives each set's name and samples.
-        """
+        """Return `validation/<set>/<metric>`, in `rollout_mode`; `on_set` receives each set's name and samples."""
         self._check_mode("validate")
         return self._collector.validate(validation, on_set)
 

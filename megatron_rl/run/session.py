@@ -153,11 +153,7 @@ class Session:
 
     @classmethod
     def from_config(cls, config: RunConfig, recipe: Path | None = None, parts: Parts = NO_PARTS) -> Self:
-        """Check every input of a loaded config, then build the run.
-
-        Raises:
-            UserError: bad input, before any process group exists.
-        """
+        """Check every input of a loaded config (UserError before any process group exists), then build the run."""
         return cls(check(config, recipe, parts))
 
     @contextmanager

@@ -98,12 +98,7 @@ class SftTrainer:
 
 
 def train_sft(config: RunConfig, recipe: Path | None) -> None:
-    """Run SFT from a loaded config.
-
-    Raises:
-        UserError: bad input, before any process group exists.
-        Preempted: a stop signal was received.
-    """
+    """Run SFT from a loaded config (UserError if it is bad, Preempted after a stop signal)."""
     inputs = read_sft_inputs(config, launched_sizes()[0])
     check_step_mode(inputs.actor.spec, inputs.actor.shape, config.model.dtype)
     config = wait_for_debugger(config)

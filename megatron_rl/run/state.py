@@ -135,11 +135,7 @@ class TrainingState:
         return {"rng": read_rng()} | ({_ROLLOUTS: held} if held else {})
 
     def restore(self, resumed: ResumedRun, group: dist.ProcessGroup) -> None:
-        """Load the states of all parts; collective.
-
-        Raises:
-            UserError: a state does not fit or cannot be read; on every rank.
-        """
+        """Load the states of all parts (UserError on every rank if one does not fit or read); collective."""
         error: UserError | None = None
         try:
             for name, part in self.parts.items():

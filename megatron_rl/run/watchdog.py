@@ -78,12 +78,7 @@ _SHOWN_SECONDS = 10.0  # until rank 0 has seen the report, has waited for its ow
 
 @dataclass(frozen=True)
 class Report:
-    """Final report of a job.
-
-    Attributes:
-        code: exit status of all ranks.
-        rank: its author.
-    """
+    """Final report of a job: text, exit status of all ranks, and author."""
 
     text: str
     code: int
@@ -191,11 +186,7 @@ class Watched:
 
 
 class Watchdog:
-    """Watches the thread that builds it until `close`.
-
-    Args:
-        store: a separate connection, under a prefix of this run.
-    """
+    """Watches the thread that builds it until `close`; needs a connection of its own to the store."""
 
     def __init__(self, watched: Watched, store: Store) -> None:
         self._watched, self._store = watched, store
@@ -222,10 +213,7 @@ class Watchdog:
         return self._collect("beat")
 
     def find_silent(self, seconds: float) -> list[Position]:
-        """Return the last positions of ranks that have left or have sent no heartbeat for `seconds`.
-
-        Returns early after a report, which explains the silence.
-        """
+        """Return the last positions of ranks without a heartbeat for `seconds`; early and none after a report."""
         deadline, heard = time.monotonic() + 2 * seconds, {}
         while time.monotonic() < deadline and not self.board.is_posted:
             silent = self._listen(heard, seconds, counts_closed=True)
