@@ -187,7 +187,7 @@ class Collector:
         return metrics
 
     def generate(self, groups: SampleGroups, with_answers: bool = False) -> Experience:
-        """Generate and score complete groups; `with_answers` adds answer ids to the headers, to validate. Collective."""
+        """Generate and score complete groups; `with_answers` adds their answer ids to the headers. Collective."""
         with self._timers.phase("rollout"):
             generated = self._generator.generate(groups, self._on_finished)
         held = [(key // groups.group_size, rollout) for key, rollout in sorted(generated.items())]
@@ -265,7 +265,7 @@ class Collector:
     def _score_here(
         self, held: Sequence[tuple[int, Rollout]], steps: Sequence[int], with_answers: bool
     ) -> tuple[Headers, int]:
-        """Score a share of the engine's rollouts and gather all headers (UserError on every rank if a source failed)."""
+        """Score a share of the engine's rollouts and gather all headers (UserError on every rank if one failed)."""
         scorer, engines = self._rewards.scorer, self._generator.engines
         engine, place = engines.find(self._group.rank())
         # Only the engine's first rank has started scoring, or has the results of episodes.

@@ -162,7 +162,7 @@ class RolloutStream:
         return np.array([counts[position] for position in self._open], np.int64)
 
     def run_ahead(self, sampling: SamplingConfig, on_finished: OnFinished | None) -> None:
-        """Continue begun samples on dedicated engines until rank 0 signals the end of training; collective as `take`."""
+        """Continue begun samples on dedicated engines until rank 0 signals that training ends; collective as `take`."""
         training, name = self._clock.training, "beside training"
         assert training is not None
         training.begin()
