@@ -22,13 +22,13 @@ from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import gather_objects, raise_together, reduce_scalars
 from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scores
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rewards.validation import compute_validation_metrics, estimate_pass_at_k
+from megatron_rl.rewards.validation import compute_validation_metrics
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.fetch import hold
-from megatron_rl.samples.table import FINISH_REASONS, Headers, build_headers, gather_headers, join_headers
+from megatron_rl.samples.table import Headers, build_headers, gather_headers, join_headers
 from megatron_rl.types import FAILED, Prompt, Rollout, UserError
 
 
@@ -292,22 +292,6 @@ class Collector:
         """Stop the workers of reward sources and close the engine."""
         self._rewards.scorer.close()
         self._generator.close()
-
-
-def describe_set(headers: Headers, group_size: int) -> dict[str, float]:
-    """Compute metrics of an evaluation set beyond `compute_validation_metrics`.
-
-    Returns:
-        "prompts", their number; "truncated", the share of truncated responses; pass@j for powers of two below
-        `group_size`.
-    """
-    rewards = correctness_of(headers).reshape(-1, group_size)
-    sizes = [2**power for power in range(group_size.bit_length()) if 2**power < group_size]
-    return {
-        "prompts": float(len(rewards)),
-        "truncated": float(np.mean(headers["finish_reason"] == FINISH_REASONS.index("length"))),
-        **{f"pass@{size}": estimate_pass_at_k(rewards, size) for size in sizes},
-    }
 
 
 def find_informative(headers: Headers, metric: str | None) -> list[bool]:

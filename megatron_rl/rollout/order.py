@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 import numpy as np
 
@@ -21,29 +20,35 @@ _PREFILL_COST = 1 / 16
 _SAVING = 1 / 4
 
 
-class Samples(Protocol):
+class Samples:
     """Samples by key, prompt position * group_size + sample_index; equal on every rank."""
 
-    @property
-    def group_size(self) -> int:
-        """Samples per prompt."""
-        ...
+    group_size: int
+    round: int = 0
 
     def sample_of(self, key: int) -> tuple[Prompt, int]:
         """Return a sample's prompt and its index in the group."""
-        ...
+        return self._find_prompt(key // self.group_size)[0], key % self.group_size
 
     def step_of(self, key: int) -> int:
         """Return a sample's training step, provided that no group is dropped."""
-        ...
+        raise NotImplementedError
 
     def seed_parts(self, key: int) -> tuple[int, int, int, int]:
-        """Return the arguments of `derive_seed` after the run's seed: step, prompt_id, sample, round."""
-        ...
+        """Return the arguments of `derive_seed` after the run's seed: step, prompt_id, sample, round.
+
+        A prompt that occurs twice, at an epoch boundary, gets different seeds.
+        """
+        prompt, occurrence = self._find_prompt(key // self.group_size)
+        return self.step_of(key), prompt.prompt_id, occurrence * self.group_size + key % self.group_size, self.round
+
+    def _find_prompt(self, position: int) -> tuple[Prompt, int]:
+        """Return a prompt, and its previous occurrences in the batch."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class SampleGroups:
+class SampleGroups(Samples):
     """Groups that begin and end in one generation."""
 
     prompts: Sequence[Prompt]
@@ -55,29 +60,19 @@ class SampleGroups:
     def __len__(self) -> int:
         return len(self.prompts) * self.group_size
 
-    def sample_of(self, key: int) -> tuple[Prompt, int]:
-        """See `Samples.sample_of`."""
-        return self.prompts[key // self.group_size], key % self.group_size
-
     def step_of(self, key: int) -> int:
-        """See `Samples.step_of`."""
+        """Return the step of all samples."""
         return self.step
 
-    def seed_parts(self, key: int) -> tuple[int, int, int, int]:
-        """See `Samples.seed_parts`.
-
-        A prompt that occurs twice, at an epoch boundary, gets different seeds.
-        """
-        prompt, sample = self.sample_of(key)
-        sample += self._occurrences[key // self.group_size] * self.group_size
-        return self.step, prompt.prompt_id, sample, self.round
+    def _find_prompt(self, position: int) -> tuple[Prompt, int]:
+        return self.prompts[position], self._occurrences[position]
 
     @cached_property
     def _occurrences(self) -> list[int]:
         return count_occurrences(self.prompts)
 
 
-class SampleOrder:
+class SampleOrder(Samples):
     """Samples of a run in data order."""
 
     def __init__(self, prompts: PromptBatches[Prompt], config: RunConfig) -> None:
@@ -91,22 +86,12 @@ class SampleOrder:
 
         self._batch = lru_cache(maxsize=config.schedule.max_staleness + 2)(read)
 
-    def sample_of(self, key: int) -> tuple[Prompt, int]:
-        """See `Samples.sample_of`."""
-        return self._prompt_of(key)[0], key % self.group_size
-
     def step_of(self, key: int) -> int:
-        """See `Samples.step_of`."""
+        """Return the step whose batch has the sample's prompt."""
         return key // self.group_size // self._batch_size + 1
 
-    def seed_parts(self, key: int) -> tuple[int, int, int, int]:
-        """See `Samples.seed_parts`."""
-        prompt, occurrence = self._prompt_of(key)
-        return self.step_of(key), prompt.prompt_id, occurrence * self.group_size + key % self.group_size, 0
-
-    def _prompt_of(self, key: int) -> tuple[Prompt, int]:
-        number, place = divmod(key // self.group_size, self._batch_size)
-        return self._batch(number)[place]
+    def _find_prompt(self, position: int) -> tuple[Prompt, int]:
+        return self._batch(position // self._batch_size)[position % self._batch_size]
 
 
 def count_occurrences(prompts: Sequence[Prompt]) -> list[int]:

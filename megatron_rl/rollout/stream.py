@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of bounded staleness: begun ahead of their step, carried over phases, and never dropped.
 
-Prompt i of the data order may begin once i < (t + 1 + k) B after t steps of B prompts, where k is
-`schedule.max_staleness`; the next step trains on prompts t B .. (t + 1) B - 1. Hence no response begins with weights
-more than k steps older than the weights trained on it, and every prompt is trained on once, in the order of k = 0.
-`rollout.phase` has the general rule.
+No response begins with weights more than `schedule.max_staleness` steps older than the weights trained on it, and every
+prompt is trained on once (the rule: `rollout.phase`).
 
 Unfinished samples keep tokens, log-probs and policy versions and continue on their engine in the next phase. Seeds
 depend on the position in the data order and the number of existing tokens, not on the engine or the time of an
@@ -84,6 +82,7 @@ class RolloutStream:
         self._carried = generator.open(order)
         self.runs_ahead = clock.training is not None
         self._schedule, self._rollout, self._agents = config.schedule, config.rollout, config.agents
+        self._drains = config.schedule.updates == "drain"
         self._batch_size, self._group_size = config.data.train_batch_size, order.group_size
         self._step = 0  # step of the last phase
         self._open: list[int] = []  # positions of begun, untaken prompts
@@ -149,11 +148,18 @@ class RolloutStream:
         ]
         self._carried.drop(keys)
         self._open = sorted({*self._open} - {*positions})
+        counts, found = self._carried.counts, [len(self._carried.keys), self._carried.num_tokens, busy_share or 0.0]
+        carried, tokens, busy, *sums = self._sum_over_engines([*found, *counts.values()]).tolist()
+        metrics = {"schedule/carried": carried, "schedule/carried_tokens": tokens} | self._generator.metrics
+        metrics |= describe_episodes(dict(zip(counts, sums, strict=True)))
+        counts.update(dict.fromkeys(counts, 0.0))
+        if busy_share is not None:
+            metrics["schedule/engine_busy"] = busy / len(self._generator.engines.of)
         return Taken(
             [self._order.prompts.stream.prompt(position) for position in positions],
             [self._order.step_of(position * self._group_size) for position in positions],
             rollouts,
-            self._describe(busy_share),
+            metrics,
         )
 
     def _count_unfinished(self) -> np.ndarray:
@@ -171,10 +177,6 @@ class RolloutStream:
         end = self._clock.trace.find_end(self._step, name) or training
         self._carried.start(self._carried.keys, sampling)
         self._run(Phase([], np.empty(0), None if self._drains else end), on_finished, None, name)
-
-    @property
-    def _drains(self) -> bool:
-        return self._schedule.updates == "drain"
 
     def _run(self, phase: Phase, on_finished: OnFinished | None, total: int | None, name: str) -> None:
         self._generator.run(self._carried, phase, on_finished, total)
@@ -197,16 +199,6 @@ class RolloutStream:
             total += torch.as_tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self._group)
         return total.numpy()
-
-    def _describe(self, busy_share: float | None) -> dict[str, float]:
-        counts, found = self._carried.counts, [len(self._carried.keys), self._carried.num_tokens, busy_share or 0.0]
-        carried, tokens, busy, *sums = self._sum_over_engines([*found, *counts.values()]).tolist()
-        metrics = {"schedule/carried": carried, "schedule/carried_tokens": tokens} | self._generator.metrics
-        metrics |= describe_episodes(dict(zip(counts, sums, strict=True)))
-        counts.update(dict.fromkeys(counts, 0.0))
-        if busy_share is not None:
-            metrics["schedule/engine_busy"] = busy / len(self._generator.engines.of)
-        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the open prompts, whose samples are in `rank_state`.

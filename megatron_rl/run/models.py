@@ -318,8 +318,25 @@ def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> 
     """
     layout = check_layout(spec, shape, ranks)
     check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=spec.section)
-    if shape.num_experts and spec.trainable:
-        _check_experts(spec, shape, layout, dtype)
+    if not shape.num_experts or not spec.trainable:
+        return layout
+    config, section = spec.training, spec.section
+    mixture = f"a mixture of {shape.num_experts} experts"
+    if config.overlap_grad_reduce:
+        raise UserError(
+            f"{section}.overlap_grad_reduce with {mixture}, for which it is not tried",
+            source=f"{section}.overlap_grad_reduce",
+            expected="false",
+            hint=f"remove {section}.overlap_grad_reduce",
+        )
+    if config.step_mode == "graph" and (reason := _why_in_turn(spec, shape, layout, dtype)):
+        raise UserError(
+            f"{section}.step_mode = graph with {mixture} that are multiplied one after the other ({reason}): the host "
+            "reads how many rows each of them has, which a graph cannot hold",
+            source=f"{section}.step_mode",
+            expected="experts that are multiplied in one product, or another step mode",
+            hint=f"set {section}.step_mode=static: the same step without capture",
+        )
     return layout
 
 
@@ -356,26 +373,6 @@ def check_machine(
             raise
         return [f"this machine could not start the run: {error.found}"]
     return []
-
-
-def _check_experts(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtype: str) -> None:
-    config, section = spec.training, spec.section
-    mixture = f"a mixture of {shape.num_experts} experts"
-    if config.overlap_grad_reduce:
-        raise UserError(
-            f"{section}.overlap_grad_reduce with {mixture}, for which it is not tried",
-            source=f"{section}.overlap_grad_reduce",
-            expected="false",
-            hint=f"remove {section}.overlap_grad_reduce",
-        )
-    if config.step_mode == "graph" and (reason := _why_in_turn(spec, shape, layout, dtype)):
-        raise UserError(
-            f"{section}.step_mode = graph with {mixture} that are multiplied one after the other ({reason}): the host "
-            "reads how many rows each of them has, which a graph cannot hold",
-            source=f"{section}.step_mode",
-            expected="experts that are multiplied in one product, or another step mode",
-            hint=f"set {section}.step_mode=static: the same step without capture",
-        )
 
 
 def _why_in_turn(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtype: str) -> str:

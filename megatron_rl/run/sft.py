@@ -17,7 +17,7 @@ from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import SftInputs, read_sft_inputs
 from megatron_rl.run.opening import OpenedRun, open_run
 from megatron_rl.run.state import TrainedPart, TrainingState, actor_export, side_files
-from megatron_rl.samples.experience import Experience, replicate
+from megatron_rl.samples.experience import replicate
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.roles.on_samples import ActorOnSamples, sft
 from megatron_rl.training.step import check_step_mode
@@ -78,23 +78,19 @@ class SftTrainer:
                 for minibatch in self.actor.minibatches(samples):
                     self.actor.forward_backward(minibatch, sft)
                     self.run.count(self.actor.optim_step())
-                self.describe(samples)
+                headers = samples.headers
+                self.run.count(
+                    self.actor.describe_packing(samples)
+                    | {
+                        "tokens/prompt": int(headers["num_prompt_tokens"].sum()),
+                        "tokens/response": int(headers.num_response_tokens.sum()),
+                    }
+                )
                 self.checkpoints.end_step(step)
             self.run.record(step)
             self.checkpoints.safe_point()
         self.checkpoints.finish()
         self.run.finish()
-
-    def describe(self, samples: Experience) -> None:
-        """Record the metrics of a batch."""
-        self.run.count(self.actor.describe_packing(samples))
-        headers = samples.headers
-        self.run.count(
-            {
-                "tokens/prompt": int(headers["num_prompt_tokens"].sum()),
-                "tokens/response": int(headers.num_response_tokens.sum()),
-            }
-        )
 
 
 def train_sft(config: RunConfig, recipe: Path | None) -> None:
@@ -105,7 +101,19 @@ def train_sft(config: RunConfig, recipe: Path | None) -> None:
     trainer = SftTrainer(config, inputs, recipe)
     try:
         with trainer.guard.reporting():
-            _introduce(trainer, inputs)
+            say, data = trainer.run.log.info, inputs.data
+            say("run directory: %s", trainer.run.dir)
+            say(
+                "actor: %s, %s, %s layers on %s",
+                inputs.actor.layout.describe(),
+                config.model.dtype,
+                trainer.actor.model.transformer_impl,
+                trainer.process.device,
+            )
+            truncated, dropped = data.num_truncated, data.num_dropped
+            say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), truncated, dropped)
+            for line in trainer.plan.formulas():
+                say("  %s", line)
             trainer.train()
     except UserError:
         trainer.checkpoints.commit()  # it was raised on every rank alike
@@ -113,18 +121,3 @@ def train_sft(config: RunConfig, recipe: Path | None) -> None:
     finally:
         trainer.checkpoints.close()
         trainer.run.close()
-
-
-def _introduce(trainer: SftTrainer, inputs: SftInputs) -> None:
-    say, data = trainer.run.log.info, inputs.data
-    say("run directory: %s", trainer.run.dir)
-    say(
-        "actor: %s, %s, %s layers on %s",
-        inputs.actor.layout.describe(),
-        trainer.config.model.dtype,
-        trainer.actor.model.transformer_impl,
-        trainer.process.device,
-    )
-    say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), data.num_truncated, data.num_dropped)
-    for line in trainer.plan.formulas():
-        say("  %s", line)

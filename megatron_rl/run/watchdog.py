@@ -57,18 +57,13 @@ def describe_collectives() -> list[str]:
 
 
 def _describe(entry: dict[str, Any]) -> str:
-    name, ranks = entry["profiling_name"].partition(":")[2], _describe_ranks(entry["process_group"][0])
+    name, group, ranks = entry["profiling_name"].partition(":")[2], GroupName(entry["process_group"][0]), ""
+    with contextlib.suppress(KeyError, RuntimeError, ValueError):  # a group that is gone
+        found = dist.get_process_group_ranks(_distributed_c10d._resolve_process_group(group))
+        ranks = f" of ranks {','.join(map(str, found)) if len(found) <= 4 else f'{found[0]}..{found[-1]}'}"
     state = "done" if entry["retired"] or entry["state"] == "completed" else "under way"
     seconds = time.time() - entry["time_created_ns"] / 1e9
     return f"{name} #{entry['collective_seq_id']}{ranks}, begun {seconds:.1f} s ago, {state}"
-
-
-def _describe_ranks(group_name: str) -> str:
-    try:
-        ranks = dist.get_process_group_ranks(_distributed_c10d._resolve_process_group(GroupName(group_name)))
-    except (KeyError, RuntimeError, ValueError):  # a group that is gone
-        return ""
-    return f" of ranks {','.join(map(str, ranks)) if len(ranks) <= 4 else f'{ranks[0]}..{ranks[-1]}'}"
 
 
 _POLL_SECONDS = 0.1

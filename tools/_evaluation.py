@@ -12,16 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.checkpoint.directory import find_weights
 from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, PlacementConfig, ReferenceConfig, RunConfig
 from megatron_rl.observability.rollout_log import TokenTexts, write_rows
 from megatron_rl.parallel.collectives import init_distributed, world
-from megatron_rl.rollout.collector import describe_set
+from megatron_rl.rewards.validation import estimate_pass_at_k
+from megatron_rl.rollout.collector import correctness_of
 from megatron_rl.run.building import RunSinks, build_roles, build_rollout_members, group_timeout
 from megatron_rl.run.inputs import Parts, read_rl_inputs
 from megatron_rl.samples.describe import rollout_row
 from megatron_rl.samples.experience import Experience
-from megatron_rl.samples.table import join_headers
+from megatron_rl.samples.table import FINISH_REASONS, Headers, join_headers
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.types import UserError
@@ -66,6 +69,22 @@ def without_training(config: RunConfig, world_size: int) -> RunConfig:
         ),
         trainer=replace(config.trainer, debug_rank=None, breakpoint_step=None, total_steps=1),
     )
+
+
+def describe_set(headers: Headers, group_size: int) -> dict[str, float]:
+    """Compute metrics of an evaluation set beyond `compute_validation_metrics`.
+
+    Returns:
+        "prompts", their number; "truncated", the share of truncated responses; pass@j for powers of two below
+        `group_size`.
+    """
+    rewards = correctness_of(headers).reshape(-1, group_size)
+    sizes = [2**power for power in range(group_size.bit_length()) if 2**power < group_size]
+    return {
+        "prompts": float(len(rewards)),
+        "truncated": float(np.mean(headers["finish_reason"] == FINISH_REASONS.index("length"))),
+        **{f"pass@{size}": estimate_pass_at_k(rewards, size) for size in sizes},
+    }
 
 
 def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = None) -> dict[str, Any]:
