@@ -94,12 +94,7 @@ class Section:
 
 
 class StepObserver:
-    """A collector of a step's sections; methods are collective.
-
-    Args:
-        roles: trained roles by name, with equal keys on every rank.
-        group: all ranks.
-    """
+    """A collector of a step's sections for the trained roles, named alike on all ranks; methods are collective."""
 
     def __init__(self, roles: Mapping[str, SavedRole], group: dist.ProcessGroup) -> None:
         self._roles, self._group = roles, group

@@ -157,11 +157,7 @@ class Collector:
     def validate(
         self, validation: dict[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
     ) -> dict[str, float]:
-        """Compute metrics of every validation set, `validation/<set>/<metric>`; collective.
-
-        Args:
-            on_set: called on every rank with each set's scored samples.
-        """
+        """Compute `validation/<set>/<metric>`; `on_set` is called on every rank with each set's samples. Collective."""
         config, metrics = self._config, {}
         for name, prompt_set in validation.items():
             drawn = config.rollout.for_validation(name)

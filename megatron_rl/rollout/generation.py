@@ -51,11 +51,7 @@ class OpenRequests:
         return request
 
     def describe(self, counts: bool, group: dist.ProcessGroup) -> dict[str, float]:
-        """Compute rollout/prefix_cache_hits, the share of cached prompt tokens, if reported; collective.
-
-        Args:
-            counts: include this rank's counts.
-        """
+        """Compute rollout/prefix_cache_hits, the cached share of prompt tokens, if reported; collective."""
         mine = self._sums if counts else dict.fromkeys(self._sums, 0.0)
         sums = reduce_scalars(mine, dist.ReduceOp.SUM, group, torch.device("cpu"))
         return {"rollout/prefix_cache_hits": sums["cached"] / sums["asked"]} if sums["asked"] else {}

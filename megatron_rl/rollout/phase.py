@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -82,7 +82,7 @@ class PhaseTarget:
         return not left[: self.needed].any() and int(np.count_nonzero(left == 0)) >= self.wanted
 
 
-class PhaseEnd(Protocol):
+class PhaseEnd:
     """End condition of a phase, polled by each engine's first rank before each step."""
 
     def begin(self, target: PhaseTarget) -> None:
@@ -90,13 +90,13 @@ class PhaseEnd(Protocol):
 
     def is_over(self, left: np.ndarray) -> bool:
         """Return whether the phase is over; `left`: [groups] this engine's unfinished samples."""
-        ...
+        raise NotImplementedError
 
     def give_up(self) -> None:
-        """End the phase for all engines after a failure."""
+        """End the phase for all engines after a failure; nothing if no engine waits for another."""
 
 
-class ByStore:
+class ByStore(PhaseEnd):
     """Phase end by wall clock: engines count finished work in a store, and finished engines poll it every 20 ms.
 
     For optional groups, each engine increments the group's counter once its own samples are done; the engine that
@@ -156,7 +156,7 @@ class ByStore:
         return found
 
 
-class StepCount:
+class StepCount(PhaseEnd):
     """Phase end by decode steps: all engines synchronize after every `every` steps."""
 
     def __init__(self, every: int, group: dist.ProcessGroup | None) -> None:
@@ -182,7 +182,7 @@ class StepCount:
         return bool(found[-1]) or self._goal.is_reached(found[:-1].numpy())
 
 
-class TrainingEnd:
+class TrainingEnd(PhaseEnd):
     """Signal that the training phase has ended: one training rank sets it, dedicated engines poll it.
 
     Args:
@@ -193,7 +193,7 @@ class TrainingEnd:
         self._every, self._store = every, store
         self._number = self._steps = 0
 
-    def begin(self) -> None:
+    def begin(self, target: PhaseTarget | None = None) -> None:
         """Begin a training phase."""
         self._number += 1
         self._steps, self._next_look = 0, 0.0
@@ -215,9 +215,6 @@ class TrainingEnd:
         self._next_look = now + min(max(_POLL_SECONDS, (now - self._begun) / 50), _LONGEST_POLL_SECONDS)
         return self._store.add(f"trained {self._number}", 0) > 0
 
-    def give_up(self) -> None:
-        """Do nothing: no engine waits for another."""
-
 
 class Phase:
     """Control of one engine during a phase, on its first rank.
@@ -231,7 +228,7 @@ class Phase:
         num_steps: decode steps before the end.
     """
 
-    def __init__(self, awaited: Sequence[int], left: np.ndarray, end: PhaseEnd | TrainingEnd | None) -> None:
+    def __init__(self, awaited: Sequence[int], left: np.ndarray, end: PhaseEnd | None) -> None:
         self._left, self._end = left.copy(), end
         self._places = {position: place for place, position in enumerate(awaited)}
         self.num_steps, self._has_begun = 0, False
@@ -335,22 +332,16 @@ class ScheduleTrace:
             file.write(json.dumps(line) + "\n")
 
 
-class _AfterSteps:
+class _AfterSteps(PhaseEnd):
     """End of a phase after a number of decode steps."""
 
     def __init__(self, steps: int) -> None:
         self._left = steps
 
-    def begin(self, target: PhaseTarget) -> None:
-        """Do nothing."""
-
     def is_over(self, left: np.ndarray) -> bool:
         """Count a step; return whether all steps are done."""
         self._left -= 1
         return self._left < 0
-
-    def give_up(self) -> None:
-        """Do nothing: no engine waits for another."""
 
 
 def read_trace(run_dir: Path, num_engines: int) -> list[DecodeSteps]:

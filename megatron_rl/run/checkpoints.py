@@ -32,12 +32,7 @@ MAX_FAILED_SAVES = 3  # in a row
 
 
 class Checkpoints:
-    """Checkpoints of one run, and its reaction to stop signals; all methods are collective.
-
-    Args:
-        state: everything that changes during training.
-        export: writes the policy in HF format into a new directory.
-    """
+    """Checkpoints of one run, and its reaction to stop signals; `export` writes the policy in HF format. Collective."""
 
     def __init__(
         self,

@@ -143,11 +143,7 @@ class RoleInputs:
 
 
 def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict[str, RoleInputs], Tokenizer]:
-    """Read and check the models and layouts of all roles, in the order of `spec`, and the policy's tokenizer.
-
-    Raises:
-        UserError: files are missing or do not match, or a model does not fit its layout.
-    """
+    """Read and check models and layouts of all roles, in order, and the policy's tokenizer (UserError if unfit)."""
     actor = _read_role(config, spec.roles["actor"], world_size)
     if actor.spec.batch_invariant and HAS_TORCH:
         from megatron_rl.run import bitwise
@@ -198,14 +194,7 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
 
 
 def note_models(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str | None = None) -> list[str]:
-    """Return a line for each image-text model (its text part alone is read), and the notes of `check_machine`.
-
-    Args:
-        engine: `None` if the policy samples nothing.
-
-    Raises:
-        UserError: torchrun has started ranks on a machine that cannot run them.
-    """
+    """Return a line per image-text model, whose text part alone is read, and the notes of `check_machine`."""
     paths = dict.fromkeys(role.spec.path for role in roles.values())
     seeing = [path for path in paths if is_image_text(find_model_files(path))]
     notes = [f"{path} is an image-text model: its text part is used, and saved as a text model" for path in seeing]
@@ -311,11 +300,7 @@ def _check_vocabularies(config: RunConfig, role: RoleSpec, tokenizer: Tokenizer,
 
 
 def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> ParallelLayout:
-    """Return the layout of a role on its ranks of the job.
-
-    Raises:
-        UserError: the model does not fit it, or its optimizer step cannot train experts.
-    """
+    """Return a role's layout on its ranks (UserError if the model or its optimizer step does not fit it)."""
     layout = check_layout(spec, shape, ranks)
     check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=spec.section)
     if not shape.num_experts or not spec.trainable:

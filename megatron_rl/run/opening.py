@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -89,7 +89,6 @@ def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable
     Args:
         saved, now: from `find_dependencies`.
         allowed: `checkpoint.allow_changes`.
-        checkpoint: for the error.
 
     Raises:
         UserError: a difference that changes the training.
@@ -194,9 +193,6 @@ class StopRequest:
         self._previous, self._wakeup = {}, None
 
 
-_MODES = ("auto", "must", "never")
-
-
 @dataclass(frozen=True)
 class OpenedRun:
     """A run whose directory is open and whose sinks are not.
@@ -275,7 +271,18 @@ def _open_locked(
         stop.close()
         lock.release()
 
-    guard = _start_guard(config, run, stop, release, group)
+    watched = Watched(
+        group.rank(),
+        group.size(),
+        run.timers,
+        config.trainer.collective_timeout,
+        run.log_file,
+        run.log,
+        lambda: stop.is_here,
+        any_place=torch.cuda.is_available(),
+        roles=config.placement.describe(group.size()),
+    )
+    guard = Guard(watched, Watchdog(watched, open_store("watchdog", group)) if group.size() > 1 else None, release)
     return OpenedRun(run, checkpoint, is_known, dependencies, stop, lock, guard)
 
 
@@ -311,25 +318,6 @@ def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, gro
     return share_object(found, group)
 
 
-def _start_guard(
-    config: RunConfig, run: Run, stop: StopRequest, release: Callable[[], None], group: dist.ProcessGroup
-) -> Guard:
-    """Start this rank's watchdog and failure reports; collective."""
-    watched = Watched(
-        group.rank(),
-        group.size(),
-        run.timers,
-        config.trainer.collective_timeout,
-        run.log_file,
-        run.log,
-        lambda: stop.is_here,
-        any_place=torch.cuda.is_available(),
-        roles=config.placement.describe(group.size()),
-    )
-    watchdog = Watchdog(watched, open_store("watchdog", group)) if group.size() > 1 else None
-    return Guard(watched, watchdog, release)
-
-
 def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.ProcessGroup) -> Path | None:
     """Return the checkpoint that `checkpoint.resume` selects; collective.
 
@@ -356,7 +344,7 @@ def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.Process
             expected="one whole checkpoint",
             hint="restore one, or choose another trainer.run_dir to begin a new run",
         )
-    if resume in _MODES:
+    if resume in ("auto", "must"):
         if found.directory is None and resume == "must":
             raise UserError(
                 "there is no checkpoint",

@@ -81,12 +81,7 @@ class Report:
 
 
 class ReportBoard:
-    """This rank's view of the report.
-
-    Args:
-        store: a connection that two threads may use, under a prefix of this run.
-        log_file: receives everything this rank shows.
-    """
+    """This rank's view of the report; two threads may use its store. Shown texts go to `log_file`, too."""
 
     def __init__(self, store: Store, rank: int, log_file: Path) -> None:
         self._store, self._rank, self._log_file = store, rank, log_file
