@@ -23,7 +23,7 @@ from megatron_rl.checkpoint.resuming import load_training_state
 from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome, save_now
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.parallel.collectives import raise_together, world
+from megatron_rl.parallel.collectives import failing_together, world
 from megatron_rl.run.opening import OpenedRun, describe_changes
 from megatron_rl.run.state import TrainingState
 from megatron_rl.types import EXIT_PREEMPTED, Preempted, UserError
@@ -74,14 +74,9 @@ class Checkpoints:
                 "no checkpoint is written before the end (trainer.save_freq, "
                 "checkpoint.save_every_minutes): a crash loses the whole run"
             )
-        error = None
-        try:
-            self._run.start(
-                step if step is not None else -1 if self._opened.is_known else None, self._opened.guard.positions
-            )
-        except (UserError, OSError) as caught:
-            error = caught if isinstance(caught, UserError) else explain_os_error(caught, self._run.dir)
-        raise_together(error, self._group)
+        last = step if step is not None else -1 if self._opened.is_known else None
+        with failing_together(self._group, lambda error: explain_os_error(error, self._run.dir)):
+            self._run.start(last, self._opened.guard.positions)
         if step is not None and self._restored_record and self._run.is_writer and self._run.last_recorded_step() < step:
             self._run.timers.pop()  # the process ended between this checkpoint and the record of its step
             self._run.count(self._restored_record)

@@ -33,7 +33,7 @@ from megatron_rl.data.pass_rates import list_pass_rate_files
 from megatron_rl.extension.reasoning_gym import PREFIX, identify
 from megatron_rl.observability.metrics import METRICS_FILE, has_records
 from megatron_rl.observability.run import Run
-from megatron_rl.parallel.collectives import open_store, raise_together, share_object, world
+from megatron_rl.parallel.collectives import failing_together, open_store, share_object, world
 from megatron_rl.run.guard import Guard
 from megatron_rl.run.lock import RunLock
 from megatron_rl.run.watchdog import Watchdog, Watched
@@ -221,12 +221,12 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
         UserError: the directory cannot be written, is in use, holds a run that is finished or must not be resumed, has
             no whole checkpoint, a dependency has changed, or the status page's address is taken; on every rank.
     """
-    group, error, taken_over = world(), None, None
+    group, taken_over = world(), None
     name = f"{recipe.stem if recipe else 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
     run_dir = Path(config.trainer.run_dir or share_object(f"checkpoints/runs/{name}", group))
     run_dir = run_dir.absolute()  # a user's function may change the working directory
     lock = RunLock(run_dir)
-    try:
+    with failing_together(group, _explain_unwritable):
         if group.rank() == 0:
             if config.observability.status_port is not None:
                 from megatron_rl.observability.status import check_address
@@ -234,11 +234,6 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
                 check_address(config.observability.status_host, config.observability.status_port)
             run_dir.mkdir(parents=True, exist_ok=True)
             taken_over = lock.acquire()
-    except UserError as caught:
-        error = caught
-    except OSError as caught:
-        error = _explain_unwritable(caught)
-    raise_together(error, group)
     try:
         return _open_locked(config, run_dir, total_steps, lock, taken_over)
     except BaseException:
@@ -249,12 +244,9 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
 def _open_locked(
     config: RunConfig, run_dir: Path, total_steps: int, lock: RunLock, taken_over: str | None
 ) -> OpenedRun:
-    group, run, error = world(), None, None
-    try:
+    group, run = world(), None
+    with failing_together(group, _explain_unwritable):
         run = Run(run_dir, dump_yaml(config), total_steps, config.observability, group.rank())
-    except OSError as caught:
-        error = _explain_unwritable(caught)
-    raise_together(error, group)
     assert run is not None, "or its error was raised"
     if taken_over:
         run.log.warning("%s", taken_over)
@@ -297,24 +289,23 @@ def _explain_unwritable(error: OSError) -> UserError:
 
 def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, group: dist.ProcessGroup) -> Dependencies:
     """Digest and compare the run's dependencies on rank 0; collective."""
-    found, error = {}, None
-    if group.rank() == 0:
-        try:
+
+    def explain(error: OSError) -> UserError:
+        return UserError(
+            f"a file that the run depends on does not read: {error}",
+            source=str(error.filename),
+            expected="a file that can be read",
+            hint="look at its permissions and its disk",
+        )
+
+    found: Dependencies = {}
+    with failing_together(group, explain):
+        if group.rank() == 0:
             found = find_dependencies(config)
             if checkpoint is not None:
                 saved = read_manifest(checkpoint)["state"].get("dependencies", {})
                 for line in check_dependencies(saved, found, config.checkpoint.allow_changes, checkpoint):
                     run.log.warning("changed since the checkpoint: %s", line)
-        except UserError as caught:
-            error = caught
-        except OSError as caught:
-            error = UserError(
-                f"a file that the run depends on does not read: {caught}",
-                source=str(caught.filename),
-                expected="a file that can be read",
-                hint="look at its permissions and its disk",
-            )
-    raise_together(error, group)
     return share_object(found, group)
 
 
@@ -368,19 +359,15 @@ def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.Process
 
 def _check_steps(checkpoint: Path, total_steps: int, is_finished: bool, group: dist.ProcessGroup) -> None:
     """Refuse a checkpoint without remaining steps, unless the run was interrupted after its last step."""
-    error = None
-    try:
+    with failing_together(group):
         step = read_manifest(checkpoint).get("step", 0)
         if step > total_steps or (step == total_steps and is_finished):
-            error = UserError(
+            raise UserError(
                 f"the run has taken {step} steps, {total_steps} are asked for",
                 source=str(checkpoint),
                 expected="steps that are left to take",
                 hint="raise trainer.total_steps (or total_epochs) to continue, or choose another trainer.run_dir",
             )
-    except UserError as caught:
-        error = caught
-    raise_together(error, group)
 
 
 def _refuse(run_dir: Path) -> UserError:

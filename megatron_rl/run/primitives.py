@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +31,10 @@ from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.engines.build import import_library
-from megatron_rl.parallel.collectives import Process, init_distributed, world
+from megatron_rl.parallel.collectives import Process, world
 from megatron_rl.rollout.order import SampleGroups
-from megatron_rl.run.building import RolloutMembers, RunSinks, build_roles, build_rollout_members, group_timeout
+from megatron_rl.run.building import RolloutMembers, RunSinks, build_roles, build_rollout_members
 from megatron_rl.run.inputs import Parts, RlInputs
-from megatron_rl.run.preparing import prepare
 from megatron_rl.run.state import TrainedPart, TrainingState, actor_export, side_files
 from megatron_rl.samples.estimate import find_rollouts
 from megatron_rl.samples.experience import Column, Experience
@@ -211,23 +209,6 @@ class Primitives:
         """Trained roles by name, with equal keys on every rank (a stand-in outside a role)."""
         roles = {"actor": self.policy.role} | ({"critic": self.critic.role} if self.critic else {})
         return {name: TrainedPart(role.model.trained, role.optimizer) for name, role in roles.items()}
-
-
-def load(
-    model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), **parts: Any
-) -> Primitives:
-    """Build the primitives for a loop of your own; collective.
-
-    Unlike a `Trainer`, it has no run directory and no watchdog. Without torchrun, the process is a job of one rank. For
-    the arguments, see `Trainer.from_hf_config`.
-
-    Raises:
-        UserError: bad input; on every rank alike, before any process group exists.
-    """
-    prepared = prepare(model_path, config, overrides, Parts(**parts))
-    process = init_distributed(group_timeout(prepared.config) / timedelta(minutes=1))
-    prepared.agree()
-    return build_primitives(prepared.config, prepared.inputs, prepared.parts, process, RunSinks())
 
 
 def build_primitives(

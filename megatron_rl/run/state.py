@@ -17,12 +17,11 @@ from megatron_rl.checkpoint.rng import read_rng
 from megatron_rl.checkpoint.saving import RankState
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.parallel.collectives import raise_together, world
+from megatron_rl.parallel.collectives import failing_together, raise_together, world
 from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.transfer.planner import group_shards
-from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import ShardBox
 
 
@@ -136,13 +135,9 @@ class TrainingState:
 
     def restore(self, resumed: ResumedRun, group: dist.ProcessGroup) -> None:
         """Load the states of all parts (UserError on every rank if one does not fit or read); collective."""
-        error: UserError | None = None
-        try:
+        with failing_together(group):
             for name, part in self.parts.items():
                 if name in resumed.state:
                     part.load_state_dict(resumed.state[name])
             if self.rollouts is not None:
                 self.rollouts.load_rank_states(read_rank_states(resumed.directory, _ROLLOUTS))
-        except UserError as caught:
-            error = caught
-        raise_together(error, group)

@@ -82,7 +82,7 @@ def test_start_on_gpus_refuses(
     model.mkdir()
     (model / "config.json").write_bytes(find_shape(str(model), RECIPE).read_bytes())
     monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setattr("megatron_rl.run.preparing.find_cluster", lambda *_: describe_cluster(8, 80))
+    monkeypatch.setattr("megatron_rl.run.session.find_cluster", lambda *_: describe_cluster(8, 80))
     arguments = [f"model.path={model}", f"trainer.check_memory={str(is_checked).lower()}", *ONE_STAGE]
     assert start(arguments, monkeypatch) == 2
     error = capsys.readouterr().err
