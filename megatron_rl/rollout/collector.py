@@ -66,12 +66,7 @@ ResponseModel = Callable[[Experience], Sequence[float] | np.ndarray]
 
 @dataclass(frozen=True)
 class RewardSources:
-    """Sources of rewards.
-
-    Attributes:
-        model: reward model, if the plan has one.
-        needs_greedy_baseline: the estimator needs the reward of a greedy response.
-    """
+    """Sources of rewards; `model`: the plan's reward model, `needs_greedy_baseline`: as the estimator does."""
 
     plan: RewardPlan
     scorer: Scorer

@@ -46,12 +46,7 @@ _COUNTED = (
 
 @dataclass(frozen=True)
 class Following:
-    """Actions before the next step of an engine.
-
-    Attributes:
-        finished: keys of finished samples.
-        is_last: no further requests will follow.
-    """
+    """Requests before an engine's next step, keys of finished samples, and whether no more requests follow."""
 
     requests: Sequence[Request]
     finished: Sequence[int]
