@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.algorithms.kl import MAX_LOG_RATIO
-from megatron_rl.algorithms.segments import Responses
+from megatron_rl.algorithms.plugin_types import Responses
 from megatron_rl.config.schema import AlgorithmConfig
 
 

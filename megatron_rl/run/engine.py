@@ -33,7 +33,7 @@ def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> En
     """Wrap the weights of servers so that probing verifies them; leave other engines' weights unchanged."""
     if not config.rollout.supports("is_server"):
         return weights
-    from megatron_rl.training.frozen_policy import score_sequences
+    from megatron_rl.training.roles.frozen import score_sequences
     from megatron_rl.transfer.probe import ProbedWeights
 
     layout = actor.model.layout

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.algorithms.catalog import find_advantage_estimator
-from megatron_rl.algorithms.old_logprobs import plan_old_logprobs
+from megatron_rl.algorithms.catalog import find_advantage_estimator, plan_old_logprobs
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.extension.plugins import load_plugins

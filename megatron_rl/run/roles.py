@@ -15,8 +15,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.run.inputs import RlInputs
 from megatron_rl.run.models import RoleInputs
 from megatron_rl.run.parts import Parts
-from megatron_rl.training.laid_out import LaidOutModel
-from megatron_rl.training.setup import LearnedTeacher, RoleSetup
+from megatron_rl.training.setup import AbsentRole, LaidOutModel, LearnedTeacher, RoleSetup
 
 
 def launched_sizes() -> tuple[int, int]:
@@ -40,9 +39,9 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
         mine = groups[role.layout]
         make = parts.roles.get(name)
         if mine is None:
-            roles[name] = _find_stand_in(role.spec)(LaidOutModel(role.spec, role.shape, role.layout))
+            roles[name] = AbsentRole(LaidOutModel(role.spec, role.shape, role.layout))
         elif role.spec.shares and make is None:
-            from megatron_rl.training.roles.reference import BaseOfActor
+            from megatron_rl.training.roles.frozen import BaseOfActor
 
             roles[name] = BaseOfActor(roles[role.spec.shares])
         else:
@@ -53,27 +52,19 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
     return roles
 
 
-def _find_stand_in(spec: RoleSpec) -> Callable[[LaidOutModel], Any]:
-    if spec.is_teacher:
-        from megatron_rl.training.roles.teacher import AbsentTeacher as stand_in
-    else:
-        from megatron_rl.training.roles.absent import AbsentRole as stand_in
-    return stand_in
-
-
 def _find_class(spec: RoleSpec) -> Callable[[RoleSetup], Any]:
     if spec.is_teacher:
-        from megatron_rl.training.roles.teacher import Teacher as found
+        from megatron_rl.training.roles.frozen import Teacher as found
     elif spec.name == "actor":
         from megatron_rl.training.roles.actor import Actor as found
     elif spec.name == "reference":
-        from megatron_rl.training.roles.reference import Reference as found
+        from megatron_rl.training.roles.frozen import Reference as found
     elif spec.name == "critic":
         from megatron_rl.training.roles.critic import Critic as found
     elif spec.name == "reward_model":
-        from megatron_rl.training.roles.reward_model import RewardModel as found
+        from megatron_rl.training.roles.frozen import RewardModel as found
     else:
-        from megatron_rl.training.roles.mtp_layer import Mtp as found
+        from megatron_rl.training.roles.mtp import Mtp as found
     return found
 
 

@@ -28,9 +28,7 @@ from itertools import chain, islice, pairwise
 
 import numpy as np
 
-from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.samples.prefix import SharedPrefixes
-from megatron_rl.samples.shape_buckets import Buckets
 
 _TRIED_AT_ONCE = 256  # pairs of units, up to which Python is faster than numpy
 _GOOD_ENOUGH = 1.001  # the search ends at this ratio of the heaviest rank's cost to the mean
@@ -143,11 +141,6 @@ _MOST_ROUNDS = 16  # rounds of splitting groups of overloaded ranks
 _FEW_RANKS = 8  # up to this many overloaded ranks, groups are split one at a time
 
 
-def find_pad_multiple(cp_size: int, sp_size: int, batch_invariant: bool) -> int:
-    """Return the multiple of a microbatch's rows for equal shards, each large enough for batch-invariant matmuls."""
-    return cp_size * math.lcm(sp_size, MIN_ROWS if batch_invariant else 1)
-
-
 def compute_attention_ratio(num_linear: float, num_heads: int, key_dim: int, value_dim: int) -> float:
     """Compute r such that causal attention over s tokens costs r * s times as much as the linear layers.
 
@@ -193,11 +186,6 @@ class _Workload:
         order = np.argsort(self.shared.places)
         starts = np.flatnonzero(self.shared.num_shared == 0)
         return [part.tolist() for part in np.split(order, starts[1:])] if len(order) else []
-
-    def sum_fully_shared(self) -> int:
-        """Return a lower bound of any plan's total cost."""
-        saved = np.zeros(0, np.int64) if self.shared is None else self.shared.num_shared
-        return int(self.costs.sum() - _compute_costs(saved, self.attention_ratio).sum())
 
 
 def _join(parts: Sequence[Sequence[int]]) -> _Joined:
@@ -258,7 +246,8 @@ def plan_microbatches(
     units = _split_groups(work, max_tokens)
     plan = arrange(units)
     longest = int(work.costs.max(initial=0))
-    least = max(longest, work.sum_fully_shared() / dp_size)  # lower bound of the heaviest rank's cost
+    fully_shared = work.costs.sum() - _compute_costs(shared.num_shared, attention_ratio).sum()
+    least = max(longest, int(fully_shared) / dp_size)  # lower bound of the heaviest rank's cost
     fewest = _round_up(-(-sum(lengths) // (dp_size * max_tokens)), count_multiple)  # microbatches per rank, plain
     loads = _rank_costs(plan, work, dp_size)
     if max(loads) <= _CLOSE * least and len(plan[1]) - 1 <= dp_size * fewest:
@@ -436,12 +425,11 @@ def packing_metrics(
     lengths: Sequence[int],
     max_tokens: int,
     *,
-    pad_multiple: int = 1,
+    pad: Callable[[int], int] = lambda size: max(size, 1),
     attention_ratio: float = 0.0,
     shared: SharedPrefixes | None = None,
-    buckets: Buckets | None = None,
 ) -> dict[str, float]:
-    """Measure how well a plan packs its sequences; arguments as for `plan_microbatches` and `build_train_batch`.
+    """Measure how well a plan packs its sequences; `pad` is `Padding.find_size`, the rest as for `plan_microbatches`.
 
     A prefix that sequences of a microbatch share counts once, except in padded_efficiency.
 
@@ -455,12 +443,9 @@ def packing_metrics(
     work = _Workload.measure(lengths, attention_ratio, shared)
     microbatches = [members for rank in plan for members in rank]
     sizes = work.sum_each(microbatches)[0].tolist()
-    computed = sum(
-        buckets.find_size(size) if buckets else max(-(-size // pad_multiple), 1) * pad_multiple for size in sizes
-    )
     loads = _rank_costs(_join(microbatches), work, len(plan))
     metrics = {
-        "packing/efficiency": sum(sizes) / computed,
+        "packing/efficiency": sum(sizes) / sum(map(pad, sizes)),
         "packing/padded_efficiency": sum(lengths) / max(len(lengths) * max(lengths, default=0), 1),
         "packing/budget_use": sum(sizes) / (len(microbatches) * max_tokens),
         "packing/imbalance": max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0,

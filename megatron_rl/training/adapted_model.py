@@ -154,7 +154,8 @@ def _load(
     quantized = {name: param for name, param in params.items() if isinstance(param, QuantizedMatrix)}
     boxes: dict[str, list[ShardBox]] = {}
     for p in placements:
-        boxes.setdefault(_find_layer(p.param) if p.param in quantized else "", []).append(p)
+        layer = ".".join(p.param.split(".")[:4])
+        boxes.setdefault(layer if p.param in quantized else "", []).append(p)
     load_weights(path, shape, boxes.pop(""), whole, may_lack=may_lack)
     for mine in boxes.values():
         matrices = {p.param: quantized[p.param] for p in mine}
@@ -162,10 +163,6 @@ def _load(
         load_weights(path, shape, mine, read)
         for name, matrix in matrices.items():
             matrix.store(read[name])
-
-
-def _find_layer(param: str) -> str:
-    return ".".join(param.split(".")[:4])
 
 
 def merge_adapters(stages: torch.nn.Module) -> dict[str, MergedParam]:

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.ledger import check_ledger, is_ledger_met, ledger_metrics
+from megatron_rl.algorithms.aggregation import check_ledger, is_ledger_met, ledger_metrics
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.parallel.collectives import broadcast_tensors, gather_objects
 from megatron_rl.parallel.groups import ParallelGroups
@@ -19,7 +18,7 @@ from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.training.step import EagerStep, StaticStep, StepLoss
-from megatron_rl.types import LossLedger, UserError
+from megatron_rl.types import UserError
 
 _GROWTH = (
     "lower {role}.lr or {role}.clip_grad, and look at the last lines of metrics.jsonl for a growing loss, "
@@ -87,21 +86,16 @@ def explain_lost_gradient(optimizer_step: int, role: str) -> UserError:
 
 def _find_bad_inputs(minibatch: TrainBatch) -> dict[str, list[int]]:
     """Map each non-finite input to the affected sequences."""
-    found = {}
-    for name in _INPUTS:
-        values: torch.Tensor | None = getattr(minibatch, name)
-        if values is not None:
-            bad = minibatch.loss_mask & ~values.isfinite()
-            if bad.any():
-                found[name] = minibatch.sequence_ids[bad].unique().tolist()
-    return found
+    mask = minibatch.loss_mask
+    inputs = {name: values for name in _INPUTS if (values := getattr(minibatch, name)) is not None}
+    bad = {name: minibatch.sequence_ids[mask & ~values.isfinite()] for name, values in inputs.items()}
+    return {name: ids.unique().tolist() for name, ids in bad.items() if len(ids)}
 
 
 def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: TrainedConfig) -> EagerStep:
     """Build the microbatch runner for the configured `step_mode`."""
     if config.step_mode == "graph":
-        from megatron_rl.training.cuda_graph import GraphStep
-        from megatron_rl.training.stage_graphs import StageGraphStep
+        from megatron_rl.training.cuda_graph import GraphStep, StageGraphStep
 
         kind = StageGraphStep if model.layout.pp_size > 1 else GraphStep
         return kind(model, head, optimizer, config.graph_memory_gib)
@@ -174,7 +168,11 @@ class OptimizerStep:
             )
         (minibatch, loss, rows, totals), self._pending = self._pending, None
         optimizer, groups = self._step.optimizer, self._step.model.groups
-        optimizer.is_sound.copy_(_is_sound(totals, loss, minibatch.ledgers))
+        found = dict(zip(loss.metric_names, totals.unbind(), strict=True))
+        is_sound = found["loss"].isfinite()
+        for ledger in minibatch.ledgers:
+            is_sound = is_sound & is_ledger_met(ledger, found["tokens"], found["weights"])
+        optimizer.is_sound.copy_(is_sound)
         lr = optimizer.advance_schedule()
         grad_norm = self._step.finish()
         adapters: Any = self._step.model.trained
@@ -195,16 +193,13 @@ class OptimizerStep:
                     groups=groups,
                     losses=[float(row[loss.metric_names.index("loss")]) for row in rows],
                 )
-        if norm == 0 and _is_pulled_anywhere(loss, groups.world):
-            raise explain_lost_gradient(optimizer.steps + 1, self._role)
+        if norm == 0:
+            is_pulled = loss.is_pulled.int()
+            dist.all_reduce(is_pulled, op=dist.ReduceOp.MAX, group=groups.world)
+            if is_pulled:
+                raise explain_lost_gradient(optimizer.steps + 1, self._role)
         optimizer.count_step()
         return StepResult(found, norm, lr, loss, minibatch, *moved)
-
-
-def _is_pulled_anywhere(loss: StepLoss, group: dist.ProcessGroup) -> bool:
-    pulled = loss.is_pulled.int()
-    dist.all_reduce(pulled, op=dist.ReduceOp.MAX, group=group)
-    return bool(pulled)
 
 
 def _reduce(rows: list[torch.Tensor], loss: StepLoss, groups: ParallelGroups, device: torch.device) -> torch.Tensor:
@@ -224,14 +219,6 @@ def _reduce(rows: list[torch.Tensor], loss: StepLoss, groups: ParallelGroups, de
             totals = torch.empty(len(loss.metric_names), dtype=torch.float64, device=device)
         broadcast_tensors([totals], groups.last_stage_rank, groups.pp)
     return totals
-
-
-def _is_sound(totals: torch.Tensor, loss: StepLoss, ledgers: Sequence[LossLedger]) -> torch.Tensor:
-    found = dict(zip(loss.metric_names, totals.unbind(), strict=True))
-    sound = found["loss"].isfinite()
-    for ledger in ledgers:
-        sound = sound & is_ledger_met(ledger, found["tokens"], found["weights"])
-    return sound
 
 
 def describe_ledgers(result: StepResult) -> dict[str, float]:
