@@ -19,7 +19,7 @@ from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the d
     find_advantage_estimator,
     register_advantage_estimator,
 )
-from megatron_rl.algorithms.plugin_types import AdvantageInputs, Advantages, number_segments
+from megatron_rl.algorithms.plugin_types import AdvantageInputs, Advantages, mark_first, number_segments
 from megatron_rl.config.options import find_options
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.types import UserError
@@ -159,13 +159,9 @@ def compute_grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) ->
     """
     if not config.norm_adv_by_std:
         return compute_dr_grpo_advantages(inputs, config)
+    groups = inputs.grouped_scores()
     return inputs.expand(
-        np.concatenate(
-            [
-                _centre(r) / (r.std(ddof=1) + _STD_EPSILON) if len(r) > 1 else np.zeros(1)
-                for r in inputs.grouped_scores()
-            ]
-        )
+        np.concatenate([_centre(r) / (r.std(ddof=1) + _STD_EPSILON) if len(r) > 1 else np.zeros(1) for r in groups])
     )
 
 
@@ -189,9 +185,14 @@ def compute_grpo_passk_advantages(inputs: AdvantageInputs, config: AlgorithmConf
 
     Not divided if `norm_adv_by_std=False`.
     """
-    return inputs.expand(
-        np.concatenate([_lead_of_the_best(scores, config.norm_adv_by_std) for scores in inputs.grouped_scores()])
-    )
+    found = []
+    for scores in inputs.grouped_scores():
+        found.append(np.zeros(len(scores)))
+        if len(scores) > 1:
+            *_, second, best = np.sort(scores)
+            std = scores.std(ddof=1) + _STD_EPSILON if config.norm_adv_by_std else 1.0
+            found[-1][scores.argmax()] = (best - second) / std
+    return inputs.expand(np.concatenate(found))
 
 
 def compute_opo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
@@ -201,12 +202,12 @@ def compute_opo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
 
     Collective: lengths are counted over all ranks.
     """
-    lengths = np.split(_count_tokens(inputs), np.cumsum(inputs.group_sizes)[:-1])
-    return inputs.expand(
-        np.concatenate(
-            [_centre(scores, weights) for scores, weights in zip(inputs.grouped_scores(), lengths, strict=True)]
-        )
-    )
+    counts = torch.zeros(len(inputs.scores), dtype=torch.float64, device=inputs.loss_mask.device)
+    ids = inputs.find_rollouts()[inputs.loss_mask]
+    counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float64))
+    dist.all_reduce(counts, group=inputs.group)
+    lengths = np.split(counts.cpu().numpy(), np.cumsum(inputs.group_sizes)[:-1])
+    return inputs.expand(np.concatenate([*map(_centre, inputs.grouped_scores(), lengths)]))
 
 
 def compute_gpg_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
@@ -241,7 +242,10 @@ def compute_optimal_token_baseline_advantages(inputs: AdvantageInputs, config: A
     # A common shift per group makes advantages of equal rewards exactly 0.
     shifts = torch.tensor([scores[0] for scores in inputs.grouped_scores()], dtype=torch.float32, device=device)
     returns = _discounted_sums(inputs.token_rewards[where].double(), ids, 1.0) - shifts[groups]
-    baselines = _average_by_place(returns, weights, groups, _number_places(ids), inputs)
+    count = torch.arange(len(ids), device=device)
+    starts = torch.where(mark_first(ids), count, 0)
+    places = count - (starts.cummax(0).values if len(ids) else starts)  # in the tokens of its sequence
+    baselines = _average_by_place(returns, weights, groups, places, inputs)
     return _place(torch.where(sizes[groups] > 1, returns - baselines, 0.0), where, inputs)
 
 
@@ -322,23 +326,6 @@ def _centre(scores: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray
     return shifted - shifted @ weights / max(weights.sum(), 1.0)
 
 
-def _lead_of_the_best(scores: np.ndarray, is_normalized: bool) -> np.ndarray:
-    advantages = np.zeros(len(scores))
-    if len(scores) > 1:
-        *_, second, best = np.sort(scores)
-        advantages[scores.argmax()] = (best - second) / (scores.std(ddof=1) + _STD_EPSILON if is_normalized else 1.0)
-    return advantages
-
-
-def _count_tokens(inputs: AdvantageInputs) -> np.ndarray:
-    """Count each rollout's tokens in the loss over all ranks: [num_rollouts] float64; collective."""
-    counts = torch.zeros(len(inputs.scores), dtype=torch.float64, device=inputs.loss_mask.device)
-    ids = inputs.find_rollouts()[inputs.loss_mask]
-    counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float64))
-    dist.all_reduce(counts, group=inputs.group)
-    return counts.cpu().numpy()
-
-
 def _centred_scores(inputs: AdvantageInputs) -> np.ndarray:
     return np.concatenate([_centre(scores) for scores in inputs.grouped_scores()])
 
@@ -351,12 +338,6 @@ def _discounted_sums(x: torch.Tensor, ids: torch.Tensor, discount: float) -> tor
         sums[:-reach] += torch.where(is_same, discount**reach * sums[reach:], 0.0)
         reach *= 2
     return sums
-
-
-def _number_places(ids: torch.Tensor) -> torch.Tensor:
-    count = torch.arange(len(ids), device=ids.device)
-    is_first = ids.diff(prepend=ids[:1] - 1).ne(0)
-    return count - torch.where(is_first, count, 0).cummax(0).values if len(ids) else count
 
 
 def _average_by_place(

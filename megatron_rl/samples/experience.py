@@ -192,13 +192,11 @@ class Experience:
             for index, branch in part._payload.branches.items()
             if start + index in places
         }
-        payload = Payload(
-            branches,
-            parts[0]._payload.ranks,
-            sum(part.count_bytes() for part in parts),
-            any(part._payload.has_kept for part in parts),
-            parts[0]._payload.route_shape,
-            parts[0]._payload.has_episodes,
+        payload = replace(
+            parts[0]._payload,
+            branches=branches,
+            num_bytes=sum(part.count_bytes() for part in parts),
+            has_kept=any(part._payload.has_kept for part in parts),
         )
         return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
 

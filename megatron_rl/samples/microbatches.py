@@ -30,7 +30,6 @@ import numpy as np
 
 from megatron_rl.samples.prefix import SharedPrefixes
 
-_TRIED_AT_ONCE = 256  # pairs of units, up to which Python is faster than numpy
 _GOOD_ENOUGH = 1.001  # the search ends at this ratio of the heaviest rank's cost to the mean
 
 
@@ -41,7 +40,8 @@ def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
         ranks: [dp_size][num_bins] -> units.
         tokens, costs: [num_units] int64.
     """
-    token_list, cost_list = [*tokens.tolist(), 0], [*costs.tolist(), 0]  # the last entry is for unit -1: "nothing"
+    tokens, costs = np.append(tokens, 0), np.append(costs, 0)  # the last entry is for unit -1: "nothing"
+    cost_list = costs.tolist()
     held = [sorted([0, *[cost_list[unit] for members in rank for unit in members]]) for rank in ranks]  # 0: "nothing"
     by_load = sorted((sum(light), -rank, light) for rank, light in enumerate(held))
     enough = _GOOD_ENOUGH * sum(cost_list)
@@ -55,12 +55,10 @@ def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
             gap = top - load
             if (place and not load) or (gap <= least and light[1] >= most):
                 continue  # one empty rank is enough to try; if no unit can move alone, a lighter one must come back
-            for cost in gives:
-                if 0 < cost - light[bisect_left(light, cost) - 1] < gap:
-                    pair = _exchange_best(ranks[-high], ranks[-low], gap, token_list, cost_list, max_tokens)
+            if any(0 < cost - light[bisect_left(light, cost) - 1] < gap for cost in gives):
+                pair = _exchange_best(ranks[-high], ranks[-low], gap, tokens, costs, max_tokens)
+                if pair is not None:
                     break
-            if pair is not None:
-                break
         if pair is None:
             return
         given, taken = (cost_list[unit] for unit in pair)
@@ -76,59 +74,32 @@ def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
 
 
 def _exchange_best(
-    high: list[list[int]], low: list[list[int]], gap: int, tokens: list[int], costs: list[int], max_tokens: int
+    high: list[list[int]], low: list[list[int]], gap: int, tokens: np.ndarray, costs: np.ndarray, max_tokens: int
 ) -> tuple[int, int] | None:
     """Exchange the pair of units that comes closest to moving half of the gap, or move one unit.
 
     Returns the unit given to the cheaper rank and the unit taken (-1 if none); `None` if impossible.
     """
+    gives = [(unit, a) for a, members in enumerate(high) for unit in members]
     takes = [(unit, b) for b, members in enumerate(low) for unit in members]
     takes += [(-1, b) for b in range(len(low))]  # a unit can move to any bin without an exchange
-    rooms = [max_tokens - sum([tokens[unit] for unit in members]) for members in low]
-    if len(takes) * sum(map(len, high)) > _TRIED_AT_ONCE:
-        pair = _choose_of_many(high, takes, rooms, gap, tokens, costs, max_tokens)
-    else:
-        nearest, pair = gap, None  # a distance below the gap: more than 0 moves, and less than the gap
-        offers = [(2 * costs[unit] + gap, tokens[unit], rooms[b], unit, b) for unit, b in takes]
-        for a, members in enumerate(high):
-            room = max_tokens - sum([tokens[unit] for unit in members])
-            for unit in members:
-                twice, size = 2 * costs[unit], tokens[unit]
-                for middle, length, room_low, taken, b in offers:
-                    if -nearest < twice - middle < nearest and -room <= size - length <= room_low:
-                        nearest, pair = abs(twice - middle), (unit, a, taken, b)
-    if pair is None:
+    room_high, room_low = ([max_tokens - int(tokens[members].sum()) for members in bins] for bins in (high, low))
+    more, moved = (
+        np.subtract.outer(of[[unit for unit, _ in gives]], of[[unit for unit, _ in takes]]) for of in (tokens, costs)
+    )
+    distance = np.abs(2 * moved - gap)
+    overflows_low = more > np.take(room_low, [b for _, b in takes])
+    distance[overflows_low | (-more > np.take(room_high, [a for _, a in gives])[:, None])] = gap
+    i, j = np.unravel_index(int(np.argmin(distance)), distance.shape)
+    if distance[i, j] >= gap:  # a distance below the gap: more than 0 moves, and less than the gap
         return None
-    given, a, taken, b = pair
+    (given, a), (taken, b) = gives[i], takes[j]
     high[a].remove(given)
     low[b].append(given)
     if taken >= 0:
         low[b].remove(taken)
         high[a].append(taken)
     return given, taken
-
-
-def _choose_of_many(
-    high: list[list[int]],
-    takes: list[tuple[int, int]],
-    rooms: list[int],
-    gap: int,
-    tokens: list[int],
-    costs: list[int],
-    max_tokens: int,
-) -> tuple[int, int, int, int] | None:
-    """Vectorized search of `_exchange_best`."""
-    gives = [(unit, a) for a, members in enumerate(high) for unit in members]
-    room = [max_tokens - sum([tokens[unit] for unit in members]) for members in high]
-    more, moved = (
-        np.subtract.outer([of[unit] for unit, _ in gives], [of[unit] for unit, _ in takes]) for of in (tokens, costs)
-    )
-    distance = np.abs(2 * moved - gap)
-    distance[
-        (more > np.take(rooms, [b for _, b in takes])) | (-more > np.take(room, [a for _, a in gives])[:, None])
-    ] = gap
-    i, j = np.unravel_index(int(np.argmin(distance)), distance.shape)
-    return (*gives[i], *takes[j]) if distance[i, j] < gap else None
 
 
 MicrobatchPlan = list[list[list[int]]]  # [dp_size][num_microbatches] -> indices of sequences

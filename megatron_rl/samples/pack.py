@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from megatron_rl.config.batch_plan import BatchPlan, SftPlan
 from megatron_rl.config.options import find_options
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.samples.batch import Buckets, Padding, TrainBatch, build_train_batch
+from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.samples.fetch import Holders
 from megatron_rl.samples.microbatches import MicrobatchPlan, microbatch_sizes, packing_metrics, plan_microbatches
 from megatron_rl.samples.prefix import SharedPrefixes, is_repeated, share_prompts
@@ -24,17 +24,6 @@ from megatron_rl.samples.table import Headers
 from megatron_rl.types import Branch, LossLedger, RouteShape
 
 FetchBranches = Callable[[Holders], Mapping[int, Branch]]
-
-
-class PackableModel(Protocol):
-    """Model attributes that packing reads; see `LaidOutModel`."""
-
-    layout: ParallelLayout
-    dp_rank: int | None
-    buckets: Buckets | None
-    pad_multiple: int
-    attention_ratio: float
-    microbatch_count_multiple: int
 
 
 @dataclass(frozen=True)
@@ -68,9 +57,13 @@ class Packing:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packing of a step's sequences for one role."""
+    """Packing of a step's sequences for one role.
 
-    model: PackableModel
+    Attributes:
+        model: the role's `LaidOutModel`.
+    """
+
+    model: Any
     config: LayoutConfig
     plan: BatchPlan | SftPlan
     algorithm: AlgorithmConfig

@@ -248,29 +248,22 @@ class StageGraphs:
     received: torch.Tensor | None
     gradient: torch.Tensor | None
 
-    def run_forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Replay forward on received hidden states."""
-        if self.received is not None:
-            self.received.copy_(hidden)
-        return self.forward_graph.replay()
-
-    def run_backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Replay backward on a received gradient."""
-        if self.gradient is not None:
-            self.gradient.copy_(gradient)
-        found = self.backward_graph.replay()
-        return None if self.received is None else found
-
 
 class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, graphs: StageGraphs) -> torch.Tensor:
         ctx.graphs = graphs
-        return graphs.run_forward(hidden)
+        if graphs.received is not None:
+            graphs.received.copy_(hidden)
+        return graphs.forward_graph.replay()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        return ctx.graphs.run_backward(*gradients), None
+        graphs: StageGraphs = ctx.graphs
+        if graphs.gradient is not None:
+            graphs.gradient.copy_(*gradients)
+        found = graphs.backward_graph.replay()
+        return None if graphs.received is None else found, None
 
 
 class StageGraphStep(GraphStep):

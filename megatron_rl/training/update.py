@@ -39,24 +39,17 @@ _MOST_NAMED = 8
 
 
 def explain_unsound(
-    quantity: str,
-    value: float,
-    optimizer_step: int,
-    *,
-    role: str,
-    minibatch: TrainBatch,
-    losses: list[float],
-    groups: ParallelGroups,
+    message: str, role: str, minibatch: TrainBatch, losses: list[float], groups: ParallelGroups
 ) -> UserError:
-    """Build the error that names role, microbatches and sequences; collective over the role.
-
-    Args:
-        quantity: "loss" or "gradient norm", whichever is not finite.
-        optimizer_step: counted from 1.
-    """
-    found = _find_bad_inputs(minibatch) if groups.is_last_stage_leader else {}
-    bad = [index for index, loss in enumerate(losses) if not abs(loss) < float("inf")]
-    shares = gather_objects((found, bad if groups.is_last_stage_leader else [], groups.at.dp), groups.world)
+    """Build the error that names role, microbatches and sequences; collective over the role."""
+    found, bad = {}, []
+    if groups.is_last_stage_leader:
+        mask = minibatch.loss_mask
+        inputs = {name: values for name in _INPUTS if (values := getattr(minibatch, name)) is not None}
+        bad_ids = {name: minibatch.sequence_ids[mask & ~values.isfinite()] for name, values in inputs.items()}
+        found = {name: ids.unique().tolist() for name, ids in bad_ids.items() if len(ids)}
+        bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
+    shares = gather_objects((found, bad, groups.at.dp), groups.world)
     name = next((name for name in _INPUTS if any(name in inputs for inputs, _, _ in shares)), None)
     where = [f"microbatches {', '.join(map(str, indices))} of DP rank {dp}" for _, indices, dp in shares if indices]
     if name is not None:
@@ -65,7 +58,7 @@ def explain_unsound(
         where.append(f"{name} of {len(ids)} responses are not finite: {said}{' ...' if len(ids) > _MOST_NAMED else ''}")
     advice = _INPUTS.get(name or "") or _GROWTH
     return UserError(
-        f"the {quantity} of optimizer step {optimizer_step} is {value} (the weights are as before)",
+        message,
         source=", ".join([role, *where]),
         expected="a finite loss and a finite gradient norm",
         hint=advice.format(role=role),
@@ -82,14 +75,6 @@ def explain_lost_gradient(optimizer_step: int, role: str) -> UserError:
         "parameters without their tensor_model_parallel mark are left out of the norm; a policy that gives every "
         "token of the minibatch a probability of 1 has nothing left to learn",
     )
-
-
-def _find_bad_inputs(minibatch: TrainBatch) -> dict[str, list[int]]:
-    """Map each non-finite input to the affected sequences."""
-    mask = minibatch.loss_mask
-    inputs = {name: values for name in _INPUTS if (values := getattr(minibatch, name)) is not None}
-    bad = {name: minibatch.sequence_ids[mask & ~values.isfinite()] for name, values in inputs.items()}
-    return {name: ids.unique().tolist() for name, ids in bad.items() if len(ids)}
 
 
 def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: TrainedConfig) -> EagerStep:
@@ -184,15 +169,11 @@ class OptimizerStep:
             check_ledger(ledger, found["tokens"], found["weights"])
         for quantity, value in (("loss", found["loss"]), ("gradient norm", norm)):
             if not math.isfinite(value):
-                raise explain_unsound(
-                    quantity,
-                    value,
-                    optimizer.steps + 1,
-                    role=self._role,
-                    minibatch=minibatch,
-                    groups=groups,
-                    losses=[float(row[loss.metric_names.index("loss")]) for row in rows],
+                message = (
+                    f"the {quantity} of optimizer step {optimizer.steps + 1} is {value} (the weights are as before)"
                 )
+                losses = [float(row[loss.metric_names.index("loss")]) for row in rows]
+                raise explain_unsound(message, self._role, minibatch, losses, groups)
         if norm == 0:
             is_pulled = loss.is_pulled.int()
             dist.all_reduce(is_pulled, op=dist.ReduceOp.MAX, group=groups.world)

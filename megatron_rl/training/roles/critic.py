@@ -61,15 +61,9 @@ class Critic:
     def _compute_value_loss(
         self, settings: None, microbatch: TrainBatch, values: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        assert microbatch.values is not None and microbatch.returns is not None
-        return compute_value_loss(
-            values,
-            microbatch.values,
-            microbatch.returns,
-            microbatch.loss_mask,
-            microbatch.loss_weights,
-            self._value_clip,
-        )
+        old_values, returns = microbatch.column("values"), microbatch.column("returns")
+        mask, weights = microbatch.loss_mask, microbatch.loss_weights
+        return compute_value_loss(values, old_values, returns, mask, weights, self._value_clip)
 
 
 _CONSTANT = 1e-12  # relative to the mean square: below float32's resolution, returns are constant
