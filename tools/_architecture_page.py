@@ -78,7 +78,7 @@ PLACES = (
     ("proof that weights arrived", "transfer/certificate.py", "Certificate"),
     ("headers of a step's samples, known to every rank", "samples/table.py", "Headers"),
     ("sequences -> microbatches", "samples/microbatches.py", "plan_microbatches"),
-    ("formulas of the advantage estimators (GRPO, RLOO, GAE)", "algorithms/estimators.py", "compute_grpo_advantages"),
+    ("formulas of the advantage estimators (GRPO, RLOO, GAE)", "algorithms/advantages.py", "compute_grpo_advantages"),
     ("coefficient of the KL term, adapted", "algorithms/kl.py", "AdaptiveKL"),
     ("responses kept out of the loss (cut, failed)", "samples/table.py", "build_headers"),
     ("denominators of the loss", "algorithms/aggregation.py", "aggregate"),

@@ -35,10 +35,9 @@ from megatron_rl.rollout.stream import RolloutStream, open_stream
 from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs
 from megatron_rl.run.models import RoleInputs
 from megatron_rl.samples.pack import Packer
-from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.on_samples import RewardModelOnSamples, score_all_rollouts
-from megatron_rl.training.setup import LearnedTeacher, RoleSetup
+from megatron_rl.training.setup import AbsentRole, LaidOutModel, LearnedTeacher, RoleSetup
 from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 
@@ -71,13 +70,9 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
             groups[role.layout] = join_groups(role.layout, group_timeout(config))
         mine, make = groups[role.layout], given.get(name)
         if mine is None:
-            if role.spec.is_teacher:
-                from megatron_rl.training.roles.teacher import AbsentTeacher as stand_in
-            else:
-                from megatron_rl.training.roles.absent import AbsentRole as stand_in
-            roles[name] = stand_in(LaidOutModel(role.spec, role.shape, role.layout))
+            roles[name] = AbsentRole(LaidOutModel(role.spec, role.shape, role.layout))
         elif role.spec.shares and make is None:
-            from megatron_rl.training.roles.reference import BaseOfActor
+            from megatron_rl.training.roles.frozen import BaseOfActor
 
             roles[name] = BaseOfActor(roles[role.spec.shares])
         else:
@@ -98,17 +93,17 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
 
 def _find_class(spec: RoleSpec) -> Callable[[RoleSetup], Any]:
     if spec.is_teacher:
-        from megatron_rl.training.roles.teacher import Teacher as found
+        from megatron_rl.training.roles.frozen import Teacher as found
     elif spec.name == "actor":
         from megatron_rl.training.roles.actor import Actor as found
     elif spec.name == "reference":
-        from megatron_rl.training.roles.reference import Reference as found
+        from megatron_rl.training.roles.frozen import Reference as found
     elif spec.name == "critic":
         from megatron_rl.training.roles.critic import Critic as found
     elif spec.name == "reward_model":
-        from megatron_rl.training.roles.reward_model import RewardModel as found
+        from megatron_rl.training.roles.frozen import RewardModel as found
     else:
-        from megatron_rl.training.roles.mtp_layer import Mtp as found
+        from megatron_rl.training.roles.mtp import Mtp as found
     return found
 
 
@@ -145,7 +140,7 @@ def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> En
     """Wrap the weights of servers so that probing verifies them; leave other engines' weights unchanged."""
     if not config.rollout.supports("is_server"):
         return weights
-    from megatron_rl.training.frozen_policy import score_sequences
+    from megatron_rl.training.roles.frozen import score_sequences
     from megatron_rl.transfer.probe import ProbedWeights
 
     layout = actor.model.layout

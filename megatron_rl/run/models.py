@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_rl.algorithms.catalog import find_advantage_estimator
-from megatron_rl.algorithms.old_logprobs import plan_old_logprobs
+from megatron_rl.algorithms.catalog import find_advantage_estimator, plan_old_logprobs
 from megatron_rl.checkpoint.side_files import MTP_ROLE, find_model_files, find_mtp_weights
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig

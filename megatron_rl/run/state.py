@@ -19,8 +19,8 @@ from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.collectives import failing_together, raise_together, world
 from megatron_rl.rollout.stream import RolloutStream
-from megatron_rl.training.laid_out import LaidOutModel
 from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.setup import LaidOutModel
 from megatron_rl.transfer.planner import group_shards
 from megatron_rl.weights.shard_box import ShardBox
 

@@ -28,11 +28,8 @@ from itertools import chain, islice, pairwise
 
 import numpy as np
 
-from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.samples.prefix import SharedPrefixes
-from megatron_rl.samples.shape_buckets import Buckets
 
-_TRIED_AT_ONCE = 256  # pairs of units, up to which Python is faster than numpy
 _GOOD_ENOUGH = 1.001  # the search ends at this ratio of the heaviest rank's cost to the mean
 
 
@@ -43,7 +40,8 @@ def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
         ranks: [dp_size][num_bins] -> units.
         tokens, costs: [num_units] int64.
     """
-    token_list, cost_list = [*tokens.tolist(), 0], [*costs.tolist(), 0]  # the last entry is for unit -1: "nothing"
+    tokens, costs = np.append(tokens, 0), np.append(costs, 0)  # the last entry is for unit -1: "nothing"
+    cost_list = costs.tolist()
     held = [sorted([0, *[cost_list[unit] for members in rank for unit in members]]) for rank in ranks]  # 0: "nothing"
     by_load = sorted((sum(light), -rank, light) for rank, light in enumerate(held))
     enough = _GOOD_ENOUGH * sum(cost_list)
@@ -57,12 +55,10 @@ def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
             gap = top - load
             if (place and not load) or (gap <= least and light[1] >= most):
                 continue  # one empty rank is enough to try; if no unit can move alone, a lighter one must come back
-            for cost in gives:
-                if 0 < cost - light[bisect_left(light, cost) - 1] < gap:
-                    pair = _exchange_best(ranks[-high], ranks[-low], gap, token_list, cost_list, max_tokens)
+            if any(0 < cost - light[bisect_left(light, cost) - 1] < gap for cost in gives):
+                pair = _exchange_best(ranks[-high], ranks[-low], gap, tokens, costs, max_tokens)
+                if pair is not None:
                     break
-            if pair is not None:
-                break
         if pair is None:
             return
         given, taken = (cost_list[unit] for unit in pair)
@@ -78,59 +74,32 @@ def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
 
 
 def _exchange_best(
-    high: list[list[int]], low: list[list[int]], gap: int, tokens: list[int], costs: list[int], max_tokens: int
+    high: list[list[int]], low: list[list[int]], gap: int, tokens: np.ndarray, costs: np.ndarray, max_tokens: int
 ) -> tuple[int, int] | None:
     """Exchange the pair of units that comes closest to moving half of the gap, or move one unit.
 
     Returns the unit given to the cheaper rank and the unit taken (-1 if none); `None` if impossible.
     """
+    gives = [(unit, a) for a, members in enumerate(high) for unit in members]
     takes = [(unit, b) for b, members in enumerate(low) for unit in members]
     takes += [(-1, b) for b in range(len(low))]  # a unit can move to any bin without an exchange
-    rooms = [max_tokens - sum([tokens[unit] for unit in members]) for members in low]
-    if len(takes) * sum(map(len, high)) > _TRIED_AT_ONCE:
-        pair = _choose_of_many(high, takes, rooms, gap, tokens, costs, max_tokens)
-    else:
-        nearest, pair = gap, None  # a distance below the gap: more than 0 moves, and less than the gap
-        offers = [(2 * costs[unit] + gap, tokens[unit], rooms[b], unit, b) for unit, b in takes]
-        for a, members in enumerate(high):
-            room = max_tokens - sum([tokens[unit] for unit in members])
-            for unit in members:
-                twice, size = 2 * costs[unit], tokens[unit]
-                for middle, length, room_low, taken, b in offers:
-                    if -nearest < twice - middle < nearest and -room <= size - length <= room_low:
-                        nearest, pair = abs(twice - middle), (unit, a, taken, b)
-    if pair is None:
+    room_high, room_low = ([max_tokens - int(tokens[members].sum()) for members in bins] for bins in (high, low))
+    more, moved = (
+        np.subtract.outer(of[[unit for unit, _ in gives]], of[[unit for unit, _ in takes]]) for of in (tokens, costs)
+    )
+    distance = np.abs(2 * moved - gap)
+    overflows_low = more > np.take(room_low, [b for _, b in takes])
+    distance[overflows_low | (-more > np.take(room_high, [a for _, a in gives])[:, None])] = gap
+    i, j = np.unravel_index(int(np.argmin(distance)), distance.shape)
+    if distance[i, j] >= gap:  # a distance below the gap: more than 0 moves, and less than the gap
         return None
-    given, a, taken, b = pair
+    (given, a), (taken, b) = gives[i], takes[j]
     high[a].remove(given)
     low[b].append(given)
     if taken >= 0:
         low[b].remove(taken)
         high[a].append(taken)
     return given, taken
-
-
-def _choose_of_many(
-    high: list[list[int]],
-    takes: list[tuple[int, int]],
-    rooms: list[int],
-    gap: int,
-    tokens: list[int],
-    costs: list[int],
-    max_tokens: int,
-) -> tuple[int, int, int, int] | None:
-    """Vectorized search of `_exchange_best`."""
-    gives = [(unit, a) for a, members in enumerate(high) for unit in members]
-    room = [max_tokens - sum([tokens[unit] for unit in members]) for members in high]
-    more, moved = (
-        np.subtract.outer([of[unit] for unit, _ in gives], [of[unit] for unit, _ in takes]) for of in (tokens, costs)
-    )
-    distance = np.abs(2 * moved - gap)
-    distance[
-        (more > np.take(rooms, [b for _, b in takes])) | (-more > np.take(room, [a for _, a in gives])[:, None])
-    ] = gap
-    i, j = np.unravel_index(int(np.argmin(distance)), distance.shape)
-    return (*gives[i], *takes[j]) if distance[i, j] < gap else None
 
 
 MicrobatchPlan = list[list[list[int]]]  # [dp_size][num_microbatches] -> indices of sequences
@@ -141,11 +110,6 @@ _TRIED_ONE_BY_ONE = 64  # numbers of bins, before bisection starts
 _CLOSE = 1.05  # costs within this ratio count as equal
 _MOST_ROUNDS = 16  # rounds of splitting groups of overloaded ranks
 _FEW_RANKS = 8  # up to this many overloaded ranks, groups are split one at a time
-
-
-def find_pad_multiple(cp_size: int, sp_size: int, batch_invariant: bool) -> int:
-    """Return the multiple of a microbatch's rows for equal shards, each large enough for batch-invariant matmuls."""
-    return cp_size * math.lcm(sp_size, MIN_ROWS if batch_invariant else 1)
 
 
 def compute_attention_ratio(num_linear: float, num_heads: int, key_dim: int, value_dim: int) -> float:
@@ -193,11 +157,6 @@ class _Workload:
         order = np.argsort(self.shared.places)
         starts = np.flatnonzero(self.shared.num_shared == 0)
         return [part.tolist() for part in np.split(order, starts[1:])] if len(order) else []
-
-    def sum_fully_shared(self) -> int:
-        """Return a lower bound of any plan's total cost."""
-        saved = np.zeros(0, np.int64) if self.shared is None else self.shared.num_shared
-        return int(self.costs.sum() - _compute_costs(saved, self.attention_ratio).sum())
 
 
 def _join(parts: Sequence[Sequence[int]]) -> _Joined:
@@ -258,7 +217,8 @@ def plan_microbatches(
     units = _split_groups(work, max_tokens)
     plan = arrange(units)
     longest = int(work.costs.max(initial=0))
-    least = max(longest, work.sum_fully_shared() / dp_size)  # lower bound of the heaviest rank's cost
+    fully_shared = work.costs.sum() - _compute_costs(shared.num_shared, attention_ratio).sum()
+    least = max(longest, int(fully_shared) / dp_size)  # lower bound of the heaviest rank's cost
     fewest = _round_up(-(-sum(lengths) // (dp_size * max_tokens)), count_multiple)  # microbatches per rank, plain
     loads = _rank_costs(plan, work, dp_size)
     if max(loads) <= _CLOSE * least and len(plan[1]) - 1 <= dp_size * fewest:
@@ -436,12 +396,11 @@ def packing_metrics(
     lengths: Sequence[int],
     max_tokens: int,
     *,
-    pad_multiple: int = 1,
+    pad: Callable[[int], int] = lambda size: max(size, 1),
     attention_ratio: float = 0.0,
     shared: SharedPrefixes | None = None,
-    buckets: Buckets | None = None,
 ) -> dict[str, float]:
-    """Measure how well a plan packs its sequences; arguments as for `plan_microbatches` and `build_train_batch`.
+    """Measure how well a plan packs its sequences; `pad` is `Padding.find_size`, the rest as for `plan_microbatches`.
 
     A prefix that sequences of a microbatch share counts once, except in padded_efficiency.
 
@@ -455,12 +414,9 @@ def packing_metrics(
     work = _Workload.measure(lengths, attention_ratio, shared)
     microbatches = [members for rank in plan for members in rank]
     sizes = work.sum_each(microbatches)[0].tolist()
-    computed = sum(
-        buckets.find_size(size) if buckets else max(-(-size // pad_multiple), 1) * pad_multiple for size in sizes
-    )
     loads = _rank_costs(_join(microbatches), work, len(plan))
     metrics = {
-        "packing/efficiency": sum(sizes) / computed,
+        "packing/efficiency": sum(sizes) / sum(map(pad, sizes)),
         "packing/padded_efficiency": sum(lengths) / max(len(lengths) * max(lengths, default=0), 1),
         "packing/budget_use": sum(sizes) / (len(microbatches) * max_tokens),
         "packing/imbalance": max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0,

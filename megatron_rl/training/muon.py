@@ -125,7 +125,10 @@ class Muon:
     def _orthogonalize(self, matrix: _Matrix) -> None:
         shard, own = matrix.shard, matrix.tables[self._tp.rank()]
         local = matrix.param.main_grad
-        parts = self._gather(local) if any(not self._is_whole(box) for box in own) else [local] * self._tp.size()
+        parts = [local] * self._tp.size()
+        if any(box_shape(box.hf_box) != self._shapes[box.hf_name] for box in own):
+            parts = local.new_empty(self._tp.size(), *local.shape)
+            pairs.all_gather_into_tensor(parts, local.contiguous(), group=self._tp)
         update = torch.empty_like(local)
         for name in dict.fromkeys(box.hf_name for box in own):
             whole = local.new_empty(self._shapes[name])
@@ -140,14 +143,6 @@ class Muon:
                     update[box_slices(box.local_box)] = direction[box_slices(box.hf_box)]
         assert shard.main.grad is not None
         shard.main.grad.view(-1).copy_(update.view(-1)[shard.start : shard.start + shard.main.numel()])
-
-    def _is_whole(self, box: ShardBox) -> bool:
-        return box_shape(box.hf_box) == self._shapes[box.hf_name]
-
-    def _gather(self, local: torch.Tensor) -> list[torch.Tensor]:
-        found = local.new_empty(self._tp.size(), *local.shape)
-        pairs.all_gather_into_tensor(found, local.contiguous(), group=self._tp)
-        return list(found)
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from megatron_rl.models.quantized import list_quantized_linears
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_bytes, list_chunks
 from megatron_rl.training.roles.actor import Actor
-from megatron_rl.training.roles.mtp_layer import Mtp
+from megatron_rl.training.roles.mtp import Mtp
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import save_tiny_model

@@ -25,7 +25,7 @@ from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.critic import Critic
-from megatron_rl.training.roles.reference import Reference
+from megatron_rl.training.roles.frozen import Reference
 from rl_runs import load_nested, overrides_for, read_records
 
 PROGRAM = """

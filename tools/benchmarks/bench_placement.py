@@ -34,7 +34,7 @@ from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.experience import Experience
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.critic import Critic
-from megatron_rl.training.roles.reference import Reference
+from megatron_rl.training.roles.frozen import Reference
 
 LIMIT, WARMUP = 1.15, 2
 # Calls that may overlap: (role, call), each on its own ranks.

@@ -10,7 +10,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
 from megatron_rl.run.building import build_role
 from megatron_rl.run.models import RoleInputs
-from megatron_rl.training.roles.reference import BaseOfActor
+from megatron_rl.training.roles.frozen import BaseOfActor
 from megatron_rl.training.setup import LearnedTeacher
 from tools.rehearsal.ledger import Ledger
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction: the layer after the model's last, trained on hidden states and tokens of the model's pass.
+"""The trained multi-token prediction (MTP) layer, which learns to draft the policy's samples.
 
 Row i of a sequence combines the hidden state of token i with the embedding of token i + 1 and predicts token i + 2
 (DeepSeek-V3, arXiv 2412.19437, section 2.2). The last row predicts nothing and, as attention is causal, affects no
-other.
+other. No gradient flows back into the policy, whose steps are bitwise equal with and without the layer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,17 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithms.losses import compute_sft_loss
+from megatron_rl.config.schema import ActorConfig
 from megatron_rl.models.packed_sequences import PackedSequences
 from megatron_rl.models.stages import HiddenStatesModel, MtpModel
 from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.training.setup import RoleSetup
+from megatron_rl.training.step import StepLoss
+from megatron_rl.training.token_heads import LogprobHead
+from megatron_rl.training.update import OptimizerStep, build_step
 from megatron_rl.types import LossLedger
 
 _OF_ROWS = ("tokens", "position_ids", "sequence_ids", "rollout_logprobs")  # columns that `shift_targets` keeps
@@ -141,3 +147,41 @@ def shift_targets(minibatch: TrainBatch, group: dist.ProcessGroup) -> TrainBatch
         ledgers=[LossLedger("token-mean", total, 0, max(total, 1), float(total > 0))],
     )
     return replace(minibatch, **{**nothing, **shown})
+
+
+class Mtp:
+    """MTP layer with its optimizer, on the policy's last pipeline stage; construction is collective."""
+
+    def __init__(self, setup: RoleSetup) -> None:
+        section = setup.spec.settings
+        assert isinstance(section, ActorConfig)
+        config = replace(section, lr=section.mtp_lr, min_lr=min(section.min_lr, section.mtp_lr))
+        self.model = MtpPackedModel(setup)
+        head = LogprobHead(self.model, setup.temperature, config.logprob_chunk_tokens)
+        self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
+        self._update = OptimizerStep(build_step(self.model, head, self.optimizer, config), "mtp")
+        self._loss = StepLoss("MTP", _compute_loss, self.model.device)
+
+    def forward_backward(self, minibatch: TrainBatch, inputs: MtpInputs) -> None:
+        """Compute the gradients of the negative log-likelihood of the tokens after the next."""
+        self.model.take(inputs)
+        self._update.forward_backward(shift_targets(minibatch, self.model.groups.dp), self._loss)
+
+    def optim_step(self) -> dict[str, float]:
+        """Update the weights and return metrics, equal on every rank of the layer."""
+        result = self._update.optim_step()
+        tokens = max(result.totals["tokens"], 1.0)
+        return {
+            "mtp/loss": result.totals["loss"],
+            "mtp/acceptance": result.totals["accepted"] / tokens,
+            "mtp/grad_norm": result.grad_norm,
+        }
+
+
+def _compute_loss(
+    settings: None, microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss, metrics = compute_sft_loss(logprobs, microbatch.loss_mask, microbatch.loss_weights)
+    # The acceptance rate of drafts is the sum of min(p, q), i.e. the mean of min(1, q / p) over tokens sampled from p.
+    accepted = (logprobs.detach() - microbatch.rollout_logprobs).clamp(max=0).exp()
+    return loss, metrics | {"accepted": torch.where(microbatch.loss_mask, accepted, 0.0).sum()}
