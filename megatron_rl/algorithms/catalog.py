@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config.options import OPTIONS, check_options
+from megatron_rl.config.fields import OPTIONS, check_options
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.extension.registry import Deferred, add_entry, describe_place, find_entry
 

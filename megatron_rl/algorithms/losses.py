@@ -18,7 +18,7 @@ from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the d
 )
 from megatron_rl.algorithms.kl import compute_kl
 from megatron_rl.algorithms.plugin_types import PolicyLossInputs
-from megatron_rl.config.options import find_options
+from megatron_rl.config.fields import find_options
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.types import UserError
 

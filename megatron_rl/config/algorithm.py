@@ -39,7 +39,7 @@ class AlgorithmConfig:
     plugins: list[str] = option(
         [], "Your Python files: estimators, losses, aggregations, engines; their settings: algorithm.options.NAME.KEY."
     )
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # NAME -> dataclass, see config/options.py
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # NAME -> dataclass, see config/fields.py
     adv_estimator: str = option(
         "grpo",
         "gae, grpo, dr_grpo, grpo_passk, rloo, opo, gpg, optimal_token_baseline, reinforce_plus_plus, "

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and types of all settings, read from the dataclasses of `schema.py`.
+"""Names and types of all settings, read from the dataclasses of `schema.py` and of plugins.
 
 The dataclasses are the only declarations; this module makes one flat table `section.leaf -> FieldInfo` and checks
-values against annotations. Invariant: a value that passes `coerce` has exactly the annotated type; nothing is rounded,
-cut or guessed.
+values against annotations. A value that passes `coerce` has exactly the annotated type; nothing is rounded or guessed.
+
+Plugins declare `algorithm.options.<name>.<key>`: an estimator, loss or aggregation that is registered with `options=` a
+frozen dataclass receives an instance of it.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_rl.config.sampling_settings import NOT_SERVED
-from megatron_rl.config.schema import ACTOR_DECIDES, MISSING, LayoutConfig, RunConfig
+from megatron_rl.config.schema import ACTOR_DECIDES, MISSING, AlgorithmConfig, LayoutConfig, RunConfig
+from megatron_rl.config.sections import NOT_SERVED
 from megatron_rl.types import UserError
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -352,3 +354,95 @@ def unknown_key_error(name: str, source: str, fields: Mapping[str, FieldInfo], a
         expected=f"a setting of the sections {', '.join(dict.fromkeys(info.section for info in fields.values()))}",
         hint=hint,
     )
+
+
+PREFIX = "algorithm.options"
+# Name that a plugin registers -> the dataclass of its options.
+OPTIONS: dict[str, type] = {}
+
+
+def check_options(name: str, options: type, place: str) -> None:
+    """Refuse an invalid dataclass of options.
+
+    Args:
+        name: registered name of the plugin.
+        place: file:line of the registration, for errors.
+
+    Raises:
+        UserError: no frozen dataclass, a field without a default or of an unsupported type, a default of another type,
+            or a name that has other options already.
+    """
+    declared: Any = options if isinstance(options, type) and dataclasses.is_dataclass(options) else None
+    if declared is None or not declared.__dataclass_params__.frozen:
+        raise UserError(
+            f"the options of {name!r} are {getattr(options, '__name__', options)}",
+            source=place,
+            expected="a frozen dataclass",
+            hint="write @dataclass(frozen=True) above the class, and give options= the class itself",
+        )
+    if OPTIONS.get(name, options) is not options:
+        raise UserError(
+            f"{PREFIX}.{name} is declared already",
+            source=place,
+            expected="one set of options for a name",
+            hint="choose another name, or give both the same class",
+        )
+    for info in read_fields(options, f"{PREFIX}.{name}").values():
+        if info.required:
+            raise UserError(
+                f"{info.name} has no default",
+                source=place,
+                expected="a default for every option",
+                hint=f"write {info.leaf.rpartition('.')[2]}: TYPE = DEFAULT",
+            )
+        if not (info.choices or info.kind in SIMPLE_TYPES):
+            raise UserError(
+                f"{info.name} has the type {getattr(info.annotation, '__name__', info.annotation)}",
+                source=place,
+                expected="int, float, bool, str, list of str, int or float, or Literal, each alone or with | None",
+                hint="declare it with one of these types",
+            )
+        coerce(info, info.default, place)
+    options()  # an exception of its own checks on the defaults is the error of the import
+
+
+def list_options() -> dict[str, FieldInfo]:
+    """Return the settings declared by the plugins of this process, by full name."""
+    return {
+        key: info for name, options in OPTIONS.items() for key, info in read_fields(options, f"{PREFIX}.{name}").items()
+    }
+
+
+def build_options(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+    """Build the options of every name from the given values.
+
+    Args:
+        values: full name of a setting -> its checked value.
+        sources: full name -> place, for errors.
+
+    Raises:
+        UserError: the dataclass itself refuses the values, in its `__post_init__`.
+    """
+    built = {}
+    for name, options in OPTIONS.items():
+        given = {key: values[key] for key in read_fields(options, f"{PREFIX}.{name}") if key in values}
+        try:
+            built[name] = options(**{key.rpartition(".")[2]: value for key, value in given.items()})
+        except UserError:
+            raise
+        except Exception as error:
+            places = ", ".join(f"{key} ({sources[key]})" for key in given)
+            raise UserError(
+                f"{', '.join(f'{key} = {value!r}' for key, value in given.items())}: {error}",
+                source=places,
+                expected=f"what {options.__name__} accepts",
+                hint="see --help for the plugin's options",
+            ) from error
+    return built
+
+
+def find_options(config: AlgorithmConfig, name: str) -> Any:
+    """Return the options of a name in this run; None if it has declared none."""
+    if name in config.options or name not in OPTIONS:
+        return config.options.get(name)
+    return OPTIONS[name]()  # a config that was not read from settings

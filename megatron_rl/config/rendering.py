@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.fields import FieldInfo, list_fields, section_classes
-from megatron_rl.config.options import list_options
+from megatron_rl.config.fields import FieldInfo, list_fields, list_options, section_classes
 from megatron_rl.config.schema import ACTOR_DECIDES, RunConfig
 
 _SYNTAX = """\

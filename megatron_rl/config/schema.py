@@ -13,21 +13,22 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.data import DataConfig
 from megatron_rl.config.placement import AutoLayoutConfig, HybridConfig, PlacementConfig
-from megatron_rl.config.sampling_settings import SamplingSettings
 from megatron_rl.config.sections import (
     MISSING,
     AgentsConfig,
     CheckpointConfig,
+    DataConfig,
     LoraConfig,
     ObservabilityConfig,
+    SamplingSettings,
     ScheduleConfig,
     ServerConfig,
     option,
 )
 from megatron_rl.extension.engines import find_engine
 
+TRAINED = ("actor", "critic")  # sections of roles with an optimizer
 FULLY_SHARDED = 3  # the `zero_stage` in which ranks share weights
 # Settings of the actor that the critic and teachers take over; the reward model keeps the defaults.
 ACTOR_DECIDES = ("share_prompts", "logprob_chunk_tokens", "adam_eps", "bucket_tokens", "graph_memory_gib")

@@ -15,9 +15,9 @@ from pathlib import Path
 from megatron_rl.algorithms.catalog import find_loss_aggregation, find_policy_loss
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.batch_plan import BatchPlan, SftPlan
-from megatron_rl.config.data import DataConfig
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.pass_rates import select_by_pass_rate
 from megatron_rl.data.prompts import PromptSet, SftSet, choose_teachers, load_prompts, load_sft_examples, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens

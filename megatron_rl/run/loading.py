@@ -2,7 +2,7 @@
 """Load a recipe and a command line into a checked `RunConfig`.
 
 The path of a setting: read with its place (`sources.py`), references `${section.key}` resolved, plugins imported (they
-declare settings, `options.py`), verl names translated (`compat/verl/aliases.py`), the recipe overridden by the command
+declare settings, `fields.py`), verl names translated (`compat/verl/aliases.py`), the recipe overridden by the command
 line, types checked (`fields.py`), settings without effect set aside (`idle.py`), combinations checked (`checks.py`).
 torch is not imported, so that a dry run starts at once.
 """
@@ -20,16 +20,18 @@ import yaml
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.fields import (
+    PREFIX,
     TEACHERS,
     FieldInfo,
+    build_options,
     build_section,
     coerce,
     list_fields,
+    list_options,
     section_classes,
     section_names,
 )
 from megatron_rl.config.idle import put_aside
-from megatron_rl.config.options import PREFIX, build_options, list_options
 from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.config.sections import MISSING
 from megatron_rl.config.sources import RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
