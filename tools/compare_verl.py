@@ -31,8 +31,7 @@ from megatron_rl.algorithms.mismatch import compute_importance_weights, normaliz
 from megatron_rl.algorithms.policy_losses import choose_tokens
 from megatron_rl.algorithms.segments import Responses
 from megatron_rl.algorithms.value_loss import compute_value_loss
-from megatron_rl.compat.verl.kl_names import KL_TYPES
-from megatron_rl.compat.verl.loss_names import AGGREGATIONS, ESTIMATORS, LOSS_MODES
+from megatron_rl.compat.loss_names import AGGREGATIONS, ESTIMATORS, KL_TYPES, LOSS_MODES
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError

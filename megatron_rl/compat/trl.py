@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translation of Hugging Face `TrainingArguments` and TRL `GRPOConfig` names, which recipes give without a section.
 
-The kinds are those in `verl/kinds.py`. ms-swift uses most of these names as flags. A test compares this table with
+ms-swift uses most of these names as flags. A test compares this table with
 docs/migrating.md, which has the units. Source: trl/trainer/grpo_config.py at commit 006d32c.
 """
 
 from __future__ import annotations
 
-from megatron_rl.compat.verl.kinds import Alias, Ignored, Only, Renamed
-from megatron_rl.compat.verl.kl_names import Combined, Parts, look_up, note, read_boolean
-from megatron_rl.compat.verl.name_groups import AliasGroup
+from megatron_rl.compat.kinds import (
+    Alias,
+    AliasGroup,
+    Combined,
+    Ignored,
+    Only,
+    Parts,
+    Renamed,
+    look_up,
+    note,
+    read_boolean,
+)
+from megatron_rl.compat.loss_names import CLIP_SIDES, split_clip
 from megatron_rl.config.sources import ASSUMED, Setting
 from megatron_rl.types import UserError
 
@@ -107,10 +117,7 @@ ALIASES: dict[str, Alias] = {
     **dict.fromkeys(("train_type", "tuner_type"), Only(("full",), "set actor.lora.rank for adapters")),
     **dict.fromkeys(("save_strategy", "eval_strategy"), Only(("steps", "no"), "set trainer.save_freq and test_freq")),
     **dict.fromkeys(("logging_first_step", "logging_strategy", "log_level", "save_only_model"), Ignored(_FORMAT)),
-    **dict.fromkeys(
-        ("dataloader_num_workers", "dataset_num_proc", "remove_unused_columns"),
-        Ignored(_READING),
-    ),
+    **dict.fromkeys(("dataloader_num_workers", "dataset_num_proc", "remove_unused_columns"), Ignored(_READING)),
     **dict.fromkeys(("deepspeed", "fsdp", "ddp_timeout"), Ignored("the layout of the section actor decides")),
     "per_device_eval_batch_size": Ignored(_ENGINE),
 }
@@ -158,17 +165,8 @@ def _combine_batches(parts: Parts) -> Combined:
     yield from (note(setting, f"{_PROMPTS} and {_MINIBATCH} decide") for setting in given)
 
 
-def _combine_epsilon(parts: Parts) -> Combined:
-    """Use one value for both sides, unless the upper one is given."""
-    given = parts["epsilon"]
-    return (
-        Setting(f"algorithm.clip_eps_{side}", given.value, given.source, given.layer, given.text, weak=True)
-        for side in ("low", "high")
-    )
-
-
 GROUPS: tuple[AliasGroup, ...] = (
-    AliasGroup(("epsilon",), "algorithm.clip_eps_low and algorithm.clip_eps_high", _combine_epsilon),
+    AliasGroup(("epsilon",), CLIP_SIDES, lambda parts: split_clip(parts["epsilon"])),
     AliasGroup((_CORRECTION, _MODE), "algorithm.importance_sampling", _combine_correction),
     AliasGroup(
         ("generation_batch_size", "steps_per_generation", "per_device_train_batch_size", "gradient_accumulation_steps"),

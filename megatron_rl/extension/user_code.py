@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -157,3 +157,16 @@ def locate(error: BaseException, file: str) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename == file] or frames
     return f"{inside[-1].filename}:{inside[-1].lineno}"
+
+
+def load_plugins(paths: Sequence[str]) -> None:
+    """Import plugins, once per process.
+
+    Args:
+        paths: relative to the working directory.
+
+    Raises:
+        UserError: missing file, failed import (with its line), or taken name.
+    """
+    for path in paths:
+        import_file(path, "algorithm.plugins", "Python files")

@@ -21,7 +21,6 @@ import yaml
 from torch.distributed.distributed_c10d import Store
 
 from megatron_rl.config.sections import ObservabilityConfig
-from megatron_rl.observability.durable import replace_text
 from megatron_rl.observability.health import HealthMonitor
 from megatron_rl.observability.metric_table import find_metric
 from megatron_rl.observability.metrics import (
@@ -30,18 +29,33 @@ from megatron_rl.observability.metrics import (
     VALIDATION,
     MetricsFile,
     Sink,
+    TensorBoard,
     has_records,
+    is_due,
     plain_record,
     read_metrics,
+    replace_text,
     set_aside,
     step_of,
 )
-from megatron_rl.observability.progress import ConsoleLines, Pace, ProgressDisplay
-from megatron_rl.observability.rank_log import close_rank_log, log_path, open_rank_log, read_warnings
-from megatron_rl.observability.rollout_log import write_rows
-from megatron_rl.observability.rollout_progress import RolloutCount, RolloutProgress
-from megatron_rl.observability.summary import SUMMARY_FILE, find_best_responses, format_response, write_summary
-from megatron_rl.observability.tensorboard import TensorBoard, is_due
+from megatron_rl.observability.progress import (
+    ConsoleLines,
+    Pace,
+    ProgressDisplay,
+    RolloutCount,
+    RolloutProgress,
+    close_rank_log,
+    log_path,
+    open_rank_log,
+    read_warnings,
+)
+from megatron_rl.observability.rollout_log import (
+    SUMMARY_FILE,
+    find_best_responses,
+    format_response,
+    write_rows,
+    write_summary,
+)
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.types import UserError
 

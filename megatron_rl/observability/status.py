@@ -26,11 +26,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.observability.durable import replace_text
+from megatron_rl.observability.failures import Position
 from megatron_rl.observability.metric_table import find_metric
-from megatron_rl.observability.metrics import NumberRecord, Sink, step_of
-from megatron_rl.observability.positions import Position
-from megatron_rl.observability.tensorboard import shorten
+from megatron_rl.observability.metrics import NumberRecord, Sink, replace_text, shorten, step_of
 from megatron_rl.types import UserError
 
 _SCRIPTS = ("parts.js", "page.js")

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.observability.durable import replace_text
-from megatron_rl.observability.metrics import NumberRecord, Sink
+from megatron_rl.observability.metrics import NumberRecord, Sink, replace_text
 from megatron_rl.types import UserError
 
 ID_FILE = "wandb_id"
@@ -49,9 +48,12 @@ class WandbRun(Sink):
         settings = wandb.Settings(
             silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True, force=True
         )
+        id_file = run_dir / ID_FILE
+        if not id_file.exists():
+            replace_text(id_file, uuid.uuid4().hex[:12] + "\n")
         try:
             self._run: Any = wandb.init(
-                id=_read_id(run_dir),
+                id=id_file.read_text(encoding="utf-8").strip(),
                 resume="allow",
                 project=project,
                 name=name or run_dir.resolve().name,
@@ -92,10 +94,3 @@ class WandbRun(Sink):
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=self._exit_code)
-
-
-def _read_id(run_dir: Path) -> str:
-    path = run_dir / ID_FILE
-    if not path.exists():
-        replace_text(path, uuid.uuid4().hex[:12] + "\n")
-    return path.read_text(encoding="utf-8").strip()

@@ -16,7 +16,7 @@ from megatron_rl.config.sections import AgentsConfig
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.checking import check_sampled, miscounted
 from megatron_rl.engines.protocol import Request, Sampled
-from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.parallel.collectives import raise_together, reduce_scalars
 from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.episodes import Episodes, describe_episodes

@@ -127,7 +127,7 @@ def run_command(
 
 
 def _list_settings() -> str:
-    from megatron_rl.compat.verl.aliases import format_names
+    from megatron_rl.compat.aliases import format_names
 
     return "\n".join(("", format_help(), format_names()))
 

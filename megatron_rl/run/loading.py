@@ -2,7 +2,7 @@
 """Load a recipe and a command line into a checked `RunConfig`.
 
 The path of a setting: read with its place (`sources.py`), references `${section.key}` resolved, plugins imported (they
-declare settings, `fields.py`), verl names translated (`compat/verl/aliases.py`), the recipe overridden by the command
+declare settings, `fields.py`), verl names translated (`compat/aliases.py`), the recipe overridden by the command
 line, types checked (`fields.py`), settings without effect set aside (`idle.py`), combinations checked (`checks.py`).
 torch is not imported, so that a dry run starts at once.
 """
@@ -36,7 +36,7 @@ from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.config.sections import MISSING
 from megatron_rl.config.sources import RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
 from megatron_rl.extension.engines import find_engine
-from megatron_rl.extension.plugins import load_plugins
+from megatron_rl.extension.user_code import load_plugins
 from megatron_rl.types import UserError
 
 _REFERENCE = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")
@@ -198,7 +198,7 @@ def read_settings(
 
 def _aliases() -> Any:
     """Import other projects' names only if needed."""
-    from megatron_rl.compat.verl import aliases
+    from megatron_rl.compat import aliases
 
     return aliases
 

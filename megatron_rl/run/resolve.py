@@ -7,7 +7,7 @@ from megatron_rl.algorithms.catalog import find_advantage_estimator
 from megatron_rl.algorithms.old_logprobs import plan_old_logprobs
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.extension.plugins import load_plugins
+from megatron_rl.extension.user_code import load_plugins
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import SCORE_HEAD
 
