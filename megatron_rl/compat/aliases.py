@@ -113,7 +113,10 @@ def translate(
         reads = {name: latest[name] for name in group.reads if name in latest}
         with mistakes.collect(*group.reads, *group.targets.values()):
             for found in group.combine(parts | reads) if parts else ():
-                (notes if isinstance(found, str) else translated).append(found)
+                if isinstance(found, str):
+                    notes.append(found)
+                else:
+                    translated.append(found)
     repeated: list[tuple[Setting, SameAs]] = []
     below: dict[str, list[Setting]] = {}
     for setting in latest.values():

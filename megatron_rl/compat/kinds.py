@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.config.sources import Setting, describe
 from megatron_rl.types import UserError
 
+Meaning = TypeVar("Meaning")
 Parts = dict[str, Setting]
 Combined = Iterator[Setting | str]  # translated settings and notes
 
@@ -50,9 +51,9 @@ class SameAs:
 Alias = Renamed | Ignored | Only | SameAs
 
 
-def each(names: str, alias: Alias) -> dict[str, Alias]:
-    """Return one alias for several names, which spaces separate."""
-    return dict.fromkeys(names.split(), alias)
+def each(names: str, meaning: Meaning) -> dict[str, Meaning]:
+    """Return one meaning for several names, which spaces separate."""
+    return dict.fromkeys(names.split(), meaning)
 
 
 @dataclass(frozen=True)

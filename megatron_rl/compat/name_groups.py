@@ -129,11 +129,10 @@ def _combine_resume(parts: Parts) -> Combined:
     if path is not None:
         yield note(path, f"{_RESUME_MODE} is not 'resume_path'")
     if mode is not None:
-        modes, hint = (
-            {"auto": "auto", "disable": "never"},
-            "set checkpoint.resume instead (resume_path: with trainer.resume_from_path)",
+        modes = {"auto": "auto", "disable": "never"}
+        yield look_up(
+            mode, "checkpoint.resume", modes, "give resume_path with trainer.resume_from_path, or one of them"
         )
-        yield look_up(mode, "checkpoint.resume", modes, hint)
 
 
 def _budget_group(prefix: str, role: str) -> AliasGroup:

@@ -57,9 +57,9 @@ def megatron_names(role: str) -> dict[str, Alias]:
 def lora_names(role: str) -> dict[str, Alias]:
     """Return the aliases for a role's adapter settings, below `model`."""
     names = {
-        **dict.fromkeys(("lora_rank", "lora.rank"), "rank"),
-        **dict.fromkeys(("lora_alpha", "lora.alpha"), "alpha"),
-        **dict.fromkeys(("lora_adapter_path", "lora.adapter_path"), "path"),
+        **each("lora_rank lora.rank", "rank"),
+        **each("lora_alpha lora.alpha", "alpha"),
+        **each("lora_adapter_path lora.adapter_path", "path"),
         "target_modules": "target_modules",
     }
     renamed: dict[str, Alias] = {name: Renamed(f"{role}.lora.{leaf}") for name, leaf in names.items()}

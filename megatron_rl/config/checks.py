@@ -12,6 +12,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from megatron_rl.config.checked import CheckedConfig, Mistakes
 from megatron_rl.config.fields import list_fields, list_options
@@ -161,7 +162,7 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
     if mode != "graph":
         return
     routes = "how many tokens experts of other ranks get depends on the routes, and the host reads it"
-    uncaptured = {"expert_model_parallel_size": (1, routes)}
+    uncaptured: dict[str, tuple[Any, str]] = {"expert_model_parallel_size": (1, routes)}
     if config.get(f"{section}.pipeline_model_parallel_size") > 1:
         uncaptured["overlap_grad_reduce"] = False, "the reduction during the backward of a pipeline stage"
         if config.get(f"{section}.virtual_pipeline_model_parallel_size") != 1:

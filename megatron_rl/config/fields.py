@@ -15,7 +15,6 @@ import difflib
 import functools
 import operator
 import re
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -52,18 +51,9 @@ TEACHERS = "teachers"  # the section whose keys are names
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """One setting.
+    """One setting, as `option` declares it; the default is `MISSING` if the user must give a value."""
 
-    Attributes:
-        name: full name, `section.leaf`.
-        annotation: its declared type, resolved.
-        default: default value; `MISSING` if the user must give one.
-        doc: one sentence.
-        unit: unit of the value, or "".
-        bounds: of `option`.
-    """
-
-    name: str
+    name: str  # section.leaf
     annotation: Any
     default: Any
     doc: str
@@ -95,8 +85,7 @@ class FieldInfo:
     @property
     def accepts_none(self) -> bool:
         """True for `X | None`."""
-        is_union = isinstance(self.annotation, types.UnionType) or typing.get_origin(self.annotation) is typing.Union
-        return is_union and type(None) in typing.get_args(self.annotation)
+        return type(None) in typing.get_args(self.annotation)
 
     @property
     def is_mapping(self) -> bool:
@@ -156,10 +145,7 @@ def read_fields(declaration: Any, prefix: str) -> dict[str, FieldInfo]:
             found |= read_fields(annotation, name)
             continue
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        said = item.metadata
-        found[name] = FieldInfo(
-            name, annotation, default, said.get("doc", ""), said.get("unit", ""), said.get("bounds", {})
-        )
+        found[name] = FieldInfo(name, annotation, default, **{"doc": "", "unit": "", **item.metadata})
     return found
 
 
@@ -175,11 +161,6 @@ def build_section(declaration: Any, prefix: str, values: Mapping[str, Any]) -> A
     return declaration(**given)
 
 
-def section_names() -> set[str]:
-    """Return the names of sections, nested ones included."""
-    return {name.rpartition(".")[0] for name in list_fields()} | {TEACHERS}
-
-
 def section_classes() -> dict[str, type]:
     """Return section name -> dataclass, in order of declaration; for the teachers, the class of each."""
     hints = _read_hints(RunConfig)
@@ -188,18 +169,13 @@ def section_classes() -> dict[str, type]:
 
 
 def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) -> Any:
-    """Check a value against the annotation of its setting.
+    """Return a value with the annotated type: an integer becomes a number, an item a list of one.
 
     Args:
         value: the value as YAML reads it.
         source: place of the value, for the error.
         text: the characters as typed on the command line, if any; a setting that takes text gets them unchanged
             (`trainer.run_dir=2024`).
-
-    Returns:
-        The value with the annotated type (an integer given for a number becomes a float, one item given for a list
-        becomes
-        a list of one).
 
     Raises:
         UserError: the value has another type or is not among the choices.
@@ -251,8 +227,10 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
         return value if _is_integer(value) else _REFUSED
     if kind is float:
         return _convert_number(value)
+    if kind is str and not isinstance(value, str):
+        return text if text and value is not None else _REFUSED
     if kind is str:
-        return _convert_text(value, text)
+        return _REFUSED if "\0" in value else value
     if kind == dict[str, Any]:
         return dict(value) if isinstance(value, dict) and all(isinstance(key, str) for key in value) else _REFUSED
     items, (item_kind,) = value if isinstance(value, list) else [value], typing.get_args(kind)
@@ -275,12 +253,6 @@ def _convert_number(value: Any) -> Any:
 
 def _is_integer(value: Any) -> bool:
     return type(value) is int and -(1 << 63) <= value < 1 << 63
-
-
-def _convert_text(value: Any, text: str | None) -> Any:
-    if isinstance(value, str):
-        return _REFUSED if "\0" in value else value
-    return text if text and value is not None else _REFUSED
 
 
 def _type_hint(info: FieldInfo, value: Any) -> str:
@@ -326,14 +298,7 @@ _SYNONYMS = {
 
 
 def unknown_key_error(name: str, source: str, fields: Mapping[str, FieldInfo], aliases: Iterable[str]) -> UserError:
-    """Return the error for an unknown name, with the closest known ones.
-
-    Args:
-        name: the name as given.
-        source: place of the name.
-        fields: the settings, by full name.
-        aliases: further accepted names.
-    """
+    """Return the error for an unknown name, given at `source`, with the closest of the settings and further names."""
     known = [*fields, *aliases]
     leaf = name.rpartition(".")[2]
     meant = leaf_candidates(_SYNONYMS.get(leaf, leaf), fields)
@@ -362,11 +327,7 @@ OPTIONS: dict[str, type] = {}
 
 
 def check_options(name: str, options: type, place: str) -> None:
-    """Refuse an invalid dataclass of options.
-
-    Args:
-        name: registered name of the plugin.
-        place: file:line of the registration, for errors.
+    """Refuse an invalid dataclass of a plugin's options, registered at `place` (file:line).
 
     Raises:
         UserError: no frozen dataclass, a field without a default or of an unsupported type, a default of another type,
@@ -414,11 +375,7 @@ def list_options() -> dict[str, FieldInfo]:
 
 
 def build_options(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """Build the options of every name from the given values.
-
-    Args:
-        values: full name of a setting -> its checked value.
-        sources: full name -> place, for errors.
+    """Build the options of every name from checked values by full name, and their places.
 
     Raises:
         UserError: the dataclass itself refuses the values, in its `__post_init__`.

@@ -29,7 +29,6 @@ from megatron_rl.config.fields import (
     list_fields,
     list_options,
     section_classes,
-    section_names,
 )
 from megatron_rl.config.idle import put_aside
 from megatron_rl.config.schema import RolloutConfig, RunConfig
@@ -260,7 +259,7 @@ def _expand_layout(setting: Setting) -> Setting:
 
 
 def _without_empty_sections(settings: list[Setting], mistakes: Mistakes) -> list[Setting]:
-    sections = {*section_names(), PREFIX}
+    sections = {*(name.rpartition(".")[0] for name in list_fields()), TEACHERS, PREFIX}
     for setting in settings:
         if setting.name in sections and setting.value is not None:
             error = UserError(
