@@ -145,7 +145,8 @@ def read_fields(declaration: Any, prefix: str) -> dict[str, FieldInfo]:
             found |= read_fields(annotation, name)
             continue
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        found[name] = FieldInfo(name, annotation, default, **{"doc": "", "unit": "", **item.metadata})
+        said = {"doc": "", "unit": "", "bounds": {}} | dict(item.metadata)
+        found[name] = FieldInfo(name, annotation, default, said["doc"], said["unit"], said["bounds"])
     return found
 
 

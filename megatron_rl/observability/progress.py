@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Terminal output of a run: one line per step, and bars of its progress (plain lines without a terminal).
+"""Output of a run for people: lines and bars on the terminal (plain lines without one), and a log file per rank.
 
 During a generation the engine's thread increments two numbers, responses and tokens; twice a second another thread adds
 the increments to counters in the job's store and passes their sums to the display on rank 0.
+
+The logger is the package's own, so every module's `logging.getLogger(__name__)` writes to the file.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from megatron_rl.observability.rollout_log import phase_seconds
 
 _INTERVAL = 0.5  # seconds between two updates
 _WINDOW = 20  # updates that the speed is averaged over
+LINE_SECONDS = 10.0  # between two lines about a rollout without a terminal
+_REDRAWS_PER_SECOND = 2
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,13 @@ class RolloutProgress:
             is_over = False
             while not is_over:
                 is_over = over.wait(_INTERVAL)  # one more update at the end, for the last responses
-                finished, tokens = self._add_up(store, tokens_in_flight)
+                mine = self._finished, self._tokens  # read first, else a response could count twice
+                mine = mine[0], mine[1] + tokens_in_flight()
+                finished, tokens = (
+                    store.add(f"{self._generation}/{name}", now - before)
+                    for name, now, before in zip(("finished", "tokens"), mine, self._added, strict=True)
+                )
+                self._added = mine
                 now = time.monotonic()
                 speed = (tokens - looks[0][1]) / (now - looks[0][0])
                 looks.append((now, tokens))
@@ -116,24 +126,6 @@ class RolloutProgress:
             logging.getLogger(__name__).warning("the progress of rollouts is no longer shown: %s", error)
         if self._show is not None:
             self._show(None)
-
-    def _add_up(self, store: Store, tokens_in_flight: Callable[[], int]) -> tuple[int, int]:
-        """Add this engine's increments to the sums over all engines; return the sums of responses and tokens."""
-        finished, tokens = (
-            self._finished,
-            self._tokens,
-        )  # read first, else a response could count twice
-        mine = finished, tokens + tokens_in_flight()
-        sums = [
-            store.add(f"{self._generation}/{name}", now - before)
-            for name, now, before in zip(("finished", "tokens"), mine, self._added, strict=True)
-        ]
-        self._added = mine
-        return sums[0], sums[1]
-
-
-LINE_SECONDS = 10.0  # between two lines about a rollout without a terminal
-_REDRAWS_PER_SECOND = 2
 
 
 class ConsoleLines(Sink):
@@ -219,12 +211,8 @@ class ProgressDisplay(Sink):
         return bars
 
     def _show_steps(self, bars: Progress) -> None:
-        bars.update(
-            self._steps,
-            completed=self._pace.done,
-            count=f"{self._pace.done}/{self._pace.total}",
-            note=" | ".join(note for note in self._notes.values() if note),
-        )
+        done, note = self._pace.done, " | ".join(self._notes.values())
+        bars.update(self._steps, completed=done, count=f"{done}/{self._pace.total}", note=note)
 
     def log(self, step: int, record: NumberRecord) -> None:
         """Move the bar of steps, with the last reward (SFT: loss) and validation as its note."""
@@ -238,10 +226,9 @@ class ProgressDisplay(Sink):
 
     def show_rollout(self, name: str, count: RolloutCount | None) -> None:
         """Show the progress of a generation, `None` at its end; may be called by another thread."""
-        if self._bars is not None:
-            if count is None:
-                self._bars.update(self._rollout, visible=False)
-                return
+        if self._bars is not None and count is None:
+            self._bars.update(self._rollout, visible=False)
+        elif self._bars is not None and count is not None:
             if not self._bars.tasks[self._rollout].visible:
                 self._bars.reset(self._rollout, total=count.total)
             self._bars.update(
@@ -353,10 +340,7 @@ def read_warnings(path: Path, most: int) -> list[dict[str, str | None]]:
 
 
 def open_rank_log(run_dir: Path, rank: int) -> logging.Logger:
-    """Open `logs/rank<N>.log` of a run for appending and return the logger of the package.
-
-    Files of a previous run in the same process are closed. Rank 0 also prints INFO and above to stdout.
-    """
+    """Return the package's logger, which appends to `logs/rank<N>.log` and on rank 0 prints INFO and above."""
     logger = logging.getLogger(LOGGER_NAME)
     close_rank_log(logger)
     path = log_path(run_dir, rank)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 from torch.distributed.distributed_c10d import Store
 
 from megatron_rl.config.sections import ObservabilityConfig
@@ -97,8 +97,10 @@ class Run:
         self._rollout: RolloutCount | None = None
         self._health = HealthMonitor(settings.health)
         run_dir.mkdir(parents=True, exist_ok=True)
-        if self.is_writer:
-            _check_room(run_dir)
+        if self.is_writer:  # a full disk or a quota fails here and not in the log
+            with tempfile.TemporaryFile(dir=run_dir) as file:
+                file.write(bytes(_ROOM_BYTES))
+                os.fsync(file.fileno())
         self.log_file = log_path(run_dir, rank)
         self.log = open_rank_log(run_dir, rank)
 
@@ -162,16 +164,7 @@ class Run:
         if settings.wandb != "off":
             from megatron_rl.observability.wandb_run import WandbRun
 
-            add(
-                WandbRun(
-                    self.dir,
-                    settings.wandb,
-                    settings.wandb_project,
-                    settings.wandb_name,
-                    yaml.safe_load(self._config_yaml) or {},
-                    self._total_steps,
-                )
-            )
+            add(WandbRun(self.dir, settings, self._config_yaml, self._total_steps))
         if settings.tensorboard:
             add(TensorBoard(self.dir, after_step, settings.histograms_every))
         self._display = ProgressDisplay(self._pace, is_wanted=settings.progress_bar)
@@ -248,9 +241,8 @@ class Run:
 
     def follow_rollouts(self, store: Store) -> RolloutProgress:
         """Return a counter of generated responses, with a store of its own that all ranks share."""
-        if not self._settings.progress_bar and self._settings.status_port is None:
-            return RolloutProgress()
-        return RolloutProgress(store, self._show_rollout if self.is_writer else None)
+        is_shown = self._settings.progress_bar or self._settings.status_port is not None
+        return RolloutProgress(store, self._show_rollout if self.is_writer else None) if is_shown else RolloutProgress()
 
     def _show_rollout(self, count: RolloutCount | None) -> None:
         self._rollout, display = count, self._display
@@ -349,14 +341,3 @@ class Run:
         """Close the sinks in reverse order: the last one opened may hold the terminal."""
         while self._sinks:
             self._sinks.pop().close()
-
-
-def _check_room(directory: Path) -> None:
-    """Write and remove a file, so that a full disk or a quota fails here and not in the log."""
-    path = directory / ".room"
-    try:
-        with path.open("wb") as file:
-            file.write(bytes(_ROOM_BYTES))
-            os.fsync(file.fileno())
-    finally:
-        path.unlink(missing_ok=True)

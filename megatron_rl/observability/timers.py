@@ -92,10 +92,8 @@ class PhaseTimers:
         """Take the maximum with another rank's values: it may have a role that this rank lacks."""
         for name, value in seen.items():
             kind, _, phase = name.partition("/")
-            if kind == "time":
-                self._seconds[phase] = max(self._seconds.get(phase, 0.0), value)
-            else:
-                self._bytes[phase] = max(self._bytes.get(phase, 0), int(value))
+            table: dict[str, Any] = self._seconds if kind == "time" else self._bytes
+            table[phase] = max(table.get(phase, 0), value)
 
     def pop(self) -> dict[str, float]:
         """Return `seen` and reset it."""
