@@ -58,20 +58,13 @@ def each(names: str, meaning: Meaning) -> dict[str, Meaning]:
 
 @dataclass(frozen=True)
 class AliasGroup:
-    """Names that are read together.
-
-    Attributes:
-        meaning: resulting settings, for `--help` and docs.
-        combine: translates those that were given.
-        reads: further names that `combine` reads; they keep their own meaning.
-        targets: name -> equivalent setting, for flags without a value.
-    """
+    """Names that are read together."""
 
     names: tuple[str, ...]
-    meaning: str
-    combine: Callable[[Parts], Combined]
-    reads: tuple[str, ...] = ()
-    targets: Mapping[str, str] = field(default_factory=dict)
+    meaning: str  # resulting settings, for `--help` and docs
+    combine: Callable[[Parts], Combined]  # translates those that were given
+    reads: tuple[str, ...] = ()  # further names that `combine` reads; they keep their own meaning
+    targets: Mapping[str, str] = field(default_factory=dict)  # name -> equivalent setting, for flags without a value
 
 
 def put(setting: Setting, target: str, value: Any, *, layer: int | None = None, weak: bool = False) -> Setting:

@@ -94,52 +94,36 @@ class SftPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Every number that follows from the config and the world size.
-
-    Attributes:
-        actor_ranks, tp_size, pp_size, cp_size, dp_size: the actor's layout, in ranks.
-        engine_ranks, num_engines: ranks per rollout engine, and engines.
-        engine_is_actor: the engine runs the actor's modules, in the actor's layout.
-        train_batch_size, group_size: prompts per step of the main loop; responses per prompt (`rollout.n`).
-        rollouts_per_engine_min, rollouts_per_engine_max: responses per step on one engine; they
-            differ by at most one, or one group with `rollout.dispatch=groups`.
-        ppo_mini_batch_size, ppo_epochs: prompts per optimizer step; passes over a rollout batch.
-        minibatches_per_epoch: optimizer steps per pass.
-        rollouts_per_minibatch: responses per optimizer step.
-        rollouts_per_rank: mean responses per optimizer step on one DP rank (balanced by tokens).
-        longest_sequence, max_tokens_per_microbatch: tokens of the longest prompt and response; budget of a forward.
-        num_train_prompts, total_steps, total_optimizer_steps: None if they depend on unread data.
-        steps_per_epoch: steps per pass over the prompts, possibly a fraction.
-    """
+    """Every number that follows from the config and the world size."""
 
     world_size: int
-    actor_ranks: int
+    actor_ranks: int  # ranks of the actor, and its layout
     tp_size: int
     pp_size: int
     cp_size: int
     dp_size: int
-    engine_ranks: int
+    engine_ranks: int  # ranks per rollout engine
     num_engines: int
-    engine_is_actor: bool
-    train_batch_size: int
-    group_size: int
-    rollouts_per_step: int
-    rollouts_per_engine_min: int
+    engine_is_actor: bool  # the engine runs the actor's modules, in the actor's layout
+    train_batch_size: int  # prompts per step of the main loop
+    group_size: int  # responses per prompt (`rollout.n`)
+    rollouts_per_step: int  # responses
+    rollouts_per_engine_min: int  # the numbers of two engines differ by one at most, or one group (`rollout.dispatch`)
     rollouts_per_engine_max: int
-    ppo_mini_batch_size: int
-    ppo_epochs: int
-    minibatches_per_epoch: int
-    optimizer_steps_per_step: int
-    rollouts_per_minibatch: int
-    rollouts_per_rank: float
-    longest_sequence: int
+    ppo_mini_batch_size: int  # prompts per optimizer step
+    ppo_epochs: int  # passes over a rollout batch
+    minibatches_per_epoch: int  # optimizer steps per pass
+    optimizer_steps_per_step: int  # per step of the main loop
+    rollouts_per_minibatch: int  # responses per optimizer step
+    rollouts_per_rank: float  # the same on one DP rank, as a mean (balanced by tokens)
+    longest_sequence: int  # tokens of the longest prompt and response
     max_prompt_length: int
     max_response_length: int
-    max_tokens_per_microbatch: int
+    max_tokens_per_microbatch: int  # budget of one forward/backward
     total_epochs: int | None
-    num_train_prompts: int | None
-    steps_per_epoch: float | None
-    total_steps: int | None
+    num_train_prompts: int | None  # None before they are read
+    steps_per_epoch: float | None  # possibly a fraction
+    total_steps: int | None  # of the main loop; None if they depend on unread data
     total_optimizer_steps: int | None
 
     @classmethod

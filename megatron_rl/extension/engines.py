@@ -40,18 +40,12 @@ ABILITIES = {
 
 @dataclass(frozen=True)
 class RegisteredEngine:
-    """A rollout engine with its abilities and model checks; UserError if an ability does not exist.
+    """A rollout engine with its abilities and model checks; UserError if an ability does not exist."""
 
-    Attributes:
-        make: builds the engine from an `EngineSpec`.
-        check_model: refuses a model by its shape and section `rollout` (UserError).
-        check_on_cpu: likewise, without a GPU.
-    """
-
-    make: Callable[[Any], Any]
+    make: Callable[[Any], Any]  # builds the engine from an `EngineSpec`
     supports: Collection[str] = ()
-    check_model: Callable[[Any, Any], None] | None = None
-    check_on_cpu: Callable[[Any, Any], None] | None = None
+    check_model: Callable[[Any, Any], None] | None = None  # refuses a model by its shape and section `rollout`
+    check_on_cpu: Callable[[Any, Any], None] | None = None  # likewise, without a GPU
 
     def __post_init__(self) -> None:
         if unknown := sorted({*self.supports} - ABILITIES.keys()):

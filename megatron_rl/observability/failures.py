@@ -33,35 +33,48 @@ _DISTRIBUTED = "torch.distributed"
 _WAITING = (_DISTRIBUTED, "megatron_rl.parallel.pairs")  # modules in which a rank waits for other ranks
 _COLLECTIVES = "megatron_rl.parallel.collectives"  # its callers are reported instead
 _SHOWN = 3  # of the last collectives of a late rank, in a report
+_FOLDER = str(Path(__file__).resolve().parents[1])
+_LONGEST_MESSAGE = 600
+_NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator: can't allocate memory|CUDA out of memory|CUDA error: out of memory|Unable to allocate"
+    r"|No available memory for the cache blocks|Free memory on device|KV cache is needed, which is larger",
+    re.I,
+)
+_NO_PEER = re.compile(
+    r"Connection (closed|reset) by peer|Connection refused|Broken pipe|Socket closed|remote process exited"
+    r"|ncclRemoteError|Gloo (connect|AllReduce) failed|Timed out waiting \d+ms for|Application timeout",
+    re.I,
+)
+# Sub-package or phase -> settings that free memory there.
+_MEMORY_HINTS = {
+    "engines": "lower rollout.gpu_memory_utilization, rollout.max_num_seqs or rollout.kv_cache_gib, or raise "
+    "rollout.tensor_model_parallel_size",
+    "resharding": "lower hybrid.bucket_bytes, or set actor.offload_optimizer=true and actor.offload_gradients=true",
+    "save": "set checkpoint.async_save=false: a background save keeps a copy in host memory",
+    "": "lower {role}.max_tokens_per_microbatch or actor.logprob_chunk_tokens, or set "
+    "{role}.recompute_granularity=full, {role}.offload_optimizer=true or {role}.offload_gradients=true; "
+    "python tools/plan.py shows what fits",
+}
+_ROOM_OF_PHASE = {"rollout": "engines", "reshard": "resharding", "verify": "resharding"}
+_CRITIC_PHASES = ("values", "update_critic")
 
 
 @dataclass(frozen=True)
 class Position:
-    """Place of a rank in the program.
-
-    Attributes:
-        operation: current collective ("all_reduce", "wait"), if any.
-        ranks: members of its group; `None` if unknown.
-        caller: file, line and function in this package, else the innermost frame.
-        seconds: time since this place was first observed.
-        looks: observations so far; constant when the process is gone or stopped.
-        is_closed: the rank has left in good order.
-        recent: last collectives, the newest last; set when a job ends.
-        memory: bytes at the end of its last phase; 0 if not measured.
-    """
+    """Place of a rank in the program."""
 
     rank: int
     step: int
     phase: str
     num_entered: int
-    operation: str | None
-    ranks: tuple[int, ...] | None
-    caller: str
-    seconds: float
-    looks: int
-    is_closed: bool = False
-    recent: tuple[str, ...] = ()
-    memory: int = 0
+    operation: str | None  # current collective ("all_reduce", "wait"), if any
+    ranks: tuple[int, ...] | None  # members of its group; `None` if unknown
+    caller: str  # file, line and function in this package, else the innermost frame
+    seconds: float  # since this place was first observed
+    looks: int  # observations so far; constant when the process is gone or stopped
+    is_closed: bool = False  # the rank has left in good order
+    recent: tuple[str, ...] = ()  # last collectives, the newest last; set when a job ends
+    memory: int = 0  # bytes at the end of its last phase; 0 if not measured
 
     def encode(self) -> str:
         """Return the position as JSON."""
@@ -174,45 +187,13 @@ def _short(ranks: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-_FOLDER = str(Path(__file__).resolve().parents[1])
-_LONGEST_MESSAGE = 600
-_NO_MEMORY = re.compile(
-    r"DefaultCPUAllocator: can't allocate memory|CUDA out of memory|CUDA error: out of memory|Unable to allocate"
-    r"|No available memory for the cache blocks|Free memory on device|KV cache is needed, which is larger",
-    re.I,
-)
-_NO_PEER = re.compile(
-    r"Connection (closed|reset) by peer|Connection refused|Broken pipe|Socket closed|remote process exited"
-    r"|ncclRemoteError|Gloo (connect|AllReduce) failed|Timed out waiting \d+ms for|Application timeout",
-    re.I,
-)
-# Sub-package or phase -> settings that free memory there.
-_MEMORY_HINTS = {
-    "engines": "lower rollout.gpu_memory_utilization, rollout.max_num_seqs or rollout.kv_cache_gib, or raise "
-    "rollout.tensor_model_parallel_size",
-    "resharding": "lower hybrid.bucket_bytes, or set actor.offload_optimizer=true and actor.offload_gradients=true",
-    "save": "set checkpoint.async_save=false: a background save keeps a copy in host memory",
-    "": "lower {role}.max_tokens_per_microbatch or actor.logprob_chunk_tokens, or set "
-    "{role}.recompute_granularity=full, {role}.offload_optimizer=true or {role}.offload_gradients=true; "
-    "python tools/plan.py shows what fits",
-}
-_ROOM_OF_PHASE = {"rollout": "engines", "reshard": "resharding", "verify": "resharding"}
-_CRITIC_PHASES = ("values", "update_critic")
-
-
 @dataclass(frozen=True)
 class Scene:
-    """Place of a failure in the program.
+    """Place of a failure in the program."""
 
-    Attributes:
-        rank: rank that raised; `None` if every rank may have.
-        step: 0 before the first step.
-        phase: innermost phase that the exception left, if any.
-    """
-
-    rank: int | None
-    step: int
-    phase: str | None
+    rank: int | None  # `None` if every rank may have raised
+    step: int  # 0 before the first step
+    phase: str | None  # innermost one that the exception left, if any
     log_file: Path
 
     @classmethod
@@ -286,8 +267,8 @@ def explain_lost(lost: Sequence[Position], scene: Scene, what: str) -> UserError
 def _explain_memory(error: BaseException, scene: Scene) -> UserError:
     asked, in_use = _read_sizes(text_of(error))
     frames = [Path(frame.filename) for frame in reversed(traceback.extract_tb(error.__traceback__))]
-    rooms = [file.relative_to(_FOLDER).parts[0] for file in frames if file.is_relative_to(_FOLDER)]
-    rooms.insert(0, _ROOM_OF_PHASE.get(scene.phase or "", scene.phase or ""))
+    rooms = [_ROOM_OF_PHASE.get(scene.phase or "", scene.phase)]
+    rooms += [file.relative_to(_FOLDER).parts[0] for file in frames if file.is_relative_to(_FOLDER)]
     room = next((part for part in rooms if part in _MEMORY_HINTS), "")
     role = "critic" if scene.phase in _CRITIC_PHASES else "actor"
     return UserError(

@@ -41,17 +41,12 @@ _REDRAWS_PER_SECOND = 2
 
 @dataclass(frozen=True)
 class RolloutCount:
-    """Progress of a generation over all engines.
-
-    Attributes:
-        tokens: sampled tokens, including unfinished responses.
-        tokens_per_second: mean of the last ten seconds.
-    """
+    """Progress of a generation over all engines."""
 
     finished: int
     total: int
-    tokens: int
-    tokens_per_second: float
+    tokens: int  # sampled ones, including those of unfinished responses
+    tokens_per_second: float  # mean of the last ten seconds
     seconds: float
 
 
