@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megatron_rl.compat import name_groups, name_tables, trl
-from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs, note
+from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs, each, note
 from megatron_rl.compat.loss_names import LOSS_MODE, MODEL_PATH
 from megatron_rl.compat.name_tables import PATTERNS
 from megatron_rl.config.checked import Mistakes
@@ -29,29 +29,21 @@ from megatron_rl.types import UserError
 # Hydra's mark for a mandatory value, and an empty section left by a reference.
 _NOTHING = ("???", {})
 _GONE = "the setting is gone, and what its default said is always done"
+_SHARDED = "set zero_stage=0 of the role for states that are not sharded"
 # Removed settings, which config.yaml files of earlier runs contain.
 _EARLIER = {
-    **{
-        f"{role}.{leaf}": alias
-        for role in ("actor", "critic")
-        for leaf, alias in {
-            "max_num_seqs": Only((64,), _GONE),
-            "use_distributed_optimizer": Only((True,), f"set {role}.zero_stage=0 for states that are not sharded"),
-        }.items()
-    },
+    **each("actor.max_num_seqs critic.max_num_seqs", Only((64,), _GONE)),
+    **each("actor.use_distributed_optimizer critic.use_distributed_optimizer", Only((True,), _SHARDED)),
     **{
         f"{role}.{leaf}": SameAs(f"actor.{leaf}", strict=True)
         for role in ("critic", "teachers.*")
         for leaf in ACTOR_DECIDES
     },
-    **dict.fromkeys(
-        ("agents.max_failed_share", "reward.max_failed_share"), Only((0.5,), "set trainer.max_failed_share instead")
-    ),
-    "checkpoint.keep_best": Only((True,), _GONE),
+    **each("agents.max_failed_share reward.max_failed_share", Only((0.5,), "set trainer.max_failed_share instead")),
+    **each("checkpoint.keep_best observability.status_token trainer.log_validation", Only((True,), _GONE)),
     "checkpoint.max_failed_saves": Only((3,), _GONE),
     "data.response_key": Renamed("data.answer_key"),
     "data.validation_batch_size": Only((), _GONE),
-    "observability.status_token": Only((True,), _GONE),
     "reward.service_backoff_seconds": Only((0.5,), _GONE),
     "reward.service_fallback_reward": Only((0.0,), "nothing is learned from such a response, and 0 is logged"),
     "reward.service_url": Only((), "give the URL as reward.function, or in reward.components"),
@@ -60,7 +52,6 @@ _EARLIER = {
     "reward_model.share_prompts": Only((True,), _GONE),
     "reward_model.recompute_granularity": Only(("none",), _GONE),
     "rollout.server.start_seconds": Only((600.0,), "rollout.server.silent_seconds bounds the start as well"),
-    "trainer.log_validation": Only((True,), _GONE),
 }
 _PATTERNS = {**PATTERNS, "teachers.*.recompute_granularity": Ignored("only a backward pass recomputes")}
 _ALIASES = {**name_tables.ALIASES, **trl.ALIASES, **_EARLIER}
@@ -95,8 +86,6 @@ def translate(
 
     Args:
         settings: in order; the later of two equal names wins.
-        fields: this package's settings by full name.
-        mistakes: collects errors for unknown names and unsupported values.
     """
     latest: dict[str, Setting] = {}
     for setting in settings:

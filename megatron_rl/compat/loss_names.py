@@ -54,12 +54,8 @@ def combine_policy_loss(parts: Parts) -> Combined:
     """Translate the loss, with the dual clip and aggregation that it has in verl."""
     mode = parts.get(LOSS_MODE)
     if mode is not None and mode.layer != ASSUMED:
-        yield look_up(
-            mode,
-            "algorithm.policy_loss",
-            LOSS_MODES,
-            "register a loss of yours with algorithm.plugins and name it in algorithm.policy_loss",
-        )
+        hint = "register a loss of yours with algorithm.plugins and name it in algorithm.policy_loss"
+        yield look_up(mode, "algorithm.policy_loss", LOSS_MODES, hint)
     for rule in (_combine_dual_clip, _combine_aggregation, _combine_covariance):
         yield from rule(parts, mode)
 
@@ -72,7 +68,7 @@ def _combine_dual_clip(parts: Parts, mode: Setting | None) -> Combined:
     elif dual_clip is not None:
         yield replace(dual_clip, name="algorithm.dual_clip")
     elif mode is not None and has_clip and not (own_loss and own_loss.value != LOSS_MODES[mode.value]):
-        yield Setting("algorithm.dual_clip", _VERL_DUAL_CLIP, mode.source, ASSUMED)
+        yield put(mode, "algorithm.dual_clip", _VERL_DUAL_CLIP, layer=ASSUMED)
         yield (
             f"assumed: {_DUAL_CLIP}={_VERL_DUAL_CLIP} unless algorithm.dual_clip is given, because verl's "
             f"loss {mode.value!r} always has a dual clip"
@@ -80,25 +76,18 @@ def _combine_dual_clip(parts: Parts, mode: Setting | None) -> Combined:
 
 
 def _combine_aggregation(parts: Parts, mode: Setting | None) -> Combined:
-    given = parts.get(AGGREGATION)
-    settings = (
-        []
-        if given is None
-        else [
-            look_up(
-                given, "algorithm.loss_agg_mode", dict(AGGREGATIONS), "set algorithm.loss_agg_mode instead, see --help"
-            )
-        ]
-    )
+    given, target, hint = parts.get(AGGREGATION), "algorithm.loss_agg_mode", "set algorithm.loss_agg_mode, see --help"
+    read = None if given is None else look_up(given, target, dict(AGGREGATIONS), hint)
     if mode is not None and mode.value in _BY_SEQUENCE and (given is None or given.value != _SEQUENCE_MEAN):
-        yield Setting("algorithm.loss_agg_mode", _SEQUENCE_MEAN, mode.source, ASSUMED)
+        yield put(mode, target, _SEQUENCE_MEAN, layer=ASSUMED)
         why = (
             f"verl's loss {mode.value!r} is always averaged over the tokens of a sequence, then over sequences; the "
             "KL and entropy terms are here as well, and by loss_agg_mode in verl"
         )
-        yield note(given, why) if given else f"read as algorithm.loss_agg_mode={_SEQUENCE_MEAN}: {why}"
+        yield note(given, why) if given else f"read as {target}={_SEQUENCE_MEAN}: {why}"
         return
-    yield from settings
+    if read is not None:
+        yield read
     if given is not None and given.value == "seq-mean-token-sum-norm":
         count = parts[_MICRO_BATCH].value if _MICRO_BATCH in parts else None
         factor = f"{_MICRO_BATCH} = {count}" if count else "the sequences of a micro batch"
@@ -161,14 +150,10 @@ def combine_kl(parts: Parts) -> Combined:
 def _combine_kl_in_reward(parts: Parts) -> Combined:
     switch = parts[_USE_KL_IN_REWARD]
     yield put(switch, "algorithm.kl_in", "reward")
-    for name, target, assumed in (
-        (_KL_CTRL_COEF, "algorithm.kl_coef", _VERL_KL_COEF),
-        (_KL_PENALTY, "algorithm.kl_type", _VERL_KL_PENALTY),
-    ):
-        if name not in parts:
-            yield put(switch, target, assumed, layer=ASSUMED)
-    if _KL_PENALTY in parts:
-        yield _read_kl_type(parts[_KL_PENALTY])
+    if _KL_CTRL_COEF not in parts:
+        yield put(switch, "algorithm.kl_coef", _VERL_KL_COEF, layer=ASSUMED)
+    penalty = parts.get(_KL_PENALTY) or put(switch, _KL_PENALTY, _VERL_KL_PENALTY, layer=ASSUMED)
+    yield _read_kl_type(penalty)
     for name in ("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.target_kl"):
         if name in parts:  # verl's target is a KL per token
             yield put(parts[name], "algorithm.kl_target_per", "token", weak=True)

@@ -34,7 +34,6 @@ _CLIP_RATIO = "actor_rollout_ref.actor.clip_ratio"
 _MODEL_REWARD, _MODEL_REWARD_PATH = "reward_model.enable", "reward_model.model.path"
 _RESUME_MODE, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _PROMPT, _RESPONSE = "data.max_prompt_length", "data.max_response_length"
-_VERL_REWARD_NAME = "compute_score"
 
 
 def _combine_reward(parts: Parts) -> Combined:
@@ -51,7 +50,7 @@ def _combine_reward(parts: Parts) -> Combined:
                 expected="text",
                 hint="give the file in custom_reward_function.path and the function in custom_reward_function.name",
             )
-    function = _VERL_REWARD_NAME if name is None else name.value
+    function = "compute_score" if name is None else name.value
     yield put(max(parts.values(), key=lambda one: one.layer), "reward.function", f"{path.value}:{function}")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.config.fields import PREFIX, find_options
 from megatron_rl.config.rendering import render
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.extension.engines import find_engine, name_engines
+from megatron_rl.extension.registry import find_engine, name_engines
 from megatron_rl.types import UserError, UserErrors
 
 
@@ -76,7 +76,7 @@ class CheckedConfig:
         return attrgetter(leaf)(owner)
 
     def supports(self, ability: str) -> bool:
-        """Whether the engine has one of `extension.engines.ABILITIES`."""
+        """Whether the engine has one of `extension.registry.ABILITIES`."""
         return find_engine(self.get("rollout.engine")).has(ability)
 
     def require(self, holds: bool, name: str, why: str, *, expected: str, hint: str) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_rl.config.checked import CheckedConfig
-from megatron_rl.extension.engines import name_engines
+from megatron_rl.extension.registry import name_engines
 
 # Reason -> names of the arguments; every other argument passes.
 _REASONS = {

@@ -26,7 +26,7 @@ from megatron_rl.config.sections import (
     ServerConfig,
     option,
 )
-from megatron_rl.extension.engines import find_engine
+from megatron_rl.extension.registry import find_engine
 
 TRAINED = ("actor", "critic")  # sections of roles with an optimizer
 FULLY_SHARDED = 3  # the `zero_stage` in which ranks share weights
@@ -218,7 +218,7 @@ class RolloutConfig(SamplingSettings):
     engine_options: dict[str, Any] = option({}, "vLLM: further EngineArgs; some are refused (docs/sampling.md).")
 
     def supports(self, ability: str) -> bool:
-        """Whether the engine has one of `extension.engines.ABILITIES`; UserError for an unknown engine."""
+        """Whether the engine has one of `extension.registry.ABILITIES`; UserError for an unknown engine."""
         return find_engine(self.engine).has(ability)
 
 

@@ -34,7 +34,7 @@ from megatron_rl.config.idle import put_aside
 from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.config.sections import MISSING
 from megatron_rl.config.sources import RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
-from megatron_rl.extension.engines import find_engine
+from megatron_rl.extension.registry import find_engine
 from megatron_rl.extension.user_code import load_plugins
 from megatron_rl.types import UserError
 

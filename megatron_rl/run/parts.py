@@ -23,8 +23,7 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import EngineMaker
-from megatron_rl.extension.engines import ENGINES, RegisteredEngine
-from megatron_rl.extension.registry import enter_object, name_of
+from megatron_rl.extension.registry import ENGINES, RegisteredEngine, enter_object, name_of
 from megatron_rl.rewards.functions import RewardFunction, check_reward_function, file_of
 from megatron_rl.types import Rollout, UserError
 

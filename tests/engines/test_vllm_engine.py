@@ -32,7 +32,7 @@ from megatron_rl.engines.vllm.vllm_limits import (
     cpu_cache_bytes,
     list_arguments,
 )
-from megatron_rl.extension.engines import ENGINES
+from megatron_rl.extension.registry import ENGINES
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.types import UserError
 from megatron_rl.weights.delta_nets import DeltaNetSizes
