@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translation of Hugging Face `TrainingArguments` and TRL `GRPOConfig` names, which recipes give without a section.
 
-ms-swift uses most of these names as flags. A test compares this table with
-docs/migrating.md, which has the units. Source: trl/trainer/grpo_config.py at commit 006d32c.
+ms-swift uses most of these names as flags. docs/migrating.md has the units. Source: trl/trainer/grpo_config.py at
+commit 006d32c.
 """
 
 from __future__ import annotations

@@ -128,11 +128,7 @@ class BatchPlan:
 
     @classmethod
     def build(cls, cfg: RunConfig, world_size: int, spec: RunSpec, num_train_prompts: int | None = None) -> BatchPlan:
-        """Derive the plan, from the training prompts after filtering if they are read.
-
-        Raises:
-            UserError: sizes that do not divide or do not fit, with the nearest values that do.
-        """
+        """Derive the plan, with the training prompts after filtering; refuse sizes that do not divide (UserError)."""
         check_debug_rank(cfg, world_size)
         _check_placement(cfg, spec, world_size)
         for role in spec.roles.values():

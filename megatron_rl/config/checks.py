@@ -279,12 +279,10 @@ def _check_kind(config: CheckedConfig) -> None:
     why = "tokens of the policy give the reverse divergence"
     config.exclude(f"{_KIND}=sampled", ("algorithm.distillation.direction", "reverse", why))
 
-
-def _check_choice(config: CheckedConfig) -> None:
-    values = [value for name in config.config.teachers for value in config.get(f"teachers.{name}.values") or [name]]
+    values = [value for name in teachers for value in config.get(f"teachers.{name}.values") or [name]]
     repeated = sorted({value for value in values if values.count(value) > 1})
     config.require(
-        config.get(_CHOICE) is None or not repeated,
+        chosen_by is None or not repeated,
         _CHOICE,
         f"finds two teachers for {', '.join(repeated)}",
         expected="one teacher for each value",
@@ -367,7 +365,6 @@ _RULES = (
     _check_importance,
     _check_teachers,
     _check_kind,
-    _check_choice,
     _check_reset,
     _check_packages,
     _check_run,

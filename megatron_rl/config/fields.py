@@ -120,11 +120,7 @@ class FieldInfo:
 
 
 def list_fields(teachers: Iterable[str] = ("NAME",)) -> dict[str, FieldInfo]:
-    """Return every setting of every section by full name, in order of declaration, without options of plugins.
-
-    Args:
-        teachers: names of the teachers; by default one stands for all of them.
-    """
+    """Return every setting of every section by full name, in order; by default one teacher stands for all."""
     table: dict[str, FieldInfo] = {}
     for section, section_class in section_classes().items():
         for prefix in [f"{TEACHERS}.{name}" for name in teachers] if section == TEACHERS else [section]:

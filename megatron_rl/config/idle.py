@@ -14,11 +14,7 @@ from megatron_rl.config.schema import TRAINED, RunConfig
 
 
 def put_aside(config: RunConfig, sources: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
-    """Return the config with settings that have no effect reset, and a note for each.
-
-    Args:
-        sources: full name -> place of each setting.
-    """
+    """Return the config with settings that have no effect reset, and a note for each, with its place."""
     notes = []
     for is_idle, name, why, *instead in list(_find_idle(config)):
         section, _, leaf = name.partition(".")

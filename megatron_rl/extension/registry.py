@@ -32,11 +32,7 @@ class Deferred:
 
 
 def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callable[..., Any], setting: str) -> None:
-    """Add an entry under a free name (UserError if taken).
-
-    Args:
-        function: its file and line are in the error.
-    """
+    """Add an entry under a free name (UserError if taken, with the place of the function)."""
     if name in table:
         raise UserError(
             f'"{name}" is registered already',

@@ -136,20 +136,17 @@ def import_file(path: str | Path, setting: str, expected: str) -> ModuleType:
         raise
     except (Exception, SystemExit, ProcessExit, ImportTimeout) as error:
         del sys.modules[name]
+        place = locate(error, str(resolved))
+        if isinstance(error, SyntaxError) and error.filename == str(resolved):
+            place = f"{file}:{error.lineno}"
         raise UserError(
             f"importing the file raised {type(error).__name__}: {text_of(error)}",
-            source=f"{setting}, {_locate_import(error, file)}",
+            source=f"{setting}, {place}",
             expected=f"a file that can be imported, within {IMPORT_SECONDS:g} s, and leaves stdout and stderr open",
             hint=f"try: python {file}",
         ) from error
     _IMPORTED[version] = module
     return module
-
-
-def _locate_import(error: BaseException, file: Path) -> str:
-    if isinstance(error, SyntaxError) and error.filename == str(file.resolve()):
-        return f"{file}:{error.lineno}"
-    return locate(error, str(file.resolve()))
 
 
 def locate(error: BaseException, file: str) -> str:
@@ -160,13 +157,6 @@ def locate(error: BaseException, file: str) -> str:
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Import plugins, once per process.
-
-    Args:
-        paths: relative to the working directory.
-
-    Raises:
-        UserError: missing file, failed import (with its line), or taken name.
-    """
+    """Import plugins, once per process (UserError: missing file, failed import with its line, taken name)."""
     for path in paths:
         import_file(path, "algorithm.plugins", "Python files")

@@ -47,11 +47,7 @@ STYLE: dict[Any, Any] = {
 
 
 def plot_curves(run_dir: Path) -> Path:
-    """Draw curves.png of a run directory and return its path.
-
-    Raises:
-        UserError: metrics.jsonl is missing or unreadable.
-    """
+    """Draw curves.png of a run directory and return its path (UserError: metrics.jsonl is missing or unreadable)."""
     import matplotlib
     from matplotlib.figure import Figure
 

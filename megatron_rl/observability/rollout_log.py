@@ -74,9 +74,7 @@ def token_fields(num_tokens: int, values: Mapping[str, np.ndarray]) -> dict[str,
     """Return per-token values as lists of one entry per response token, null for tokens without a value.
 
     Args:
-        num_tokens: response tokens.
-        values: name -> [k] values of the last k tokens, which are in the loss; NaN is no value. Names without any value
-            are left out.
+        values: name -> [k] values of the last k tokens; NaN is no value. Names without any value are left out.
     """
     return {
         name: [None] * (num_tokens - len(column)) + as_numbers(column)

@@ -75,18 +75,14 @@ class Run:
 
     Raises:
         OSError: the directory cannot be written, or its disk is full.
-
-    Attributes:
-        best_value: highest `trainer.best_metric` so far.
-        failed_saves: {"step", "error"} of each checkpoint that could not be written.
     """
 
     def __init__(
         self, run_dir: Path, config_yaml: str, total_steps: int, settings: ObservabilityConfig, rank: int
     ) -> None:
         self.dir, self.is_writer, self.timers = run_dir, rank == 0, PhaseTimers()
-        self.best_value = float("-inf")
-        self.failed_saves: list[dict[str, Any]] = []
+        self.best_value = float("-inf")  # highest `trainer.best_metric` so far
+        self.failed_saves: list[dict[str, Any]] = []  # {"step", "error"} of checkpoints that could not be written
         self._config_yaml, self._total_steps, self._settings = config_yaml, total_steps, settings
         self._counts: dict[str, list[float]] = {}
         self._sinks: list[Sink] = []
@@ -120,15 +116,12 @@ class Run:
         self.failed_saves = list(failed_saves)
 
     def start(self, after_step: int | None, positions: Positions = tuple) -> None:
-        """Open the sinks.
+        """Open the sinks (UserError if one cannot be opened).
 
         Args:
             after_step: continue the existing run after this step (-1: repeat it) and move its output of later steps to
                 `attempt-<n>/`; `None` begins a new run.
             positions: returns the last heartbeat of every rank.
-
-        Raises:
-            UserError: rank 0 cannot open a sink.
         """
         if self.is_writer:
             (self.dir / ROLLOUTS).mkdir(exist_ok=True)
@@ -312,15 +305,8 @@ class Run:
             for row in best:
                 self.log.info("best of step %d: %s", step, format_response(row))
             for name, course in json.loads(summary.read_text())["validation"].items():
-                self.log.info(
-                    "%s accuracy: %.4f at step %d -> %.4f at step %d (best %.4f)",
-                    name,
-                    course["first"],
-                    course["first_step"],
-                    course["last"],
-                    course["last_step"],
-                    course["best"],
-                )
+                numbers = (course[key] for key in ("first", "first_step", "last", "last_step", "best"))
+                self.log.info("%s accuracy: %.4f at step %d -> %.4f at step %d (best %.4f)", name, *numbers)
             self.log.info("summary: %s", summary)
             from megatron_rl.observability import curves  # once, at the end
 

@@ -58,11 +58,7 @@ Positions = Callable[[], Sequence[Position | None]]
 
 
 def check_address(host: str, port: int) -> None:
-    """Check, before models are built, that the page can be served.
-
-    Raises:
-        UserError: the port is taken, or the host is not an address of this machine.
-    """
+    """Check, before models are built, that the page can be served at an address of this machine (UserError)."""
     try:
         socket.create_server((host, port)).close()
     except (OSError, OverflowError) as error:
