@@ -22,8 +22,7 @@ class HybridConfig:
     bucket_bytes: int = option(32 << 20, "Size of a bucket; staging memory is at most two of them.", "bytes", gt=0)
     alias_weights: bool = option(True, "Let the engine use the actor's storage wherever both layouts agree.")
     lora: Literal["merge", "adapter"] = option(
-        "merge",
-        "How adapters reach the engine at a switch: merge: summed with the model; adapter (vllm): the adapters alone.",
+        "merge", "How adapters reach the engine at a switch: merge: summed with the model; adapter (vllm): alone."
     )
     verify: Literal["off", "sample", "full"] = option(
         "sample", "Compare digests of training and rollout weights after each switch: none, a rotating part, or all."

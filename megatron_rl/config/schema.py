@@ -113,9 +113,7 @@ class TrainedConfig(LayoutConfig):
         " (experts: EP 1).",
     )
     bucket_tokens: list[int] = option(
-        [],
-        "static, graph: lengths that microbatches are padded to; default: sixteenths of max_tokens_per_microbatch.",
-        "tokens",
+        [], "static, graph: lengths to pad microbatches to; default: sixteenths of max_tokens_per_microbatch.", "tokens"
     )
     graph_memory_gib: float | None = option(
         None, "graph: once graphs hold so much memory, further shapes run uncaptured; default: no limit.", "GiB", gt=0
@@ -133,7 +131,7 @@ class ActorConfig(TrainedConfig):
 
     ppo_mini_batch_size: int | None = option(
         None,
-        "Prompts per optimizer step, each with its rollout.n responses; default: data.train_batch_size.",
+        "Prompts per optimizer step, with rollout.n responses each; default: data.train_batch_size.",
         "prompts",
         ge=1,
     )
@@ -164,9 +162,7 @@ class CriticConfig(TrainedConfig):
 
     enable: bool | None = option(None, "Train a critic; default: if algorithm.adv_estimator needs values.")
     path: str | None = option(
-        None,
-        "Initial weights in HF format, with their score head if they have one; default: model.path, a value head "
-        "of zeros.",
+        None, "Initial weights in HF format, with their score head if any; default: model.path, a value head of zeros."
     )
     lr: float = option(1e-5, "Peak learning rate.", ge=0)
     value_clip: float | None = option(
@@ -342,7 +338,7 @@ class TrainerConfig:
     profile_ranks: list[int] = option([0], "Ranks that write them.", "ranks")
     capture_step: int | None = option(
         None,
-        "Step written to <run_dir>/capsules/step_<N> for tools/replay_step.py; costs a checkpoint of disk.",
+        "Step written to <run_dir>/capsules/step_<N> for tools/replay_step.py; as large as a checkpoint.",
         "step",
         ge=1,
     )
@@ -351,7 +347,7 @@ class TrainerConfig:
     )
     debug_rank: int | None = option(
         None,
-        "Rank that waits for a debugger (needs debugpy); collective_timeout becomes a week. Short: --debug-rank R.",
+        "Rank that waits for a debugger (debugpy); collective_timeout becomes a week. Short: --debug-rank R.",
         "rank",
     )
     breakpoint_step: int | None = option(None, "Step at whose beginning debug_rank stops in the debugger.", "step")

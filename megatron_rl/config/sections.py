@@ -63,14 +63,10 @@ class ServerConfig:
         "and watches one (vllm_server, sglang).",
     )
     directory: str | None = option(
-        None,
-        "Directory of the weights for servers, the same path on all nodes; default: /dev/shm, for servers that are"
-        " started here.",
+        None, "Directory of the weights for servers, on all nodes; default: /dev/shm, for servers started here."
     )
     on_update: str | None = option(
-        None,
-        "Engine openai: URL to post to, or command, that makes the server load new weights; {directory} is where "
-        "they are.",
+        None, "Engine openai: URL to post to, or command, that makes the server load new weights from {directory}."
     )
     python: str | None = option(
         None, "Interpreter of the servers; default: this one (sglang has an environment of its own)."
@@ -123,8 +119,7 @@ class AgentsConfig:
 
     environment: str | None = option(
         None,
-        "calculator, textarena:GAME, gem:GAME, openenv:URL, or your class as path.py:Name; null: one response per "
-        "prompt.",
+        "calculator, textarena:GAME, gem:GAME, openenv:URL, or your class, path.py:Name; null: one response a prompt.",
     )
     tools: list[str] = option(
         [],
@@ -177,7 +172,7 @@ class CheckpointConfig:
     async_save: bool = option(True, "Write in the background while training continues (one copy in host memory).")
     save_every_minutes: float | None = option(
         30.0,
-        "Save also this long after the last save, without the HF format, until the next checkpoint; null: off.",
+        "Save also so long after the last save, without the HF format, until the next one; null: off.",
         "minutes",
         gt=0,
     )
@@ -199,9 +194,7 @@ class HealthConfig:
         1.5, "Alarm when responses are longer by this factor than four windows before, without more reward.", ge=0
     )
     mismatch_growth: float | None = option(
-        10.0,
-        "Alarm when engine and trainer differ by this factor more than in the first steps (and by 1e-3 nats).",
-        ge=0,
+        10.0, "Alarm when engine and trainer differ by this factor more than in the first steps (and 1e-3 nats).", ge=0
     )
     gradient_growth: float | None = option(
         10.0, "Alarm when the gradient norm is larger by this factor than four windows before.", ge=0
@@ -213,9 +206,7 @@ class HealthConfig:
         0.1, "Alarm when a larger share of the responses is rewarded for repeating a part of the prompt.", ge=0
     )
     failed_limit: float | None = option(
-        0.1,
-        "Alarm when this share of the episodes has failed, or a reward service on this share of the responses.",
-        ge=0,
+        0.1, "Alarm when this share of the episodes has failed, or a reward service on this share of responses.", ge=0
     )
     sample_size_floor: float | None = option(
         0.5, "Alarm when importance weights leave a smaller effective sample size, as a share.", ge=0
@@ -279,13 +270,11 @@ class DataConfig:
     )
     pass_rates: str | None = option(
         None,
-        "Rollouts of the train files by tools/evaluate.py; prompts with a rate not in pass_rate_range are left out.",
+        "Rollouts of the train files by tools/evaluate.py; prompts with a rate outside pass_rate_range are left out.",
     )
     pass_rate_range: list[float] = option([0.1, 0.9], "Least and largest share of correct responses.")
     validation_files: list[str] = option(
-        [],
-        "JSONL or parquet files; a set has its file's name (gsm8k/test.parquet: test, or gsm8k-test beside another"
-        " test).",
+        [], "JSONL or parquet; a set has its file's name (gsm8k/test.parquet: test, or gsm8k-test beside another test)."
     )
     train_batch_size: int = option(MISSING, "Prompts per rollout batch (one step of the main loop).", "prompts", ge=1)
     validation_limit: int | None = option(
@@ -385,7 +374,7 @@ class SamplingSettings:
     )
     max_kept_tokens: int = option(
         1024,
-        "top_p, min_p and min_tokens: draw from so many most likely tokens at most (sampling/kept_at_limit).",
+        "top_p, min_p, min_tokens: draw from so many likeliest tokens at most (sampling/kept_at_limit).",
         "tokens",
         ge=1,
     )
