@@ -56,8 +56,13 @@ def combine_policy_loss(parts: Parts) -> Combined:
     if mode is not None and mode.layer != ASSUMED:
         hint = "register a loss of yours with algorithm.plugins and name it in algorithm.policy_loss"
         yield look_up(mode, "algorithm.policy_loss", LOSS_MODES, hint)
-    for rule in (_combine_dual_clip, _combine_aggregation, _combine_covariance):
-        yield from rule(parts, mode)
+    yield from _combine_dual_clip(parts, mode)
+    yield from _combine_aggregation(parts, mode)
+    for owner, name in _COV_RATIOS.items():
+        if name in parts and mode is not None and mode.value == owner:
+            yield replace(parts[name], name="algorithm.cov_ratio")
+        elif name in parts:
+            yield note(parts[name], f"it belongs to {LOSS_MODE} = {owner!r}")
 
 
 def _combine_dual_clip(parts: Parts, mode: Setting | None) -> Combined:
@@ -96,14 +101,6 @@ def _combine_aggregation(parts: Parts, mode: Setting | None) -> Combined:
             "sequences too (as Dr. GRPO and TRL do) and verl does not, which makes its loss and gradients larger by "
             f"the factor {factor}"
         )
-
-
-def _combine_covariance(parts: Parts, mode: Setting | None) -> Combined:
-    for owner, name in _COV_RATIOS.items():
-        if name in parts and mode is not None and mode.value == owner:
-            yield replace(parts[name], name="algorithm.cov_ratio")
-        elif name in parts:
-            yield note(parts[name], f"it belongs to {LOSS_MODE} = {owner!r}")
 
 
 _USE_KL_LOSS, _KL_LOSS_COEF = f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef"
