@@ -220,7 +220,7 @@ def find_forbidden_calls(source: Source) -> Iterator[str]:
 @cache
 def read_engine_names() -> frozenset[str]:
     """Return the names of the rollout engines, from the table of their abilities."""
-    body = parse(ROOT / PACKAGE / "extension/engines.py").tree.body
+    body = parse(ROOT / PACKAGE / "extension/registry.py").tree.body
     (table,) = (
         node.value for node in body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ENGINES"
     )

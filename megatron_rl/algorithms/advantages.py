@@ -20,7 +20,7 @@ from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the d
     register_advantage_estimator,
 )
 from megatron_rl.algorithms.plugin_types import AdvantageInputs, Advantages, mark_first, number_segments
-from megatron_rl.config.options import find_options
+from megatron_rl.config.fields import find_options
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.types import UserError
 

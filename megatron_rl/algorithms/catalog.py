@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.algorithm import SAMPLED
-from megatron_rl.config.options import OPTIONS, check_options
+from megatron_rl.config.fields import OPTIONS, check_options
 from megatron_rl.config.schema import AlgorithmConfig, RunConfig
 from megatron_rl.extension.registry import Deferred, add_entry, describe_place, find_entry
 from megatron_rl.types import UserError

@@ -29,7 +29,7 @@ from megatron_rl.algorithms.catalog import (  # noqa: F401  plugins import the d
 )
 from megatron_rl.algorithms.kl import MAX_LOG_RATIO, compute_kl
 from megatron_rl.algorithms.plugin_types import PolicyLossInputs, number_segments, sum_per_segment
-from megatron_rl.config.options import find_options
+from megatron_rl.config.fields import find_options
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.parallel.collectives import gather_objects
 from megatron_rl.types import UserError

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_rl.config.data import DataConfig
+from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import PromptSet, name_files
 from megatron_rl.data.rows import Row, read_rows
 from megatron_rl.types import Prompt, UserError, has_reward

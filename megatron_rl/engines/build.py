@@ -21,7 +21,7 @@ from megatron_rl.engines.protocol import (
 )
 from megatron_rl.engines.thinking import ThinkingBudget
 from megatron_rl.engines.waiting import WaitingRequests
-from megatron_rl.extension.engines import find_engine
+from megatron_rl.extension.registry import find_engine
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import RouteShape

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.sampling_settings import SamplingSettings
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections import SamplingSettings
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.timers import PhaseTimers

@@ -15,7 +15,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.checking import check_sampled, miscounted
 from megatron_rl.engines.protocol import Request, Sampled
-from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.parallel.collectives import raise_together, reduce_scalars
 from megatron_rl.rollout.episodes import Episodes, describe_episodes
 from megatron_rl.rollout.order import SampleGroups, Samples, assign_engines

@@ -23,7 +23,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.engines.build import BuiltEngine, build_engine
 from megatron_rl.engines.protocol import EngineSpec, EngineWeights, ProbedEngine, StopStrings, Thoughts
-from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, align_group_names, share_object, world
 from megatron_rl.parallel.groups import ParallelGroups, join_groups

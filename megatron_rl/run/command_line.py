@@ -93,7 +93,7 @@ def run_command(
     """
     if "--help" in argv or "-h" in argv:
         _import_plugins(argv)
-        from megatron_rl.compat.verl.aliases import format_names
+        from megatron_rl.compat.aliases import format_names
 
         usage = _USAGE.format(name=name, description=description)
         _say("\n".join((usage, format_help(), format_names())))

@@ -18,8 +18,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from megatron_rl.config.schema import RunConfig, TrainerConfig
-from megatron_rl.observability.failures import FindSilent, Scene, explain, is_lost_peer
-from megatron_rl.observability.positions import Position
+from megatron_rl.observability.failures import FindSilent, Position, Scene, explain, is_lost_peer
 from megatron_rl.run.watchdog import Watchdog, Watched, append, describe_collectives, show
 from megatron_rl.types import EXIT_FAILED, EXIT_USER_ERROR, Preempted, UserError, mark_reported, reported_code
 

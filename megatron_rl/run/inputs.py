@@ -25,15 +25,14 @@ from megatron_rl.algorithms.catalog import (
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.batch_plan import BatchPlan, SftPlan
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.data import DataConfig
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.pass_rates import select_by_pass_rate
 from megatron_rl.data.prompts import PromptSet, SftSet, choose_teachers, load_prompts, load_sft_examples, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.engines.protocol import EngineMaker, StopStrings, Thoughts
-from megatron_rl.extension.engines import ENGINES, RegisteredEngine
-from megatron_rl.extension.registry import enter_object, name_of
+from megatron_rl.extension.registry import ENGINES, RegisteredEngine, enter_object, name_of
 from megatron_rl.rewards.functions import RewardFunction, check_reward_function, file_of
 from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan
 from megatron_rl.rewards.truths import check_truths

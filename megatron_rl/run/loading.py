@@ -2,7 +2,7 @@
 """Load a recipe and a command line into a checked `RunConfig`.
 
 The path of a setting: read with its place (`sources.py`), references `${section.key}` resolved, plugins imported (they
-declare settings, `options.py`), verl names translated (`compat/verl/aliases.py`), the recipe overridden by the command
+declare settings, `fields.py`), verl names translated (`compat/aliases.py`), the recipe overridden by the command
 line, types checked (`fields.py`), settings without effect set aside (`idle.py`), combinations checked (`checks.py`).
 torch is not imported, so that a dry run starts at once.
 """
@@ -20,21 +20,22 @@ import yaml
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.fields import (
+    PREFIX,
     TEACHERS,
     FieldInfo,
+    build_options,
     build_section,
     coerce,
     list_fields,
+    list_options,
     section_classes,
-    section_names,
 )
 from megatron_rl.config.idle import put_aside
-from megatron_rl.config.options import PREFIX, build_options, list_options
 from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.config.sections import MISSING
 from megatron_rl.config.sources import RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
-from megatron_rl.extension.engines import find_engine
-from megatron_rl.extension.plugins import load_plugins
+from megatron_rl.extension.registry import find_engine
+from megatron_rl.extension.user_code import load_plugins
 from megatron_rl.types import UserError
 
 _REFERENCE = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")
@@ -189,7 +190,7 @@ def read_settings(
 
 def _aliases() -> Any:
     """Import other projects' names only if needed."""
-    from megatron_rl.compat.verl import aliases
+    from megatron_rl.compat import aliases
 
     return aliases
 
@@ -227,7 +228,7 @@ def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
 
 
 def _without_empty_sections(settings: list[Setting], mistakes: Mistakes) -> list[Setting]:
-    sections = {*section_names(), PREFIX}
+    sections = {*(name.rpartition(".")[0] for name in list_fields()), TEACHERS, PREFIX}
     for setting in settings:
         if setting.name in sections and setting.value is not None:
             error = UserError(

@@ -18,8 +18,8 @@ from megatron_rl.checkpoint.side_files import MTP_ROLE, find_model_files, find_m
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_rl.extension.engines import find_engine
-from megatron_rl.extension.plugins import load_plugins
+from megatron_rl.extension.registry import find_engine
+from megatron_rl.extension.user_code import load_plugins
 from megatron_rl.parallel.layout import ParallelLayout, check_context_parallel
 from megatron_rl.planning.cluster import DTYPE_BYTES, check_layout
 from megatron_rl.types import UserError

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread on every rank that ends a job that hangs or has failed elsewhere, and the job's one report of the reason.
 
-Its heartbeat is the rank's position (`positions.py`) in the job's store. A rank *stalls* if its program stays in one
+Its heartbeat is the rank's position (`failures.py`) in the job's store. A rank *stalls* if its program stays in one
 collective for `limit` seconds: every rank dumps the stacks of its threads into its log, the first stalled rank reports
 which ranks wait for which, in which phase and group, and all ranks exit with EXIT_STALLED; the launcher restarts them.
 A report of another rank (`guard.py`) also ends this rank unless its program ends by itself, and a rank with a stop
@@ -32,8 +32,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import GroupName, Store
 
-from megatron_rl.observability.failures import Scene, explain_lost
-from megatron_rl.observability.positions import Position, explain, find_position
+from megatron_rl.observability.failures import Position, Scene, explain_lost, explain_wait, find_position
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.types import EXIT_FAILED, EXIT_STALLED, UserError
 
@@ -297,7 +296,7 @@ class Watchdog:
         limit, logs = self._watched.limit, self._watched.log_file.parent
         roles = f"\n  roles: {self._watched.roles}" if self._watched.roles else ""
         return UserError(
-            f"no progress in {limit:g} s (trainer.collective_timeout): {explain(answers, silent)}{roles}",
+            f"no progress in {limit:g} s (trainer.collective_timeout): {explain_wait(answers, silent)}{roles}",
             source=f"the watchdog of rank {self._watched.rank}",
             expected="ranks that answer each other within that time",
             hint=f"the stacks of all threads of rank N are in {logs}/rank<N>.log; raise trainer.collective_timeout if "

@@ -12,8 +12,7 @@ import torch
 
 from megatron_rl.algorithms.losses import find_clipped
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
-from megatron_rl.observability.summary import NUM_BEST
+from megatron_rl.observability.rollout_log import NUM_BEST, TokenTexts, as_numbers, token_fields
 from megatron_rl.rewards.answers import RESTATES
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.estimate import loss_inputs

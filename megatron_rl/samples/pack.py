@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.algorithms.aggregation import aggregate, build_ledger
 from megatron_rl.config.batch_plan import BatchPlan, SftPlan
-from megatron_rl.config.options import find_options
+from megatron_rl.config.fields import find_options
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch

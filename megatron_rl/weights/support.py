@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.extension.engines import find_engine, name_engines
+from megatron_rl.extension.registry import find_engine, name_engines
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape

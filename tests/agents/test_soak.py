@@ -25,7 +25,7 @@ from megatron_rl.config.sections import AgentsConfig
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.order import SampleGroups

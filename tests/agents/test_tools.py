@@ -24,7 +24,7 @@ from megatron_rl.agents.tools.finding import describe_tools, find_tools
 from megatron_rl.agents.tools.python import run_python
 from megatron_rl.agents.tools.search import Bm25
 from megatron_rl.agents.tools.tool import ToolEnvironment, describe_function
-from megatron_rl.config.data import DataConfig
+from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.types import Prompt, UserError
 

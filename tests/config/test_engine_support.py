@@ -18,7 +18,7 @@ from registries import restored_registries
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.engines.protocol import register_rollout_engine
-from megatron_rl.extension.engines import ABILITIES, ENGINES, RegisteredEngine, name_engines
+from megatron_rl.extension.registry import ABILITIES, ENGINES, RegisteredEngine, name_engines
 from megatron_rl.run.bitwise import check_bitwise
 from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config

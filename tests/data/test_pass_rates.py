@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.config.data import DataConfig
+from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.pass_rates import select_by_pass_rate
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.types import Prompt, UserError

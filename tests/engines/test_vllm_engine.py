@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config.engine_options import REFUSED
+from megatron_rl.config.rollout_checks import REFUSED
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.modes import describe_modes
@@ -32,7 +32,7 @@ from megatron_rl.engines.vllm.vllm_limits import (
     cpu_cache_bytes,
     list_arguments,
 )
-from megatron_rl.extension.engines import ENGINES
+from megatron_rl.extension.registry import ENGINES
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.types import UserError
 from megatron_rl.weights.delta_nets import DeltaNetSizes

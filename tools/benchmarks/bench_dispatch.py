@@ -121,7 +121,7 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
     """Return a run on all ranks with sleeping engines; collective."""
     import torch.distributed as dist
 
-    from megatron_rl.observability.rollout_progress import RolloutProgress
+    from megatron_rl.observability.progress import RolloutProgress
     from megatron_rl.rollout.generation import RolloutGenerator
     from megatron_rl.rollout.order import SampleGroups
     from megatron_rl.rollout.serving import Channel

@@ -24,7 +24,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.protocol import EngineSpec, Request
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.extension.engines import find_engine
+from megatron_rl.extension.registry import find_engine
 from megatron_rl.parallel.collectives import Process, share_object, world
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.serving import generate

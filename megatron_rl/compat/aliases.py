@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translates verl and TRL setting names.
 
-verl's tables are in `name_tables.py` (single names) and `name_groups.py` (names read together), from which
-`docs/verl_keys.md` is generated; TRL's are in `compat/trl.py`. Invariant: nothing is dropped silently; a setting
-without effect yields a note, and one that would change the result raises.
+verl's tables are in `name_tables.py` (single names) and `name_groups.py` (names read together), TRL's in `trl.py`.
+Invariant: nothing is dropped silently; a setting without effect yields a note, and one that would change the result
+raises.
 """
 
 from __future__ import annotations
@@ -16,45 +16,34 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megatron_rl.compat import trl
-from megatron_rl.compat.verl import name_groups, name_tables
-from megatron_rl.compat.verl.kinds import Ignored, Only, Renamed, SameAs
-from megatron_rl.compat.verl.kl_names import note
-from megatron_rl.compat.verl.loss_names import find_defaults
-from megatron_rl.compat.verl.name_groups import take_parts
-from megatron_rl.compat.verl.name_tables import PATTERNS
+from megatron_rl.compat import name_groups, name_tables, trl
+from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs, each, note
+from megatron_rl.compat.loss_names import LOSS_MODE, MODEL_PATH
+from megatron_rl.compat.name_tables import PATTERNS
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.fields import FieldInfo, unknown_key_error
 from megatron_rl.config.schema import ACTOR_DECIDES
-from megatron_rl.config.sources import Setting, describe
+from megatron_rl.config.sources import ASSUMED, Setting, describe
 from megatron_rl.types import UserError
 
 # Hydra's mark for a mandatory value, and an empty section left by a reference.
 _NOTHING = ("???", {})
 _GONE = "the setting is gone, and what its default said is always done"
+_SHARDED = "set zero_stage=0 of the role for states that are not sharded"
 # Removed settings, which config.yaml files of earlier runs contain.
 _EARLIER = {
-    **{
-        f"{role}.{leaf}": alias
-        for role in ("actor", "critic")
-        for leaf, alias in {
-            "max_num_seqs": Only((64,), _GONE),
-            "use_distributed_optimizer": Only((True,), f"set {role}.zero_stage=0 for states that are not sharded"),
-        }.items()
-    },
+    **each("actor.max_num_seqs critic.max_num_seqs", Only((64,), _GONE)),
+    **each("actor.use_distributed_optimizer critic.use_distributed_optimizer", Only((True,), _SHARDED)),
     **{
         f"{role}.{leaf}": SameAs(f"actor.{leaf}", strict=True)
         for role in ("critic", "teachers.*")
         for leaf in ACTOR_DECIDES
     },
-    **dict.fromkeys(
-        ("agents.max_failed_share", "reward.max_failed_share"), Only((0.5,), "set trainer.max_failed_share instead")
-    ),
-    "checkpoint.keep_best": Only((True,), _GONE),
+    **each("agents.max_failed_share reward.max_failed_share", Only((0.5,), "set trainer.max_failed_share instead")),
+    **each("checkpoint.keep_best observability.status_token trainer.log_validation", Only((True,), _GONE)),
     "checkpoint.max_failed_saves": Only((3,), _GONE),
     "data.response_key": Renamed("data.answer_key"),
     "data.validation_batch_size": Only((), _GONE),
-    "observability.status_token": Only((True,), _GONE),
     "reward.service_backoff_seconds": Only((0.5,), _GONE),
     "reward.service_fallback_reward": Only((0.0,), "nothing is learned from such a response, and 0 is logged"),
     "reward.service_url": Only((), "give the URL as reward.function, or in reward.components"),
@@ -63,7 +52,6 @@ _EARLIER = {
     "reward_model.share_prompts": Only((True,), _GONE),
     "reward_model.recompute_granularity": Only(("none",), _GONE),
     "rollout.server.start_seconds": Only((600.0,), "rollout.server.silent_seconds bounds the start as well"),
-    "trainer.log_validation": Only((True,), _GONE),
 }
 _PATTERNS = {**PATTERNS, "teachers.*.recompute_granularity": Ignored("only a backward pass recomputes")}
 _ALIASES = {**name_tables.ALIASES, **trl.ALIASES, **_EARLIER}
@@ -98,22 +86,22 @@ def translate(
 
     Args:
         settings: in order; the later of two equal names wins.
-        fields: this package's settings by full name.
-        mistakes: collects errors for unknown names and unsupported values.
     """
     latest: dict[str, Setting] = {}
     for setting in settings:
         latest.pop(setting.name, None)  # so that a repeated name moves to its later position
         if setting.value not in _NOTHING:
             latest[setting.name] = replace(setting, value=_expand_home(setting.value))
-    for default in find_defaults(settings):
-        latest.setdefault(default.name, default)
+    lowest = min((setting.layer for setting in settings), default=ASSUMED)
+    if any(setting.name == MODEL_PATH and setting.layer == lowest for setting in settings):  # a recipe of verl's
+        latest.setdefault(LOSS_MODE, Setting(LOSS_MODE, "vanilla", "verl's default", ASSUMED))
     translated: list[Setting] = []
     notes: list[str] = []
     for group in _GROUPS:
-        parts = take_parts(group, latest)
+        parts = {name: latest.pop(name) for name in group.names if name in latest}
+        reads = {name: latest[name] for name in group.reads if name in latest}
         with mistakes.collect(*group.reads, *group.targets.values()):
-            for found in group.combine(parts) if parts else ():
+            for found in group.combine(parts | reads) if parts else ():
                 if isinstance(found, str):
                     notes.append(found)
                 else:
@@ -140,7 +128,10 @@ def translate(
     for setting, alias in repeated:
         with mistakes.collect(alias.target):
             notes += _compare(setting, alias, translated, fields)
-    notes += [_ignore_all(pattern, members) for pattern, members in below.items()]
+    for pattern, members in below.items():
+        reason = _PATTERNS[pattern].reason
+        several = f"ignored: {len(members)} settings {pattern} ({members[0].source} ff.), {reason}"
+        notes.append(note(members[0], reason) if len(members) == 1 else several)
     return translated, notes
 
 
@@ -205,12 +196,6 @@ def _compare(
         expected=f"the value of {alias.target}: both mean the same here",
         hint=f"remove {setting.name}",
     )
-
-
-def _ignore_all(pattern: str, members: Sequence[Setting]) -> str:
-    if len(members) == 1:
-        return note(members[0], _PATTERNS[pattern].reason)
-    return f"ignored: {len(members)} settings {pattern} ({members[0].source} ff.), {_PATTERNS[pattern].reason}"
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 
-from megatron_rl.compat.verl.kinds import Alias, Ignored, Only, Renamed, SameAs
-from megatron_rl.compat.verl.loss_names import AGGREGATIONS, ESTIMATORS
+from megatron_rl.compat.kinds import Alias, Ignored, Only, Renamed, SameAs, each
+from megatron_rl.compat.loss_names import AGGREGATIONS, ESTIMATORS
 from megatron_rl.config.schema import LayoutConfig
 
 OFF = ((-1, 0),)
@@ -29,21 +29,24 @@ LAYOUT_LEAVES = tuple(item.name for item in fields(LayoutConfig) if item.name.en
 def megatron_names(role: str) -> dict[str, Alias]:
     """Return the aliases for `megatron.*` of a role with its own layout."""
     return {f"megatron.{leaf}": Renamed(f"{role}.{leaf}") for leaf in LAYOUT_LEAVES} | {
-        "megatron.use_mbridge": Ignored("weights are converted by this package"),
-        "megatron.vanilla_mbridge": Ignored("weights are converted by this package"),
-        "megatron.use_dist_checkpointing": Ignored("the first weights are read in HF format"),
-        "megatron.dist_checkpointing_path": Ignored("the first weights are read in HF format"),
-        "megatron.dist_checkpointing_prefix": Ignored("the first weights are read in HF format"),
+        **each("megatron.use_mbridge megatron.vanilla_mbridge", Ignored("weights are converted by this package")),
+        **each(
+            "megatron.use_dist_checkpointing megatron.dist_checkpointing_path megatron.dist_checkpointing_prefix",
+            Ignored("the first weights are read in HF format"),
+        ),
         "megatron.forward_only": Ignored(MEGATRON),
         "megatron.dtype": Ignored("model.dtype decides"),
         "megatron.seed": Ignored("trainer.seed decides"),
         "megatron.use_distributed_optimizer": Ignored("this role has no optimizer"),
         "megatron.override_transformer_config.recompute_granularity": Ignored("only a backward pass recomputes"),
         "megatron.override_transformer_config.recompute_modules": Ignored("selective recomputes the core attention"),
-        "megatron.override_transformer_config.recompute_method": Ignored("full recomputes every layer"),
-        "megatron.override_transformer_config.recompute_num_layers": Ignored("full recomputes every layer"),
+        **each(
+            "megatron.override_transformer_config.recompute_method "
+            "megatron.override_transformer_config.recompute_num_layers",
+            Ignored("full recomputes every layer"),
+        ),
         "megatron.override_transformer_config.attention_backend": Ignored(FUSED),
-        **dict.fromkeys(("fsdp_config.param_offload", "megatron.param_offload"), Ignored(_SHARED)),
+        **each("fsdp_config.param_offload megatron.param_offload", Ignored(_SHARED)),
         "strategy": Ignored(FSDP),
         "fsdp_config.reshard_after_forward": Renamed(f"{role}.zero_stage", STAGES, closed=True),
         "load_weight": Only((True,), "weights are always read"),
@@ -54,9 +57,9 @@ def megatron_names(role: str) -> dict[str, Alias]:
 def lora_names(role: str) -> dict[str, Alias]:
     """Return the aliases for a role's adapter settings, below `model`."""
     names = {
-        **dict.fromkeys(("lora_rank", "lora.rank"), "rank"),
-        **dict.fromkeys(("lora_alpha", "lora.alpha"), "alpha"),
-        **dict.fromkeys(("lora_adapter_path", "lora.adapter_path"), "path"),
+        **each("lora_rank lora.rank", "rank"),
+        **each("lora_alpha lora.alpha", "alpha"),
+        **each("lora_adapter_path lora.adapter_path", "path"),
         "target_modules": "target_modules",
     }
     renamed: dict[str, Alias] = {name: Renamed(f"{role}.lora.{leaf}") for name, leaf in names.items()}
@@ -77,24 +80,23 @@ def trainable_names(role: str) -> dict[str, Alias]:
         "optim.lr_warmup_steps_ratio": Only((0,), f"give the warm-up in steps: {role}.lr_warmup_steps"),
         "optim.lr_warmup_init": Only((0,), "the warm-up starts from 0"),
         "optim.lr_decay_steps": Only((), "the decay ends with the run"),
-        "optim.lr_decay_style": Renamed(f"{role}.lr_decay_style", _LR_STYLE, True),
-        "optim.lr_scheduler_type": Renamed(f"{role}.lr_decay_style", _LR_STYLE, True),
-        "optim.warmup_style": Renamed(f"{role}.lr_decay_style", _LR_STYLE, True),
+        **each(
+            "optim.lr_decay_style optim.lr_scheduler_type optim.warmup_style",
+            Renamed(f"{role}.lr_decay_style", _LR_STYLE, True),
+        ),
         "optim.num_cycles": Only((0.5,), "a cosine decay is half a period"),
-        **dict.fromkeys(("optim.lr_wsd_decay_style", "optim.lr_wsd_decay_steps"), Ignored("there is no such schedule")),
+        **each("optim.lr_wsd_decay_style optim.lr_wsd_decay_steps", Ignored("there is no such schedule")),
         "optim.weight_decay": Renamed(f"{role}.weight_decay"),
         "optim.weight_decay_incr_style": Only(("constant",), "weight decay is constant"),
-        "optim.clip_grad": Renamed(f"{role}.clip_grad"),
+        **each("optim.clip_grad grad_clip", Renamed(f"{role}.clip_grad")),
         "optim.optimizer": Only(("adam", "AdamW", "adamw"), "the optimizer is AdamW"),
         "optim.optimizer_impl": Ignored("the optimizer is megatron-core's AdamW"),
         "optim.total_training_steps": Ignored("it follows from the batch plan"),
         "optim.use_checkpoint_opt_param_scheduler": Ignored("schedules come from the config"),
-        "grad_clip": Renamed(f"{role}.clip_grad"),
         "shuffle": Only((False,), "minibatches keep the order of the rollouts"),
         "data_loader_seed": Ignored("trainer.seed decides"),
         "ppo_micro_batch_size": Ignored(BUDGET),
-        "fsdp_config.optimizer_offload": Renamed(f"{role}.offload_optimizer"),
-        "megatron.optimizer_offload": Renamed(f"{role}.offload_optimizer"),
+        **each("fsdp_config.optimizer_offload megatron.optimizer_offload", Renamed(f"{role}.offload_optimizer")),
         "megatron.grad_offload": Renamed(f"{role}.offload_gradients"),
         "megatron.override_transformer_config.recompute_granularity": Renamed(
             f"{role}.recompute_granularity", (("selective", "selective"), ("full", "full")), closed=True
@@ -131,8 +133,10 @@ _ACTOR: dict[str, Alias] = trainable_names("actor") | {
     "use_torch_compile": Ignored("the actor is not compiled"),
     "use_fused_kernels": Ignored(FUSED),
     "use_remove_padding": Ignored(_PACKED),
-    "entropy_from_logits_with_chunking": Ignored("log-probs and entropy are computed in chunks"),
-    "entropy_checkpointing": Ignored("log-probs and entropy are computed in chunks"),
+    **each(
+        "entropy_from_logits_with_chunking entropy_checkpointing",
+        Ignored("log-probs and entropy are computed in chunks"),
+    ),
     "freeze_vision_tower": Ignored(_TEXT),
     "checkpoint.async_save": Renamed("checkpoint.async_save"),
     "router_replay.mode": Renamed(
@@ -146,20 +150,17 @@ _CRITIC: dict[str, Alias] = trainable_names("critic") | {
     "model.enable_gradient_checkpointing": Renamed("critic.recompute_granularity", _CHECKPOINTING, closed=True),
     "model.use_remove_padding": Ignored(_PACKED),
     "model.tokenizer_path": Ignored("the critic reads the policy's tokens"),
-    "model.fsdp_config.param_offload": Ignored("critic weights stay on the device"),
+    **each("model.fsdp_config.param_offload megatron.param_offload", Ignored("critic weights stay on the device")),
     "model.fsdp_config.optimizer_offload": Renamed("critic.offload_optimizer"),
     "model.fsdp_config.reshard_after_forward": Renamed("critic.zero_stage", STAGES, closed=True),
-    "megatron.param_offload": Ignored("critic weights stay on the device"),
     "cliprange_value": Renamed("critic.value_clip"),
     "ppo_mini_batch_size": SameAs("actor.ppo_mini_batch_size"),
     "ppo_epochs": SameAs("actor.ppo_epochs"),
     "rollout_n": SameAs("rollout.n"),
     "loss_agg_mode": SameAs("algorithm.loss_agg_mode", AGGREGATIONS),
-    "forward_micro_batch_size": Ignored(BUDGET),
-    "forward_micro_batch_size_per_gpu": Ignored(BUDGET),
-    "forward_max_token_len_per_gpu": Ignored(BUDGET),
+    **each("forward_micro_batch_size forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu", Ignored(BUDGET)),
     "nccl_timeout": Ignored("trainer.collective_timeout decides"),
-    **dict.fromkeys(("kl_ctrl.type", "kl_ctrl.kl_coef"), Ignored("the critic has no KL term")),
+    **each("kl_ctrl.type kl_ctrl.kl_coef", Ignored("the critic has no KL term")),
 }
 
 _ROLLOUT: dict[str, Alias] = {
@@ -200,29 +201,15 @@ _ROLLOUT: dict[str, Alias] = {
     "update_weights_bucket_megabytes": Ignored("hybrid.bucket_bytes decides"),
     "multi_turn.enable": Only((False,), "agents.environment, agents.tools or agents.program make several turns"),
     "multi_turn.max_assistant_turns": Renamed("agents.max_turns"),
-    **dict.fromkeys(
-        (
-            "free_cache_engine",
-            "disable_log_stats",
-            "enable_chunked_prefill",
-            "enable_prefix_caching",
-            "max_num_batched_tokens",
-            "cudagraph_capture_sizes",
-            "multi_stage_wake_up",
-            "layered_summon",
-            "skip_tokenizer_init",
-            "skip_dump_dir",
-            "use_block_quant_rollout",
-        ),
+    **each(
+        "free_cache_engine disable_log_stats enable_chunked_prefill enable_prefix_caching "
+        "max_num_batched_tokens cudagraph_capture_sizes multi_stage_wake_up layered_summon "
+        "skip_tokenizer_init skip_dump_dir use_block_quant_rollout",
         Ignored(_ENGINE),
     ),
-    **dict.fromkeys(
-        (
-            "log_prob_micro_batch_size",
-            "log_prob_micro_batch_size_per_gpu",
-            "log_prob_max_token_len_per_gpu",
-            "log_prob_use_dynamic_bsz",
-        ),
+    **each(
+        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu "
+        "log_prob_use_dynamic_bsz",
         Ignored(_SCORING),
     ),
 }
@@ -230,28 +217,16 @@ _ROLLOUT: dict[str, Alias] = {
 _REF: dict[str, Alias] = {
     "model": Only((), "give the reference's directory in reference.path"),
     "model.path": Renamed("reference.path"),
-    **dict.fromkeys(("fsdp_config.param_offload", "megatron.param_offload"), Renamed("reference.offload")),
+    **each("fsdp_config.param_offload megatron.param_offload", Renamed("reference.offload")),
     "sync_actor": Only((False,), "the reference stays as it is"),
-    **dict.fromkeys(
-        (
-            "strategy",
-            "ulysses_sequence_parallel_size",
-            "use_torch_compile",
-            "entropy_from_logits_with_chunking",
-            "entropy_checkpointing",
-            "load_weight",
-            "sync_actor_alpha",
-            "sync_steps",
-        ),
+    **each(
+        "strategy ulysses_sequence_parallel_size use_torch_compile entropy_from_logits_with_chunking "
+        "entropy_checkpointing load_weight sync_actor_alpha sync_steps",
         Ignored(_REFERENCE),
     ),
-    **dict.fromkeys(
-        (
-            "log_prob_micro_batch_size",
-            "log_prob_micro_batch_size_per_gpu",
-            "log_prob_max_token_len_per_gpu",
-            "log_prob_use_dynamic_bsz",
-        ),
+    **each(
+        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu "
+        "log_prob_use_dynamic_bsz",
         Ignored(_SCORING),
     ),
     **{f"megatron.{leaf}": Ignored(_REFERENCE) for leaf in (*LAYOUT_LEAVES, "sequence_parallel")},
@@ -267,9 +242,11 @@ _MODEL: dict[str, Alias] = {
     "use_remove_padding": Ignored(_PACKED),
     "use_shm": Ignored("weights are read by the ranks that need them"),
     "enable_activation_offload": Ignored("activations are recomputed instead (actor.recompute_granularity)"),
-    **dict.fromkeys(("return_last_hidden_state", "override_config.attn_implementation"), Ignored(FUSED)),
+    **each(
+        "return_last_hidden_state override_config.attn_implementation use_liger use_fused_kernels use_fused_loss",
+        Ignored(FUSED),
+    ),
     "override_config.moe_config.freeze_moe_router": Only((False,), "all weights are trained"),
-    **dict.fromkeys(("use_liger", "use_fused_kernels", "use_fused_loss"), Ignored(FUSED)),
 }
 
 _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
@@ -277,8 +254,8 @@ _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
     "model.input_tokenizer": Ignored("the reward model reads the policy's tokens"),
     "model.use_remove_padding": Ignored(_PACKED),
     "model.trust_remote_code": Only((False,), "code of a model directory is never run"),
-    **dict.fromkeys(("model.fsdp_config.param_offload", "megatron.param_offload"), Renamed("reward_model.offload")),
-    **dict.fromkeys(("megatron.grad_offload", "megatron.optimizer_offload"), Ignored("this role has no optimizer")),
+    **each("model.fsdp_config.param_offload megatron.param_offload", Renamed("reward_model.offload")),
+    **each("megatron.grad_offload megatron.optimizer_offload", Ignored("this role has no optimizer")),
     "forward_max_token_len_per_gpu": Renamed("reward_model.max_tokens_per_microbatch"),
     "reward_manager": Only(
         ("naive", "dapo", "prime"), "rewards are made one by one; reward.workers computes them beside generation"
@@ -291,8 +268,8 @@ _REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
     "enable_resource_pool": Only((False,), "all roles share the ranks"),
     "reward_kwargs.max_resp_len": SameAs("data.max_response_length"),
     "nccl_timeout": Ignored("trainer.collective_timeout decides"),
-    **dict.fromkeys(("n_gpus_per_node", "nnodes"), Ignored("all roles share the ranks")),
-    **dict.fromkeys(("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz"), Ignored(BUDGET)),
+    **each("n_gpus_per_node nnodes", Ignored("all roles share the ranks")),
+    **each("micro_batch_size micro_batch_size_per_gpu use_dynamic_bsz", Ignored(BUDGET)),
 }
 
 _DATA: dict[str, Alias] = {
@@ -307,26 +284,13 @@ _DATA: dict[str, Alias] = {
     "trust_remote_code": Only((False,), "code of a model directory is never run"),
     "validation_shuffle": Only((False,), "validation prompts keep their order"),
     "tool_config_path": Only((), "a prompt gets one response"),
-    **dict.fromkeys(
-        (
-            "return_raw_input_ids",
-            "return_full_prompt",
-            "filter_overlong_prompts_workers",
-            "use_shm",
-            "dataloader_num_workers",
-        ),
+    **each(
+        "return_raw_input_ids return_full_prompt filter_overlong_prompts_workers use_shm dataloader_num_workers",
         Ignored("prompts are read once, at the start"),
     ),
-    **dict.fromkeys(("image_key", "video_key", "image_patch_size", "return_multi_modal_inputs"), Ignored(_TEXT)),
-    **dict.fromkeys(
-        (
-            "custom_cls.path",
-            "custom_cls.name",
-            "sampler.class_path",
-            "sampler.class_name",
-            "datagen.path",
-            "datagen.name",
-        ),
+    **each("image_key video_key image_patch_size return_multi_modal_inputs", Ignored(_TEXT)),
+    **each(
+        "custom_cls.path custom_cls.name sampler.class_path sampler.class_name datagen.path datagen.name",
         Only((), "prompts come from JSONL and parquet files"),
     ),
 }
@@ -349,8 +313,10 @@ _ALGORITHM: dict[str, Alias] = {
     "rollout_correction.rollout_is_threshold": Renamed("algorithm.importance_high"),
     "rollout_correction.rollout_is_batch_normalize": Renamed("algorithm.importance_normalize"),
     "rollout_correction.rollout_rs": Only((), "set algorithm.reject_sequence_above or a mask mode"),
-    "rollout_correction.rollout_rs_threshold": Ignored("it belongs to rollout_rs"),
-    "rollout_correction.rollout_rs_threshold_lower": Ignored("it belongs to rollout_rs"),
+    **each(
+        "rollout_correction.rollout_rs_threshold rollout_correction.rollout_rs_threshold_lower",
+        Ignored("it belongs to rollout_rs"),
+    ),
     "rollout_correction.rollout_token_veto_threshold": Only((), "set algorithm.reject_sequence_above"),
     "rollout_correction.bypass_mode": Only((False,), "set algorithm.importance_sampling=bypass"),
     "rollout_correction.use_policy_gradient": Only((False,), "set algorithm.policy_loss=policy_gradient"),
@@ -362,7 +328,7 @@ _TRAINER: dict[str, Alias] = {
     "test_freq": Renamed("trainer.test_freq", OFF),
     "save_freq": Renamed("trainer.save_freq", OFF),
     "default_local_dir": Renamed("trainer.run_dir"),
-    **dict.fromkeys(("nnodes", "n_gpus_per_node"), Ignored(_RUNS)),
+    **each("nnodes n_gpus_per_node", Ignored(_RUNS)),
     "device": Ignored("the device is found at start"),
     "balance_batch": Ignored("batches are always balanced over the DP ranks"),
     "logger": Ignored(_TRACKING),
@@ -372,11 +338,9 @@ _TRAINER: dict[str, Alias] = {
     "esi_redundant_time": Ignored("trainer.save_freq decides when to save"),
     "project_name": Renamed("observability.wandb_project"),
     "experiment_name": Renamed("observability.wandb_name"),
-    **dict.fromkeys(
-        ("log_val_generations", "rollout_data_dir", "validation_data_dir"), Ignored("trainer.log_rollouts decides")
-    ),
-    **dict.fromkeys(
-        ("del_local_ckpt_after_load", "max_critic_ckpt_to_keep", "max_ref_ckpt_to_keep"),
+    **each("log_val_generations rollout_data_dir validation_data_dir", Ignored("trainer.log_rollouts decides")),
+    **each(
+        "del_local_ckpt_after_load max_critic_ckpt_to_keep max_ref_ckpt_to_keep",
         Ignored("checkpoint.keep_last decides for all roles"),
     ),
     "max_actor_ckpt_to_keep": Renamed("checkpoint.keep_last"),
@@ -403,10 +367,11 @@ ALIASES: Mapping[str, Alias] = {
 # Shell patterns of sections ignored as a whole, with one note each; ALIASES takes precedence.
 PATTERNS: Mapping[str, Ignored] = {
     "*._target_": Ignored("it names a class of verl"),
-    **dict.fromkeys(
-        ("*.profiler.*", "*.profile.*", "global_profiler.*"), Ignored("there is nothing to configure about profiling")
+    **each(
+        "*.profiler.* *.profile.* global_profiler.*",
+        Ignored("there is nothing to configure about profiling"),
     ),
-    **dict.fromkeys(("ray_init.*", "ray_kwargs.*"), Ignored("there is no Ray in a run")),
+    **each("ray_init.* ray_kwargs.*", Ignored("there is no Ray in a run")),
     "transfer_queue.*": Ignored("samples stay in the processes that made them"),
     "*.checkpoint.*": Ignored("trainer.save_freq decides what is written and when"),
     "*.fsdp_config.*": Ignored(FSDP),
@@ -414,16 +379,16 @@ PATTERNS: Mapping[str, Ignored] = {
     "*.gradient_checkpointing_kwargs.*": Ignored("recompute_granularity decides"),
     "actor_rollout_ref.model.fused_kernel_options.*": Ignored(FUSED),
     "actor_rollout_ref.actor.policy_loss.*": Ignored("it belongs to losses that are not served"),
-    "actor_rollout_ref.rollout.multi_turn.*": Ignored("the section agents has tools and environments of another form"),
+    **each(
+        "actor_rollout_ref.rollout.multi_turn.* actor_rollout_ref.rollout.agent.*",
+        Ignored("the section agents has tools and environments of another form"),
+    ),
     "actor_rollout_ref.rollout.engine_kwargs.*": Ignored(_ENGINE),
-    "actor_rollout_ref.rollout.agent.*": Ignored("the section agents has tools and environments of another form"),
     "actor_rollout_ref.rollout.trace.*": Ignored("trainer.log_rollouts writes rollouts"),
     "actor_rollout_ref.rollout.prometheus.*": Ignored(_TRACKING),
     "actor_rollout_ref.rollout.layer_name_map.*": Ignored("weights are placed by this package"),
     "critic.model.*": Ignored("the critic's shape and options are the policy's"),
-    "critic.megatron.override_*": Ignored("shapes come from config.json"),
+    **each("critic.megatron.override_* reward_model.megatron.override_*", Ignored("shapes come from config.json")),
     "reward_model.model.*": Ignored("its shape comes from its config.json"),
-    "reward_model.megatron.override_*": Ignored("shapes come from config.json"),
-    "reward_model.profiler.*": Ignored("there is nothing to configure about profiling"),
     "algorithm.pf_ppo.*": Ignored("it belongs to algorithm.use_pf_ppo"),
 }

@@ -3,18 +3,26 @@
 
 Groups follow verl's rules: `kl_loss_coef` needs `use_kl_loss`, `filter_overlong_prompts` runs before `truncation`,
 `do_sample=False` overrides the validation temperature, and a micro-batch of k sequences becomes a budget of k
-maximum-length ones. KL is in `kl_names.py`, losses in `loss_names.py`.
+maximum-length ones. Losses and KL are in `loss_names.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from megatron_rl.compat.verl.kl_names import KL_NAMES, Combined, Parts, combine_kl, note, read_boolean
-from megatron_rl.compat.verl.loss_names import AGGREGATION, LOSS_NAMES, LOSS_READS, combine_policy_loss
+from megatron_rl.compat.kinds import AliasGroup, Combined, Parts, look_up, note, put, read_boolean
+from megatron_rl.compat.loss_names import (
+    AGGREGATION,
+    CLIP_SIDES,
+    KL_NAMES,
+    LOSS_NAMES,
+    LOSS_READS,
+    combine_kl,
+    combine_policy_loss,
+    split_clip,
+)
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.config.sources import Setting, describe
+from megatron_rl.config.sources import describe
 from megatron_rl.types import UserError
 
 _REWARD_PATH, _REWARD_NAME = "custom_reward_function.path", "custom_reward_function.name"
@@ -26,48 +34,24 @@ _CLIP_RATIO = "actor_rollout_ref.actor.clip_ratio"
 _MODEL_REWARD, _MODEL_REWARD_PATH = "reward_model.enable", "reward_model.model.path"
 _RESUME_MODE, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _PROMPT, _RESPONSE = "data.max_prompt_length", "data.max_response_length"
-_VERL_REWARD_NAME = "compute_score"
-
-
-@dataclass(frozen=True)
-class AliasGroup:
-    """Names that are read together.
-
-    Attributes:
-        meaning: resulting settings, for `--help` and docs.
-        combine: translates those that were given.
-        reads: further names that `combine` reads; they keep their own meaning.
-        targets: verl name -> equivalent setting, for flags without a value.
-    """
-
-    names: tuple[str, ...]
-    meaning: str
-    combine: Callable[[Parts], Combined]
-    reads: tuple[str, ...] = ()
-    targets: Mapping[str, str] = field(default_factory=dict)
 
 
 def _combine_reward(parts: Parts) -> Combined:
     path, name = parts.get(_REWARD_PATH), parts.get(_REWARD_NAME)
     if path is None or path.value is None:
-        yield from (
-            note(setting, "no custom_reward_function.path is given")
-            for setting in parts.values()
-            if setting.value is not None
-        )
+        if name is not None and name.value is not None:
+            yield note(name, f"no {_REWARD_PATH} is given")
         return
-    function = _VERL_REWARD_NAME if name is None else name.value
-    for setting, value in ((path, path.value), (name, function)):
-        if not isinstance(value, str):
-            assert setting is not None  # the default name is text
+    for setting in parts.values():
+        if not isinstance(setting.value, str):
             raise UserError(
-                f"{setting.name} = {value!r} is not accepted",
+                f"{setting.name} = {setting.value!r} is not accepted",
                 source=setting.source,
                 expected="text",
                 hint="give the file in custom_reward_function.path and the function in custom_reward_function.name",
             )
-    latest = path if name is None else max(path, name, key=lambda setting: setting.layer)
-    yield replace(latest, name="reward.function", value=f"{path.value}:{function}", text=None)
+    function = "compute_score" if name is None else name.value
+    yield put(max(parts.values(), key=lambda one: one.layer), "reward.function", f"{path.value}:{function}")
 
 
 def _combine_reward_model(parts: Parts) -> Combined:
@@ -86,33 +70,26 @@ def _combine_reward_model(parts: Parts) -> Combined:
             hint=f"give {_MODEL_REWARD_PATH}",
         )
     yield replace(path, name="reward_model.path")
-    yield replace(enable, name="reward.components", value=["1.0 model"], text=None, weak=True)
+    yield put(enable, "reward.components", ["1.0 model"], weak=True)
 
 
 def _combine_overlong(parts: Parts) -> Combined:
     """Translate long-prompt handling; filtering makes truncation ineffective."""
     truncation, filtering = parts.get(_TRUNCATION), parts.get(_FILTER)
     if filtering is not None and read_boolean(filtering):
-        yield replace(filtering, name="data.overlong_prompts", value="drop", text=None)
+        yield put(filtering, "data.overlong_prompts", "drop")
         if truncation is not None:
             yield note(truncation, f"{_FILTER} drops long prompts first")
     elif truncation is not None:
         policies = {"error": "error", "left": "truncate", "right": "truncate_right", "middle": "truncate_middle"}
-        if truncation.value not in policies:
-            raise UserError(
-                f"{_TRUNCATION} = {truncation.value!r} is not known",
-                source=truncation.source,
-                expected="error, left, right or middle",
-                hint="set data.overlong_prompts, see --help",
-            )
-        yield replace(truncation, name="data.overlong_prompts", value=policies[truncation.value], text=None)
+        yield look_up(truncation, "data.overlong_prompts", policies, "set data.overlong_prompts, see --help")
 
 
 def _combine_reward_key(parts: Parts) -> Combined:
     """Select verl's default reward; a reward function or service in the recipe overrides it."""
     key = parts[_REWARD_KEY]
     if key.value == "data_source":
-        yield replace(key, name="reward.rule", value="by_data_source", text=None, weak=True)
+        yield put(key, "reward.rule", "by_data_source", weak=True)
     elif key.value is not None:
         raise UserError(
             f"{_REWARD_KEY} = {key.value!r} is not supported",
@@ -125,18 +102,13 @@ def _combine_reward_key(parts: Parts) -> Combined:
 def _combine_validation_sampling(parts: Parts) -> Combined:
     sampling, temperature = parts.get(_DO_SAMPLE), parts.get(_VAL_TEMPERATURE)
     if sampling is not None and not read_boolean(sampling):
-        yield replace(sampling, name="rollout.validation_temperature", value=0.0, text=None)
+        yield put(sampling, "rollout.validation_temperature", 0.0)
         if temperature is not None and temperature.value != 0:
             yield note(temperature, f"{_DO_SAMPLE} is false")
     elif temperature is not None:
         yield replace(temperature, name="rollout.validation_temperature")
     elif sampling is not None:
         yield note(sampling, "rollout.validation_temperature decides")
-
-
-def _combine_clip(parts: Parts) -> Combined:
-    """Use one value for both sides; a side's own setting overrides it."""
-    return (replace(parts[_CLIP_RATIO], name=f"algorithm.clip_eps_{side}", weak=True) for side in ("low", "high"))
 
 
 def _combine_resume(parts: Parts) -> Combined:
@@ -157,14 +129,9 @@ def _combine_resume(parts: Parts) -> Combined:
         yield note(path, f"{_RESUME_MODE} is not 'resume_path'")
     if mode is not None:
         modes = {"auto": "auto", "disable": "never"}
-        if mode.value not in modes:
-            raise UserError(
-                f"{_RESUME_MODE} = {mode.value!r} is not known",
-                source=mode.source,
-                expected="auto, disable or resume_path",
-                hint="set checkpoint.resume instead, see --help",
-            )
-        yield replace(mode, name="checkpoint.resume", value=modes[mode.value], text=None)
+        yield look_up(
+            mode, "checkpoint.resume", modes, "give resume_path with trainer.resume_from_path, or one of them"
+        )
 
 
 def _budget_group(prefix: str, role: str) -> AliasGroup:
@@ -194,7 +161,7 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
                 hint=f"set {target} instead",
             )
         budget = count.value * sum(lengths)
-        yield replace(count, name=target, value=budget, text=None, weak=True)
+        yield put(count, target, budget, weak=True)
         yield (
             f"read as {target} = {count.value} * ({lengths[0]} + {lengths[1]}) = {budget} tokens: "
             f"{describe(count)} of the longest sequences"
@@ -239,7 +206,7 @@ def _betas_group(prefix: str, role: str) -> AliasGroup:
                 hint=f"set {role}.adam_beta1 and {role}.adam_beta2",
             )
         for i, beta in enumerate(given.value, start=1):
-            yield replace(given, name=f"{role}.adam_beta{i}", value=beta, text=None)
+            yield put(given, f"{role}.adam_beta{i}", beta)
 
     return AliasGroup((name,), f"{role}.adam_beta1 and {role}.adam_beta2", combine)
 
@@ -283,7 +250,7 @@ GROUPS: tuple[AliasGroup, ...] = (
         reads=LOSS_READS,
         targets={AGGREGATION: "algorithm.loss_agg_mode"},
     ),
-    AliasGroup((_CLIP_RATIO,), "algorithm.clip_eps_low and algorithm.clip_eps_high", _combine_clip),
+    AliasGroup((_CLIP_RATIO,), CLIP_SIDES, lambda parts: split_clip(parts[_CLIP_RATIO])),
     AliasGroup((_REWARD_PATH, _REWARD_NAME), "reward.function", _combine_reward),
     AliasGroup(
         (_MODEL_REWARD, _MODEL_REWARD_PATH), "reward_model.path and the reward source 'model'", _combine_reward_model
@@ -300,9 +267,3 @@ GROUPS: tuple[AliasGroup, ...] = (
     *(_betas_group(prefix, role) for prefix, role in _ROLES),
     *(_sequence_parallel_group(prefix, role) for prefix, role in (*_ROLES, ("reward_model", "reward_model"))),
 )
-
-
-def take_parts(group: AliasGroup, latest: dict[str, Setting]) -> Parts:
-    """Remove the group's settings from `latest`; return them with those it reads, or {} if none was given."""
-    parts = {name: latest.pop(name) for name in group.names if name in latest}
-    return parts and parts | {name: latest[name] for name in group.reads if name in latest}
