@@ -29,7 +29,7 @@ from megatron_rl.checkpoint.files import FileRecord, explain_os_error, explain_w
 from megatron_rl.checkpoint.manifest import RunContent, finish_directory, make_manifest
 from megatron_rl.checkpoint.optimizer_states import count_steps, make_state_pieces
 from megatron_rl.checkpoint.pieces import Piece, SavedRole, choose_saved, find_holders, make_weight_pieces
-from megatron_rl.checkpoint.rng import read_rng
+from megatron_rl.checkpoint.resuming import read_rng
 from megatron_rl.checkpoint.torch_dist import Chunk, ChunkWriter
 from megatron_rl.observability.failures import Scene, explain
 from megatron_rl.parallel.collectives import raise_together
@@ -111,11 +111,6 @@ class CheckpointSaver:
         self._async, self._keep_last, self._keep_best = async_save, keep_last, keep_best
         self._pending: tuple[_Pending, threading.Thread] | None = None
         self._blocked = 0.0  # seconds that training has waited for the pending save
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is pending."""
-        return self._pending is not None
 
     def save(
         self,
@@ -226,17 +221,8 @@ class CheckpointSaver:
             shutil.rmtree(pending.partial, ignore_errors=True)
         seconds = time.monotonic() - pending.started
         blocked, self._pending = seconds if self._pending is None else self._blocked, None
-        self._report(
-            SaveOutcome(
-                pending.content.step,
-                self._root / f"step_{pending.content.step}",
-                seconds,
-                blocked,
-                num_bytes,
-                deleted,
-                error,
-            )
-        )
+        directory = self._root / f"step_{pending.content.step}"
+        self._report(SaveOutcome(pending.content.step, directory, seconds, blocked, num_bytes, deleted, error))
 
 
 def save_now(
@@ -248,14 +234,8 @@ def save_now(
 ) -> SaveOutcome:
     """Write `<root>/step_<N>` without pruning; collective. For arguments see `CheckpointSaver.save`."""
     outcomes: list[SaveOutcome] = []
-    CheckpointSaver(
-        root,
-        group,
-        async_save=False,
-        keep_last=None,
-        keep_best=False,
-        report=outcomes.append,
-    ).save(content, roles, rank_state=rank_state)
+    saver = CheckpointSaver(root, group, async_save=False, keep_last=None, keep_best=False, report=outcomes.append)
+    saver.save(content, roles, rank_state=rank_state)
     return outcomes[0]
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Construction of this rank's stages of a megatron-core GPTModel that ends in hidden states.
 
-The last stage only holds the head's weight: `heads.py` and `training/` compute logits for a few tokens at a time. The
+The last stage only holds the head's weight: `training/` computes logits for a few tokens at a time. The
 layer spec is megatron-core's local spec with our own norm (megatron-core's refuses sequence parallelism), core
 attention, activation and experts. Transformer Engine's modules keep the same parameter names, so one placement table
 serves both.
@@ -26,10 +26,10 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl.models.attention import BlockedSelfAttention, NormedSelfAttention, PackedAttention
+from megatron_rl.models.attention_backends import find_failure
 from megatron_rl.models.gated_activation import GatedActivation
-from megatron_rl.models.rms_norm import RMSNorm
+from megatron_rl.models.rms_norm import OutputNormLayer, RMSNorm, SandwichLayer
 from megatron_rl.models.stages import HiddenStatesModel, MtpModel, ScoreModel
-from megatron_rl.models.trial import find_failure
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
@@ -95,8 +95,6 @@ def build_layer_spec(
     attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
     kinds = {*shape.layer_kinds(layer_number).values()}
     if "mlp_output_norm" in kinds:
-        from megatron_rl.models.sandwich_layer import OutputNormLayer, SandwichLayer
-
         spec.module = SandwichLayer if "mlp_norm" in kinds else OutputNormLayer
     mlps = [mlp]
     if num_experts:
@@ -124,7 +122,7 @@ def build_layer_spec(
             for part in mlps:
                 part.linear_fc1, part.linear_fc2 = te.TEColumnParallelLinear, te.TERowParallelLinear
     if adapters is not None:
-        from megatron_rl.models.linears import adapt_layer
+        from megatron_rl.models.lora_linears import adapt_layer
 
         adapt_layer(config, adapters, attention, None if num_experts else mlp)
     layer.input_layernorm = layer.pre_mlp_layernorm = norm

@@ -15,8 +15,7 @@ from megatron_rl.checkpoint.directory import find_step
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
 from megatron_rl.checkpoint.manifest import RunContent
 from megatron_rl.checkpoint.pieces import SavedModel, SavedOptimizer, SavedRole
-from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state, read_rank_states
-from megatron_rl.checkpoint.rng import read_rng
+from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state, read_rank_states, read_rng
 from megatron_rl.checkpoint.saving import RankState, save_now
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import RunConfig

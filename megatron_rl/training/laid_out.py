@@ -15,9 +15,9 @@ from megatron_rl.samples.shape_buckets import Buckets, build_buckets
 from megatron_rl.transfer.computed import SourceParams
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import find_shard_key, training_placements
+from megatron_rl.weights.nf4 import list_quantized
 from megatron_rl.weights.placement_tables import PlacementTable
-from megatron_rl.weights.quantization import list_quantized
-from megatron_rl.weights.row_shards import find_shard_key, training_placements
 
 _NUM_SEQUENCES = 64  # per microbatch of a fixed shape; more take a buffer of twice, four times the size
 

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated delta nets (Qwen3-Next, Qwen3.5): sizes, tensors, options."""
+"""Gated delta nets (Qwen3-Next, Qwen3.5): sizes and tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-from megatron_rl.types import UserError
 
 CONV_PARTS = ("delta_conv.q", "delta_conv.k", "delta_conv.v")  # stacked by rows
 QKV_PARTS = ("delta_q", "delta_k", "delta_v")  # likewise
@@ -20,13 +17,6 @@ _SEPARATE_PROJECTIONS = {
     "in_proj_z.weight": "delta_z",
     "in_proj_b.weight": "delta_b",
     "in_proj_a.weight": "delta_a",
-}
-# Qwen3.5 options and the values for which transformers and vLLM agree.
-_SERVED: dict[str, tuple[Any, ...]] = {
-    "attn_output_gate": (None, True),
-    "output_gate_type": (None, "silu", "swish"),
-    "norm_topk_prob": (None, True),
-    "layer_scale": (None, False),
 }
 
 
@@ -89,57 +79,15 @@ class DeltaNetSizes:
 
     def kind_sizes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Return kind -> shape."""
+        q, k, v = self.convolved
+        heads = self.value_heads
+        projected = {"delta_q": q, "delta_k": k, "delta_v": v, "delta_z": v, "delta_b": heads, "delta_a": heads}
+        if not self.is_split:
+            projected = {"delta_qkvz": self.key_heads * self.width, "delta_ba": self.key_heads * self.num_logits}
         return {
             "delta_head": (self.value_heads,),
-            **{kind: (n, hidden_size) for kind, n in self._projected.items()},
+            **{kind: (n, hidden_size) for kind, n in projected.items()},
             "delta_norm": (self.value_dim,),
             "delta_o": (hidden_size, self.value_heads * self.value_dim),
             **{kind: (n, 1, self.kernel) for kind, n in zip(CONV_PARTS, self.convolved, strict=True)},
         }
-
-    @property
-    def _projected(self) -> dict[str, int]:
-        if not self.is_split:
-            return {"delta_qkvz": self.key_heads * self.width, "delta_ba": self.key_heads * self.num_logits}
-        q, k, v = self.convolved
-        heads = self.value_heads
-        return {"delta_q": q, "delta_k": k, "delta_v": v, "delta_z": v, "delta_b": heads, "delta_a": heads}
-
-
-def read_delta_nets(config: dict[str, Any], source: str, *, is_split: bool) -> dict[str, Any]:
-    """Parse the `ModelShape` fields of gated delta nets.
-
-    Raises:
-        UserError: unknown layer types, value heads not divisible by key heads, or unsupported options.
-    """
-    wrong = {name: config.get(name) for name, values in _SERVED.items() if config.get(name) not in values}
-    if is_split and wrong:
-        raise UserError(
-            f"option(s) {', '.join(f'{name}={value!r}' for name, value in wrong.items())} are not served",
-            source=source,
-            expected="Qwen3.5 as published: heads of attention with gates, SiLU gates in linear attention, shares of "
-            "experts that add up to 1, no scales of layers",
-            hint="use a checkpoint without these options",
-        )
-    layers, interval = range(config["num_hidden_layers"]), config.get("full_attention_interval", 4)
-    types = config.get("layer_types") or [
-        "linear_attention" if (i + 1) % interval else "full_attention" for i in layers
-    ]
-    net = DeltaNetSizes(
-        config["linear_num_key_heads"],
-        config["linear_num_value_heads"],
-        config["linear_key_head_dim"],
-        config["linear_value_head_dim"],
-        config["linear_conv_kernel_dim"],
-        is_split,
-    )
-    wrong_types = set(types) - {"linear_attention", "full_attention"}
-    if wrong_types or len(types) != len(layers) or net.value_heads % net.key_heads:
-        raise UserError(
-            f"layer_types = {types}, with {net.value_heads} value heads for {net.key_heads} key heads",
-            source=source,
-            expected="linear_attention or full_attention for each layer, and equally many value heads for a key head",
-            hint="use a checkpoint without these options",
-        )
-    linear = tuple(layer for layer in layers if types[layer] == "linear_attention")
-    return dict(delta_net=net, delta_layers=linear) if linear else {}

@@ -10,12 +10,11 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
-from megatron_rl.models.quantized import _Product
+from megatron_rl.models.lora_linears import multiply_quantized
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import model_shape_from_config
-from megatron_rl.weights.nf4 import QuantizedMatrix
-from megatron_rl.weights.quantization import check_quantization, count_bytes
+from megatron_rl.weights.nf4 import QuantizedMatrix, check_quantization, count_bytes
 from tiny_models import CONFIGS
 
 
@@ -39,7 +38,7 @@ def test_products_and_gradients_are_those_of_bitsandbytes(dtype: torch.dtype) ->
     theirs.weight = bnb.nn.Params4bit(weight.clone(), requires_grad=False, quant_type="nf4", compress_statistics=False)
     theirs.to("cpu")
     found = []
-    for product in (theirs, lambda x: _Product.apply(x, quantize(weight), None)):
+    for product in (theirs, lambda x: multiply_quantized(x, quantize(weight))):
         given = x.clone().requires_grad_()
         output = product(given)
         (output * draw(*output.shape).to(dtype)).sum().backward()
