@@ -21,12 +21,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.checkpoint.side_files import read_config
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
-from megatron_rl.weights.packed_experts import (
-    BLOCKS,
-    SCALES,
-    PackedPart,
-    find_parts,
-)
+from megatron_rl.weights.packed_experts import BLOCKS, SCALES, PackedPart, find_parts
 
 INDEX_FILE = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"(.*-)\d{5}-of-(\d{5})\.safetensors")

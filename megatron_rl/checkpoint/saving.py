@@ -13,7 +13,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from safetensors.torch import save as to_safetensors
 
 from megatron_rl.checkpoint.directory import point_at, prune
 from megatron_rl.checkpoint.files import FileRecord, explain_os_error, explain_write_error, write_file
+from megatron_rl.checkpoint.huggingface import do_on_first
 from megatron_rl.checkpoint.manifest import RunContent, finish_directory, make_manifest
 from megatron_rl.checkpoint.optimizer_states import count_steps, make_state_pieces
 from megatron_rl.checkpoint.pieces import Piece, SavedRole, choose_saved, find_holders, make_weight_pieces
@@ -136,8 +137,15 @@ class CheckpointSaver:
         led = {name: role for name, role in roles.items() if role.model.groups.layout.first_rank == self._group.rank()}
         manifest = make_manifest(content, led, with_optimizer=with_optimizer)
         pending = _Pending(content, manifest, partial, is_best, started)
+
+        def prepare() -> None:
+            if partial.exists():
+                shutil.rmtree(partial)
+            for folder in (".", *{*roles, *content.side_files}):
+                (partial / folder).mkdir(parents=True)
+
         try:
-            self._prepare(partial, {*roles, *content.side_files})
+            do_on_first(self._group, prepare)
             if export is not None:
                 export(partial / "huggingface")
         except Exception as error:
@@ -176,18 +184,6 @@ class CheckpointSaver:
             thread.join()
             self._blocked += time.monotonic() - began
             self._commit(pending)
-
-    def _prepare(self, partial: Path, roles: Iterable[str]) -> None:
-        error: UserError | None = None
-        if self._group.rank() == 0:
-            try:
-                if partial.exists():
-                    shutil.rmtree(partial)
-                for folder in (".", *roles):
-                    (partial / folder).mkdir(parents=True)
-            except OSError as caught:
-                error = explain_os_error(caught, partial)
-        raise_together(error, self._group)
 
     def _commit(self, pending: _Pending) -> None:
         began, deleted, num_bytes = time.monotonic(), [], 0

@@ -9,7 +9,7 @@ multiple of 16 bytes, for batch invariance, and for quantized weights. Weight ta
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from megatron_rl.models.lora_linears import (
     find_adapter,
     multiply_quantized,
 )
-from megatron_rl.parallel import batch_invariant
+from megatron_rl.parallel.batch_invariant import multiply as multiply_padded
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.nf4 import QuantizedMatrix
@@ -100,7 +100,7 @@ class GroupedLinear(AdaptedLinear):
         of_rows, of_columns = (0, None) if split_dim == 0 else (None, 1)
         self.bias = self._make(torch.zeros, size[:2], of_rows) if config.add_bias_linear else None
         self._multiply: Callable[[torch.Tensor, torch.Tensor, RowCounts], torch.Tensor] = (
-            _multiply_padded if batch_invariant else multiply
+            partial(multiply_in_turn, multiply_padded) if batch_invariant else multiply
         )
         self._parts = adapter
         if adapter is not None:
@@ -126,8 +126,7 @@ class GroupedLinear(AdaptedLinear):
     def forward(self, x: torch.Tensor, counts: RowCounts) -> torch.Tensor:
         """Map rows [t, k], sorted by expert, to [t, n]."""
         if isinstance(self.weight, list):
-            pairs = zip(x.split(counts.on_host), self.weight, strict=True)
-            output = torch.cat([multiply_quantized(rows, matrix) for rows, matrix in pairs])
+            output = multiply_in_turn(multiply_quantized, x, self.weight, counts)
         else:
             output = self._multiply(x, self.weight, counts)
         return output if self._parts is None or not self._is_on else output + self._change(x, counts, self._parts)
@@ -228,14 +227,15 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, counts: RowCounts) -> torch.
     """Multiply rows [t, k], sorted by expert, with their experts' matrices of [E, n, k]: [t, n]."""
     _, n, k = weight.shape
     if not len(x) or n * weight.itemsize % ROW_BYTES or k * weight.itemsize % ROW_BYTES:
-        pairs = zip(x.split(counts.on_host), weight.unbind(), strict=True)
-        return torch.cat([F.linear(rows, matrix) for rows, matrix in pairs])
+        return multiply_in_turn(F.linear, x, weight, counts)
     return _Product.apply(x, weight, counts.ends)
 
 
-def _multiply_padded(x: torch.Tensor, weight: torch.Tensor, counts: RowCounts) -> torch.Tensor:
-    pairs = zip(x.split(counts.on_host), weight.unbind(), strict=True)
-    return torch.cat([batch_invariant.multiply(rows, matrix) for rows, matrix in pairs])
+def multiply_in_turn(
+    product: Callable[..., torch.Tensor], x: torch.Tensor, weight: Any, counts: RowCounts
+) -> torch.Tensor:
+    """Multiply rows [t, k] with their experts' matrices, one after the other, by `product`: [t, n]."""
+    return torch.cat([product(rows, matrix) for rows, matrix in zip(x.split(counts.on_host), weight, strict=True)])
 
 
 class _Product(torch.autograd.Function):

@@ -86,10 +86,7 @@ def build_layer_spec(
     """Build the spec of layer `layer_number`; parameter names do not depend on the implementation."""
     num_experts = config.num_moe_experts if shape.has_experts(layer_number) else None
     spec = get_gpt_layer_local_spec(
-        num_experts=num_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
+        num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     layer: Any = spec.submodules  # "object" by its annotation
     attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
@@ -182,8 +179,7 @@ def build_gpt_stages(
         )
         if model.pre_process and FAMILIES[shape.family].scales_embedding:
             _scale_embedding(model, shape.hidden_size**0.5)
-        _mark_tensor_parallel_weights(model)
-        _place_weights(model, current_device())
+        _complete_weights(model, current_device())
         chunks.append(model)
     return torch.nn.ModuleList(chunks)
 
@@ -192,28 +188,21 @@ def _scale_embedding(model: GPTModel, scale: float) -> None:
     """Multiply the embedding's output by `scale`; a tied output layer uses the unscaled weight."""
     rounded = torch.tensor(scale).to(model.config.params_dtype).item()  # as in the reference code
 
-    def scale_output(module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        return output * rounded
-
-    model.embedding.register_forward_hook(scale_output)
+    model.embedding.register_forward_hook(lambda module, inputs, output: output * rounded)
 
 
-def _place_weights(model: GPTModel, device: torch.device) -> None:
-    """Move weights to `device`: megatron-core creates router weights on the host."""
+def _complete_weights(model: GPTModel, device: torch.device) -> None:
+    """Move weights to `device`, and mark TP shards.
+
+    megatron-core creates router weights on the host, and marks only weights that it initializes. The global gradient
+    norm would drop all unmarked shards but TP rank 0's.
+    """
     for module in model.modules():
         for name, weight in [*module.named_parameters(recurse=False)]:
             if not weight.is_meta and weight.device.type != device.type:
                 moved = torch.nn.Parameter(weight.to(device))
                 vars(moved).update({mark: x for mark, x in vars(weight).items() if mark not in vars(moved)})
                 module.register_parameter(name, moved)
-
-
-def _mark_tensor_parallel_weights(model: GPTModel) -> None:
-    """Mark TP shards: megatron-core marks only weights that it initializes.
-
-    The global gradient norm would drop all unmarked shards but TP rank 0's.
-    """
-    for module in model.modules():
         if isinstance(module, (VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear)):
             weight = module.weight
             if isinstance(weight, torch.nn.Parameter) and not hasattr(weight, "tensor_model_parallel"):

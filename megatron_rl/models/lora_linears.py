@@ -16,11 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -267,12 +263,12 @@ class _QuantizedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedMatrix, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.weight, ctx.group = weight, group
-        return torch.matmul(x, weight.dequantize().t())
+        return torch.matmul(x, weight[:].t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        found = gradient.matmul(ctx.weight.dequantize())
+        found = gradient.matmul(ctx.weight[:])
         if ctx.group is not None:
             dist.all_reduce(found, group=ctx.group)
         return found, None, None

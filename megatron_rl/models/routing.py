@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,11 +55,9 @@ class RoutingCounts:
     @classmethod
     def zeros(cls, layers: int, experts: int, device: torch.device) -> RoutingCounts:
         """Return counts of zero."""
-
-        def make(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        return cls(make(layers, experts), make(layers, dtype=torch.float64), make(layers), make(layers), make())
+        make = partial(torch.zeros, dtype=torch.int64, device=device)
+        entropy = torch.zeros(layers, dtype=torch.float64, device=device)
+        return cls(make((layers, experts)), entropy, make(layers), make(layers), make(()))
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all counts, as a list."""

@@ -137,7 +137,16 @@ class ModelShape:
             sizes |= {f"{prefix}gate.bias": (size,), f"{prefix}up.bias": (size,), f"{prefix}down.bias": (h,)}
         for name, size in (("q", q), ("k", kv), ("v", kv)):
             sizes |= {f"{name}.weight": (size, h), f"{name}.bias": (size,), f"{name}.norm": (size,)}
-        sizes |= self._latent_sizes() | (self.delta_net.kind_sizes(h) if self.delta_net else {})
+        if (latent := self.latent) is not None:
+            sizes |= {
+                "q_down": (latent.query, h),
+                "q_latent_norm": (latent.query,),
+                "q_up": (q, latent.query or h),
+                "kv_down": (latent.key_value + latent.rotary, h),
+                "kv_latent_norm": (latent.key_value,),
+                "kv_up": (self.num_heads * (self.head_dim - latent.rotary + latent.value), latent.key_value),
+            }
+        sizes |= self.delta_net.kind_sizes(h) if self.delta_net else {}
         fused = {kind: [sizes[part] for part in parts] for kind, parts in FUSED_KINDS.items() if parts[0] in sizes}
         return sizes | {kind: (sum(n for n, *_ in parts), *parts[0][1:]) for kind, parts in fused.items()}
 
@@ -150,19 +159,6 @@ class ModelShape:
     def value_dim(self) -> int:
         """Value channels per head."""
         return self.latent.value if self.latent else self.head_dim
-
-    def _latent_sizes(self) -> dict[str, tuple[int, ...]]:
-        if (latent := self.latent) is None:
-            return {}
-        plain = self.head_dim - latent.rotary
-        return {
-            "q_down": (latent.query, self.hidden_size),
-            "q_latent_norm": (latent.query,),
-            "q_up": (self.num_heads * self.head_dim, latent.query or self.hidden_size),
-            "kv_down": (latent.key_value + latent.rotary, self.hidden_size),
-            "kv_latent_norm": (latent.key_value,),
-            "kv_up": (self.num_heads * (plain + latent.value), latent.key_value),
-        }
 
     def ffn_sizes(self) -> dict[str, int]:
         """Return kind prefix -> columns of MLPs or experts, of dense MLPs before experts, of shared experts."""

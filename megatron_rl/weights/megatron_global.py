@@ -87,12 +87,7 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
             table[prefix + name] = tuple(
                 piece
                 for part, cut in list_parts(kind)
-                for piece in place(
-                    cuts[cut],
-                    f"{ours}{fused.get(kind) or layer_parameter(name, part)}",
-                    stack,
-                    leading,
-                )
+                for piece in place(cuts[cut], f"{ours}{fused.get(kind) or layer_parameter(name, part)}", stack, leading)
             )
         for expert in range(shape.num_experts if shape.has_experts(layer) else 0):
             for name, kind in shape.expert_kinds(expert).items():

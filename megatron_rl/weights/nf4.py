@@ -62,7 +62,7 @@ def check_quantization(shape: ModelShape, tp_size: int, section: str) -> None:
 
 
 class QuantizedMatrix:
-    """A matrix [n, m] in NF4, m a multiple of 64; `matrix[rows, columns]` dequantizes a piece.
+    """A matrix [n, m] in NF4, m a multiple of 64; `matrix[rows, columns]` dequantizes a piece, `matrix[:]` all.
 
     Blocks are independent and within rows, so an element has the same bits in every piece.
 
@@ -99,10 +99,6 @@ class QuantizedMatrix:
             scales, shape=torch.Size([last - first]), dtype=self.dtype, blocksize=BLOCK, quant_type="nf4"
         )
         return _load().dequantize_4bit(self.codes[first // 2 : last // 2], state).view(-1, width)[:, columns]
-
-    def dequantize(self) -> torch.Tensor:
-        """Return the whole matrix [n, m]."""
-        return self[:]
 
     @property
     def nbytes(self) -> int:
