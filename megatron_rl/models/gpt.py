@@ -188,7 +188,10 @@ def _scale_embedding(model: GPTModel, scale: float) -> None:
     """Multiply the embedding's output by `scale`; a tied output layer uses the unscaled weight."""
     rounded = torch.tensor(scale).to(model.config.params_dtype).item()  # as in the reference code
 
-    model.embedding.register_forward_hook(lambda module, inputs, output: output * rounded)
+    def scale_output(module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return output * rounded
+
+    model.embedding.register_forward_hook(scale_output)
 
 
 def _complete_weights(model: GPTModel, device: torch.device) -> None:
