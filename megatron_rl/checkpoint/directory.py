@@ -128,6 +128,10 @@ def find_problems_together(directory: Path, group: dist.ProcessGroup) -> list[st
 
 def find_newest_valid(root: Path, group: dist.ProcessGroup) -> FoundCheckpoint:
     """Find the newest valid checkpoint to resume from; collective."""
+    for path in root.glob("step_*.replaced") if group.rank() == 0 else ():
+        if not path.with_suffix("").exists():  # `publish` was killed between its two renames
+            with suppress(OSError):
+                path.rename(path.with_suffix(""))
     box: list[Any] = [[path for _, path in list_steps(root)]]
     dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group=group)
     skipped = []

@@ -69,7 +69,7 @@ class GatedDeltaNet(MegatronModule):
         columns, values = sizes.key_heads * (sizes.width + sizes.num_logits), sizes.value_heads * sizes.value_dim
         first, last = submodules.linear_qkv, submodules.linear_proj
         self.in_proj = build_projection(first, config, config.hidden_size, columns, "qkv", tp_group)
-        self.linear_proj = build_projection(last, config, values, config.hidden_size, "proj", tp_group)
+        self.add_module("linear_proj", build_projection(last, config, values, config.hidden_size, "proj", tp_group))
         heads = sizes.value_heads // tp_group.size()
         self._parts = [x // tp_group.size() for x in sizes.convolved]
         self.conv_weight = self._make(config, sum(self._parts), 1, sizes.kernel)
@@ -105,7 +105,7 @@ class GatedDeltaNet(MegatronModule):
         if self._cp_group is not None:
             output = exchange_to_tokens(output, self._cp_group)
         output = self.norm(output, gates.reshape_as(output))
-        return self.linear_proj(output.flatten(1).unsqueeze(1))
+        return self.get_submodule("linear_proj")(output.flatten(1).unsqueeze(1))
 
     def _arrange(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Split [t, columns] into convolution inputs with logits [t, key heads, ...], and gates."""

@@ -213,7 +213,7 @@ def adapt_layer(config: TransformerConfig, adapters: AdapterShape, attention: An
             params = {"adapter": adapter}
         if adapters.is_quantized:
             linear = _quantize(linear)
-        setattr(part, name, ModuleSpec(module=linear, params=params))
+        vars(part)[name] = ModuleSpec(module=linear, params=params)
 
 
 @cache
