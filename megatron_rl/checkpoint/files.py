@@ -160,9 +160,9 @@ def find_damage(
 
 def explain_os_error(error: OSError, directory: Path, num_bytes: int | None = None) -> UserError:
     """Convert the error of a write to a `UserError`."""
-    home = next((path for path in (directory, *directory.parents) if path.exists()), directory)
     where, wanted = str(error.filename or directory), f"; {num_bytes:,} bytes were to be written" if num_bytes else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        home = next(path for path in (directory, *directory.parents) if path.exists())
         return UserError(
             f"the disk is full or a file would be too large: {error.strerror}{wanted}, "
             f"{shutil.disk_usage(home).free:,} are free",

@@ -240,7 +240,11 @@ class OpenFile:
         if part is None:
             return self._get(name)
         if self._last != (part.packed, part.expert):
-            self._last, self._matrix = (part.packed, part.expert), self._read_expert(part.packed, part.expert)
+            matrix = self._get(part.packed)[part.expert]
+            if part.packed.endswith(BLOCKS):
+                scales = self._get(part.packed.removesuffix(BLOCKS) + SCALES)[part.expert]
+                matrix = decode_mxfp4(matrix, scales).t()
+            self._last, self._matrix = (part.packed, part.expert), matrix
         return part.cut(self._matrix)
 
     def _get(self, name: str) -> Any:
@@ -249,12 +253,6 @@ class OpenFile:
         if file not in self._handles:
             self._handles[file] = self._stack.enter_context(safe_open(file, framework="pt"))
         return self._handles[file].get_slice(stored)
-
-    def _read_expert(self, packed: str, expert: int) -> torch.Tensor:
-        blocks = self._get(packed)[expert]
-        if not packed.endswith(BLOCKS):
-            return blocks
-        return decode_mxfp4(blocks, self._get(packed.removesuffix(BLOCKS) + SCALES)[expert]).t()
 
 
 def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

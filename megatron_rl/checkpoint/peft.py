@@ -142,7 +142,6 @@ def save_adapters(
 
     Args:
         directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
-        base: directory of the base model.
 
     Raises:
         Exception: rank 0 could not write; raised on every rank. An existing directory stays.

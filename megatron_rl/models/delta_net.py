@@ -24,7 +24,7 @@ from megatron_rl.models.delta_rule import SequenceRows, choose_delta_rule, convo
 from megatron_rl.models.packed_sequences import PackedSequences
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.ulysses import exchange_heads, exchange_to_tokens
-from megatron_rl.weights.delta_nets import DeltaNetSizes
+from megatron_rl.weights.families import DeltaNetSizes
 
 
 class GatedNorm(torch.nn.Module):

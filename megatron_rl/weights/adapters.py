@@ -15,8 +15,7 @@ from typing import Any
 
 from megatron_rl.config.sections import ALL_LINEAR, LoraConfig
 from megatron_rl.types import UserError
-from megatron_rl.weights.delta_nets import DeltaNetSizes
-from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
+from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, DeltaNetSizes, ModelShape
 from megatron_rl.weights.family import LatentSizes, SigmoidRouter
 from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, TableRows
 from megatron_rl.weights.rope import restore_rope_scaling

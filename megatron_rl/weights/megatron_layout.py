@@ -28,8 +28,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.types import UserError
-from megatron_rl.weights.delta_nets import CONV_PARTS, PROJECTION_KINDS
-from megatron_rl.weights.families import DENSE, FUSED_KINDS, MTP_KINDS, SCORE_HEAD, SHARED, ModelShape
+from megatron_rl.weights.families import (
+    CONV_PARTS,
+    DENSE,
+    FUSED_KINDS,
+    MTP_KINDS,
+    PROJECTION_KINDS,
+    SCORE_HEAD,
+    SHARED,
+    ModelShape,
+)
 from megatron_rl.weights.packed_experts import name_expert
 from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, Row, Share, TableRows, list_parts, split_boxes
 

@@ -24,8 +24,7 @@ from megatron_rl.weights.config_checks import (
     read_json,
     show,
 )
-from megatron_rl.weights.delta_nets import DeltaNetSizes
-from megatron_rl.weights.families import Head, ModelShape
+from megatron_rl.weights.families import DeltaNetSizes, Head, ModelShape
 from megatron_rl.weights.family import ALIASES, FAMILIES, Family, LatentSizes, SigmoidRouter
 from megatron_rl.weights.rope import compute_yarn_mscale, is_served, read_rope_scaling, rope_type_of
 

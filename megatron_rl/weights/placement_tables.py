@@ -12,8 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from megatron_rl.weights.delta_nets import CONV_PARTS
-from megatron_rl.weights.families import FUSED_KINDS, LATENT_KINDS, NORM_KINDS, ModelShape
+from megatron_rl.weights.families import CONV_PARTS, FUSED_KINDS, LATENT_KINDS, NORM_KINDS, ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
 
 Row = tuple[str, str, Hashable]  # parameter, HF tensor, kind
