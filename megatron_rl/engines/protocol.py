@@ -21,7 +21,7 @@ from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import KeptSets, RouteShape
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.fused_experts import is_fused, join_matrices, name_matrix
+from megatron_rl.weights.packed_experts import is_fused, join_matrices, name_matrix
 from megatron_rl.weights.shard_box import ShardBox
 
 if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch

@@ -13,8 +13,8 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape, make_adapter_shape
 from megatron_rl.weights.families import FAMILIES, ModelShape
-from megatron_rl.weights.quantization import check_quantization
-from megatron_rl.weights.row_shards import check_shared_experts
+from megatron_rl.weights.megatron_layout import check_shared_experts
+from megatron_rl.weights.nf4 import check_quantization
 from megatron_rl.weights.support import check_training_layout
 
 GIB = 1 << 30

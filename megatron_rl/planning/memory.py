@@ -20,7 +20,7 @@ from megatron_rl.planning.engine_weights import count_own_bytes, count_staged_by
 from megatron_rl.planning.gathered import GatheredBytes, compute_gathered_bytes
 from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_bytes, list_chunks
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.quantization import is_quantized
+from megatron_rl.weights.nf4 import is_quantized
 
 # vLLM's default token budget of one engine step.
 ENGINE_BATCH_TOKENS = 8192

@@ -25,8 +25,8 @@ from megatron_rl.planning.cluster import DTYPE_BYTES, check_layout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape
-from megatron_rl.weights.fused_experts import ROW_BYTES
 from megatron_rl.weights.model_config import check_mtp, is_image_text, load_model_shape
+from megatron_rl.weights.packed_experts import ROW_BYTES
 from megatron_rl.weights.support import check_engine, check_rollout_layout, check_router_replay
 
 

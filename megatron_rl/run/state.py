@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
 from megatron_rl.checkpoint.pieces import SavedModel, SavedOptimizer, SavedRole
-from megatron_rl.checkpoint.resuming import ResumedRun, read_rank_states
-from megatron_rl.checkpoint.rng import read_rng
+from megatron_rl.checkpoint.resuming import ResumedRun, read_rank_states, read_rng
 from megatron_rl.checkpoint.saving import RankState
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import RunConfig

@@ -4,7 +4,7 @@
 Embedding, last norm and output layer stay gathered until the pass ends. Expert-parallel experts are gathered from their
 replicas only. Gradients are reduced in every microbatch's backward. Parameters without gradients (router biases, a few
 float32 values) are replicated. A trained bfloat16 model has float32 shards, cast to bfloat16 for the gather. For the
-placement of rows see `weights/row_shards.py`.
+placement of rows see `weights/megatron_layout.py`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.optimizer_states import StateShard
 from megatron_rl.checkpoint.pieces import MOMENTS, SavedModel
 from megatron_rl.parallel import pairs
 from megatron_rl.weights.families import is_layer_matrix
-from megatron_rl.weights.fused_experts import find_fused
+from megatron_rl.weights.packed_experts import find_fused
 from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices
 
 MOMENTUM = 0.95  # Nesterov momentum

@@ -25,10 +25,9 @@ from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.truncation import add_gumbel_noise, truncate
 from megatron_rl.models.attention import PackedAttention
-from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.packed_sequences import CachedRows, PackedSequences, build_packed_sequences
 from megatron_rl.models.routing import RowRoutes
-from megatron_rl.models.stages import HiddenStatesModel
+from megatron_rl.models.stages import HiddenStatesModel, gather_for_shards
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.chunked_logprobs import scale_logits
 from megatron_rl.parallel.collectives import broadcast_tensors, gather_rows
@@ -66,7 +65,7 @@ def draw_next_tokens(
     assert isinstance(stage, HiddenStatesModel), "a language model"
     weight = stage.output_weight
     shard = find_vocab_shard(model.shape.vocab_size, len(weight), tp_group.rank())
-    whole = gather_for_vocab_shards(hidden, sequence_parallel=model.config.sequence_parallel, tp_group=tp_group)
+    whole = gather_for_shards(hidden, sequence_parallel=model.config.sequence_parallel, tp_group=tp_group)[:, 0]
     count, padding = len(last), max(0, MIN_ROWS - len(last))  # batch invariance
     z = scale_logits(whole[F.pad(last, (0, padding))], weight[: shard.width], sampling.temperature or 1.0)  # [b, v/tp]
     scores = z

@@ -21,9 +21,9 @@ from megatron_rl.samples.microbatches import compute_attention_ratio
 from megatron_rl.transfer.computed import SourceParams
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import find_shard_key, training_placements
+from megatron_rl.weights.nf4 import list_quantized
 from megatron_rl.weights.placement_tables import PlacementTable
-from megatron_rl.weights.quantization import list_quantized
-from megatron_rl.weights.row_shards import find_shard_key, training_placements
 
 
 @dataclass(frozen=True)

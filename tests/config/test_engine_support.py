@@ -24,8 +24,7 @@ from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import check_machine, resolve
 from megatron_rl.types import UserError
-from megatron_rl.weights.delta_nets import DeltaNetSizes
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import DeltaNetSizes, ModelShape
 from megatron_rl.weights.support import check_engine
 
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]

@@ -35,8 +35,7 @@ from megatron_rl.engines.vllm.vllm_limits import (
 from megatron_rl.extension.registry import ENGINES
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.types import UserError
-from megatron_rl.weights.delta_nets import DeltaNetSizes
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import DeltaNetSizes, ModelShape
 
 SHAPE = ModelShape(
     family="qwen2",

@@ -16,8 +16,7 @@ import torch
 from megatron_rl.engines.protocol import Request
 from megatron_rl.types import RouteShape
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.fused_experts import split_experts
-from megatron_rl.weights.packed_experts import is_packed, split_turns
+from megatron_rl.weights.packed_experts import is_packed, split_experts, split_turns
 
 
 class RouteRecorder:
