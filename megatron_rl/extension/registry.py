@@ -136,8 +136,8 @@ ENGINES: dict[str, RegisteredEngine] = {
     "vllm": RegisteredEngine(
         Deferred("megatron_rl.engines.vllm.vllm_engine", "VllmEngine"),
         _IN_RANKS | _VLLM | {"adapters", "coded_weights"},
-        check_model=Deferred("megatron_rl.engines.vllm.vllm_limits", "check_installed"),
-        check_on_cpu=Deferred("megatron_rl.engines.vllm.vllm_limits", "check_cpu_limits"),
+        check_model=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_installed"),
+        check_on_cpu=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_cpu_limits"),
     ),
     "hf": RegisteredEngine(Deferred("megatron_rl.engines.local.transformers", "HuggingFaceEngine"), _HF),
     "megatron": RegisteredEngine(
@@ -147,7 +147,7 @@ ENGINES: dict[str, RegisteredEngine] = {
     "vllm_server": RegisteredEngine(
         Deferred("megatron_rl.engines.servers.served", "build_vllm_server"),
         _STARTED | _VLLM | {"this_python"},
-        check_model=Deferred("megatron_rl.engines.vllm.vllm_limits", "check_server"),
+        check_model=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_server"),
     ),
     "openai": RegisteredEngine(Deferred("megatron_rl.engines.servers.served", "build_openai_server"), _SERVER),
     "sglang": RegisteredEngine(Deferred("megatron_rl.engines.servers.server_sglang", "build_sglang"), _STARTED),

@@ -23,14 +23,15 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.modes import describe_modes
 from megatron_rl.engines.protocol import EngineSpec
-from megatron_rl.engines.vllm.vllm_arguments import list_engine_arguments, list_engine_environment
 from megatron_rl.engines.vllm.vllm_library import pack_experts, prepare_vllm, register_model
-from megatron_rl.engines.vllm.vllm_limits import (
+from megatron_rl.engines.vllm.vllm_settings import (
     CPU_HEAD_DIMS,
     check_cpu_limits,
     check_options,
     cpu_cache_bytes,
     list_arguments,
+    list_engine_arguments,
+    list_engine_environment,
 )
 from megatron_rl.extension.registry import ENGINES
 from megatron_rl.parallel.collectives import Process

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,8 @@ import numpy as np
 
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.servers.server_client import ServerAnswer, ServerFailure
+from megatron_rl.engines.vllm.vllm_recorders import list_extra_args
+from megatron_rl.engines.vllm.vllm_settings import list_engine_arguments, list_engine_environment, records_kept_sets
 from megatron_rl.types import KeptSets, UserError
 
 Ask = Callable[..., Any]  # (path, body=None, method="POST") -> JSON; ServerFailure, UserError
@@ -76,8 +78,6 @@ class VllmServer:
 
     def make_command(self, directory: Path, port: int) -> list[str]:
         """Use the in-process engine's arguments, so that both sample alike."""
-        from megatron_rl.engines.vllm.vllm_arguments import list_engine_arguments
-
         arguments = list_engine_arguments(self._spec)
         for name in ("load_format", "distributed_executor_backend", "enable_sleep_mode"):
             arguments.pop(name, None)
@@ -96,8 +96,6 @@ class VllmServer:
 
     def list_environment(self) -> dict[str, str]:
         """Enable development mode, which has the weight routes."""
-        from megatron_rl.engines.vllm.vllm_arguments import list_engine_environment
-
         return list_engine_environment(self._spec) | {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_PLUGINS": "",
@@ -112,8 +110,6 @@ class VllmServer:
 
     def make_body(self, request: Request) -> dict[str, Any]:
         """Build a body without text; a resent request is renamed, as the first may still run."""
-        from megatron_rl.engines.vllm.vllm_truncation import list_extra_args
-
         sampling, name = request.sampling, uuid.uuid4().hex
         if sampling.is_truncated:
             self._truncated[request.key] = name, request
@@ -152,8 +148,6 @@ class VllmServer:
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
         """Reload weights; the prefix cache needs an explicit reset."""
-        from megatron_rl.engines.vllm.vllm_arguments import records_kept_sets
-
         ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
         if not ask("/reset_prefix_cache")["success"]:
             raise ServerFailure("the server did not reset its prefix cache: somebody else's requests are running")
@@ -169,19 +163,9 @@ class VllmServer:
             return sampled
         wanted = [(name, len(request.tokens), len(one.tokens)) for one, name, request in known]
         answer = ask("/collective_rpc", {"method": "take_kept_sets", "args": [wanted]})["results"][0]
-        kept = {one.key: read_kept_sets(text) for (one, *_), text in zip(known, answer, strict=True)}
+        arrays = [[np.frombuffer(base64.b64decode(text), "<i4").astype(np.int32) for text in texts] for texts in answer]
+        kept = {one.key: KeptSets(*ids_and_counts) for (one, *_), ids_and_counts in zip(known, arrays, strict=True)}
         return [replace(one, kept=kept.get(one.key)) for one in sampled]
-
-
-def write_kept_sets(kept: KeptSets) -> list[str]:
-    """Encode ids and counts as base64 strings of little-endian int32."""
-    return [base64.b64encode(array.astype("<i4").tobytes()).decode() for array in (kept.ids, kept.counts)]
-
-
-def read_kept_sets(texts: Sequence[str]) -> KeptSets:
-    """Decode the output of `write_kept_sets`."""
-    ids, counts = (np.frombuffer(base64.b64decode(text), "<i4").astype(np.int32) for text in texts)
-    return KeptSets(ids, counts)
 
 
 class OpenAiServer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of vLLM and of its CPU backend, checked without importing it."""
+"""Arguments and environment with which vLLM is started, and its limits; vllm itself is not imported."""
 
 from __future__ import annotations
 
@@ -7,17 +7,99 @@ import ast
 import difflib
 import importlib.util
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engines.modes import fit_to_device
 from megatron_rl.engines.protocol import EngineSpec
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.support import LARGEST_RANK
 
+LOAD_FORMAT = "megatron_rl"
+CODED_METHOD = "megatron_rl"  # name of 8-bit matrices in vLLM's registry
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts; placement tables have no padding there
 CPU_BLOCK_SIZE = 32
 _MAX_CPU_CACHE_BYTES = 1 << 30
+_CPU_STEP_TOKENS = 4096  # vLLM's default
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)  # buffer sizes of vLLM
+
+
+def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
+    """Return the settings that vLLM reads from the environment."""
+    runner = fit_to_device(spec.config, spec.process.device).model_runner
+    return {
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
+        # MLA caches products of weights, which a weight update would leave stale.
+        "VLLM_MLA_DISABLE": "1" if spec.shape.latent is not None else "0",
+    }
+
+
+def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM`, including `rollout.engine_options`."""
+    config, rank = fit_to_device(spec.config, spec.process.device), spec.process.rank
+    longest = spec.max_prompt_length + spec.max_response_length
+    arguments: dict[str, Any] = dict(
+        model=spec.model_path,
+        load_format=LOAD_FORMAT,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype=spec.dtype,
+        max_model_len=longest,
+        max_num_seqs=config.max_num_seqs,
+        tensor_parallel_size=config.tensor_model_parallel_size,
+        distributed_executor_backend="external_launcher",
+        enforce_eager=config.enforce_eager,
+        async_scheduling=config.async_scheduling,
+        seed=(spec.seed + rank // config.tensor_model_parallel_size) % (1 << 32),  # NumPy's global seed has 32 bits
+        # Log-probs after the temperature: the distribution that is sampled from.
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+    )
+    if config.quantization != "none":
+        arguments["quantization"] = CODED_METHOD
+    if spec.shape.latent is not None:  # transformers hard-codes these; vLLM defaults to DeepSeek-V2's
+        arguments["hf_overrides"] = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_router_dtype="float32")
+    if FAMILIES[spec.shape.family].has_sinks:  # weights arrive decoded
+        arguments["hf_overrides"] = dict(quantization_config=None)
+    if FAMILIES[spec.shape.family].image_text is not None:
+        arguments["hf_overrides"] = partial(_take_text_part, spec.shape)
+    if adapters := spec.adapters:
+        slot = next(size for size in _LORA_RANKS if size >= adapters.rank)
+        arguments |= dict(enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=slot)
+        arguments["lora_target_modules"] = adapters.modules
+    if spec.process.device.type == "cuda":
+        arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=config.gpu_memory_utilization)
+        if spec.shape.num_experts:
+            arguments["moe_backend"] = "triton"  # other kernels reorder the fused weights
+        if config.kv_cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
+    else:
+        arguments |= dict(
+            block_size=CPU_BLOCK_SIZE,
+            kv_cache_memory_bytes=cpu_cache_bytes(spec),
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max(_CPU_STEP_TOKENS, longest),
+        )
+        if config.bitwise or spec.shape.latent is not None:  # the C++ kernel misreads strided views of heads
+            arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    return arguments | config.engine_options
+
+
+def _take_text_part(shape: ModelShape, config: Any) -> Any:
+    """Reduce an image-text config to its text part, like `take_text_config`."""
+    config = config.get_text_config()
+    config.architectures = [FAMILIES[shape.family].architecture]
+    config.tie_word_embeddings = shape.tied_embeddings
+    return config
+
+
+def records_kept_sets(spec: EngineSpec) -> bool:
+    """Return whether this engine can record which tokens survive top-k and top-p: only with runner v1."""
+    return fit_to_device(spec.config, spec.process.device).model_runner == "v1"
 
 
 def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:

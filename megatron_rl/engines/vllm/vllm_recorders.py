@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's experts: views per matrix, packed order on CPU, and routes of every token.
+"""Recorders of sampling in vLLM v1: the sets that tokens are drawn from, and the experts of every token.
+
+Truncation is our own definition, applied before vLLM's sampler. A request carries its limits in
+`SamplingParams.extra_args`, as it may come from another process. Sets are stored by request and position, so that the
+set of a token discarded by chunked prefill or preemption is overwritten.
 
 Hooks on the routers record routes, as vLLM's own output of them needs the v2 model runner. Routes are kept per KV-cache
 block, for prefix-cache hits, and per request, for preemption.
@@ -7,16 +11,66 @@ block, for prefix-cache hits, and per request, for preemption.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_rl.engines.protocol import Request
-from megatron_rl.types import RouteShape
-from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.packed_experts import is_packed, split_experts, split_turns
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.truncation import truncate
+from megatron_rl.types import KeptSets, RouteShape
+
+_KEY = "kept_sets"
+
+
+def list_extra_args(name: str, request: Request) -> dict[str, Any]:
+    """Return a request's `extra_args`: name of its sets, start of its response, limits."""
+    cut = request.sampling
+    if not cut.is_truncated:
+        return {}
+    limits = cut.stop_token_ids, cut.top_p, cut.top_k, cut.min_p, cut.max_kept_tokens, cut.min_tokens
+    return {_KEY: [name, len(request.tokens) - request.num_sampled, *limits]}
+
+
+class KeptSetRecorder:
+    """A wrapper of a sampler that truncates logits and records kept sets, row by row in order of requests."""
+
+    def __init__(self, runner: Any) -> None:
+        self._requests, self._batch = runner.requests, runner.input_batch
+        self._sets: dict[str, dict[int, KeptSets]] = {}
+        sampler = runner.sampler.topk_topp_sampler
+        sample = sampler.forward
+        sampler.forward = lambda logits, *arguments: sample(self._cut(logits), *arguments)
+
+    def take(self, name: str, first: int, count: int) -> KeptSets:
+        """Remove a request; return `count` sets from position `first` on."""
+        sets = self._sets.pop(name, {})
+        return KeptSets.join([KeptSets.whole(0), *(sets[first + i] for i in range(count))])
+
+    def clear(self) -> None:
+        """Drop the sets of all requests."""
+        self._sets = {}
+
+    def _cut(self, logits: torch.Tensor) -> torch.Tensor:
+        """Truncate logits over the temperature, [b, v] -> [b, v]."""
+        names = self._batch.req_ids
+        assert len(names) == len(logits), f"{len(logits)} rows for {len(names)} requests"
+        rows_of: dict[tuple[Any, ...], list[tuple[int, str, int]]] = {}
+        for row, name in enumerate(names):
+            told = (self._requests[name].sampling_params.extra_args or {}).get(_KEY)
+            if told is not None:
+                set_name, first, stops, *limits = told
+                rows_of.setdefault((tuple(stops), *limits), []).append((row, set_name, first))
+        for limits, rows in rows_of.items():
+            index = torch.tensor([row for row, _, _ in rows], device=logits.device)
+            places = [int(self._batch.num_tokens_no_spec[row]) for row, _, _ in rows]
+            in_response = [place - first for place, (_, _, first) in zip(places, rows, strict=True)]
+            logits[index], kept = truncate(logits[index], SamplingConfig(1.0, 1, *limits), in_response)
+            for (_, name, _), place, kept_set in zip(rows, places, kept.split(), strict=True):
+                self._sets.setdefault(name, {})[place] = kept_set
+        return logits
 
 
 class RouteRecorder:
@@ -32,7 +86,7 @@ class RouteRecorder:
         routers = [module.router for module in modules if hasattr(getattr(module, "router", None), "set_capture_fn")]
         assert len(routers) == shape.layers, f"{len(routers)} routers in {shape.layers} layers"
         for layer, router in enumerate(routers):
-            router.set_capture_fn(self._listen_to(layer))
+            router.set_capture_fn(partial(self._capture, layer))
         self._execute, runner.execute_model = runner.execute_model, self._execute_and_collect
 
     def expect(self, name: str, request: Request) -> None:
@@ -49,11 +103,8 @@ class RouteRecorder:
         """Drop all requests and blocks."""
         self._routes, self._known, self._blocks = {}, {}, {}
 
-    def _listen_to(self, layer: int) -> Any:
-        def capture(experts: torch.Tensor) -> None:
-            self._step[layer] = experts.clone()
-
-        return capture
+    def _capture(self, layer: int, experts: torch.Tensor) -> None:
+        self._step[layer] = experts.clone()
 
     def _execute_and_collect(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
         self._step.clear()
@@ -79,28 +130,3 @@ class RouteRecorder:
                     routes[place] = self._blocks[int(numbers[place // size])][place % size]
                 routes[first : first + count] = found
                 self._known[name] = first + count
-
-
-def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:
-    """Return fused weights that a CPU kernel needs packed, with its instruction set."""
-    if device.type != "cpu":
-        return []
-    packed = []
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
-        if hasattr(module, "w13_weight"):
-            experts = module.quant_method.moe_kernel.fused_experts
-            if not experts._use_zentorch:  # that kernel needs no packing
-                packed += [(param.data, experts.isa) for param in (module.w13_weight, module.w2_weight)]
-    return packed
-
-
-def list_params(model: torch.nn.Module, shape: ModelShape, tp_rank: int) -> dict[str, torch.Tensor]:
-    """Return parameters by name, experts as matrices, without adapters."""
-    params = split_experts({name.replace(".base_layer.", "."): p.data for name, p in model.named_parameters()})
-    if not is_packed(shape):
-        return params
-    if tp_rank:  # results are summed over TP ranks: only the first one has this bias
-        for name in [name for name in params if ".w2_bias." in name]:
-            params.pop(name).zero_()
-    return split_turns(params)
