@@ -47,9 +47,8 @@ from megatron_rl.engines.vllm.vllm_settings import (
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.packed_experts import split_experts
 from megatron_rl.weights.megatron_layout import padded_vocab_size
-from megatron_rl.weights.packed_experts import is_packed, split_turns
+from megatron_rl.weights.packed_experts import is_packed, split_experts, split_turns
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
 from megatron_rl.weights.row_quantization import SCALE_SUFFIX
 from megatron_rl.weights.shard_box import ShardBox, check_placements
