@@ -22,8 +22,7 @@ from megatron_rl.data.pass_rates import select_by_pass_rate
 from megatron_rl.data.prompts import PromptSet, SftSet, choose_teachers, load_prompts, load_sft_examples, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.engines.protocol import StopStrings, Thoughts
-from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan
-from megatron_rl.rewards.truths import check_truths
+from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan, check_truths
 from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models
 from megatron_rl.run.parts import NO_PARTS, Parts
 from megatron_rl.run.resolve import resolve, resolve_sft

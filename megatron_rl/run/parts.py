@@ -25,7 +25,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import EngineMaker
 from megatron_rl.extension.engines import ENGINES, RegisteredEngine
 from megatron_rl.extension.registry import enter_object, name_of
-from megatron_rl.rewards.functions import RewardFunction, check_reward_function, file_of
+from megatron_rl.rewards.scoring import RewardFunction, check_reward_function, file_of
 from megatron_rl.types import Rollout, UserError
 
 if TYPE_CHECKING:  # a dry run imports no torch
