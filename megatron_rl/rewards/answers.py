@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Extraction of the answer that a response marks: \boxed{}, \fbox{} or "####".
+r"""The answers that responses mark: extraction, copies from the prompt, and metrics of several per prompt.
 
-For DAPO and AIME, whose prompts request it, also a line "Answer: ...".
+An answer is marked by \boxed{}, \fbox{} or "####", and for DAPO and AIME, whose prompts request it, also by a line
+"Answer: ...".
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import takewhile
+from math import comb
+from statistics import mode
+
+import numpy as np
 
 RESTATES = "restates_prompt"  # component of a reward
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$\\]+))")
@@ -63,7 +68,11 @@ def restates_prompt(response: str, prompt: str, truths: Sequence[str], data_sour
     marked = extract_answer(response, data_source)
     answer = _TOKEN.findall((response if marked is None else marked).casefold())
     if marked is None:
-        answer = _last_operation(answer) if all(any(map(str.isdigit, truth)) for truth in truths) else []
+        numbers = [place for place, token in enumerate(answer) if token[0].isdigit()]
+        before = reversed(answer[: numbers[-1] + 1] if numbers else [])
+        answer = [*takewhile(lambda token: not token.isalpha(), before)][::-1]
+        if not (_OPERATORS & {*answer} and all(any(map(str.isdigit, truth)) for truth in truths)):
+            return False
     while answer and not answer[-1].isalnum() and not answer[-1][0].isdigit():
         answer.pop()
     prompt = prompt.casefold()
@@ -74,14 +83,52 @@ def restates_prompt(response: str, prompt: str, truths: Sequence[str], data_sour
     return _as_line(answer) in given and bool(known) and not any(truth in given for truth in known)
 
 
-def _last_operation(tokens: Sequence[str]) -> list[str]:
-    numbers = [place for place, token in enumerate(tokens) if token[0].isdigit()]
-    if not numbers:
-        return []
-    before = [*takewhile(lambda token: not token.isalpha(), reversed(tokens[: numbers[-1] + 1]))][::-1]
-    return before if _OPERATORS & set(before) else []
-
-
 def _as_line(tokens: Sequence[str]) -> str:
     """Join tokens so that substring search matches only at token boundaries."""
     return f" {' '.join(tokens)} " if tokens else " "
+
+
+def name_answer(response: str) -> str:
+    r"""Return the response's vote for maj@k: its marked answer, else the whole text, stripped."""
+    return extract_answer(response) or response.strip()
+
+
+def compute_validation_metrics(
+    rewards: Sequence[Sequence[float]], answers: Sequence[Sequence[str]], correct_from: float = 0.5
+) -> dict[str, float]:
+    """Compute means over prompts.
+
+    Args:
+        rewards: [num_prompts][k].
+        answers: [num_prompts][k], from `name_answer`; read only for k > 1.
+        correct_from: minimum reward of a correct response.
+
+    Returns:
+        "accuracy", the mean reward. For k > 1 also "mean@k", the same; "pass@k" (`estimate_pass_at_k`); "best@k", the
+        mean best reward; "maj@k", the mean reward of the most frequent answer (the first on a tie).
+    """
+    table = np.asarray(rewards, np.float64)
+    k = table.shape[1]
+    accuracy = float(table.mean())
+    if k == 1:
+        return {"accuracy": accuracy}
+    best = table.max(1)
+    majority = [given[list(answer).index(mode(answer))] for given, answer in zip(rewards, answers, strict=True)]
+    return {
+        "accuracy": accuracy,
+        f"mean@{k}": accuracy,
+        f"pass@{k}": estimate_pass_at_k(table, k, correct_from),
+        f"best@{k}": float(best.mean()),
+        f"maj@{k}": float(np.mean(majority)),
+    }
+
+
+def estimate_pass_at_k(rewards: np.ndarray, k: int, correct_from: float = 0.5) -> float:
+    """Estimate the probability that one of k responses is correct (arXiv 2107.03374, equation 1; unbiased).
+
+    Args:
+        rewards: [num_prompts, n], n >= k; at least `correct_from` is correct.
+    """
+    n = rewards.shape[1]
+    wrong = n - (rewards >= correct_from).sum(1)
+    return float(np.mean([1 - comb(int(count), k) / comb(n, k) for count in wrong]))

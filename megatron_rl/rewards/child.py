@@ -34,13 +34,14 @@ class ChildProcess:
     def __init__(self, module: str, secrets: Collection[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
+            kept = {name: text for name, text in os.environ.items() if name in secrets or not _SECRET.search(name)}
             # A new session, so that the child's own children can be killed with it.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env={**environment_without_secrets(secrets), "PYTHONPATH": os.pathsep.join(sys.path)},
+                env={**kept, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
         self._connection = Connection(ours.detach())
 
@@ -69,8 +70,3 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
-
-
-def environment_without_secrets(kept: Collection[str] = ()) -> dict[str, str]:
-    """Return the environment without variables named like secrets, except `kept`."""
-    return {name: value for name, value in os.environ.items() if name in kept or not _SECRET.search(name)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weighted sum of reward sources; pure except for loading user code.
+"""The weighted sum of reward sources, and checks of ground truths for it; pure except for loading user code.
 
     reward = sum_i weight_i * score_i  (+ weight_model * score_model)  + soft overlong punishment
 
@@ -9,20 +9,20 @@ The reward model scores elsewhere and collectively, so `add_model_scores` follow
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, count
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, count, product
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from megatron_rl.config.rendering import redact
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.rewards.answers import RESTATES
-from megatron_rl.rewards.functions import RewardFunction, load_reward_function
-from megatron_rl.rewards.rules import COUNTS, RULES, AnswerPolicy
-from megatron_rl.rewards.scoring import LARGEST, Score, describe_rollout
-from megatron_rl.types import SERVICE_FAILURES, Rollout, UserError
+from megatron_rl.rewards.answers import RESTATES, extract_answer
+from megatron_rl.rewards.mathematics import is_readable
+from megatron_rl.rewards.rules import COUNTS, RULES, AnswerPolicy, list_truths
+from megatron_rl.rewards.scoring import LARGEST, RewardFunction, Score, describe_rollout, load_reward_function, shorten
+from megatron_rl.types import SERVICE_FAILURES, Prompt, Rollout, UserError
 
 MODEL = "model"
 OVERLONG = "overlong"
@@ -59,7 +59,8 @@ class RewardPlan:
         model_weight: `None` without a reward model.
         is_sum: whether `reward.components` is set; scores are then logged by source.
         max_response_length: tokens.
-        overlong_buffer_length, overlong_penalty: see `compute_overlong_penalty`; off if the length is 0.
+        overlong_buffer_length: last tokens of a maximal response over which the punishment grows linearly; 0 for none.
+        overlong_penalty: largest punishment.
     """
 
     sources: tuple[SourceSpec, ...]
@@ -101,7 +102,10 @@ def build_reward_plan(
     sources: list[SourceSpec] = []
     for weight, target, setting in weighted:
         if target != MODEL:
-            name = _unique_name(_base_name(target), [source.name for source in sources])
+            name = target if target in RULES else "service" if is_service(target) else target.rpartition(":")[2]
+            names = chain([name], (f"{name}_{number}" for number in count(2)))
+            taken = {*_RESERVED, *(source.name for source in sources)}
+            name = next(unique for unique in names if unique not in taken)
             loaded = function or _load(target, setting, config.answer)
             sources.append(SourceSpec(name, weight, target, setting, loaded))
     return RewardPlan(
@@ -117,14 +121,16 @@ def build_reward_plan(
 def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) -> tuple[float, dict[str, float]]:
     """Return a response's reward without the reward model, and the components to log.
 
-    In a sum, a source's score is logged as "source" and its components as "source/component"; a single source's
-    components keep their names unless another metric has them.
+    The reward of an environment (not NaN) stands in for the sources; a component of the environment whose name is taken
+    becomes "environment/name". In a sum, a source's score is logged as "source" and its components as
+    "source/component"; a single source's components keep their names unless another metric has them.
 
     Raises:
         UserError: the sum is not finite or too large.
     """
-    reward, components = 0.0, {}
-    for source, score in zip(plan.sources, scores, strict=True):
+    is_given = not math.isnan(rollout.reward)
+    reward, components = rollout.reward if is_given else 0.0, {}
+    for source, score in zip(() if is_given else plan.sources, scores, strict=True):
         reward += source.weight * score.value
         if plan.is_sum:
             components[source.name] = score.value
@@ -133,28 +139,17 @@ def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) 
             key = name if is_bare else f"{source.name}/{name}"
             components[key] = components.get(key, 0.0) + value
     if plan.overlong_buffer_length:
-        components[OVERLONG] = compute_overlong_penalty(
-            len(rollout.response_tokens), plan.max_response_length, plan.overlong_buffer_length, plan.overlong_penalty
-        )
+        # DAPO, arXiv 2503.14476, equation 13
+        excess = len(rollout.response_tokens) - (plan.max_response_length - plan.overlong_buffer_length)
+        share = min(max(excess / plan.overlong_buffer_length, 0.0), 1.0)
+        components[OVERLONG] = -plan.overlong_penalty * share or 0.0  # not -0.0
         reward += components[OVERLONG]
     if not abs(reward) <= LARGEST:
-        raise _refuse(reward, describe_rollout(rollout))
-    return reward, components
-
-
-def keep_reward(plan: RewardPlan, rollout: Rollout) -> tuple[float, dict[str, float]]:
-    """Return reward and components of a rollout rewarded by its environment; raises as `compute_reward`."""
-    punishment, components = compute_reward(replace(plan, sources=()), [], rollout)
-    reward = rollout.reward + punishment
-    if not abs(reward) <= LARGEST:
-        raise _refuse(reward, describe_rollout(rollout), "the environment (agents.environment or agents.program)")
-    return reward, components
-
-
-def add_components(given: Mapping[str, float], components: Mapping[str, float]) -> dict[str, float]:
-    """Merge an environment's components; a name that is taken becomes "environment/name"."""
-    taken = (*_RESERVED, *components)
-    return {f"environment/{name}" if name in taken else name: value for name, value in given.items()} | dict(components)
+        source = "the environment (agents.environment or agents.program)" if is_given else "reward"
+        raise _refuse(reward, describe_rollout(rollout), source)
+    taken = {*_RESERVED, *components}
+    given = rollout.reward_components.items()
+    return reward, {f"environment/{name}" if name in taken else name: value for name, value in given} | components
 
 
 def _refuse(reward: float, what: str, source: str = "reward") -> UserError:
@@ -164,17 +159,6 @@ def _refuse(reward: float, what: str, source: str = "reward") -> UserError:
         expected=f"at most {LARGEST:g} in size, so that sums over a batch are finite",
         hint="scale the scores of the reward sources",
     )
-
-
-def compute_overlong_penalty(
-    num_response_tokens: int, max_response_length: int, buffer_length: int, penalty: float
-) -> float:
-    """Compute the soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), times `penalty`.
-
-    0 up to max_response_length - buffer_length tokens, then linear, -penalty from max_response_length.
-    """
-    excess = num_response_tokens - (max_response_length - buffer_length)
-    return -penalty * min(max(excess / buffer_length, 0.0), 1.0) or 0.0  # not -0.0
 
 
 def add_model_scores(
@@ -246,12 +230,40 @@ def _load(target: str, setting: str, answer: AnswerPolicy) -> RewardFunction | N
     return None
 
 
-def _base_name(target: str) -> str:
-    if target in RULES:
-        return target
-    return "service" if is_service(target) else target.rpartition(":")[2]
+def check_truths(plan: RewardPlan, prompts: Sequence[Prompt]) -> list[str]:
+    """Return notes on ground truths that can be compared as text only.
 
+    Raises:
+        UserError: a data set has no scorer in the rule by_data_source, or a ground truth is not text for a rule that
+            needs it.
+    """
+    targets = {source.target: source.setting for source in plan.sources}
+    if "by_data_source" in targets:
+        from megatron_rl.rewards.public_sets import find_scorer
 
-def _unique_name(name: str, taken: Sequence[str]) -> str:
-    names = chain([name], (f"{name}_{number}" for number in count(2)))
-    return next(unique for unique in names if unique not in (*taken, *_RESERVED))
+        for data_source in sorted({prompt.data_source for prompt in prompts}):
+            find_scorer(data_source)
+    for rule, prompt in product([rule for rule in ("math", "exact") if rule in targets], prompts):
+        if not all(isinstance(truth, str) for truth in list_truths(prompt.ground_truth)):
+            raise UserError(
+                f"the rule {rule} cannot compare with the ground truth {shorten(repr(prompt.ground_truth))} of "
+                f'prompt_id {prompt.prompt_id}, data_source "{prompt.data_source}"',
+                source=targets[rule],
+                expected="a text, or a list of texts of which any is right",
+                hint="use reward.function, which gets the ground truth as it is",
+            )
+    if "math" not in targets:
+        return []
+    unread = [
+        (prompt, truth)
+        for prompt in prompts
+        for truth in list_truths(prompt.ground_truth)
+        if not is_readable(extract_answer(truth) or truth.strip())
+    ]
+    if not unread:
+        return []
+    prompt, truth = unread[0]
+    return [
+        f"ground truths: {len(unread)} cannot be read as mathematics and are compared as text, the first: "
+        f"prompt_id {prompt.prompt_id}, {shorten(repr(truth))}"
+    ]

@@ -41,48 +41,10 @@ _MINERVA_TEXTS = (
     ("\\text{and}", ","),
     ("\\text{m}", "\\text{}"),
 )
-_MINERVA_REMOVED = (
-    "square",
-    "ways",
-    "integers",
-    "dollars",
-    "mph",
-    "inches",
-    "hours",
-    "km",
-    "units",
-    "\\ldots",
-    "sue",
-    "points",
-    "feet",
-    "minutes",
-    "digits",
-    "cents",
-    "degrees",
-    "cm",
-    "gm",
-    "pounds",
-    "meters",
-    "meals",
-    "edges",
-    "students",
-    "childrentickets",
-    "multiples",
-    "\\text{s}",
-    "\\text{.}",
-    "\\text{\ns}",
-    "\\text{}^2",
-    "\\text{}^3",
-    "\\text{\n}",
-    "\\text{}",
-    "\\mathrm{th}",
-    "^\\circ",
-    "^{\\circ}",
-    "\\;",
-    ",\\!",
-    "{,}",
-    '"',
-    "\\dots",
+_MINERVA_REMOVED = (  # between bars
+    "square|ways|integers|dollars|mph|inches|hours|km|units|\\ldots|sue|points|feet|minutes|digits|cents|degrees|cm|gm|"
+    "pounds|meters|meals|edges|students|childrentickets|multiples|\\text{s}|\\text{.}|\\text{\ns}|\\text{}^2|\\text{}^3|"
+    '\\text{\n}|\\text{}|\\mathrm{th}|^\\circ|^{\\circ}|\\;|,\\!|{,}|"|\\dots'
 )
 _MINERVA_FORMS = (
     (r".*?\$(.*?)\$.*", r"$\1$"),
@@ -223,7 +185,7 @@ def _brace_fractions(text: str) -> str:
 def _normalize_minerva(text: str) -> str:
     """Normalize as Lewkowycz et al., Solving quantitative reasoning problems with language models, appendix D."""
     text = text.rpartition("=")[2]
-    for old, new in (*_MINERVA_TEXTS, *((removed, "") for removed in _MINERVA_REMOVED)):
+    for old, new in (*_MINERVA_TEXTS, *((removed, "") for removed in _MINERVA_REMOVED.split("|"))):
         text = text.replace(old, new)
     for pattern, form in _MINERVA_FORMS:
         text = re.sub(pattern, form, text)

@@ -28,20 +28,9 @@ _WRAPPED_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|emph|o
 _NOISE = re.compile(r"\\left|\\right|\\displaystyle|\\[()\[\]]|\\?\$|(?<!\d)\*\*|\*\*(?!\d)|[`\"]|\\(?=[%$])")
 _SUPERSCRIPTS = re.compile("[\u00b2\u00b3\u00b9\u2070-\u207b]+")
 _VULGAR_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e]")
-_CHARACTERS = str.maketrans(
-    {  # minus, Arabic separators, apostrophe, times, fraction slash, quotes
-        "\u2212": "-",
-        "\u066c": ",",
-        "\u066b": ".",
-        "\u2019": "'",
-        "\u00d7": "*",
-        "\u00b7": "*",
-        "\u2044": "/",
-        "\u201c": "",
-        "\u201d": "",
-    }
-    | {code: chr(code - 0xFEE0) for code in range(0xFF02, 0xFF5F)}
-)  # full-width ASCII without the exclamation mark
+_CHARACTERS = str.maketrans(  # minus, Arabic separators, apostrophe, times, fraction slash; without quotes
+    "\u2212\u066c\u066b\u2019\u00d7\u00b7\u2044", "-,.'**/", "\u201c\u201d"
+) | {code: chr(code - 0xFEE0) for code in range(0xFF02, 0xFF5F)}  # full-width ASCII without the exclamation mark
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree")
 _CURRENCY_CODE = re.compile(r"(?:USD|EUR|GBP|INR|CNY|RMB|JPY|CHF|US|R|CA|AU|HK|NT|Rs\.?)\s*(?=[\d.+-])")
 
@@ -151,15 +140,11 @@ def clean(text: str) -> str:
     if not text.isascii():
         text = _SUPERSCRIPTS.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
         text = _VULGAR_FRACTION.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0])}", text)
-        text = "".join(map(_to_ascii, text.translate(_CHARACTERS)))
+        text = re.sub(r"\d", lambda found: str(unicodedata.digit(found[0])), text.translate(_CHARACTERS))
+        text = "".join(character for character in text if unicodedata.category(character) != "Sc")
     text = text.replace("{,}", ",").replace(r"\!", "")
     text = _WRAPPED_TEXT.sub(r" \1 ", _DEGREES.sub(" degrees ", text))
     return _NOISE.sub("", _SPACES.sub(" ", text)).strip().rstrip(" .,;:\u3002\u3001")
-
-
-def _to_ascii(character: str) -> str:
-    category = unicodedata.category(character)
-    return str(unicodedata.digit(character)) if category == "Nd" else "" if category == "Sc" else character
 
 
 def read_quantity(text: str, *, is_answer: bool = False) -> Quantity | None:
@@ -173,9 +158,10 @@ def read_quantity(text: str, *, is_answer: bool = False) -> Quantity | None:
         return None
     *lefts, text = _EQUALS.split(_unwrap(re.sub(r"(?<=[^\W\d_]) \([^()]*\)$", "", clean(text))))
     side = _LEFT_SIDE.fullmatch(lefts[-1]) if lefts else None
-    is_formula = bool(lefts) and is_answer and bool(_FORMULA.fullmatch(lefts[-1])) and not _is_hedged(lefts[-1])
-    if lefts and not side and not is_formula:
-        return None
+    if lefts and not side:
+        is_hedged = _UNEQUAL & {*lefts[-1].lower().split()} or _SEVERAL.search(lefts[-1])  # "5 or 6", "at least 5"
+        if not is_answer or is_hedged or not _FORMULA.fullmatch(lefts[-1]):
+            return None
     text = _unwrap(text.strip())
     words = _WORDS_BEFORE.match(text)
     if words:
@@ -279,8 +265,3 @@ def _is_unit(rest: str) -> bool:
     more = _NUMBER_IN_WORDS_AFTER.sub("", re.sub(r"\([^()]*\)", "", more))
     more = re.sub(r"(?:\*|\\cdot)\s*(?=[^\W\d_])", "", more)  # kg * m
     return not re.search(r"[\d=+*^\\{}<>]", more)
-
-
-def _is_hedged(text: str) -> bool:
-    """Return whether a text means several numbers or a bound: "5 or 6", "at least 5"."""
-    return bool(_UNEQUAL & set(text.lower().split()) or _SEVERAL.search(text))

@@ -7,22 +7,28 @@
 
 Batches follow the order in which responses finish, so each sample must be scored independently. Connection errors,
 timeouts, 429, 5xx and malformed answers are retried; any other status means a wrong request. urllib3's `Retry` could
-not be interrupted, and does not check answers.
+not be interrupted, and does not check answers. The timeout of `requests` bounds each wait for data, so a service that
+sends a byte now and then never reaches it; here a timer shuts the connection down.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import requests
+from requests.adapters import HTTPAdapter
+
 from megatron_rl.config.rendering import redact
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.rewards.deadline import DeadlineExceeded, TooLarge, post_within
 from megatron_rl.rewards.scoring import Score, parse_score, shorten
 from megatron_rl.types import SERVICE_FAILURES, Rollout, UserError
 
@@ -31,12 +37,14 @@ _LONGEST_TEXT = 10_000  # bytes of a response quoted in errors
 MAX_ANSWER_BYTES = 64 << 20
 BACKOFF_SECONDS = 0.5  # before the second attempt; doubles each time
 _OK, _TOO_MANY_REQUESTS = 200, 429
+_CHUNK_BYTES = 1 << 16
+_REQUEST = threading.local()  # the thread's current request, with which its connections register
 
 
-class _RequestFailed(Exception):
+class RequestFailed(Exception):
     """A failed attempt."""
 
-    def __init__(self, what: str, *, retry: bool) -> None:
+    def __init__(self, what: str, *, retry: bool = True) -> None:
         super().__init__(what)
         self.retry = retry
 
@@ -84,38 +92,36 @@ class RewardService:
                 future.set_result(score)
 
     def _request_scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        config, attempt = self._config, 1
+        attempt = 1
         while True:
             try:
-                scores = self._post(rollouts)
-            except _RequestFailed as failure:
-                if not failure.retry or attempt > config.service_retries:
-                    return self._give_up(rollouts, attempt, failure)
-                if self._is_closed.wait(BACKOFF_SECONDS * 2 ** (attempt - 1)):
+                return [self._count(score, 0.0) for score in self._post(rollouts)]
+            except RequestFailed as failure:
+                is_last = not failure.retry or attempt > self._config.service_retries
+                if is_last or self._is_closed.wait(BACKOFF_SECONDS * 2 ** (attempt - 1)):
                     return self._give_up(rollouts, attempt, failure)
                 attempt += 1
-            else:
-                return [self._count(score, 0.0) for score in scores]
 
     def _post(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        told = [_describe(rollout) for rollout in rollouts]
-        body = json.dumps({"samples": told}, default=_to_json).encode()
-        config = self._config
-        try:
-            status, answer = post_within(self._url, body, config.service_timeout_seconds, MAX_ANSWER_BYTES)
-        except (DeadlineExceeded, TooLarge) as error:
-            raise _RequestFailed(str(error), retry=True) from error
-        except Exception as error:  # requests, urllib3 and their dependencies raise many types
-            raise _RequestFailed(f"{type(error).__name__}: {shorten(redact(str(error)))}", retry=True) from error
+        samples = [_describe(rollout) for rollout in rollouts]
+        # Arrays become lists, and other types, such as dates, become text.
+        body = json.dumps({"samples": samples}, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
+        status, answer = post_within(self._url, body.encode(), self._config.service_timeout_seconds, MAX_ANSWER_BYTES)
         if status != _OK:
             text = shorten(repr(answer[:_LONGEST_TEXT].decode(errors="replace")))
-            raise _RequestFailed(f"status {status}: {text}", retry=status == _TOO_MANY_REQUESTS or status >= 500)
+            raise RequestFailed(f"status {status}: {text}", retry=status == _TOO_MANY_REQUESTS or status >= 500)
         try:
-            return _parse_answer(json.loads(answer), len(rollouts))
-        except (ValueError, RecursionError) as error:  # of `json` or of `_parse_answer`
-            raise _RequestFailed(f"a bad answer: {error}", retry=True) from error
+            found = json.loads(answer)
+            scores = found.get("scores") if isinstance(found, dict) else None
+            if not isinstance(scores, list):
+                raise ValueError(f'no list "scores" in {shorten(repr(found))}')
+            if len(scores) != len(rollouts):
+                raise ValueError(f"{len(scores)} scores for {len(rollouts)} samples")
+            return [parse_score(score) for score in scores]
+        except (ValueError, RecursionError) as error:
+            raise RequestFailed(f"a bad answer: {error}") from error
 
-    def _give_up(self, rollouts: Sequence[Rollout], attempts: int, failure: _RequestFailed) -> list[Score]:
+    def _give_up(self, rollouts: Sequence[Rollout], attempts: int, failure: RequestFailed) -> list[Score]:
         ids = sorted({rollout.prompt.prompt_id for rollout in rollouts})
         named = ", ".join(map(str, ids[:_MOST_NAMED_PROMPTS])) + (", ..." if len(ids) > _MOST_NAMED_PROMPTS else "")
         found = (
@@ -139,15 +145,6 @@ class RewardService:
         return replace(score, components={**score.components, SERVICE_FAILURES: failures})
 
 
-def _parse_answer(answer: Any, num_samples: int) -> list[Score]:
-    scores = answer.get("scores") if isinstance(answer, dict) else None
-    if not isinstance(scores, list):
-        raise ValueError(f'no list "scores" in {shorten(repr(answer))}')
-    if len(scores) != num_samples:
-        raise ValueError(f"{len(scores)} scores for {num_samples} samples")
-    return [parse_score(score) for score in scores]
-
-
 def _describe(rollout: Rollout) -> dict[str, Any]:
     prompt = rollout.prompt
     return {
@@ -161,6 +158,96 @@ def _describe(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _to_json(value: Any) -> Any:
-    """Convert numpy values to lists and numbers, and other types, such as dates, to text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+class _Deadline:
+    def __init__(self, seconds: float) -> None:
+        self._sockets: list[socket.socket] = []
+        self._lock, self.is_over = threading.Lock(), False
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> _Deadline:
+        _REQUEST.deadline = self
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        del _REQUEST.deadline
+        with self._lock:
+            while self._sockets:
+                self._sockets.pop().close()
+
+    def watch(self, connection: socket.socket) -> None:
+        """Register a socket's duplicate, which stays valid when TLS takes the socket over."""
+        with self._lock:
+            self._sockets.append(connection.dup())
+            if self.is_over:
+                self._shut_down()
+
+    def _end(self) -> None:
+        with self._lock:
+            self.is_over = True
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        for each in self._sockets:
+            with contextlib.suppress(OSError):  # the peer closed it first
+                each.shutdown(socket.SHUT_RDWR)
+
+
+class _Watched:
+    def _new_conn(self) -> socket.socket:
+        connection = super()._new_conn()  # pyright: ignore[reportAttributeAccessIssue]  # of urllib3's class behind it
+        _REQUEST.deadline.watch(connection)
+        return connection
+
+
+class _WatchedAdapter(HTTPAdapter):
+    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
+        super().init_poolmanager(*args, **kwargs)
+        self.poolmanager.pool_classes_by_scheme = {
+            scheme: type("_Pool", (pool,), {"ConnectionCls": type("_Connection", (_Watched, pool.ConnectionCls), {})})
+            for scheme, pool in self.poolmanager.pool_classes_by_scheme.items()
+        }
+
+
+def post_within(url: str, body: bytes, seconds: float, max_answer_bytes: int) -> tuple[int, bytes]:
+    """Post JSON and return the status and the body; redirects are not followed.
+
+    Args:
+        url: http or https; `user:password@` becomes basic authentication.
+        seconds: for the whole request except the DNS lookup.
+        max_answer_bytes: of the decompressed body.
+
+    Raises:
+        RequestFailed: the request failed or exceeded a limit.
+    """
+    start, deadline, failure = time.monotonic(), _Deadline(seconds), None
+    status, answer = 0, bytearray()
+    try:
+        with requests.Session() as session, deadline:
+            for scheme in ("http://", "https://"):
+                session.mount(scheme, _WatchedAdapter())
+            with session.post(
+                url,
+                data=body,
+                headers={"Content-Type": "application/json"},
+                timeout=seconds,
+                allow_redirects=False,
+                stream=True,
+            ) as response:
+                status = response.status_code
+                while chunk := response.raw.read1(_CHUNK_BYTES, decode_content=True):
+                    answer += chunk
+                    if len(answer) > max_answer_bytes:
+                        raise RequestFailed(f"an answer of more than {max_answer_bytes:,} bytes")
+    except RequestFailed:
+        raise
+    except Exception as error:  # requests, urllib3 and their dependencies raise many types
+        failure = error
+    if deadline.is_over or isinstance(failure, requests.Timeout):  # a shut-down connection looks like the body's end
+        took = time.monotonic() - start
+        raise RequestFailed(f"not done within reward.service_timeout_seconds = {seconds:g} ({took:.1f} s)") from failure
+    if failure is not None:
+        raise RequestFailed(f"{type(failure).__name__}: {shorten(redact(str(failure)))}") from failure
+    return status, bytes(answer)

@@ -24,8 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_rl.rewards.child import ChildProcess
-from megatron_rl.rewards.functions import load_reward_function
-from megatron_rl.rewards.scoring import Score, compute_score, describe_rollout
+from megatron_rl.rewards.scoring import Score, compute_score, describe_rollout, load_reward_function
 from megatron_rl.types import Rollout, UserError
 
 _START_SECONDS = 120.0  # includes imports of the user's file
@@ -79,12 +78,19 @@ class WorkerPool:
         self._of_this_thread.worker = worker
         try:
             reply = worker.ask((function, rollout, step), self._timeout_seconds)
-        except TimeoutError:
-            raise self._give_up(
-                worker, function, rollout, f"was not done after {self._timeout_seconds:g} s", grace=0.0
-            ) from None
-        except (EOFError, OSError):
-            raise self._give_up(worker, function, rollout, "ended its process", grace=_GRACE_SECONDS) from None
+        except (EOFError, OSError) as error:
+            self._of_this_thread.worker = None  # the thread's next rollout starts a new worker
+            is_late = isinstance(error, TimeoutError)
+            code = self._end(worker, 0.0 if is_late else _GRACE_SECONDS)
+            late = f"was not done after {self._timeout_seconds:g} s"
+            name, setting = self._functions[function]
+            reply = UserError(
+                f"the reward function {late if is_late else f'ended its process ({_describe_end(code)})'}\n"
+                f"{describe_rollout(rollout)}",
+                source=f"{setting} = {name}",
+                expected=f"a score within reward.timeout_seconds = {self._timeout_seconds:g}",
+                hint="make the function accept every text that a policy can write, and bound what it waits for",
+            )
         if isinstance(reply, UserError):
             raise reply
         return reply
@@ -97,7 +103,7 @@ class WorkerPool:
             self._workers.add(worker)
         try:
             error = worker.ask((self._functions, self._answer), _START_SECONDS)
-        except (TimeoutError, EOFError, OSError) as caught:
+        except (EOFError, OSError) as caught:
             code = self._end(worker, _GRACE_SECONDS)
             error = UserError(
                 f"a worker process did not start: {type(caught).__name__}, {_describe_end(code)}",
@@ -114,18 +120,6 @@ class WorkerPool:
         with self._lock:
             self._workers.discard(worker)
         return code
-
-    def _give_up(self, worker: ChildProcess, function: int, rollout: Rollout, what: str, grace: float) -> UserError:
-        self._of_this_thread.worker = None  # the thread's next rollout starts a new worker
-        code = self._end(worker, grace)
-        name, setting = self._functions[function]
-        how = f" ({_describe_end(code)})" if grace else ""
-        return UserError(
-            f"the reward function {what}{how}\n{describe_rollout(rollout)}",
-            source=f"{setting} = {name}",
-            expected=f"a score within reward.timeout_seconds = {self._timeout_seconds:g}",
-            hint="make the function accept every text that a policy can write, and bound what it waits for",
-        )
 
 
 def _describe_end(code: int) -> str:

@@ -20,9 +20,9 @@ from megatron_rl.data.prompts import PromptSet
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import gather_objects, raise_together, reduce_scalars
+from megatron_rl.rewards.answers import compute_validation_metrics
 from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scores
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rewards.validation import compute_validation_metrics
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.rollout.stream import RolloutStream

@@ -33,9 +33,8 @@ from megatron_rl.data.prompts import PromptSet, SftSet, choose_teachers, load_pr
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.engines.protocol import EngineMaker, StopStrings, Thoughts
 from megatron_rl.extension.registry import ENGINES, RegisteredEngine, enter_object, name_of
-from megatron_rl.rewards.functions import RewardFunction, check_reward_function, file_of
-from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan
-from megatron_rl.rewards.truths import check_truths
+from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan, check_truths
+from megatron_rl.rewards.scoring import RewardFunction, check_reward_function, file_of
 from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models, resolve, resolve_sft
 from megatron_rl.types import Rollout, UserError
 

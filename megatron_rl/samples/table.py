@@ -17,7 +17,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import gather_flat
-from megatron_rl.rewards.validation import name_answer
+from megatron_rl.rewards.answers import name_answer
 from megatron_rl.samples.prefix import arrange_branches
 from megatron_rl.types import FAILED, SERVICE_FAILURES, Rollout, has_reward
 

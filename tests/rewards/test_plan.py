@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.rewards.plan import (
-    add_model_scores,
-    build_reward_plan,
-    compute_overlong_penalty,
-    compute_reward,
-    keep_reward,
-)
+from megatron_rl.rewards.plan import add_model_scores, build_reward_plan, compute_reward
 from megatron_rl.rewards.scoring import Score
 from megatron_rl.types import UserError
 from reward_samples import make_rollout, write_function
@@ -87,9 +81,9 @@ def test_components_that_cannot_be_used(components, message):
 
 def test_single_source_logs_its_own_components_only():
     plan = build_reward_plan(RewardConfig(rule="math"), 100)
-    assert compute_reward(plan, [Score(0.5, {"level": 3.0})], 10) == (0.5, {"level": 3.0})
+    assert compute_reward(plan, [Score(0.5, {"level": 3.0})], make_rollout()) == (0.5, {"level": 3.0})
     taken = {"mean": 1.0, "uninformative_groups": 2.0, "overlong": 3.0, "unmarked": 4.0}
-    assert compute_reward(plan, [Score(0.5, taken)], 10)[1] == {
+    assert compute_reward(plan, [Score(0.5, taken)], make_rollout())[1] == {
         "math/mean": 1.0,
         "math/uninformative_groups": 2.0,
         "math/overlong": 3.0,
@@ -105,7 +99,7 @@ def test_sum_logs_raw_scores_by_source():
         Score(0.125, {"service_failures": 1.0}),
         Score(0.0, {"service_failures": 1.0}),
     ]
-    assert compute_reward(plan, scores, 10) == (
+    assert compute_reward(plan, scores, make_rollout()) == (
         2 * 0.75 - 0.5 + 0.125,
         {"math": 0.75, "format": 1.0, "format/part": 4.0, "service": 0.125, "service_2": 0.0, "service_failures": 2.0},
     )
@@ -113,7 +107,7 @@ def test_sum_logs_raw_scores_by_source():
 
 def test_model_comes_second():
     plan = build_reward_plan(RewardConfig(components=["1 math", "0.5 model"]), 100)
-    reward, _ = compute_reward(plan, [Score(1.0)], 10)
+    reward, _ = compute_reward(plan, [Score(1.0)], make_rollout())
     rewards = np.array([0.0, reward])
     assert add_model_scores(plan, rewards, np.array([1.0, -3.0]), str).tolist() == [0.5, -0.5]
     with pytest.raises(UserError, match="gave nan to rollout 1"):
@@ -123,7 +117,7 @@ def test_model_comes_second():
     with pytest.raises(UserError, match=r"gave \[1\] scores to 2 rollouts"):
         add_model_scores(plan, rewards, np.array([1.0]), str)
     alone = build_reward_plan(RewardConfig(components=["2 model"]), 100)
-    assert alone.sources == () and compute_reward(alone, [], 10) == (0.0, {})
+    assert alone.sources == () and compute_reward(alone, [], make_rollout()) == (0.0, {})
 
 
 @pytest.mark.parametrize(
@@ -132,7 +126,9 @@ def test_model_comes_second():
 )
 def test_overlong_penalty_by_hand(length, expected):
     """Equation 13 of DAPO with L_max = 100, L_cache = 20, times 0.5."""
-    assert compute_overlong_penalty(length, 100, 20, 0.5) == pytest.approx(expected, abs=1e-15)
+    plan = build_reward_plan(RewardConfig(overlong_buffer_length=20, overlong_penalty=0.5), 100)
+    reward, components = compute_reward(plan, [Score(0.0)], make_rollout("x" * length))
+    assert reward == components["overlong"] == pytest.approx(expected, abs=1e-15)
 
 
 def test_overlong_penalty_is_added_and_logged():
@@ -146,5 +142,5 @@ def test_overlong_penalty_is_added_and_logged():
 def test_the_sum_of_an_episode_is_bounded_as_every_reward_is(reward):
     plan = build_reward_plan(RewardConfig(rule="math"), 8)
     with pytest.raises(UserError, match="the reward is ") as caught:
-        keep_reward(plan, replace(make_rollout("82"), reward=reward))
+        compute_reward(plan, [], replace(make_rollout("82"), reward=reward))
     assert "agents.environment" in caught.value.source and "prompt_id 17" in caught.value.found

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.rewards import judge as judging
 from megatron_rl.rewards import mathematics
 from megatron_rl.rewards.answers import extract_answer
-from megatron_rl.rewards.judge import Judge, judge
+from megatron_rl.rewards.mathematics import Judge, judge
 from megatron_rl.rewards.rules import COUNTS, exact_match, marks_answer, score_math
 from reward_samples import math_equal
 
@@ -300,7 +299,7 @@ def test_time_is_bounded_in_any_thread():
 def test_a_child_that_starts_too_late_leaves_no_answer_behind(monkeypatch):
     """The late answer of its start would otherwise be the verdict of the next comparison."""
     one = Judge()
-    monkeypatch.setattr(judging, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(mathematics, "_START_SECONDS", 0.0)
     with pytest.raises(TimeoutError):
         one.compare("1/2", "0.5")
     monkeypatch.undo()

@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megatron_rl.rewards.validation import compute_validation_metrics, estimate_pass_at_k, name_answer
+from megatron_rl.rewards.answers import compute_validation_metrics, estimate_pass_at_k, name_answer
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.rewards.functions import load_reward_function
-from megatron_rl.rewards.scoring import Score, compute_score
+from megatron_rl.rewards.scoring import Score, compute_score, load_reward_function
 from megatron_rl.rewards.workers import WorkerPool
 from megatron_rl.types import UserError
 from reward_samples import make_rollout, wait_for_end, wait_for_file, write_function
