@@ -17,8 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from megatron_rl.agents.conversations import Conversations
-from megatron_rl.agents.endpoint import Endpoint, Sample
-from megatron_rl.agents.endpoint_server import EndpointServer
+from megatron_rl.agents.endpoint import Endpoint, EndpointServer, Sample
 from megatron_rl.agents.environment import Done, Task, check_answer
 from megatron_rl.agents.episode import Answer, Opening, Setup
 from megatron_rl.agents.transcript import Tail
