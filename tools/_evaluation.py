@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.directory import find_weights
 from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, PlacementConfig, ReferenceConfig, RunConfig
 from megatron_rl.observability.rollout_log import TokenTexts, write_rows
 from megatron_rl.parallel.collectives import init_distributed, world
-from megatron_rl.rewards.validation import estimate_pass_at_k
+from megatron_rl.rewards.answers import estimate_pass_at_k
 from megatron_rl.rollout.collector import correctness_of
 from megatron_rl.run.building import RunSinks, build_roles, build_rollout_members, group_timeout
 from megatron_rl.run.inputs import Parts, read_rl_inputs
