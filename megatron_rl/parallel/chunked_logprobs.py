@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.parallel.kept_sets import PackedKeptSets
 from megatron_rl.parallel.vocab_parallel import (
+    PackedKeptSets,
     VocabShard,
     compute_logits_gradient,
     compute_summary,

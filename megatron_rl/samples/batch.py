@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.parallel.kept_sets import PackedKeptSets
+from megatron_rl.parallel.vocab_parallel import PackedKeptSets
 from megatron_rl.samples.microbatches import MicrobatchPlan
 from megatron_rl.samples.prefix import (
     SegmentKeys,

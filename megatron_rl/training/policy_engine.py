@@ -31,8 +31,13 @@ from megatron_rl.models.stages import HiddenStatesModel, gather_for_shards
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.chunked_logprobs import scale_logits
 from megatron_rl.parallel.collectives import broadcast_tensors, gather_rows
-from megatron_rl.parallel.kept_sets import PackedKeptSets
-from megatron_rl.parallel.vocab_parallel import compute_summary, find_vocab_shard, gather_summaries, merge_summaries
+from megatron_rl.parallel.vocab_parallel import (
+    PackedKeptSets,
+    compute_summary,
+    find_vocab_shard,
+    gather_summaries,
+    merge_summaries,
+)
 from megatron_rl.samples.batch import MicrobatchSlice
 from megatron_rl.samples.prefix import SegmentKeys, move_to_device
 from megatron_rl.training.packed_model import PackedModel

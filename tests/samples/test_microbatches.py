@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.samples import microbatches
+from megatron_rl.samples import balancing, microbatches
 from megatron_rl.samples.batch import Padding
 from megatron_rl.samples.microbatches import (
     MicrobatchPlan,
@@ -332,9 +332,9 @@ def test_planning_for_many_ranks_takes_few_plans(monkeypatch: pytest.MonkeyPatch
     Seconds depend on the machine: tools/benchmarks/bench_host_work.py measures them.
     """
     plans, tried = [], []
-    arrange, exchange = microbatches._plan_units, microbatches._exchange_best
+    arrange, exchange = microbatches._plan_units, balancing._exchange_best
     monkeypatch.setattr(microbatches, "_plan_units", lambda *a, **options: plans.append(a) or arrange(*a, **options))
-    monkeypatch.setattr(microbatches, "_exchange_best", lambda *a: tried.append(a) or exchange(*a))
+    monkeypatch.setattr(balancing, "_exchange_best", lambda *a: tried.append(a) or exchange(*a))
     lengths, shared = draw_long_tail(2048), share_prompts(np.arange(2048) // 8, [1] * 2048)
     for sharing in (None, shared):
         plan_microbatches(lengths, dp_size=1024, max_tokens=2 * max(lengths), shared=sharing)
