@@ -76,10 +76,8 @@ def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.nd
 def _exchange_best(
     high: list[list[int]], low: list[list[int]], gap: int, tokens: np.ndarray, costs: np.ndarray, max_tokens: int
 ) -> tuple[int, int] | None:
-    """Exchange the pair of units that comes closest to moving half of the gap, or move one unit.
-
-    Returns the unit given to the cheaper rank and the unit taken (-1 if none); `None` if impossible.
-    """
+    """Exchange the best pair of units and return it: given and taken (-1 if none); `None` if no exchange helps."""
+    # The best comes closest to moving half of the gap.
     gives = [(unit, a) for a, members in enumerate(high) for unit in members]
     takes = [(unit, b) for b, members in enumerate(low) for unit in members]
     takes += [(-1, b) for b in range(len(low))]  # a unit can move to any bin without an exchange
@@ -169,12 +167,8 @@ def _number(bounds: np.ndarray) -> np.ndarray:
 
 
 def _cut(members: list[int], saved: list[int]) -> list[list[int]]:
-    """Cut at least two sequences into parts, each with a longer common prefix than the whole.
-
-    Args:
-        saved: tokens that each member shares with the previous one; the first entry is ignored.
-    """
-    least = min(saved[1:])
+    """Cut at least two sequences into parts, each with a longer common prefix than the whole."""
+    least = min(saved[1:])  # tokens shared with the previous member, which the first does not have
     starts = [0, *(i for i in range(1, len(members)) if saved[i] == least)]
     return [members[i:j] for i, j in pairwise([*starts, len(members)])]
 
