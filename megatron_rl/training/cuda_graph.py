@@ -259,9 +259,10 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        (gradient,) = gradients
         graphs: StageGraphs = ctx.graphs
         if graphs.gradient is not None:
-            graphs.gradient.copy_(*gradients)
+            graphs.gradient.copy_(gradient)
         found = graphs.backward_graph.replay()
         return None if graphs.received is None else found, None
 

@@ -55,16 +55,11 @@ class AdamAndMuon(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Parameter updated by Muon.
+    """Parameter updated by Muon."""
 
-    Attributes:
-        shard: elements that this rank updates.
-        tables: boxes per tensor parallel rank.
-    """
-
-    shard: StateShard
+    shard: StateShard  # elements that this rank updates
     param: Any
-    tables: Sequence[Sequence[ShardBox]]
+    tables: Sequence[Sequence[ShardBox]]  # boxes per tensor parallel rank
 
 
 class Muon:

@@ -31,15 +31,11 @@ from megatron_rl.training.roles.on_samples import ActorOnSamples, RoleOnSamples
 
 @dataclass(frozen=True)
 class _Lesson:
-    """Output of one teacher for its part of the samples.
-
-    Attributes:
-        order: index of each sequence of `part` among all sequences.
-    """
+    """Output of one teacher for its part of the samples."""
 
     teacher: str
     part: Experience
-    order: np.ndarray
+    order: np.ndarray  # index of each sequence of `part` among all sequences
     column: Column
 
 
