@@ -86,12 +86,12 @@ ENGINES: dict[str, RegisteredEngine] = {
         _IN_RANKS | {"is_actor", "adapters", "any_sinks"},
     ),
     "vllm_server": RegisteredEngine(
-        Deferred("megatron_rl.engines.servers.served", "build_vllm_server"),
+        Deferred("megatron_rl.engines.servers.served", "ServedEngine"),
         _STARTED | _VLLM | {"this_python"},
         check_model=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_server"),
     ),
-    "openai": RegisteredEngine(Deferred("megatron_rl.engines.servers.served", "build_openai_server"), _SERVER),
-    "sglang": RegisteredEngine(Deferred("megatron_rl.engines.servers.server_sglang", "build_sglang"), _STARTED),
+    "openai": RegisteredEngine(Deferred("megatron_rl.engines.servers.served", "ServedEngine"), _SERVER),
+    "sglang": RegisteredEngine(Deferred("megatron_rl.engines.servers.served", "ServedEngine"), _STARTED),
 }
 
 
