@@ -39,7 +39,7 @@ MAX_FUNCTION_LINES = 60
 # Exceptions older than these limits: the lists may only shrink.
 MAX_FAN_OUT = 26
 # A plain run loads fewer lines than this, and none of these modules.
-MAX_LOADED_LINES = 34_200
+MAX_LOADED_LINES = 31_600
 BEHIND_DOORS = (
     "agents.adapters",
     "agents.environment",
@@ -51,6 +51,8 @@ BEHIND_DOORS = (
     "capsule.",
     "checkpoint.peft",
     "compat.",
+    "data.pass_rates",
+    "engines.thinking",
     "models.delta_net",
     "models.experts",
     "models.latent_attention",
@@ -62,7 +64,10 @@ BEHIND_DOORS = (
     "parallel.chunked_divergence",
     "planning.memory",
     "planning.parameters",
+    "rewards.child",
+    "rewards.mathematics",
     "rewards.public_sets",
+    "rewards.quantities",
     "rewards.service",
     "rewards.workers",
     "rollout.packed_episodes",
@@ -76,7 +81,11 @@ BEHIND_DOORS = (
     "training.muon",
     "training.router_replay",
     "transfer.coding",
+    "transfer.computed",
     "transfer.probe",
+    "transfer.pull",
+    "weights.nf4",
+    "weights.row_quantization",
 )
 WIDE_MODULES: dict[str, int] = {}
 IMPORT_CIRCLES: list[list[str]] = []

@@ -28,7 +28,6 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections import DataConfig
-from megatron_rl.data.pass_rates import select_by_pass_rate
 from megatron_rl.data.prompts import PromptSet, SftSet, choose_teachers, load_prompts, load_sft_examples, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
 from megatron_rl.engines.protocol import EngineMaker, StopStrings, Thoughts
@@ -129,8 +128,11 @@ def read_prompts(
         name: load_prompts([file], tokenizer, data, limit=data.validation_limit, tools=tools)
         for name, file in name_files(data.validation_files).items()
     }
-    loaded = load_prompts(data.train_files, tokenizer, data, tools=tools)
-    train, notes = select_by_pass_rate(loaded, data, shaping=OVERLONG)
+    train, notes = load_prompts(data.train_files, tokenizer, data, tools=tools), []
+    if data.pass_rates is not None:
+        from megatron_rl.data.pass_rates import select_by_pass_rate
+
+        train, notes = select_by_pass_rate(train, data, shaping=OVERLONG)
     check_mixture(data, train.file_sizes)
     choose_teachers(config, train.prompts)
     prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]

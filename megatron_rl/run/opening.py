@@ -29,7 +29,6 @@ import yaml
 from megatron_rl.checkpoint.directory import find_newest_valid, find_step, read_manifest
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.pass_rates import list_pass_rate_files
 from megatron_rl.extension.reasoning_gym import PREFIX, identify
 from megatron_rl.observability.metrics import METRICS_FILE, has_records
 from megatron_rl.observability.run import Run
@@ -64,6 +63,8 @@ def find_dependencies(config: RunConfig) -> Dependencies:
         found["teachers"] = [file for teacher in config.teachers.values() for file in _list_weights(teacher.path)]
     found["train_files"] = [Path(file) for file in config.data.train_files]
     if config.data.pass_rates is not None:
+        from megatron_rl.data.pass_rates import list_pass_rate_files
+
         found["train_files"] += list_pass_rate_files(config.data).values()
     found["validation_files"] = [Path(file) for file in config.data.validation_files]
     targets = [text.split(maxsplit=1)[-1] for text in config.reward.components] or [config.reward.function or ""]

@@ -38,13 +38,13 @@ from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.host_memory import HostMemory
 from megatron_rl.training.setup import LaidOutModel, RoleSetup
-from megatron_rl.transfer.computed import SourceParams
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
 from megatron_rl.weights.shard_box import check_placements
 
 if TYPE_CHECKING:
     from megatron_rl.training.adapted_model import Adapters
     from megatron_rl.training.router_replay import Routing
+    from megatron_rl.transfer.computed import SourceParams
 
 # (hidden states of the last stage, microbatch) -> tensors [t, ...] of the whole microbatch; see `token_heads.py`
 Head = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, ...]]

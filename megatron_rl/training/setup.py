@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,12 +18,13 @@ from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import Buckets, TrainBatch, build_buckets
 from megatron_rl.samples.microbatches import compute_attention_ratio
-from megatron_rl.transfer.computed import SourceParams
 from megatron_rl.weights.adapters import AdapterShape, adapted_parameters, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import find_shard_key, training_placements
-from megatron_rl.weights.nf4 import list_quantized
 from megatron_rl.weights.placement_tables import PlacementTable
+
+if TYPE_CHECKING:
+    from megatron_rl.transfer.computed import SourceParams
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ class LaidOutModel:
         """Names of NF4 parameters on any rank."""
         if self.adapters is None or not self.adapters.is_quantized:
             return frozenset()
+        from megatron_rl.weights.nf4 import list_quantized
+
         return list_quantized(self.placements(self.layout.first_rank))
 
     def merge(self) -> SourceParams:

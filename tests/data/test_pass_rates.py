@@ -82,12 +82,6 @@ def test_an_episode_that_failed_says_nothing_about_its_prompt(tmp_path: Path) ->
             select(tmp_path, 0.6, 0.7)
 
 
-def test_without_pass_rates_everything_stays() -> None:
-    train = make_set()
-    found, notes = select_by_pass_rate(train, DataConfig(train_files=FILES, train_batch_size=1), shaping="overlong")
-    assert found is train and notes == [] and train.file_sizes == [3, 3]
-
-
 def test_what_was_not_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no rollouts of a/train.jsonl") as caught:
         select(tmp_path, 0, 1)
