@@ -45,7 +45,6 @@ BEHIND_DOORS = (
     "agents.environment",
     "agents.episode",
     "agents.in_rank",
-    "agents.processes",
     "agents.tools",
     "agents.transcript",
     "capsule.",

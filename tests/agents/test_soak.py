@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from distributed import run_ranks
 from megatron_rl.agents.episode import Setup
-from megatron_rl.agents.processes import EpisodeProcesses
+from megatron_rl.agents.in_rank import EpisodeProcesses
 from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig
 from megatron_rl.config.sections import AgentsConfig
 from megatron_rl.engines.build import BuiltEngine

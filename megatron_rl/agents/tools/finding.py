@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of `agents.tools` as tools; `run_python`, which confines a program by `confinement`."""
+"""Tools named in `agents.tools`: functions, the calculator, Python, search in a corpus, and MCP servers."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Sequence
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_rl.agents.calculator import TOOL, calculate
 from megatron_rl.agents.tools import confinement
-from megatron_rl.agents.tools.mcp import list_mcp_tools
-from megatron_rl.agents.tools.search import find_search
-from megatron_rl.agents.tools.tool import Tool, describe_function
+from megatron_rl.agents.tools.tool import Call, Tool, describe_function
+from megatron_rl.data.rows import read_rows
 from megatron_rl.extension.user_code import import_file
 from megatron_rl.types import UserError
 
@@ -102,3 +109,143 @@ def run_python(code: str) -> str:
         text += output.read(_LONGEST_OUTPUT)
     end = f"error: ended with code {process.returncode}" if process.returncode and not text else ""
     return text.decode(errors="replace") + end
+
+
+_K1, _B = 1.2, 0.75
+_WORD = re.compile(r"\w+")
+_MOST = 10  # results
+_LONGEST_PASSAGE = 2000  # characters
+
+
+class Bm25:
+    """A BM25 index of texts (Robertson and Zaragoza 2009).
+
+    The score of a passage d for a query is the sum over its words w of
+
+        log(1 + (N - n_w + 0.5) / (n_w + 0.5)) * f * (k1 + 1) / (f + k1 * (1 - b + b * |d| / mean |d|))
+
+    with N passages, of which n_w contain w, and f occurrences of w in d.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        counts = [Counter(_WORD.findall(text.lower())) for text in texts]
+        lengths = np.array([max(count.total(), 1) for count in counts], np.float32)
+        self._penalties = _K1 * (1 - _B + _B * lengths / lengths.mean())
+        found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for index, count in enumerate(counts):
+            for word, times in count.items():
+                found[word].append((index, times))
+        self._found = {word: np.array(pairs, np.int32).T for word, pairs in found.items()}  # [2, n] text index, count
+
+    def find(self, query: str, most: int) -> list[int]:
+        """Return indices of the best texts, best first, that contain a word of the query."""
+        total = len(self._penalties)
+        scores = np.zeros(total, np.float64)
+        for word in _WORD.findall(query.lower()):
+            if word in self._found:
+                places, times = self._found[word]
+                weight = math.log(1 + (total - len(places) + 0.5) / (len(places) + 0.5))
+                scores[places] += weight * times * (_K1 + 1) / (times + self._penalties[places])
+        best = np.argsort(-scores, kind="stable")[:most]
+        return [int(place) for place in best if scores[place] > 0]
+
+
+def search(query: str, num_results: int = 3) -> str:
+    """Find passages about a question in the corpus."""
+    raise NotImplementedError  # only the tool's spec is taken from here; `find_search` builds the function
+
+
+def find_search(corpus: str) -> Tool:
+    """Return the tool for a corpus file with columns `text` and optionally `title` (UserError if missing)."""
+    if not Path(corpus).is_file():
+        raise UserError(
+            f"{corpus or 'no file'}: there is no such corpus",
+            source=f"agents.tools = search:{corpus}",
+            expected="a JSONL or parquet file with a column text",
+            hint="write one passage per row",
+        )
+
+    def load() -> Any:
+        rows = [row.columns | {"text": row.scalar_text("text")} for row in read_rows([corpus])]
+        passages = [f"{row['title']}\n{row['text']}" if row.get("title") else row["text"] for row in rows]
+        index = Bm25(passages)
+
+        def find(query: str, num_results: int = 3) -> str:
+            places = index.find(query, max(1, min(int(num_results), _MOST)))
+            texts = [f"[{i}] {passages[place][:_LONGEST_PASSAGE]}" for i, place in enumerate(places, start=1)]
+            return "\n\n".join(texts) or "nothing found"
+
+        return find
+
+    return Tool(describe_function(search), load)
+
+
+_START_SECONDS = 60.0
+
+
+def list_mcp_tools(command: str) -> list[Tool]:
+    """Start an MCP server over stdin and stdout, list its tools, and stop it.
+
+    Each episode starts its own server at its first call; it ends with the episode's process.
+
+    Raises:
+        UserError: the package `mcp` is missing, or the server does not start.
+    """
+    try:
+        found = asyncio.run(asyncio.wait_for(_list(command), _START_SECONDS))
+    except Exception as error:  # the package raises exception groups of many types
+        raise UserError(
+            f"the MCP server cannot be asked for its tools: {_describe(error)}",
+            source=f"agents.tools = mcp:{command}",
+            expected="a command that serves MCP over stdin and stdout, and the package mcp",
+            hint=f"try the command by hand: {command}; pip install mcp",
+        ) from error
+    server = _Server(command)
+    return [Tool(_write_spec(tool), lambda name=tool.name: server.bind(name)) for tool in found]
+
+
+class _Server:
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: Any = None
+
+    def bind(self, name: str) -> Call:
+        return lambda **arguments: self._call(name, arguments)
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True).start()
+            self._client = _open(self._command)
+            self._wait(self._client.__aenter__())
+        result = self._wait(self._client.call_tool(name, arguments))
+        text = "\n".join(part.text if part.type == "text" else f"({part.type})" for part in result.content)
+        return f"error: {text}" if result.is_error else text
+
+    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def _list(command: str) -> list[Any]:
+    async with _open(command) as client:
+        return (await client.list_tools()).tools
+
+
+def _open(command: str) -> Any:
+    import mcp  # optional, and a slow import
+
+    program, *arguments = shlex.split(command)
+    return mcp.Client(mcp.StdioServerParameters(command=program, args=arguments))
+
+
+def _write_spec(tool: Any) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _describe(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
