@@ -34,7 +34,7 @@ error: actor.lr = -1.0 is negative
 Input is checked on every rank before any model is built. Once a run has begun, the source of a failure is the rank, the
 step and the phase; `logs/rank<N>.log` has the traceback and the last collectives of that rank.
 
-To find an error below, search for some of its words; `{{name}}` stands for what is only known when it occurs. Messages
+To find an error below, search for some of its words; `{{name}}` stands for a value of the occurrence. Messages
 whose own hint says enough stand in a list. `python tools/make_docs.py` makes the page from the sources.
 
 ## Exit codes
@@ -110,7 +110,7 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("algorithms/", "extension/", "samples/"),
     ),
     "Engines, sampling and servers": (
-        "What an engine cannot serve, servers that fail, responses that are not what was asked for.",
+        "What an engine cannot serve, servers that fail, responses that differ from their request.",
         ("engines/", "transfer/probe", "transfer/coding", "rollout/", "run/bitwise"),
     ),
     "Environments, tools and episodes": ("Your environment, its processes, and chat templates.", ("agents/",)),

@@ -31,7 +31,7 @@ def parse_sizes(text: str, flag: str, known: tuple[str, ...]) -> dict[str, int]:
                 f"cannot read {part.strip()!r} in {flag} {text}",
                 source="command line",
                 expected=f"sizes of at least 1, each once, of {', '.join(known)}",
-                hint=f"{flag} tp=8,dp=2, say",
+                hint=f"{flag} tp=8,dp=2, for example",
             )
         sizes[name] = int(value)
     return sizes

@@ -137,7 +137,7 @@ def make_prompts(task: dict[str, Any]) -> tuple[list[Row], list[Row]]:
     train = [expression for pair in pairs for expression in _expressions(*pair, task["operations"])]
     if len(validation) < task["validation"] or len(train) < task["train"]:
         raise UserError(
-            f"{task['train']} training and {task['validation']} validation prompts asked for; with these operands "
+            f"{task['train']} training and {task['validation']} validation prompts requested; with these operands "
             f"there are {len(train)} and {len(validation)}",
             source="--train, --validation",
             expected="at most as many prompts as there are",

@@ -74,6 +74,6 @@ def _check_tools(prompts: PromptSet, tokenizer: Tokenizer, options: Mapping[str,
             "a prompt is plain text, which shows no tools",
             source="agents.tools",
             expected="chat messages, and a chat template that knows tools",
-            hint="take an environment that says in the prompt how it is asked, or the template of another model",
+            hint="use an environment whose prompt describes its calls, or the template of another model",
         )
     require_shown(not hides, "agents.tools")

@@ -243,7 +243,7 @@ def require_shown(is_shown: bool, source: str) -> None:
             "the chat template does not show tools",
             source=source,
             expected="a chat template that knows tools",
-            hint="say in the prompt how tools are called, or use the template of another model",
+            hint="describe the calls in the prompt, or use the template of another model",
         )
 
 

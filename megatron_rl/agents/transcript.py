@@ -132,7 +132,7 @@ def render_tail(
     _, found, tail = text.partition(_PLACEHOLDER)
     if not found:
         raise UserError(
-            "the chat template does not write what the assistant has said",
+            "the chat template does not render the assistant's messages",
             source="model.tokenizer (default: model.path)",
             expected="a template with the content of each message in it",
             hint="use the template of a chat model",

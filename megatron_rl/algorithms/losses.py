@@ -141,7 +141,7 @@ def _call_policy_loss(
         source=_SETTING,
         expected=f"a tuple of two tensors {shape}: the loss of each token, and whether it is clipped (bool); a third "
         "may be a dict of metrics, tensors of this shape",
-        hint="return the loss of each token, not their mean: algorithm.loss_agg_mode says how it is aggregated",
+        hint="return the loss of each token, not their mean: algorithm.loss_agg_mode aggregates it",
     )
 
 

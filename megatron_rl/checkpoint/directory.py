@@ -81,7 +81,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         what = "there is none" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{path} does not read: {what}",
+            f"{path} cannot be read: {what}",
             source=str(directory),
             expected="a checkpoint of this package",
             hint="name a directory step_<N> or the output of tools/convert_hf_to_megatron.py",

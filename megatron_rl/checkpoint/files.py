@@ -115,7 +115,7 @@ def read_digests(directory: Path) -> dict[str, str]:
         pairs = [line.split("  ", 1) for line in lines]
         return {path: digest for digest, path in pairs}
     except (OSError, ValueError) as error:
-        what = "is missing" if isinstance(error, FileNotFoundError) else f"does not read: {error}"
+        what = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise UserError(
             f"{directory / DIGESTS_FILE} {what}",
             source=str(directory),

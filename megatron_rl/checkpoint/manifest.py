@@ -168,7 +168,7 @@ def check_model(saved: Mapping[str, Any], shape: ModelShape | AdapterShape, dire
             f"the checkpoint holds {kinds['base' in saved]}, and the run trains {kinds['base' in wanted]}",
             source=str(directory),
             expected=f"a checkpoint with {kinds['base' in wanted]}",
-            hint="set lora.rank as in the run that wrote it (its config.yaml says), or start a new run",
+            hint="set lora.rank as in the run that wrote it (see its config.yaml), or start a new run",
         )
     if isinstance(shape, AdapterShape):
         check_model(saved["base"], shape.base, directory)

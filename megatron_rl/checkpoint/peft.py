@@ -106,7 +106,7 @@ def _read_config(file: Path, shape: AdapterShape) -> dict[str, Any]:
             f"adapters with {', '.join(f'{name} = {show(value)}' for name, value in wrong.items())}",
             source=str(file),
             expected="LoRA as PEFT makes it by default: one rank and one alpha for all, beside an unchanged model",
-            hint="merge such adapters into the model with PEFT's merge_and_unload, or, where they begin from a changed "
+            hint="merge such adapters into the model with PEFT's merge_and_unload, or, if they begin from a changed "
             "model (PiSSA and its relatives), save them with path_initial_model_for_weight_conversion",
         )
     return config

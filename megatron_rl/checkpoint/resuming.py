@@ -169,7 +169,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{path} does not read: {error}",
+            f"{path} cannot be read: {error}",
             source=str(path),
             expected="the file as it was written",
             hint="take an older checkpoint, or copy this one again",

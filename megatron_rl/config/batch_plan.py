@@ -44,7 +44,7 @@ class SftPlan:
             )
         if cfg.layout.mode == "auto":
             raise UserError(
-                "layout.mode = 'auto' in supervised fine-tuning, which the planner does not know",
+                "layout.mode = 'auto' in supervised fine-tuning, which the planner does not cover",
                 source="layout.mode",
                 expected="given",
                 hint="give the layout of the section actor",
@@ -391,7 +391,7 @@ def _check_placement(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
             f"placement.actor = {placement.actor!r} leaves out rank 0",
             source="placement.actor",
             expected="ranks from 0 on",
-            hint="rank 0 writes what the actor reports: give the other roles the ranks behind the actor's",
+            hint="rank 0 writes the actor's metrics: give the other roles the ranks behind the actor's",
         )
     idle = sorted(set(range(world_size)).difference(*ranks.values()))
     if idle:

@@ -118,7 +118,7 @@ class RegisteredEngine:
                 f"an engine that supports {', '.join(unknown)}",
                 source=describe_place(self.make),
                 expected=f"of {', '.join(ABILITIES)}",
-                hint="megatron_rl/extension/registry.py says what each means",
+                hint="megatron_rl/extension/registry.py describes each ability",
             )
 
     def has(self, ability: str) -> bool:

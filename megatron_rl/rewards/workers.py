@@ -89,7 +89,7 @@ class WorkerPool:
                 f"{describe_rollout(rollout)}",
                 source=f"{setting} = {name}",
                 expected=f"a score within reward.timeout_seconds = {self._timeout_seconds:g}",
-                hint="make the function accept every text that a policy can write, and bound what it waits for",
+                hint="make the function accept every text that a policy can write, and bound its waiting",
             )
         if isinstance(reply, UserError):
             raise reply

@@ -203,7 +203,7 @@ class Collector:
                     f"{found}:\n{said[0].rstrip() if said else 'before the run was resumed'}",
                     source=f"trainer.max_failed_share = {most:g}",
                     expected="a smaller share, as nothing is learned from what failed",
-                    hint="correct what failed; trainer.max_failed_share=1 continues without it",
+                    hint="correct the cause; trainer.max_failed_share=1 continues without it",
                 )
         return float(episodes.mean())
 

@@ -354,7 +354,7 @@ def read_trace(run_dir: Path, num_engines: int) -> list[DecodeSteps]:
                 entry = json.loads(line)
                 steps[entry["step"], entry["phase"]], engines = entry["decode_steps"], entry["engines"]
         except (OSError, ValueError, KeyError) as error:
-            raise _refuse(run_dir, f"{path} does not read: {error!r}") from error
+            raise _refuse(run_dir, f"{path} cannot be read: {error!r}") from error
         if engines != num_engines:
             raise _refuse(run_dir, f"it had {engines} engines, this one has {num_engines}")
         found.append(steps)

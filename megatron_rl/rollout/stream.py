@@ -251,7 +251,7 @@ class RolloutStream:
             kinds = ("responses", "episodes")
             was, now = kinds[state.get("episodes", False)], kinds[self._agents.has_episodes]
             raise UserError(
-                f"the section agents asks for {now}, and {state['open']} prompts have begun as {was}",
+                f"the section agents now selects {now}, and {state['open']} prompts have begun as {was}",
                 source="agents.environment, agents.tools and agents.program",
                 expected="one of them, or none, as before",
                 hint="keep them, or start a new run from the checkpoint's weights",

@@ -130,7 +130,7 @@ def run_command(
 
 def _refuse_auto() -> UserError:
     return UserError(
-        "layout.mode = 'auto' in a dry run that does not know the memory of a GPU",
+        "layout.mode = 'auto' in a dry run without the memory of a GPU",
         source="layout.mode",
         expected="--gpu-memory-gib G",
         hint="for example --world-size 8 --gpu-memory-gib 80",

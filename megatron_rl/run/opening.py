@@ -103,7 +103,7 @@ def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable
     refused = [name for name in lines if name not in (*_SAID_ONLY, *allowed)]
     if refused:
         raise UserError(
-            f"the content of what the run depends on has changed: {'; '.join(lines[name] for name in refused)}",
+            f"the content of the run's inputs has changed: {'; '.join(lines[name] for name in refused)}",
             source=str(checkpoint),
             expected="what the run behind the checkpoint had",
             hint=f"restore it, or accept the new one by checkpoint.allow_changes=[{','.join(refused)}]",
@@ -293,7 +293,7 @@ def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, gro
 
     def explain(error: OSError) -> UserError:
         return UserError(
-            f"a file that the run depends on does not read: {error}",
+            f"a file that the run depends on cannot be read: {error}",
             source=str(error.filename),
             expected="a file that can be read",
             hint="look at its permissions and its disk",
@@ -364,7 +364,7 @@ def _check_steps(checkpoint: Path, total_steps: int, is_finished: bool, group: d
         step = read_manifest(checkpoint).get("step", 0)
         if step > total_steps or (step == total_steps and is_finished):
             raise UserError(
-                f"the run has taken {step} steps, {total_steps} are asked for",
+                f"the run has taken {step} steps, of {total_steps} requested",
                 source=str(checkpoint),
                 expected="steps that are left to take",
                 hint="raise trainer.total_steps (or total_epochs) to continue, or choose another trainer.run_dir",

@@ -62,7 +62,7 @@ class Prepared:
                 "the ranks come to different layouts",
                 source="layout.mode",
                 expected="nodes with equal memory",
-                hint="give the layout: tools/plan.py says which fit the smallest of the nodes",
+                hint="set the layout: tools/plan.py lists those that fit the smallest node",
             )
 
 

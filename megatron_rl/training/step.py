@@ -68,7 +68,7 @@ class StepLoss:
                 f"in some microbatches only, the {self.name} loss reports {differing}",
                 source="algorithm.policy_loss",
                 expected="the same metrics in each microbatch",
-                hint="report a tensor of zeros where a metric has nothing to say",
+                hint="report a tensor of zeros for a metric without a value",
             )
         self.metric_names = names
         return loss, torch.stack([metrics[name].detach().double() for name in names])

@@ -149,7 +149,7 @@ class OptimizerStep:
                 "an optimizer step without gradients",
                 source=f"{self._role}.optim_step()",
                 expected="forward_backward(minibatch, loss) before each optim_step()",
-                hint="gradients are used once; what belongs into one step is one minibatch",
+                hint="gradients are used once; pass all sequences of an optimizer step as one minibatch",
             )
         (minibatch, loss, rows, totals), self._pending = self._pending, None
         optimizer, groups = self._step.optimizer, self._step.model.groups

@@ -179,7 +179,7 @@ def _find_family(config: dict[str, Any], head: Head, source: str) -> tuple[str, 
             f"unknown architecture {config.get('model_type')!r}",
             source=source,
             expected=f"model_type one of {sorted({*FAMILIES, *ALIASES, *TEXT_PARTS})}",
-            hint="docs/add_a_family.md says how to add one: often a row in weights/family.py",
+            hint="docs/add_a_family.md describes how to add one: often a row in weights/family.py",
         )
     scoring = [name for name in config.get("architectures") or () if name.endswith(_SCORING_SUFFIXES)]
     if scoring and head == "lm":

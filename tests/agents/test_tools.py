@@ -201,7 +201,7 @@ def test_what_is_not_there_is_named(names, tmp_path):
         (["chess"], "names no tool"),
         ([f"search:{tmp_path / 'none.jsonl'}"], "no such corpus"),
         ([names[3], f"{tmp_path / 'double.py'}:double"], 'two tools have the name "double"'),
-        (["mcp:false"], "cannot be asked for its tools"),
+        (["mcp:false"], "does not list its tools"),
     ):
         with pytest.raises(UserError, match=message):
             find_tools(wrong)

@@ -300,7 +300,7 @@ def remove_state_digests(capsule: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "found"),
     [
-        (remove_manifest, "manifest.json does not read"),
+        (remove_manifest, "manifest.json cannot be read"),
         (cut_values, "values.safetensors has"),
         (remove_state_digests, "SHA256SUMS is missing"),
         (shutil.rmtree, "there is no"),

@@ -47,14 +47,14 @@ DAMAGES = {
     "missing": (lambda d: (d / "actor/a").unlink(), "actor/a is missing"),
     "truncated": (lambda d: (d / "actor/b").write_bytes(b"x" * 20), "actor/b has 20 bytes, 200 were written"),
     "flipped": (lambda d: _flip(d / "actor/b"), "actor/b has another content than was written (SHA-256 "),
-    "manifest": (lambda d: (d / "manifest.json").write_text("{"), "manifest.json does not read: JSONDecodeError"),
+    "manifest": (lambda d: (d / "manifest.json").write_text("{"), "manifest.json cannot be read: JSONDecodeError"),
     "other-manifest": (
         lambda d: (d / "manifest.json").write_text('{"format": 1}'),
         "manifest.json has another content",
     ),
-    "no-manifest": (lambda d: (d / "manifest.json").unlink(), "manifest.json does not read: there is none"),
+    "no-manifest": (lambda d: (d / "manifest.json").unlink(), "manifest.json cannot be read: there is none"),
     "digests": (lambda d: (d / "SHA256SUMS").unlink(), "SHA256SUMS is missing"),
-    "digest": (lambda d: (d / "SHA256SUMS").write_text("what?"), "SHA256SUMS does not read"),
+    "digest": (lambda d: (d / "SHA256SUMS").write_text("what?"), "SHA256SUMS cannot be read"),
     "short": (
         lambda d: (d / "SHA256SUMS").write_text(
             "".join(line for line in (d / "SHA256SUMS").open() if "actor/a" not in line)

@@ -248,7 +248,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "run directory in a file": (["trainer.run_dir={files}/reward.py/run"], ["reward.py/run", "Not a directory"]),
     "run directory of a long name": ([f"trainer.run_dir=/tmp/{300 * 'a'}"], ["aaa", "File name too long"]),
     "no directory to resume from": (["checkpoint.resume=/nowhere/run"], ["/nowhere/run/manifest.json"]),
-    "nothing to resume from": (["checkpoint.resume={files}/model"], ["model/manifest.json does not read"]),
+    "nothing to resume from": (["checkpoint.resume={files}/model"], ["model/manifest.json cannot be read"]),
     "reward without a weight": (["reward.components=[math]"], ['"math" is not a weight and a source']),
 }
 SFT_MISTAKES: dict[str, tuple[list[str], list[str]]] = {

@@ -204,7 +204,7 @@ def test_a_trace_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         trace.find_end(1, "beside training")
     with pytest.raises(UserError, match="it had 1 engines, this one has 2"):
         read_trace(tmp_path, 2)
-    with pytest.raises(UserError, match=r"elsewhere/schedule/engine_0.jsonl does not read: FileNotFoundError"):
+    with pytest.raises(UserError, match=r"elsewhere/schedule/engine_0.jsonl cannot be read: FileNotFoundError"):
         read_trace(tmp_path / "elsewhere", 1)
 
 

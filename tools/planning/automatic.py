@@ -117,5 +117,5 @@ def _refuse(job: Job) -> UserError:
         f"that of the config: {why}",
         source=_SOURCE,
         expected="a model, batches and lengths for which there is a layout",
-        hint="use more or larger accelerators, or shorter sequences; tools/plan.py says what takes the memory",
+        hint="use more or larger accelerators, or shorter sequences; tools/plan.py lists the memory by part",
     )

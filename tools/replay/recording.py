@@ -117,7 +117,7 @@ def read_rollouts(path: Path) -> CapturedRollouts:
         rollouts = [(row["group"], _read_rollout(row, prompts[row["group"]])) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"it does not read: {type(error).__name__}: {error}",
+            f"it cannot be read: {type(error).__name__}: {error}",
             source=str(path),
             expected="the file as it was written",
             hint="capture the step again",

@@ -95,7 +95,7 @@ def open_capsule(directory: Path, *, allow_changed: bool = False) -> Capsule:
             "; ".join(problems[:3]),
             source=str(directory),
             expected="the capsule as it was written",
-            hint="copy it again; --allow-changed does the step with what is there and says what that changes",
+            hint="copy it again; --allow-changed replays the step with the present files and reports the differences",
         )
     manifest = read_manifest(directory)
     if manifest.get("kind") != CAPSULE_KIND:
@@ -109,7 +109,7 @@ def open_capsule(directory: Path, *, allow_changed: bool = False) -> Capsule:
         arrays = load_file(directory / VALUES_FILE)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{VALUES_FILE} does not read: {error}",
+            f"{VALUES_FILE} cannot be read: {error}",
             source=str(directory),
             expected="the file as it was written",
             hint="copy the capsule again",
@@ -195,7 +195,7 @@ def restore_state(
             "; ".join([*problems[:3], *named]),
             source=str(capsule.state),
             expected="the state as it was written",
-            hint="copy it again; --allow-changed does the step with what is there and compares what comes of it",
+            hint="copy it again; --allow-changed replays the step with the present files and compares the results",
         )
     return load_training_state(capsule.state, roles, side_files={}, group=group, is_verified=True)
 

@@ -195,7 +195,7 @@ def list_mcp_tools(command: str) -> list[Tool]:
         found = asyncio.run(asyncio.wait_for(_list(command), _START_SECONDS))
     except Exception as error:  # the package raises exception groups of many types
         raise UserError(
-            f"the MCP server cannot be asked for its tools: {_describe(error)}",
+            f"the MCP server does not list its tools: {_describe(error)}",
             source=f"agents.tools = mcp:{command}",
             expected="a command that serves MCP over stdin and stdout, and the package mcp",
             hint=f"try the command by hand: {command}; pip install mcp",

@@ -265,7 +265,7 @@ class Server:
                 expected=f"at most {self._config.restarts} failures in a row (rollout.server.restarts)",
                 hint="its last words are above; rollout.server.directory keeps all of them"
                 if self._process is not None
-                else "see what the server says: this run does not start it",
+                else "read the log of the server: this run does not start it",
             )
         _log.warning("%s: %s; attempt %d of %d", self.title, failure, self._failures, self._config.restarts)
         self.client.cancel()
