@@ -44,7 +44,6 @@ BEHIND_DOORS = (
     "agents.adapters",
     "agents.environment",
     "agents.episode",
-    "agents.in_rank",
     "agents.processes",
     "agents.tools",
     "agents.transcript",

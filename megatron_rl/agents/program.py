@@ -17,8 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from megatron_rl.agents.conversations import Conversations
-from megatron_rl.agents.endpoint import Endpoint, Sample
-from megatron_rl.agents.endpoint_server import EndpointServer
+from megatron_rl.agents.endpoint import Endpoint, EndpointServer, Sample
 from megatron_rl.agents.environment import Done, Task, check_answer
 from megatron_rl.agents.episode import Answer, Opening, Setup
 from megatron_rl.agents.transcript import Tail
@@ -85,9 +84,7 @@ class _Rank:
         return found
 
     def end(self, done: Done) -> None:
-        components = {name: float(value) for name, value in done.components.items()}
-        reward = None if done.reward is None else float(done.reward)
-        self._connection.send(Answer(None, reward, components, time.monotonic() - self._since))
+        self._connection.send(Answer.of_done(done, time.monotonic() - self._since))
 
 
 def run_program(connection: Connection, program: Program, setup: Setup, tokenizer: Tokenizer, opening: Opening) -> None:

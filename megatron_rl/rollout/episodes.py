@@ -27,7 +27,7 @@ from megatron_rl.types import FAILED, Rollout
 
 if TYPE_CHECKING:
     from megatron_rl.agents.episode import Answer
-    from megatron_rl.agents.in_rank import AnyEpisodes
+    from megatron_rl.agents.processes import AnyEpisodes
 
 _COUNTED = (
     "episodes",

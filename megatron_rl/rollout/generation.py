@@ -27,7 +27,7 @@ from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.families import ModelShape
 
 if TYPE_CHECKING:
-    from megatron_rl.agents.in_rank import AnyEpisodes
+    from megatron_rl.agents.processes import AnyEpisodes
 
 
 class OpenRequests:

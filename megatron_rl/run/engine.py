@@ -26,7 +26,7 @@ from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.weights.shard_box import ShardBox
 
 if TYPE_CHECKING:
-    from megatron_rl.agents.in_rank import AnyEpisodes
+    from megatron_rl.agents.processes import AnyEpisodes
 
 
 def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> EngineWeights:

@@ -26,7 +26,7 @@ from megatron_rl.samples.pack import Packer
 from megatron_rl.training.roles.on_samples import RewardModelOnSamples, score_all_rollouts
 
 if TYPE_CHECKING:
-    from megatron_rl.agents.in_rank import AnyEpisodes
+    from megatron_rl.agents.processes import AnyEpisodes
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def build_rollout_members(
 def _open_episodes(config: RunConfig, inputs: RlInputs, process: Process) -> AnyEpisodes | None:
     if not config.agents.has_episodes:
         return None
-    from megatron_rl.agents.in_rank import choose_episodes
+    from megatron_rl.agents.processes import choose_episodes
 
     tokenizer = str(config.model.tokenizer or find_model_files(config.model.path))
     return choose_episodes(config, tokenizer, inputs.stop_token_ids, config.trainer.debug_rank == process.rank)

@@ -22,8 +22,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from megatron_rl.agents.tools import confinement
-from megatron_rl.agents.tools.finding import describe_gaps
-from megatron_rl.agents.tools.python import find_missing_layers, run_python
+from megatron_rl.agents.tools.finding import describe_gaps, find_missing_layers, run_python
 
 MISSING = find_missing_layers()
 OPEN = os.O_WRONLY | os.O_CREAT
@@ -59,7 +58,7 @@ def only(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
     def leave(layer: str) -> None:
         script = tmp_path_factory.mktemp("script") / "alone.py"
         script.write_text(ALONE.format(confinement.__file__, layer))
-        monkeypatch.setattr("megatron_rl.agents.tools.python.confinement", SimpleNamespace(__file__=str(script)))
+        monkeypatch.setattr("megatron_rl.agents.tools.finding.confinement", SimpleNamespace(__file__=str(script)))
 
     return leave
 
@@ -212,7 +211,7 @@ def test_nothing_survives_the_call(
 ) -> None:
     """Neither forks nor the program itself, in sessions of their own."""
     only(layer)
-    monkeypatch.setattr("megatron_rl.agents.tools.python._SECONDS", 1)
+    monkeypatch.setattr("megatron_rl.agents.tools.finding._SECONDS", 1)
     begun = time.monotonic()
     run_python(SURVIVE.format(last))
     try:

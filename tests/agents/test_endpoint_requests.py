@@ -21,8 +21,7 @@ from chat_templates import write_chat_tokenizer
 from scripted_policy import QUESTION
 
 from megatron_rl.agents.conversations import Conversations
-from megatron_rl.agents.endpoint import Endpoint, Sample
-from megatron_rl.agents.endpoint_server import EndpointServer
+from megatron_rl.agents.endpoint import Endpoint, EndpointServer, Sample
 from megatron_rl.agents.environment import Task
 from megatron_rl.agents.episode import Opening, Setup
 from megatron_rl.agents.worker import read_tokenizer

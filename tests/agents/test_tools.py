@@ -20,9 +20,7 @@ from megatron_rl.agents.environment import Done, Reply, ToolCall
 from megatron_rl.agents.episode import Setup
 from megatron_rl.agents.processes import EpisodeProcesses
 from megatron_rl.agents.start_checks import check_episodes
-from megatron_rl.agents.tools.finding import describe_tools, find_tools
-from megatron_rl.agents.tools.python import run_python
-from megatron_rl.agents.tools.search import Bm25
+from megatron_rl.agents.tools.finding import Bm25, describe_tools, find_tools, run_python
 from megatron_rl.agents.tools.tool import ToolEnvironment, describe_function
 from megatron_rl.config.data import DataConfig
 from megatron_rl.data.prompts import load_prompts
@@ -99,7 +97,7 @@ def test_a_program_runs_within_bounds(code, expected):
 def test_a_program_that_hangs_or_shouts_is_cut(monkeypatch):
     shouted = run_python("print('first'); print('x' * 10**8)")
     assert shouted.startswith("first") and len(shouted) < 4100 and "bytes, cut" in shouted
-    monkeypatch.setattr("megatron_rl.agents.tools.python._SECONDS", 0.5)
+    monkeypatch.setattr("megatron_rl.agents.tools.finding._SECONDS", 0.5)
     assert run_python("print('begun', flush=True)\nwhile True: pass") == "begun\nerror: stopped after 0.5 seconds"
 
 
