@@ -10,7 +10,7 @@ from megatron_rl.config.schema import RunConfig  # noqa: E402
 from megatron_rl.run.command_line import leave, run_command  # noqa: E402
 from megatron_rl.run.inputs import plan_rl, read_rl_inputs  # noqa: E402
 from megatron_rl.run.loading import LoadedConfig  # noqa: E402
-from megatron_rl.run.resolve import resolve  # noqa: E402
+from megatron_rl.run.models import resolve  # noqa: E402
 
 
 def check_memory(
@@ -30,7 +30,7 @@ def check_memory(
 def train(loaded: LoadedConfig, recipe: Path | None) -> None:
     """Train; heavy imports happen here, after the config was checked."""
     from megatron_rl import Trainer
-    from megatron_rl.run.parts import NO_PARTS, Parts
+    from megatron_rl.run.inputs import NO_PARTS, Parts
 
     parts = NO_PARTS
     if loaded.config.layout.mode == "auto":

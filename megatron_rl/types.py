@@ -13,7 +13,8 @@ Alignment: ``logprobs[i]`` scores ``tokens[i]``; position 0 of each sequence is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,7 @@ class UserError(ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with all parts, to be sent between ranks."""
-        parts = dict(source=self.source, expected=self.expected, hint=self.hint)
-        return _rebuild_user_error, (self.found, parts)
+        return partial(UserError, source=self.source, expected=self.expected, hint=self.hint), (self.found,)
 
 
 class UserErrors(UserError):
@@ -80,10 +80,6 @@ def mark_reported(error: BaseException, code: int) -> None:
 def reported_code(error: BaseException) -> int | None:
     """Return the exit code of a reported exception, else `None`."""
     return getattr(error, "reported_code", None)
-
-
-def _rebuild_user_error(found: str, parts: dict[str, str]) -> UserError:
-    return UserError(found, **parts)
 
 
 FAILED = ("timeout", "error")  # finish reasons of episodes whose environment failed
@@ -318,10 +314,6 @@ class Rollout:
         tokens, start = np.concatenate([prompt.tokens, response_tokens]), len(prompt.tokens)
         branch = Branch.of_response(tokens, start, logprobs, versions, kept)
         return cls(prompt, sample_index, [branch], [Turn(0, start, len(tokens))], finish_reason)
-
-    def with_routes(self, routes: np.ndarray | None) -> Rollout:
-        """Return the rollout with the routes of its only branch."""
-        return replace(self, branches=[replace(self.branches[0], routes=routes)])
 
     @property
     def response_tokens(self) -> np.ndarray:

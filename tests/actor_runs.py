@@ -27,8 +27,8 @@ from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.types import Branch
 from megatron_rl.weights.families import Head
-from megatron_rl.weights.fused_experts import split_huggingface_experts
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
+from megatron_rl.weights.packed_experts import split_huggingface_experts
 from megatron_rl.weights.shard_box import box_slices
 from tiny_models import VOCAB_SIZE, draw_tokens
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron_rl.engines.vllm import vllm_engine as seam
-from megatron_rl.engines.vllm.vllm_arguments import LOAD_FORMAT
+from megatron_rl.engines.vllm.vllm_settings import LOAD_FORMAT
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.rollout_layout import vllm_placements
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.planning.admission import read_shape
 from megatron_rl.planning.cluster import GIB, Cluster, Job, build_job
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.resolve import resolve
+from megatron_rl.run.models import resolve
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import model_shape_from_config
 

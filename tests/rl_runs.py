@@ -19,8 +19,8 @@ import megatron_rl.run.sft as sft_module
 from megatron_rl.engines.vllm.vllm_library import prepare_vllm
 from megatron_rl.observability import curves
 from megatron_rl.observability.metric_table import find_metric
+from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.parts import Parts
 from megatron_rl.types import UserError
 from tiny_models import ENGINE_SIZES, save_tiny_model
 from tools.planning.automatic import choose_layout

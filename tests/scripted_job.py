@@ -25,17 +25,16 @@ from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.collector import Collector, RewardSources
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.order import SampleOrder
-from megatron_rl.rollout.phase import TrainingEnd, open_phase_end
+from megatron_rl.rollout.phase import ScheduleTrace, TrainingEnd, open_phase_end, read_trace
 from megatron_rl.rollout.serving import open_channel
 from megatron_rl.rollout.stream import Clock, RolloutStream, Taken
-from megatron_rl.rollout.trace import ScheduleTrace, read_trace
 from megatron_rl.types import Prompt, Rollout
 
 SAMPLING = SamplingConfig(temperature=1.0, max_tokens=40, stop_token_ids=())
@@ -192,11 +191,9 @@ class Job:
             BuiltEngine(engine, engine, "scripted", engines),
             self.weights,
             open_channel(engines, rank),
-            config=config.rollout,
-            run_seed=1,
+            config=config,
             group=dist.group.WORLD,
             progress=RolloutProgress(),
-            agents=config.agents,
             processes=processes,
         )
         end = open_phase_end(self.schedule.steps_per_update, engines.of, None)

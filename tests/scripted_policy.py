@@ -11,7 +11,7 @@ import numpy as np
 from chat_templates import write_chat_tokenizer
 
 from megatron_rl.agents.episode import Answer, Setup
-from megatron_rl.agents.processes import EpisodeProcesses
+from megatron_rl.agents.in_rank import EpisodeProcesses
 from megatron_rl.agents.recording import Recording
 from megatron_rl.types import Prompt, Rollout
 

@@ -14,8 +14,7 @@ import torch
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.classes import Shard
 from megatron_rl.transfer.planner import group_shards
-from megatron_rl.weights.delta_nets import DeltaNetSizes
-from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.families import FAMILIES, DeltaNetSizes, ModelShape
 from megatron_rl.weights.family import LatentSizes, SigmoidRouter
 from megatron_rl.weights.megatron_layout import megatron_placements
 from megatron_rl.weights.rollout_layout import huggingface_placements, vllm_placements

@@ -39,18 +39,19 @@ MAX_FUNCTION_LINES = 60
 # Exceptions older than these limits: the lists may only shrink.
 MAX_FAN_OUT = 26
 # A plain run loads fewer lines than this, and none of these modules.
-MAX_LOADED_LINES = 34_200
+MAX_LOADED_LINES = 31_600
 BEHIND_DOORS = (
     "agents.adapters",
     "agents.environment",
     "agents.episode",
-    "agents.processes",
+    "agents.in_rank",
     "agents.tools",
     "agents.transcript",
-    "algorithms.distillation",
     "capsule.",
     "checkpoint.peft",
     "compat.",
+    "data.pass_rates",
+    "engines.thinking",
     "models.delta_net",
     "models.experts",
     "models.latent_attention",
@@ -62,24 +63,28 @@ BEHIND_DOORS = (
     "parallel.chunked_divergence",
     "planning.memory",
     "planning.parameters",
+    "rewards.child",
+    "rewards.mathematics",
     "rewards.public_sets",
+    "rewards.quantities",
     "rewards.service",
     "rewards.workers",
     "rollout.packed_episodes",
     "training.roles.critic",
-    "training.roles.mtp_layer",
-    "training.roles.reference",
-    "training.roles.reward_model",
+    "training.roles.mtp",
+    "training.roles.frozen",
     "training.roles.teachers",
     "training.adapted_model",
     "training.cuda_graph",
     "training.fully_sharded",
-    "training.mtp",
     "training.muon",
     "training.router_replay",
-    "training.frozen_policy",
     "transfer.coding",
+    "transfer.computed",
     "transfer.probe",
+    "transfer.pull",
+    "weights.nf4",
+    "weights.row_quantization",
 )
 WIDE_MODULES: dict[str, int] = {}
 IMPORT_CIRCLES: list[list[str]] = []
@@ -223,7 +228,7 @@ def find_forbidden_calls(source: Source) -> Iterator[str]:
 @cache
 def read_engine_names() -> frozenset[str]:
     """Return the names of the rollout engines, from the table of their abilities."""
-    body = parse(ROOT / PACKAGE / "extension/engines.py").tree.body
+    body = parse(ROOT / PACKAGE / "extension/registry.py").tree.body
     (table,) = (
         node.value for node in body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ENGINES"
     )
@@ -327,7 +332,7 @@ def test_names_of_files_and_classes_are_used_once() -> None:
     tree = read_tree()
     files = Counter(name.rpartition(".")[2] for name in tree.modules if not (ROOT / name.replace(".", "/")).is_dir())
     classes = Counter(node.name for node in tree.classes if not node.name.startswith("_"))
-    assert len(files) > 300 and len(classes) > 300
+    assert len(files) > 200 and len(classes) > 300
     assert not [name for name, count in (files + classes).items() if max(files[name], classes[name]) > 1]
 
 

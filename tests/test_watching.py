@@ -22,13 +22,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import megatron_rl.run.grpo as trainer_module
 from distributed import run_ranks
-from megatron_rl.observability import progress, rollout_progress, status
+from megatron_rl.observability import progress, status
 from rl_runs import overrides_for, train
 
 
 def _watched_train(rank: int, world_size: int, overrides: list[str], run_dir: Path) -> tuple[str, list[dict[str, Any]]]:
     """Return a rank's output, and the contents of rank 0's status page during the run."""
-    rollout_progress._INTERVAL, progress.LINE_SECONDS = 0.002, 0.0  # the rollouts of the task take milliseconds
+    progress._INTERVAL, progress.LINE_SECONDS = 0.002, 0.0  # the rollouts of the task take milliseconds
     status._LOOK_SECONDS = 0.0
     seen: list[dict[str, Any]] = []
     is_over = threading.Event()

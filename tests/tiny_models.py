@@ -41,7 +41,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from megatron_rl.weights.text_part import TEXT_PARTS
+from megatron_rl.weights.model_config import TEXT_PARTS
 
 VOCAB_SIZE = 517
 CONFIGS: dict[str, type[PretrainedConfig]] = {

@@ -64,7 +64,7 @@ PLACES = (
     ("the algorithm, line by line", "run/grpo.py", "Trainer"),
     ("prompts of a step, and their order", "data/prompt_order.py", "PromptBatches"),
     ("seeds of responses", "engines/sampling.py", "derive_seed"),
-    ("choice of the engine that serves a sample", "rollout/dispatch.py", "assign_engines"),
+    ("choice of the engine that serves a sample", "rollout/order.py", "assign_engines"),
     ("the loop between samples and the requests of an engine", "rollout/generation.py", "RolloutGenerator"),
     ("steps of an engine", "rollout/serving.py", "serve"),
     ("end of a sampling phase", "rollout/phase.py", "open_phase_end"),
@@ -78,7 +78,7 @@ PLACES = (
     ("proof that weights arrived", "transfer/certificate.py", "Certificate"),
     ("headers of a step's samples, known to every rank", "samples/table.py", "Headers"),
     ("sequences -> microbatches", "samples/microbatches.py", "plan_microbatches"),
-    ("formulas of the advantage estimators (GRPO, RLOO, GAE)", "algorithms/estimators.py", "compute_grpo_advantages"),
+    ("formulas of the advantage estimators (GRPO, RLOO, GAE)", "algorithms/advantages.py", "compute_grpo_advantages"),
     ("coefficient of the KL term, adapted", "algorithms/kl.py", "AdaptiveKL"),
     ("responses kept out of the loss (cut, failed)", "samples/table.py", "build_headers"),
     ("denominators of the loss", "algorithms/aggregation.py", "aggregate"),
@@ -92,7 +92,7 @@ PLACES = (
     ("the best checkpoint: chosen", "observability/run.py", "Run"),
     ("the best checkpoint: kept", "checkpoint/directory.py", "prune"),
     ("tool calls in a reply", "agents/tool_formats.py", "read_tool_calls"),
-    ("verl's names -> ours", "compat/verl/aliases.py", "translate"),
+    ("verl's names -> ours", "compat/aliases.py", "translate"),
     ("alarms", "observability/health.py", "HealthMonitor"),
 )
 

@@ -22,13 +22,12 @@ from pydantic.fields import FieldInfo
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.protocol import EngineSpec
-from megatron_rl.engines.vllm.vllm_arguments import list_engine_arguments, list_engine_environment
 from megatron_rl.engines.vllm.vllm_library import prepare_vllm, register_codes, register_loader, register_model
-from megatron_rl.engines.vllm.vllm_limits import check_options
+from megatron_rl.engines.vllm.vllm_settings import check_options, list_engine_arguments, list_engine_environment
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.planning.admission import find_shape, read_shape
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.resolve import resolve
+from megatron_rl.run.models import resolve
 from megatron_rl.weights.adapters import AdapterShape, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.support import check_engine

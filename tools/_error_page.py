@@ -86,7 +86,7 @@ class Row:
 _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Settings, recipes and the command line": (
         "A name, a type, a bound, or settings that do not go together.",
-        ("config/", "compat/", "run/resolve", "run/loading", "run/command_line", "launch/"),
+        ("config/", "compat/", "run/loading", "run/command_line", "launch/"),
     ),
     "Batch sizes": (
         "Prompts, responses, minibatches and token budgets that do not divide or do not fit.",
@@ -120,7 +120,7 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Checkpoints, resuming and conversion": (
         "Directories, damaged or missing files, a second job, inputs that have changed.",
-        ("checkpoint/", "run/checkpoints", "run/changes", "run/lock", "run/opening", "run/state", "tools/conversion/"),
+        ("checkpoint/", "run/checkpoints", "run/lock", "run/opening", "run/state", "tools/conversion/"),
     ),
     "Logs, metrics and pages": (
         "Run directories, W&B, the status page, the viewer.",

@@ -39,7 +39,7 @@ ROOMS: dict[str, Room] = {
     "training": Room(8, "packed models, heads, optimizers, the step; actor, critic, reference, reward model, teachers"),
     "rollout": Room(8, "requests to engines: dispatch, serving, scoring"),
     "capsule": Room(8, "capture of a step"),
-    "run": Room(9, "the loops (RL, fine-tuning, evaluation), and a run: command line, inputs, checkpoints, watchdog"),
+    "run": Room(9, "the loops (RL, fine-tuning), and a run: command line, inputs, checkpoints, watchdog"),
     "__init__": Room(10, "the public names"),
     "tools": Room(10, "other commands, and wings: benchmarks, conversion, replay, parity, rehearsal, viewer, planning"),
     "launch": Room(11, "entry points, recipes"),

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from megatron_rl.compat.verl.kinds import Ignored, Only, Renamed, SameAs
-from megatron_rl.compat.verl.name_groups import GROUPS
-from megatron_rl.compat.verl.name_tables import ALIASES, PATTERNS
+from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs
+from megatron_rl.compat.name_groups import GROUPS
+from megatron_rl.compat.name_tables import ALIASES, PATTERNS
 from megatron_rl.config.fields import list_fields
 from megatron_rl.config.rendering import render
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.directory import resolve_weights
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.extension.engines import ENGINES
+from megatron_rl.extension.registry import ENGINES
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.run.command_line import leave
 from megatron_rl.types import UserError

@@ -26,15 +26,13 @@ import torch.distributed as dist
 from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantages
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.kl import AdaptiveKL, compute_kl, measure_for_target
-from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
+from megatron_rl.algorithms.losses import PolicyLossInputs, choose_tokens, compute_policy_loss
 from megatron_rl.algorithms.mismatch import compute_importance_weights, normalize_weights
-from megatron_rl.algorithms.policy_losses import choose_tokens
-from megatron_rl.algorithms.segments import Responses
-from megatron_rl.algorithms.value_loss import compute_value_loss
-from megatron_rl.compat.verl.kl_names import KL_TYPES
-from megatron_rl.compat.verl.loss_names import AGGREGATIONS, ESTIMATORS, LOSS_MODES
+from megatron_rl.algorithms.plugin_types import Responses
+from megatron_rl.compat.loss_names import AGGREGATIONS, ESTIMATORS, KL_TYPES, LOSS_MODES
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.run.loading import load_config
+from megatron_rl.training.roles.critic import compute_value_loss
 from megatron_rl.types import UserError
 from tools._verl_checkout import load_verl
 

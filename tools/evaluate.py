@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = read_config(options)
         import torch.distributed as dist
 
-        from megatron_rl.run.evaluation import evaluate  # imports megatron-core: seconds
+        from tools._evaluation import evaluate  # imports megatron-core: seconds
 
         report = evaluate(config, int(os.environ.get("WORLD_SIZE", "1")), options.rollouts)
         if dist.get_rank() == 0:

@@ -23,7 +23,7 @@ from megatron_rl.planning.admission import explain_problem, read_job
 from megatron_rl.planning.cluster import GIB, RESERVE, Cluster, Job
 from megatron_rl.planning.steptime import Assumptions
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.resolve import resolve
+from megatron_rl.run.models import resolve
 from megatron_rl.types import UserError
 from tools.planning.lengths import read_lengths
 from tools.planning.methods import compare_methods, format_methods, methods_to_dict

@@ -22,15 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 import torch.distributed as dist
 
 from megatron_rl import Trainer
-from megatron_rl.capsule.record import Section, StepObserver
-from megatron_rl.capsule.rollouts import RecordedRollouts
+from megatron_rl.capsule.recorder import Section, StepObserver
 from megatron_rl.checkpoint.manifest import list_packages
 from megatron_rl.parallel.collectives import raise_together, share_object
 from megatron_rl.run.command_line import end_program, leave
-from megatron_rl.run.parts import Parts
+from megatron_rl.run.inputs import Parts
 from megatron_rl.samples.experience import Experience
 from megatron_rl.types import UserError
 from tools.replay.comparing import compare_sections, format_report, make_report
+from tools.replay.recording import RecordedRollouts
 from tools.replay.replaying import Capsule, is_same_layout, make_config, open_capsule, restore_state
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An episode's OpenAI-compatible endpoint, one request (a turn) at a time, and its HTTP server on the loopback.
+"""Request handling of an episode's OpenAI-compatible endpoint, one request (a turn) at a time.
 
     GET  /v1/models
     POST /v1/chat/completions     messages and tools; streaming
     POST /v1/completions          text or tokens; streaming
     POST /inference/v1/generate   tokens in, tokens and log-probs out, as in vLLM
 
-Requests need the episode's token. A repeated request (a retry) gets the first answer again.
+A repeated request (a retry) gets the first answer again.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import UserError
 
 _CHAT, _TEXT, _GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+PATHS = (_CHAT, _TEXT, _GENERATE)
 _MODEL = "policy"
-_LARGEST_BODY = 32 << 20  # bytes
-_LONGEST_MESSAGE = 1000  # characters
 
 
 @dataclass(frozen=True)
@@ -174,12 +173,14 @@ class Endpoint:
         message = {**found.message, "refusal": None}
         if calls := found.message.get("tool_calls"):
             choice["finish_reason"] = "tool_calls"
-            functions = [call["function"] | {"arguments": json.dumps(call["function"]["arguments"])} for call in calls]
-            message["tool_calls"] = [
-                call | {"function": function} for call, function in zip(calls, functions, strict=True)
-            ]
+            message["tool_calls"] = [_write_call(call) for call in calls]
             message["content"] = message["content"] or None
         return {"object": "chat.completion", "choices": [choice | {"message": message}], **shown}
+
+
+def _write_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {"name": function["name"], "arguments": json.dumps(function["arguments"])}}
 
 
 def _write_logprobs(names: Iterable[str], sample: Sample) -> dict[str, Any]:
@@ -206,6 +207,10 @@ def split_into_chunks(answer: Mapping[str, Any], with_usage: bool) -> list[dict[
         ending["text"] = ""
     chunks = [head | {"choices": [whole]}, head | {"choices": [ending]}]
     return chunks + ([head | {"choices": [], "usage": answer["usage"]}] if with_usage else [])
+
+
+_LARGEST_BODY = 32 << 20  # bytes
+_LONGEST_MESSAGE = 1000  # characters
 
 
 class EndpointServer(ThreadingHTTPServer):
@@ -246,7 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
         body, path = self._read_body(), self.path.partition("?")[0]
         if body is None:
             return
-        if path not in (_CHAT, _TEXT, _GENERATE):
+        if path not in PATHS:
             self._refuse(404, f"there is no {path} here")
             return
         try:

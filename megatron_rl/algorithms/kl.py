@@ -38,16 +38,8 @@ def compute_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kl_type: str)
     raise ValueError(f"unknown kl_type {kl_type!r}")
 
 
-@torch.no_grad()
-def compute_kl_penalty(
-    old_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, loss_mask: torch.Tensor, kl_type: str
-) -> torch.Tensor:
-    """Return the KL per token for the reward (`kl_in` = "reward"), [t], 0 outside the mask."""
-    return torch.where(loss_mask, compute_kl(old_logprobs, ref_logprobs, kl_type), 0.0)
-
-
 class KLController:
-    """Constant KL coefficient; base class of adaptive controllers."""
+    """Constant KL coefficient; base class of the adaptive controller."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef

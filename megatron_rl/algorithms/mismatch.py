@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.algorithms.kl import MAX_LOG_RATIO
-from megatron_rl.algorithms.segments import Responses
+from megatron_rl.algorithms.plugin_types import Responses
 from megatron_rl.config.schema import AlgorithmConfig
 
 
@@ -79,7 +79,12 @@ def compute_importance_weights(
     gap = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
     counts = responses.add_up(loss_mask)
     level, _, action = mode.partition("-")
-    weights = _log_weights(level, gap, responses, counts).float().exp()
+    log_weights = gap if level == "token" else torch.zeros_like(gap)
+    if level == "sequence":
+        log_weights = responses.add_up(gap) / counts.clamp(min=1)
+    elif level == "product":
+        log_weights = responses.add_up(gap).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    weights = log_weights.float().exp()
     nowhere = torch.zeros_like(loss_mask)
     is_truncated = weights > config.importance_high if action == "truncate" else nowhere
     is_masked = (weights < config.importance_low) | (weights > config.importance_high) if action == "mask" else nowhere
@@ -98,15 +103,6 @@ def compute_importance_weights(
         "normal": torch.where(counted, weights, 0.0).double().sum(),
         "normal_count": counted.sum(),
     }
-
-
-def _log_weights(level: str, gap: torch.Tensor, responses: Responses, counts: torch.Tensor) -> torch.Tensor:
-    """Return the log-weights before truncation or masking, [t]."""
-    if level == "sequence":
-        return responses.add_up(gap) / counts.clamp(min=1)
-    if level == "product":
-        return responses.add_up(gap).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return gap if level == "token" else torch.zeros_like(gap)
 
 
 def normalize_weights(weights: torch.Tensor, sums: dict[str, float]) -> torch.Tensor:

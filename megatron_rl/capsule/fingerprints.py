@@ -13,9 +13,8 @@ If one element changed, totals differ by d and digests by d * (2 i + 1), which g
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,21 +29,15 @@ from megatron_rl.checkpoint.pieces import (
     SavedRole,
     choose_saved,
     find_holders,
-    make_weight_pieces,
 )
-from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.transfer.certificate import compute_digest
-from megatron_rl.types import UserError
-from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_global import megatron_global_placements
 from megatron_rl.weights.megatron_layout import ROUTER_BIAS
-from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices, box_volume, full_box
+from megatron_rl.weights.shard_box import ShardBox, box_slices, box_volume
 
 NUM_SAMPLES = 64
 _STATES = (*MOMENTS, MAIN_PARAM)
-_INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 _CHUNK_ELEMENTS = 1 << 20
-_WRAP = 1 << 64
 
 
 @dataclass(frozen=True)
@@ -74,23 +67,12 @@ def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprin
     shapes, rank = role.model.shape.logical_tensors(), group.rank()
     saved = choose_saved(role, find_holders(role), rank) if rank in role.model.layout.ranks else []
 
-    def read(p: ShardBox) -> torch.Tensor:
-        piece = role.model.params[p.param][box_slices(p.local_box)]
-        return piece if p.param.endswith(ROUTER_BIAS) else piece.to(role.model.dtype)
+    def read(p: ShardBox) -> Piece:
+        data = role.model.params[p.param][box_slices(p.local_box)]
+        data = data if p.param.endswith(ROUTER_BIAS) else data.to(role.model.dtype)
+        return Piece(p.hf_name, shapes[p.hf_name], tuple(start for start, _ in p.hf_box), data)
 
-    return fingerprint_pieces(
-        shapes,
-        (
-            Piece(
-                p.hf_name,
-                shapes[p.hf_name],
-                tuple(start for start, _ in p.hf_box),
-                read(p),
-            )
-            for p in saved
-        ),
-        group,
-    )
+    return fingerprint_pieces(shapes, map(read, saved), group)
 
 
 def fingerprint_optimizer(role: SavedRole, group: dist.ProcessGroup) -> Fingerprints:
@@ -102,47 +84,6 @@ def fingerprint_optimizer(role: SavedRole, group: dist.ProcessGroup) -> Fingerpr
     }
     rank, is_here = group.rank(), group.rank() in role.model.layout.ranks
     return fingerprint_pieces(shapes, make_state_pieces(role, rank, find_holders(role)) if is_here else (), group)
-
-
-class StoredRole:
-    """The logical tensors of a role in a checkpoint; every method raises UserError if the files cannot be read.
-
-    Args:
-        directory: of the role.
-    """
-
-    def __init__(self, directory: Path, shape: ModelShape) -> None:
-        self._reader, self._shapes = ChunkReader(directory), shape.logical_tensors()
-        self._table = megatron_global_placements(shape)
-
-    def read(self, name: str) -> torch.Tensor:
-        """Read a weight or optimizer state."""
-        is_state = name.startswith(STATE_PREFIX)
-        key = name if is_state else self._table[name][0].key
-        if key not in self._reader.tensors:
-            raise UserError(
-                f"{key} is not there",
-                source=str(self._reader.directory),
-                expected="the files as they were written",
-                hint="copy them again",
-            )
-        size, dtype = self._reader.tensors[key]
-        box = full_box(size if is_state else self._shapes[name])
-        tensor = torch.empty(box_shape(box), dtype=dtype)
-        pieces = (
-            [Piece(key, size, (0,) * len(size), tensor)]
-            if is_state
-            else make_weight_pieces(self._table, [ShardBox(name, box, name, box)], {name: tensor})
-        )
-        for piece in pieces:
-            self._reader.read(piece.key, piece.box, piece.data)
-        return tensor
-
-    def fingerprint(self, shapes: Mapping[str, tuple[int, ...]]) -> Fingerprints:
-        """Fingerprint the named tensors, reading one at a time."""
-        return fingerprint_pieces(
-            shapes, (Piece(name, size, (0,) * len(size), self.read(name)) for name, size in shapes.items()), None
-        )
 
 
 def fingerprint_pieces(
@@ -161,9 +102,19 @@ def fingerprint_pieces(
         data, row = data[(None,) * (len(piece.shape) - data.ndim)], rows[piece.key]
         if row not in places:
             places[row] = np.stack(np.unravel_index(sample_places(piece.key, piece.shape), piece.shape))
-        bits[row] += torch.tensor([int(compute_digest(data, piece.box, piece.shape)), _sum_bits(data), data.numel()])
+        integers, total = (
+            data.view(INTEGERS[data.element_size()]),
+            torch.zeros((), dtype=torch.int64, device=data.device),
+        )
+        for part in integers.split(max(1, _CHUNK_ELEMENTS // max(1, integers[0].numel()))):
+            total += part.sum(dtype=torch.int64)
+        bits[row] += torch.tensor([int(compute_digest(data, piece.box, piece.shape)), int(total), data.numel()])
         numbers[row, 0] += torch.linalg.vector_norm(data, dtype=torch.float64).cpu() ** 2
-        numbers[row, 1:] += _pick(data, piece, places[row])
+        inner = places[row] - np.array(piece.offset)[:, None]
+        is_here = ((inner >= 0) & (inner < np.array(data.shape)[:, None])).all(0)
+        if is_here.any():
+            found = data[tuple(torch.from_numpy(i[is_here]) for i in inner)].double().cpu()
+            numbers[row, 1:][torch.from_numpy(is_here)] += found
         highest[row] = torch.maximum(highest[row], data.abs().max().double().cpu())
     if group is not None:
         dist.all_reduce(bits, group=group)
@@ -179,48 +130,3 @@ def fingerprint_pieces(
         np.stack([np.sqrt(numbers[:, 0]), highest], axis=1),
         numbers[:, 1:],
     )
-
-
-def _sum_bits(data: torch.Tensor) -> int:
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    integers = data.view(_INTEGERS[data.element_size()])
-    for rows in integers.split(max(1, _CHUNK_ELEMENTS // max(1, integers[0].numel()))):
-        total += rows.sum(dtype=torch.int64)
-    return int(total)
-
-
-def _pick(data: torch.Tensor, piece: Piece, places: np.ndarray) -> torch.Tensor:
-    inner = places - np.array(piece.offset)[:, None]
-    is_here = ((inner >= 0) & (inner < np.array(data.shape)[:, None])).all(0)
-    found = torch.zeros(NUM_SAMPLES, dtype=torch.float64)
-    if is_here.any():
-        found[torch.from_numpy(is_here)] = data[tuple(torch.from_numpy(i[is_here]) for i in inner)].double().cpu()
-    return found
-
-
-def locate_change(before: Sequence[int], after: Sequence[int], shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """Locate the single element whose change explains the difference of two fingerprints.
-
-    Args:
-        before, after: digest and total.
-
-    Returns:
-        Its row-major position and the increase of its bits, or `None` if no single element explains it.
-    """
-    digest, total = (int(b) - int(a) & _WRAP - 1 for a, b in zip(before, after, strict=True))
-    if total == 0:
-        return None
-    twos = (total & -total).bit_length() - 1  # solves digest = total * (2 i + 1) modulo 2^(64 - twos)
-    modulus = _WRAP >> twos
-    factor = (digest >> twos) * pow(total >> twos, -1, modulus) % modulus
-    index, volume = factor // 2, int(np.prod(shape))
-    if not factor % 2 or digest % (1 << twos) or not index < volume <= modulus // 2:
-        return None
-    return index, total - _WRAP if total >> 63 else total
-
-
-def value_before(value: torch.Tensor, growth: int) -> float | None:
-    """Return an element's (0-d) value before its bits grew by `growth`, or `None` if out of range."""
-    kind = _INTEGERS[value.element_size()]
-    old, limits = int(value.view(kind)) - growth, torch.iinfo(kind)
-    return torch.tensor(old, dtype=kind).view(value.dtype).item() if limits.min <= old <= limits.max else None

@@ -4,26 +4,34 @@
     <run_dir>/capsules/step_<N>/
         manifest.json        config, layouts, packages, batch plan, metrics; index of values.safetensors
         rollouts.jsonl       the scored rollouts
-        values.safetensors   every number that is compared, see record.py
+        values.safetensors   every number that is compared, in sections
         SHA256SUMS           digests of these files and of the state's own SHA256SUMS
         state/step_<N-1>/    checkpoint from which the step started
     <run_dir>/capsules/step_<N>.partial/   being written; never read
 
 The directory is renamed once complete. A failed write is logged and the run continues.
+
+Sections are in order of computation and independent of layout: tables of parameters or lists of quantities. Token
+values are indexed by rollout and position in the response, never by position in a packed batch.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from safetensors.numpy import save as to_safetensors
 
-from megatron_rl.capsule.record import Section, StepObserver, encode_sections
-from megatron_rl.capsule.rollouts import write_rollouts
+from megatron_rl.capsule.fingerprints import Fingerprints, fingerprint_optimizer, fingerprint_weights
 from megatron_rl.checkpoint.files import DIGESTS_FILE, FileRecord, explain_write_error, write_file
 from megatron_rl.checkpoint.manifest import begin_manifest, seal
 from megatron_rl.checkpoint.pieces import SavedRole
@@ -33,9 +41,208 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.observability.run import Run
 from megatron_rl.parallel.collectives import world
 from megatron_rl.samples.experience import Experience
-from megatron_rl.types import UserError
+from megatron_rl.types import KeptSets, Rollout, UserError
 
 CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE, STATE = "capsule", "rollouts.jsonl", "values.safetensors", "state"
+# Sample columns, by the section that computes them.
+_FORWARD = ("old_logprobs", "ref_logprobs", "values")
+_ESTIMATE = ("importance_weights", "advantages", "returns")
+_UPDATE = ("update_logprobs", "update_entropy")
+_ESTIMATE_METRICS = ("kl/per_response", "kl/coef", "mismatch/", "estimator/")
+_CRITIC_METRICS, _ACTOR_METRICS = ("value/",), ("policy/", "kl/mean", "loss/")
+
+Index = Literal["token", "rollout", "group", "update", "step"]
+
+
+@dataclass(frozen=True)
+class Values:
+    """One quantity.
+
+    Attributes:
+        index: owner of each element: a response token, rollout, group, optimizer step of a role, or the step.
+        array: [k].
+        lengths: tokens per rollout.
+    """
+
+    name: str
+    index: Index
+    array: np.ndarray
+    lengths: np.ndarray | None = None
+
+    def describe_place(self, position: int) -> str:
+        """Describe an element's owner for a message."""
+        if self.index == "token":
+            assert self.lengths is not None, "tokens have them"
+            ends = np.cumsum(self.lengths)
+            rollout = int(np.searchsorted(ends, position, side="right"))
+            return f"rollout {rollout}, token {position - int(ends[rollout] - self.lengths[rollout])}"
+        return "" if self.index == "step" else f"{self.index} {position + (self.index == 'update')}"
+
+
+@dataclass(frozen=True)
+class Section:
+    """Inputs or results of one part of the step.
+
+    Attributes:
+        is_input: must be bitwise equal in any layout.
+        content: parameters, or quantities in order.
+    """
+
+    name: str
+    is_input: bool
+    content: Fingerprints | list[Values]
+
+
+class StepObserver:
+    """A collector of a step's sections for the trained roles, named alike on all ranks; methods are collective."""
+
+    def __init__(self, roles: Mapping[str, SavedRole], group: dist.ProcessGroup) -> None:
+        self._roles, self._group = roles, group
+        self._before: list[Section] = []
+
+    def begin(self) -> None:
+        """Record the parameters before the step."""
+        self._before = self._take_parameters("before", True)
+
+    def end(
+        self, samples: Experience, decode: Callable[[list[int]], str], counted: Mapping[str, Sequence[float]]
+    ) -> tuple[list[Rollout], list[Section]]:
+        """Record the results after the step's last optimizer step.
+
+        Args:
+            decode: response tokens -> text.
+            counted: metric -> its values in this step.
+
+        Returns:
+            On rank 0 the rollouts and all sections; on other ranks no rollouts and the parameter sections.
+        """
+        after = self._take_parameters("after", False)
+        columns = {name: samples.columns[name] for name in (*_FORWARD, *_ESTIMATE, *_UPDATE) if name in samples.columns}
+        found = samples.fetch_rollouts(range(len(samples.rewards)), decode, columns)
+        if not found:
+            return [], [*self._before, *after]
+        lengths = np.array([len(next(iter(values.values()))) for _, values in found], np.int64)
+        tokens = {name: Values(name, "token", np.concatenate([v[name] for _, v in found]), lengths) for name in columns}
+        rollouts = [rollout for rollout, _ in found]
+
+        def columns_of(names: Sequence[str]) -> list[Values]:
+            return [tokens[name] for name in names if name in tokens]
+
+        def metrics_of(prefixes: tuple[str, ...], index: Index) -> list[Values]:
+            return [
+                Values(name, index, np.array(values, np.float64))
+                for name, values in counted.items()
+                if name.startswith(prefixes)
+            ]
+
+        sections = [
+            Section("rollouts", True, _describe_rollouts(samples, rollouts)),
+            Section("forward", False, columns_of(_FORWARD)),
+            Section("estimate", False, metrics_of(_ESTIMATE_METRICS, "step") + columns_of(_ESTIMATE)),
+            Section("critic updates", False, metrics_of(_CRITIC_METRICS, "update")),
+            Section("actor updates", False, metrics_of(_ACTOR_METRICS, "update") + columns_of(_UPDATE)),
+        ]
+        return rollouts, [*self._before, *(s for s in sections if s.content), *after]
+
+    def _take_parameters(self, when: str, is_input: bool) -> list[Section]:
+        found = []
+        for name, role in self._roles.items():
+            found.append(Section(f"{name} weights {when}", is_input, fingerprint_weights(role, self._group)))
+            if is_input:
+                found.append(Section(f"{name} optimizer {when}", is_input, fingerprint_optimizer(role, self._group)))
+        return found
+
+
+def _describe_rollouts(samples: Experience, rollouts: Sequence[Rollout]) -> list[Values]:
+    headers = samples.headers.rollouts
+    lengths = np.array([len(rollout.response_tokens) for rollout in rollouts], np.int64)
+    found = [
+        Values("group size", "group", headers.group_sizes.astype(np.int64)),
+        Values(
+            "prompt tokens",
+            "token",
+            np.concatenate([r.prompt.tokens for r in rollouts]),
+            headers["num_prompt_tokens"].astype(np.int64),
+        ),
+        Values("response tokens", "token", np.concatenate([r.response_tokens for r in rollouts]), lengths),
+        Values("rollout_logprobs", "token", np.concatenate([r.rollout_logprobs for r in rollouts]), lengths),
+        Values("finish reason", "rollout", headers["finish_reason"].astype(np.int64)),
+        *(
+            Values(f"reward component {name}", "rollout", np.nan_to_num(headers.component(name)))
+            for name in sorted(headers.names)
+        ),
+        Values("reward", "rollout", headers["reward"]),
+    ]
+    if samples.baselines is not None:
+        found.append(Values("greedy baseline", "group", np.asarray(samples.baselines, np.float64)))
+    return found
+
+
+def encode_sections(sections: Sequence[Section]) -> tuple[list[dict[str, Any]], bytes]:
+    """Return the sections' JSON part, and their arrays as safetensors bytes."""
+    entries: list[dict[str, Any]] = []
+    arrays: dict[str, np.ndarray] = {}
+    for number, section in enumerate(sections):
+        entry: dict[str, Any] = {"name": section.name, "is_input": section.is_input}
+        if isinstance(section.content, Fingerprints):
+            entry["shapes"] = {name: list(shape) for name, shape in section.content.shapes.items()}
+            for kind in ("bits", "sizes", "samples"):
+                arrays[f"{number}.{kind}"] = getattr(section.content, kind)
+        else:
+            entry["values"] = [{"name": values.name, "index": values.index} for values in section.content]
+            for place, values in enumerate(section.content):
+                arrays[f"{number}.{place}"] = values.array
+                if values.lengths is not None:
+                    arrays[f"{number}.{place}.lengths"] = values.lengths
+        entries.append(entry)
+    return entries, to_safetensors({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+
+
+def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience) -> FileRecord:
+    """Write the rollout data needed for training, one JSON object per rollout, group by group, with lossless floats.
+
+    The columns `prompt` and `answer` also make it a data file. `extra_info`, which only rewards use, is omitted.
+
+    Args:
+        samples: supply groups and greedy baselines.
+    """
+    lines = []
+    for number, rollout in zip(samples.headers.rollouts["group"].tolist(), rollouts, strict=True):
+        baseline, prompt = None if samples.baselines is None else float(samples.baselines[number]), rollout.prompt
+        further: dict[str, Any] = {}
+        with_sets = [(branch.kept, branch.sampled) for branch in rollout.branches if branch.kept is not None]
+        if with_sets:
+            counts = [kept.counts[sampled] for kept, sampled in with_sets]
+            further["kept_ids"] = KeptSets.join([kept for kept, _ in with_sets]).ids.tolist()
+            further["kept_counts"] = np.concatenate(counts).tolist()
+        if (routes := rollout.branches[0].routes) is not None:
+            data = base64.b64encode(routes.tobytes()).decode()
+            further["routes"] = {"shape": routes.shape, "dtype": str(routes.dtype), "data": data}
+        lines.append(
+            json.dumps(
+                {
+                    "group": number,
+                    "prompt_id": prompt.prompt_id,
+                    "sample_index": rollout.sample_index,
+                    "prompt": prompt.text,
+                    "response": rollout.response,
+                    "answer": prompt.ground_truth,
+                    "data_source": prompt.data_source,
+                    "reward": rollout.reward,
+                    "reward_components": rollout.reward_components,
+                    "greedy_baseline": baseline,
+                    "finish_reason": rollout.finish_reason,
+                    "versions": rollout.versions.tolist(),
+                    "prompt_tokens": prompt.tokens.tolist(),
+                    "response_tokens": rollout.response_tokens.tolist(),
+                    "rollout_logprobs": rollout.rollout_logprobs.tolist(),
+                    **further,
+                },
+                ensure_ascii=False,
+            )
+            + "\n"
+        )
+    return write_file(path, "".join(lines).encode("utf-8", "backslashreplace"))  # escapes lone surrogates
 
 
 class CapsuleRecorder:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,14 +27,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.files import DIGESTS_FILE, find_damage, read_digests, sync
-from megatron_rl.checkpoint.pieces import MAIN_PARAM, STATE_PREFIX, list_moments
+from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import read_shape
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import ModelShape, is_layer_matrix
 from megatron_rl.weights.megatron_global import megatron_global_placements
-from megatron_rl.weights.shard_box import Box, box_volume, full_box
+from megatron_rl.weights.shard_box import box_volume, full_box
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
@@ -127,6 +128,10 @@ def find_problems_together(directory: Path, group: dist.ProcessGroup) -> list[st
 
 def find_newest_valid(root: Path, group: dist.ProcessGroup) -> FoundCheckpoint:
     """Find the newest valid checkpoint to resume from; collective."""
+    for path in root.glob("step_*.replaced") if group.rank() == 0 else ():
+        if not path.with_suffix("").exists():  # `publish` was killed between its two renames
+            with suppress(OSError):
+                path.rename(path.with_suffix(""))
     box: list[Any] = [[path for _, path in list_steps(root)]]
     dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group=group)
     skipped = []
@@ -170,7 +175,11 @@ def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
     kept = {latest, read_pointer(root, "best") if keep_best else None}
     gone = []
     steps = [(step, path) for step, path in list_steps(root) if latest is None or step <= latest]
-    passing = [(step, path) for step, path in steps if step != latest and _is_passing(path)]
+    passing = []
+    for step, path in steps:
+        with suppress(UserError):
+            if step != latest and read_manifest(path).get("is_passing"):
+                passing.append((step, path))
     steps = [item for item in steps if item not in passing]
     for step, path in passing + (steps[max(keep_last, 1) :] if keep_last is not None else []):
         if step not in kept:
@@ -179,13 +188,6 @@ def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
             shutil.rmtree(doomed)
             gone.append(step)
     return gone
-
-
-def _is_passing(directory: Path) -> bool:
-    try:
-        return bool(read_manifest(directory).get("is_passing"))
-    except UserError:
-        return False
 
 
 def find_step(path: Path) -> Path:
@@ -255,32 +257,26 @@ def _find_role_gaps(directory: Path, role: Mapping[str, Any], has_optimizer: boo
             continue
         whole = full_box(shape)
         boxes = [chunk.box for chunk in reader.chunks(key, whole)]
+        # Corners shared by an even number of boxes cancel out. If only the corners of the whole remain, every element
+        # is covered an odd number of times, hence once. (Comparing all pairs takes minutes.)
+        corners: set[tuple[int, ...]] = set()
+        for box in boxes:
+            corners ^= set(product(*box))
         if (covered := sum(map(box_volume, boxes))) != box_volume(whole):
             yield f"{key} has {covered:,} of {box_volume(whole):,} elements"
-        elif not _are_disjoint(boxes, whole):
+        elif corners != set(product(*whole)):
             yield f"{key} has some elements twice, and others not at all"
-
-
-def _are_disjoint(boxes: Iterable[Box], whole: Box) -> bool:
-    """Return whether boxes with as many elements as `whole` cover it.
-
-    Corners shared by an even number of boxes cancel out. If only the corners of the whole remain, every element is
-    covered an odd number of times, hence once. (Comparing all pairs takes minutes.)
-    """
-    corners: set[tuple[int, ...]] = set()
-    for box in boxes:
-        corners ^= set(product(*box))
-    return corners == set(product(*whole))
 
 
 def _list_tensors(role: Mapping[str, Any], has_optimizer: bool) -> dict[str, tuple[int, ...]]:
     shape = read_shape(role["model"])
     tensors = {place.key: place.shape for places in megatron_global_placements(shape).values() for place in places}
     if has_optimizer:
-        kind, main = role.get("optimizer", "adam"), () if role["dtype"] == "float32" else (MAIN_PARAM,)
+        is_muon, main = role.get("optimizer") == "muon", () if role["dtype"] == "float32" else (MAIN_PARAM,)
         for name, size in shape.logical_tensors().items():
             if isinstance(shape, ModelShape) and shape.is_router_bias(name):
                 continue
-            moments = list_moments(kind, name, size) if role["optimizer_steps"] else ()
+            moments = MOMENTS[:1] if is_muon and is_layer_matrix(name, size) else MOMENTS
+            moments = moments if role["optimizer_steps"] else ()
             tensors |= {f"{STATE_PREFIX}{state}.{name}": size for state in (*moments, *main)}
     return tensors

@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,14 +77,6 @@ def write_file(path: Path, content: bytes) -> FileRecord:
     return file.close()
 
 
-def copy_file(source: Path, path: Path) -> FileRecord:
-    """Copy a file durably."""
-    file = HashingFile(path)
-    with open(source, "rb") as content:
-        shutil.copyfileobj(content, file)
-    return file.close()
-
-
 def sync(path: Path) -> None:
     """Make a file's content, or the names in a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -110,12 +102,6 @@ def publish(partial: Path, directory: Path) -> None:
         raise
     sync(directory.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def write_digests(directory: Path, records: Iterable[FileRecord]) -> None:
-    """Write the digests of a directory's files, as its last file."""
-    lines = sorted(f"{record.digest}  {record.path.relative_to(directory)}\n" for record in records)
-    write_file(directory / DIGESTS_FILE, "".join(lines).encode())
 
 
 def read_digests(directory: Path) -> dict[str, str]:
@@ -176,9 +162,10 @@ def explain_os_error(error: OSError, directory: Path, num_bytes: int | None = No
     """Convert the error of a write to a `UserError`."""
     where, wanted = str(error.filename or directory), f"; {num_bytes:,} bytes were to be written" if num_bytes else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        home = next(path for path in (directory, *directory.parents) if path.exists())
         return UserError(
             f"the disk is full or a file would be too large: {error.strerror}{wanted}, "
-            f"{_free_bytes(directory):,} are free",
+            f"{shutil.disk_usage(home).free:,} are free",
             source=where,
             expected="room for the checkpoint",
             hint="delete old checkpoints (checkpoint.keep_last does it), or raise the quota; nothing old was touched",
@@ -206,12 +193,6 @@ def explain_write_error(error: Exception, directory: Path) -> UserError:
     if code is not None:
         return explain_os_error(OSError(int(code[1]), os.strerror(int(code[1])), str(directory)), directory)
     return explain_os_error(error if isinstance(error, OSError) else OSError(str(error)), directory)
-
-
-def _free_bytes(directory: Path) -> int:
-    while not directory.exists() and directory != directory.parent:
-        directory = directory.parent
-    return shutil.disk_usage(directory).free
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.files import Unit, publish, split_units, write_file
-from megatron_rl.checkpoint.model_files import ModelFiles, list_copies
-from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors, read_headers
+from megatron_rl.checkpoint.model_files import INDEX_FILE, ModelFiles, index_safetensors, list_copies, read_headers
 from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files, read_config
 from megatron_rl.checkpoint.torch_dist import dtype_name
 from megatron_rl.parallel.collectives import raise_together
@@ -215,7 +214,7 @@ def finish_model(
     files = list_side_files(config)
     described = read_config(files.pop("config.json"))
     if not any(shape.is_draft(name) for unit in units for name in unit.tensors):
-        described = forget_drafts(described)
+        described |= dict.fromkeys(described.keys() & set(_KEYS), 0)
     keys = [key for key in ("dtype", "torch_dtype") if key in described] or ["torch_dtype"]
     described |= dict.fromkeys(keys, dtype_name(dtype))
     described.pop("quantization_config", None)  # weights were decoded when they were read
@@ -249,11 +248,6 @@ def make_empty(directory: Path) -> None:
     directory.mkdir(parents=True)
 
 
-def _allocate(sizes: Mapping[str, tuple[int, ...]], model: ShardedModel) -> dict[str, torch.Tensor]:
-    device = next(iter(model.params.values())).device
-    return {name: torch.empty(size, dtype=model.find_dtype(name), device=device) for name, size in sizes.items()}
-
-
 def _write_tensors(
     tensors: Mapping[str, torch.Tensor], written: Mapping[str, FileTensor], kept: Mapping[str, Path], path: Path
 ) -> None:
@@ -271,8 +265,12 @@ def gather_on_first(
     batch: Mapping[str, tuple[int, ...]], model: ShardedModel, bucket_bytes: int = 32 << 20
 ) -> dict[str, torch.Tensor]:
     """Gather the logical tensors of `batch` on rank 0; empty elsewhere; collective."""
-    tensors = do_on_first(model.group, _allocate, batch, model) or {}
-    group = model.group
+    group, device = model.group, next(iter(model.params.values())).device
+
+    def allocate() -> dict[str, torch.Tensor]:
+        return {name: torch.empty(size, dtype=model.find_dtype(name), device=device) for name, size in batch.items()}
+
+    tensors = do_on_first(group, allocate) or {}
     for dtype in dict.fromkeys(map(model.find_dtype, batch)):
         names = {name for name in batch if model.find_dtype(name) == dtype}
         wanted = [Shard(s.ranks, tuple(p for p in s.placements if p.hf_name in names)) for s in model.shards]
@@ -293,8 +291,3 @@ def find_drafts(directory: Path, shape: ModelShape) -> dict[str, Path]:
     if not may_have or not any(directory.glob("*.safetensors")):
         return {}
     return {name: file for name, file in index_safetensors(directory).items() if shape.is_draft(name)}
-
-
-def forget_drafts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json without MTP layers."""
-    return {key: 0 if key in _KEYS else value for key, value in config.items()}

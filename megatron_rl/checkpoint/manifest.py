@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl import __version__
 from megatron_rl.checkpoint.directory import FORMAT_VERSION, MANIFEST_FILE, find_problems
-from megatron_rl.checkpoint.files import FileRecord, publish, write_digests, write_file
+from megatron_rl.checkpoint.files import DIGESTS_FILE, FileRecord, publish, write_file
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, copy_side_files
 from megatron_rl.checkpoint.torch_dist import Chunk, dtype_name, write_index
@@ -140,7 +140,9 @@ def seal(partial: Path, manifest: dict[str, Any], records: Sequence[FileRecord])
     """
     sizes = {str(record.path.relative_to(partial)): record.num_bytes for record in records}
     text = json.dumps({**manifest, "num_bytes": sum(sizes.values()), "files": sizes}, indent=1)
-    write_digests(partial, [*records, write_file(partial / MANIFEST_FILE, text.encode())])
+    records = [*records, write_file(partial / MANIFEST_FILE, text.encode())]
+    lines = sorted(f"{record.digest}  {record.path.relative_to(partial)}\n" for record in records)
+    write_file(partial / DIGESTS_FILE, "".join(lines).encode())
     problems = find_problems(partial, reads_all=False)
     if problems:
         raise UserError(
@@ -153,20 +155,8 @@ def seal(partial: Path, manifest: dict[str, Any], records: Sequence[FileRecord])
     return sum(sizes.values())
 
 
-def _check_adapters(saved: Mapping[str, Any], wanted: Mapping[str, Any], directory: Path) -> None:
-    names = [name for name in ("rank", "scale", "kinds", "is_quantized") if saved.get(name, False) != wanted[name]]
-    if names:
-        found = ", ".join(f"{name} {saved.get(name)!r} where the run has {wanted[name]!r}" for name in names)
-        raise UserError(
-            f"the checkpoint holds other adapters: {found}",
-            source=str(directory),
-            expected="the lora settings and the quantization of the run that wrote it",
-            hint="take them from its config.yaml, or start a new run",
-        )
-
-
 def check_model(saved: Mapping[str, Any], shape: ModelShape | AdapterShape, directory: Path) -> None:
-    """Check that a checkpoint with the shape `saved` belongs to the model in use.
+    """Check that a checkpoint with the shape `saved` belongs to the model or adapters in use.
 
     Raises:
         UserError: names the differing fields (e.g. the vocabulary).
@@ -182,7 +172,15 @@ def check_model(saved: Mapping[str, Any], shape: ModelShape | AdapterShape, dire
         )
     if isinstance(shape, AdapterShape):
         check_model(saved["base"], shape.base, directory)
-        _check_adapters(saved, wanted, directory)
+        names = [name for name in ("rank", "scale", "kinds", "is_quantized") if saved.get(name, False) != wanted[name]]
+        if names:
+            found = ", ".join(f"{name} {saved.get(name)!r} where the run has {wanted[name]!r}" for name in names)
+            raise UserError(
+                f"the checkpoint holds other adapters: {found}",
+                source=str(directory),
+                expected="the lora settings and the quantization of the run that wrote it",
+                hint="take them from its config.yaml, or start a new run",
+            )
         return
     different = [name for name in wanted if name in saved and saved[name] != wanted[name]]
     if different:

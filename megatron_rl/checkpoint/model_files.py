@@ -2,35 +2,137 @@
 """Logical tensors of a model in HF format, including experts that are packed into one tensor per layer.
 
 Only the text part of an image-text model has logical tensors. Experts in MXFP4 (4-bit numbers in blocks of 32 with one
-exponent; OCP microscaling formats, 1.0) are decoded to bfloat16.
+exponent; OCP microscaling formats, 1.0) are decoded to bfloat16. Reading every header detects truncated files; altered
+elements are not detected, since the format has no checksums.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from megatron_rl.checkpoint.safetensors_index import index_safetensors, read_headers
 from megatron_rl.checkpoint.side_files import read_config
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES, ModelShape
-from megatron_rl.weights.family import Family
-from megatron_rl.weights.packed_experts import (
-    BLOCKS,
-    SCALES,
-    FileTensor,
-    PackedPart,
-    find_parts,
-    join_turns,
-    list_file_tensors,
-)
-from megatron_rl.weights.text_part import name_text_tensor
+from megatron_rl.weights.packed_experts import BLOCKS, SCALES, PackedPart, find_parts
+
+INDEX_FILE = "model.safetensors.index.json"
+_NUMBERED = re.compile(r"(.*-)\d{5}-of-(\d{5})\.safetensors")
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def index_safetensors(directory: Path) -> dict[str, Path]:
+    """Map each tensor name to its file, for a sharded or unsharded model.
+
+    Raises:
+        UserError: no safetensors; a missing or damaged file; an index that is unreadable, leaves the directory, or does
+            not match the files.
+    """
+    index = directory / INDEX_FILE
+    named = _read_index(index) if index.is_file() else None
+    files = _list_parts(directory) if named is None else sorted({directory / file for file in named.values()})
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise UserError(
+            f"{len(missing)} file(s) of the model are missing: {', '.join(missing[:3])}",
+            source=str(directory),
+            expected=f"every file that {index.name} names" if named else "all numbered parts",
+            hint=f"download {', '.join(missing[:3])} again",
+        )
+    held = {file: read_names(file) for file in files}
+    if named is not None:
+        _check_index(index, named, held)
+        return {name: directory / file for name, file in named.items()}
+    if not files:
+        raise UserError(
+            f"{directory} has no weights",
+            source=str(directory),
+            expected="*.safetensors (with their index when sharded)",
+            hint="download the checkpoint again, or convert .bin files with transformers' save_pretrained",
+        )
+    return {name: file for file, names in held.items() for name in names}
+
+
+def read_headers(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and safetensors dtype of every tensor by name, reading each file once."""
+    headers = {}
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as handle:
+            for name in sorted(name for name, where in files.items() if where == file):
+                tensor = handle.get_slice(name)
+                headers[name] = tuple(tensor.get_shape()), tensor.get_dtype()
+    return headers
+
+
+def _list_parts(directory: Path) -> list[Path]:
+    files = set(directory.glob("*.safetensors"))
+    for match in filter(None, (_NUMBERED.fullmatch(file.name) for file in tuple(files))):
+        count = int(match[2])
+        files |= {directory / f"{match[1]}{number:05d}-of-{match[2]}.safetensors" for number in range(1, count + 1)}
+    return sorted(files)
+
+
+def _read_index(index: Path) -> dict[str, str]:
+
+    def refuse(found: str) -> UserError:
+        return UserError(
+            found,
+            source=str(index),
+            expected='{"weight_map": {tensor: name of a file beside the index}}',
+            hint=f"download {index.name} again",
+        )
+
+    try:
+        content = json.loads(index.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise refuse(f"{index.name} is not JSON: {error}") from None
+    named = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
+        raise refuse(f"{index.name} has no weight_map of tensors and file names")
+    for file in set(named.values()):
+        path = PurePosixPath(file)
+        if path.is_absolute() or ".." in path.parts or path.suffix != ".safetensors":
+            raise refuse(f"{index.name} names {file!r}, which is no safetensors file of its directory")
+    return named
+
+
+def read_names(file: Path) -> set[str]:
+    """Return the names of the tensors in a file.
+
+    Raises:
+        UserError: the file is damaged, truncated or unreadable.
+    """
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return set(handle.keys())
+    except OSError as error:
+        what, hint = str(error), "look at the file and its rights"
+    except SafetensorError as error:
+        what, hint = f"{error} ({file.stat().st_size:,} bytes)", f"download {file.name} again"
+        with file.open("rb") as content:
+            if content.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                what, hint = "it is a pointer of Git LFS", "run git lfs pull"
+    raise UserError(f"{file.name} is damaged: {what}", source=str(file), expected="a whole safetensors file", hint=hint)
+
+
+def _check_index(index: Path, named: Mapping[str, str], held: Mapping[Path, set[str]]) -> None:
+    for name, file in named.items():
+        if name not in held[index.parent / file]:
+            others = [other.name for other, names in held.items() if name in names]
+            raise UserError(
+                f"{name} is not in {file}, as {index.name} says" + (f", but in {others[0]}" if others else ""),
+                source=str(index),
+                expected="an index that fits the files",
+                hint=f"download {index.name} and {file} again, from one version of the model",
+            )
+
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 8 to 15 are the negatives
 _BIAS = 127  # exponent bias
@@ -45,10 +147,16 @@ class ModelFiles(Mapping[str, Path]):
     """
 
     def __init__(self, directory: Path) -> None:
-        family, stored = _read_family(directory), index_safetensors(directory)
+        stored, config = index_safetensors(directory), directory / "config.json"
+        # Tensor names do not determine how experts are packed.
+        family = FAMILIES.get(str(read_config(config).get("model_type"))) if config.is_file() else None
         self._names = {name: name for name in stored}  # logical name -> name in the files
         if family is not None and family.image_text is not None:
-            self._names = {text: name for name in stored if (text := name_text_tensor(name)) is not None}
+            self._names = {
+                re.sub(r"^model\.language_model\.", "model.", name): name
+                for name in stored
+                if not name.startswith("model.visual.")
+            }
         self._stored = {text: stored[name] for text, name in self._names.items()}
         self._files, self._parts = dict(self._stored), dict[str, PackedPart]()
         packing = family.experts.packing if family is not None and family.experts is not None else None
@@ -59,22 +167,18 @@ class ModelFiles(Mapping[str, Path]):
             parts = find_parts(name, num_experts, in_halves=packing == "halves")
             self._files |= dict.fromkeys(parts, self._files.pop(name))
             self._parts |= parts
-            if name.endswith(BLOCKS):
-                self._forget_scales(name, directory)
+            scales = name.removesuffix(BLOCKS) + SCALES
+            if name.endswith(BLOCKS) and self._files.pop(scales, None) is None:
+                raise UserError(
+                    f"there is {name}, but no {scales}",
+                    source=str(directory),
+                    expected="blocks and scales of MXFP4",
+                    hint="download the checkpoint again",
+                )
 
     def _read_stored(self, names: Iterable[str]) -> _Headers:
         headers = read_headers({self._names[name]: self._stored[name] for name in names})
         return {name: headers[self._names[name]] for name in names}
-
-    def _forget_scales(self, name: str, directory: Path) -> None:
-        scales = name.removesuffix(BLOCKS) + SCALES
-        if self._files.pop(scales, None) is None:
-            raise UserError(
-                f"there is {name}, but no {scales}",
-                source=str(directory),
-                expected="blocks and scales of MXFP4",
-                hint="download the checkpoint again",
-            )
 
     def __getitem__(self, name: str) -> Path:
         return self._files[name]
@@ -103,7 +207,15 @@ class ModelFiles(Mapping[str, Path]):
     def open(self, file: Path) -> Iterator[OpenFile]:
         """Open a file for reading logical tensors."""
         with ExitStack() as stack:
-            yield OpenFile(file, self._stored, self._parts, self._names, stack)
+            yield OpenFile(self, stack)
+
+    def find_part(self, name: str) -> PackedPart | None:
+        """Return the place of a logical tensor in a packed one, or `None`."""
+        return self._parts.get(name)
+
+    def find_stored(self, name: str) -> tuple[Path, str]:
+        """Return the file of an unpacked or packed tensor, and its name there."""
+        return self._stored[name], self._names[name]
 
 
 def list_copies(shape: ModelShape) -> dict[str, str]:
@@ -113,75 +225,34 @@ def list_copies(shape: ModelShape) -> dict[str, str]:
     return {f"{prefix}embed_tokens.weight": "model.embed_tokens.weight", f"{prefix}shared_head.head.weight": head}
 
 
-@dataclass(frozen=True)
-class WrittenTensor:
-    """A tensor in an output file; `experts` are the logical tensors that `join` packs into it, if any."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    experts: tuple[tuple[str, ...], ...]
-    join = staticmethod(join_turns)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return torch.Size(self.size).numel() * self.dtype.itemsize
-
-
-def list_written(
-    shape: ModelShape, drafts: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
-) -> dict[str, WrittenTensor]:
-    """List the output tensors of a model by name.
-
-    Args:
-        drafts: sizes of further, non-logical tensors.
-        dtypes: of drafts and logical tensors.
-    """
-    tensors = list_file_tensors(shape) | {name: FileTensor(size) for name, size in drafts.items()}
-    return {
-        name: WrittenTensor(one.size, dtypes[one.experts[0][0] if one.experts else name], one.experts)
-        for name, one in tensors.items()
-    }
-
-
 class OpenFile:
     """An open file of logical tensors, with the interface of `safe_open`."""
 
-    def __init__(
-        self,
-        file: Path,
-        stored: Mapping[str, Path],
-        parts: Mapping[str, PackedPart],
-        names: Mapping[str, str],
-        stack: ExitStack,
-    ) -> None:
-        self._file, self._stored, self._parts, self._names, self._stack = file, stored, parts, names, stack
+    def __init__(self, files: ModelFiles, stack: ExitStack) -> None:
+        self._files, self._stack = files, stack
         self._handles: dict[Path, Any] = {}
         self._last: tuple[str, int] | None = None  # expert that was read last: gate and up are read in turns
         self._matrix = torch.empty(0)
 
     def get_slice(self, name: str) -> Any:
         """Return an indexable view of a tensor."""
-        part = self._parts.get(name)
-        return self._get(self._file, name) if part is None else part.cut(self._read(part))
+        part = self._files.find_part(name)
+        if part is None:
+            return self._get(name)
+        if self._last != (part.packed, part.expert):
+            matrix = self._get(part.packed)[part.expert]
+            if part.packed.endswith(BLOCKS):
+                scales = self._get(part.packed.removesuffix(BLOCKS) + SCALES)[part.expert]
+                matrix = decode_mxfp4(matrix, scales).t()
+            self._last, self._matrix = (part.packed, part.expert), matrix
+        return part.cut(self._matrix)
 
-    def _get(self, file: Path, name: str) -> Any:
+    def _get(self, name: str) -> Any:
         """Open a stored tensor; scales may be in another file than their blocks."""
+        file, stored = self._files.find_stored(name)
         if file not in self._handles:
             self._handles[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-        return self._handles[file].get_slice(self._names[name])
-
-    def _read(self, part: PackedPart) -> torch.Tensor:
-        if self._last != (part.packed, part.expert):
-            self._last, self._matrix = (part.packed, part.expert), self._read_expert(part.packed, part.expert)
-        return self._matrix
-
-    def _read_expert(self, packed: str, expert: int) -> torch.Tensor:
-        blocks = self._get(self._stored[packed], packed)[expert]
-        if not packed.endswith(BLOCKS):
-            return blocks
-        scales = packed.removesuffix(BLOCKS) + SCALES
-        return decode_mxfp4(blocks, self._get(self._stored[scales], scales)[expert]).t()
+        return self._handles[file].get_slice(stored)
 
 
 def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -194,10 +265,3 @@ def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     numbers = torch.tensor([*_FP4, *(-x for x in _FP4)], device=blocks.device)
     values = torch.stack([numbers[(blocks & 15).int()], numbers[(blocks >> 4).int()]], -1).flatten(-2)
     return torch.ldexp(values, scales[..., None].int() - _BIAS).to(torch.bfloat16).flatten(-2)
-
-
-def _read_family(directory: Path) -> Family | None:
-    """Return the family of a model, if known; tensor names do not determine how experts are packed."""
-    config = directory / "config.json"
-    described = read_config(config) if config.is_file() else {}
-    return FAMILIES.get(str(described.get("model_type")))

@@ -19,7 +19,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 
 from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX, Holders, Piece, SavedRole
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.weights.fused_experts import find_fused
+from megatron_rl.weights.packed_experts import find_fused
 from megatron_rl.weights.shard_box import (
     Box,
     ShardBox,

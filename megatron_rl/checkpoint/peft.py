@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.files import publish, write_file
 from megatron_rl.checkpoint.huggingface import ShardedModel, do_on_first, gather_on_first, make_empty
-from megatron_rl.checkpoint.safetensors_index import read_headers, read_names
+from megatron_rl.checkpoint.model_files import read_headers, read_names
 from megatron_rl.checkpoint.side_files import copy_side_files, list_side_files
 from megatron_rl.config.sections import LoraConfig
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
-from megatron_rl.weights.config_values import COUNT, FLAG, POSITIVE, check_kinds, read_json, show
+from megatron_rl.weights.config_checks import COUNT, FLAG, POSITIVE, check_kinds, read_json, show
 from megatron_rl.weights.shard_box import ShardBox, box_slices
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -142,7 +142,6 @@ def save_adapters(
 
     Args:
         directory: written as `<directory>.partial`, then renamed; an existing one is replaced.
-        base: directory of the base model.
 
     Raises:
         Exception: rank 0 could not write; raised on every rank. An existing directory stays.

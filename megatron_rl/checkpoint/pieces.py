@@ -15,7 +15,7 @@ import torch
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.planner import group_shards
 from megatron_rl.weights.adapters import AdapterShape
-from megatron_rl.weights.families import ModelShape, is_layer_matrix
+from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_global import GlobalPlacement, Table
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume, intersect, localize
 
@@ -29,11 +29,6 @@ Holders = dict[tuple[str, Box], list[int]]
 
 # An optimizer state is the global tensor `<STATE_PREFIX><state>.<HF name>`; Muon's momentum is its first moment.
 STATE_PREFIX, MOMENTS, MAIN_PARAM = "optimizer.", ("exp_avg", "exp_avg_sq"), "main_param"
-
-
-def list_moments(optimizer: str, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the moments that "adam" or "muon" keeps for a logical tensor."""
-    return MOMENTS[:1] if optimizer == "muon" and is_layer_matrix(name, shape) else MOMENTS
 
 
 class SavedModel(Protocol):

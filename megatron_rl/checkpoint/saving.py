@@ -13,7 +13,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,10 +26,11 @@ from safetensors.torch import save as to_safetensors
 
 from megatron_rl.checkpoint.directory import point_at, prune
 from megatron_rl.checkpoint.files import FileRecord, explain_os_error, explain_write_error, write_file
+from megatron_rl.checkpoint.huggingface import do_on_first
 from megatron_rl.checkpoint.manifest import RunContent, finish_directory, make_manifest
 from megatron_rl.checkpoint.optimizer_states import count_steps, make_state_pieces
 from megatron_rl.checkpoint.pieces import Piece, SavedRole, choose_saved, find_holders, make_weight_pieces
-from megatron_rl.checkpoint.rng import read_rng
+from megatron_rl.checkpoint.resuming import read_rng
 from megatron_rl.checkpoint.torch_dist import Chunk, ChunkWriter
 from megatron_rl.observability.failures import Scene, explain
 from megatron_rl.parallel.collectives import raise_together
@@ -112,11 +113,6 @@ class CheckpointSaver:
         self._pending: tuple[_Pending, threading.Thread] | None = None
         self._blocked = 0.0  # seconds that training has waited for the pending save
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is pending."""
-        return self._pending is not None
-
     def save(
         self,
         content: RunContent,
@@ -141,8 +137,15 @@ class CheckpointSaver:
         led = {name: role for name, role in roles.items() if role.model.groups.layout.first_rank == self._group.rank()}
         manifest = make_manifest(content, led, with_optimizer=with_optimizer)
         pending = _Pending(content, manifest, partial, is_best, started)
+
+        def prepare() -> None:
+            if partial.exists():
+                shutil.rmtree(partial)
+            for folder in (".", *{*roles, *content.side_files}):
+                (partial / folder).mkdir(parents=True)
+
         try:
-            self._prepare(partial, {*roles, *content.side_files})
+            do_on_first(self._group, prepare)
             if export is not None:
                 export(partial / "huggingface")
         except Exception as error:
@@ -182,18 +185,6 @@ class CheckpointSaver:
             self._blocked += time.monotonic() - began
             self._commit(pending)
 
-    def _prepare(self, partial: Path, roles: Iterable[str]) -> None:
-        error: UserError | None = None
-        if self._group.rank() == 0:
-            try:
-                if partial.exists():
-                    shutil.rmtree(partial)
-                for folder in (".", *roles):
-                    (partial / folder).mkdir(parents=True)
-            except OSError as caught:
-                error = explain_os_error(caught, partial)
-        raise_together(error, self._group)
-
     def _commit(self, pending: _Pending) -> None:
         began, deleted, num_bytes = time.monotonic(), [], 0
         try:
@@ -226,17 +217,8 @@ class CheckpointSaver:
             shutil.rmtree(pending.partial, ignore_errors=True)
         seconds = time.monotonic() - pending.started
         blocked, self._pending = seconds if self._pending is None else self._blocked, None
-        self._report(
-            SaveOutcome(
-                pending.content.step,
-                self._root / f"step_{pending.content.step}",
-                seconds,
-                blocked,
-                num_bytes,
-                deleted,
-                error,
-            )
-        )
+        directory = self._root / f"step_{pending.content.step}"
+        self._report(SaveOutcome(pending.content.step, directory, seconds, blocked, num_bytes, deleted, error))
 
 
 def save_now(
@@ -248,14 +230,8 @@ def save_now(
 ) -> SaveOutcome:
     """Write `<root>/step_<N>` without pruning; collective. For arguments see `CheckpointSaver.save`."""
     outcomes: list[SaveOutcome] = []
-    CheckpointSaver(
-        root,
-        group,
-        async_save=False,
-        keep_last=None,
-        keep_best=False,
-        report=outcomes.append,
-    ).save(content, roles, rank_state=rank_state)
+    saver = CheckpointSaver(root, group, async_save=False, keep_last=None, keep_best=False, report=outcomes.append)
+    saver.save(content, roles, rank_state=rank_state)
     return outcomes[0]
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.files import FileRecord, copy_file
+from megatron_rl.checkpoint.files import FileRecord, write_file
 from megatron_rl.types import UserError
-from megatron_rl.weights.config_values import read_json
-from megatron_rl.weights.text_part import take_text_config
+from megatron_rl.weights.config_checks import read_json
+from megatron_rl.weights.model_config import take_text_config
 
 CONFIG_DIR, MTP_ROLE = "config", "mtp"
 TOKENIZER_FILES = (
@@ -65,7 +65,7 @@ def read_config(file: Path) -> dict[str, Any]:
 def copy_side_files(files: Mapping[str, Path], directory: Path) -> list[FileRecord]:
     """Copy files into `directory`, creating it if necessary."""
     directory.mkdir(exist_ok=True)
-    return [copy_file(path, directory / name) for name, path in sorted(files.items())]
+    return [write_file(directory / name, path.read_bytes()) for name, path in sorted(files.items())]
 
 
 def check_vocabulary(saved: Path, files: Mapping[str, Path]) -> None:

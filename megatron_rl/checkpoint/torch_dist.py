@@ -79,7 +79,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class ChunkWriter:
+class ChunkWriter(HashingFile):
     """Writer of one `.distcp` file; `close` makes it durable.
 
     Raises:
@@ -87,7 +87,8 @@ class ChunkWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file, self.chunks = HashingFile(path), list[Chunk]()
+        super().__init__(path)
+        self.chunks: list[Chunk] = []
 
     def add(self, key: str, shape: tuple[int, ...], offset: tuple[int, ...], data: torch.Tensor) -> None:
         """Append the box of `key` that begins at `offset`; `data` may omit leading dimensions.
@@ -100,29 +101,21 @@ class ChunkWriter:
         step = max(1, MAX_CHUNK_BYTES * data.shape[axis] // max(1, data.numel() * data.element_size()))
         for first in range(0, data.shape[axis], step):
             part = data.narrow(axis, first, min(step, data.shape[axis] - first))
-            self._write(key, shape, tuple(o + first * (dim == axis) for dim, o in enumerate(offset)), part)
+            self._append(key, shape, tuple(o + first * (dim == axis) for dim, o in enumerate(offset)), part)
 
-    def _write(self, key: str, shape: tuple[int, ...], offset: tuple[int, ...], part: torch.Tensor) -> None:
-        part, start = part.cpu().contiguous(), self._file.num_bytes
+    def _append(self, key: str, shape: tuple[int, ...], offset: tuple[int, ...], part: torch.Tensor) -> None:
+        part, start = part.cpu().contiguous(), self.num_bytes
         if part.untyped_storage().nbytes() != part.numel() * part.element_size():
             part = part.clone()  # torch.save writes whole storages
         try:
-            torch.save(part, cast(IO[bytes], self._file))  # torch.save only writes
+            torch.save(part, cast(IO[bytes], self))  # torch.save only writes
         except RuntimeError:
-            if self._file.error is not None:
-                raise self._file.error from None
+            if self.error is not None:
+                raise self.error from None
             raise
         box = tuple((o, o + n) for o, n in zip(offset, part.shape, strict=True))
         dtype = dtype_name(part.dtype)
-        self.chunks.append(Chunk(key, shape, box, dtype, self._file.path.name, start, self._file.num_bytes - start))
-
-    def close(self) -> FileRecord:
-        """Flush to disk and return the file's record."""
-        return self._file.close()
-
-    def abandon(self) -> None:
-        """Close after a failure, without a digest."""
-        self._file.abandon()
+        self.chunks.append(Chunk(key, shape, box, dtype, self.path.name, start, self.num_bytes - start))
 
 
 def write_index(directory: Path, chunks: Iterable[Chunk], common: dict[str, Any]) -> list[FileRecord]:

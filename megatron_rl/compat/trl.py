@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translation of Hugging Face `TrainingArguments` and TRL `GRPOConfig` names, which recipes give without a section.
 
-The kinds are those in `verl/kinds.py`. ms-swift uses most of these names as flags. A test compares this table with
-docs/migrating.md, which has the units. Source: trl/trainer/grpo_config.py at commit 006d32c.
+ms-swift uses most of these names as flags. docs/migrating.md has the units. Source: trl/trainer/grpo_config.py at
+commit 006d32c.
 """
 
 from __future__ import annotations
 
-from megatron_rl.compat.verl.kinds import Alias, Ignored, Only, Renamed
-from megatron_rl.compat.verl.kl_names import Combined, Parts, look_up, note, read_boolean
-from megatron_rl.compat.verl.name_groups import AliasGroup
-from megatron_rl.config.sources import ASSUMED, Setting
+from megatron_rl.compat.kinds import (
+    Alias,
+    AliasGroup,
+    Combined,
+    Ignored,
+    Only,
+    Parts,
+    Renamed,
+    each,
+    look_up,
+    note,
+    put,
+    read_boolean,
+)
+from megatron_rl.compat.loss_names import CLIP_SIDES, split_clip
+from megatron_rl.config.sources import ASSUMED
 from megatron_rl.types import UserError
 
 _ENGINE = "the engine decides"
@@ -22,14 +34,13 @@ _DTYPES = (("bfloat16", "bfloat16"), ("float32", "float32"))
 
 ALIASES: dict[str, Alias] = {
     "model_name_or_path": Renamed("model.path"),
-    "torch_dtype": Renamed("model.dtype", _DTYPES, closed=True),
-    "dtype": Renamed("model.dtype", _DTYPES, closed=True),
+    **each("torch_dtype dtype", Renamed("model.dtype", _DTYPES, closed=True)),
     "bf16": Renamed("model.dtype", ((True, "bfloat16"), (False, "float32")), closed=True),
     "fp16": Only((False,), "model.dtype is bfloat16 or float32"),
     "max_prompt_length": Renamed("data.max_prompt_length"),
     "max_completion_length": Renamed("data.max_response_length"),
     "shuffle_dataset": Renamed("data.shuffle"),
-    **dict.fromkeys(("dataset_name", "dataset_config", "dataset"), Only((), _DATA)),
+    **each("dataset_name dataset_config dataset", Only((), _DATA)),
     "num_generations": Renamed("rollout.n"),
     "num_generations_eval": Renamed("rollout.validation_n"),
     "temperature": Renamed("rollout.temperature"),
@@ -42,10 +53,9 @@ ALIASES: dict[str, Alias] = {
     "vllm_gpu_memory_utilization": Renamed("rollout.gpu_memory_utilization"),
     "vllm_tensor_parallel_size": Renamed("rollout.tensor_model_parallel_size"),
     "vllm_enforce_eager": Renamed("rollout.enforce_eager"),
-    "vllm_max_model_length": Ignored("it follows from the longest prompt and response"),
-    "vllm_max_model_len": Ignored("it follows from the longest prompt and response"),
+    **each("vllm_max_model_length vllm_max_model_len", Ignored("it follows from the longest prompt and response")),
     "vllm_importance_sampling_cap": Renamed("algorithm.importance_high"),
-    **dict.fromkeys(("vllm_enable_sleep_mode", "sleep_level", "use_transformers_paged"), Ignored(_ENGINE)),
+    **each("vllm_enable_sleep_mode sleep_level use_transformers_paged", Ignored(_ENGINE)),
     "learning_rate": Renamed("actor.lr"),
     "lr_scheduler_type": Renamed(
         "actor.lr_decay_style",
@@ -65,8 +75,7 @@ ALIASES: dict[str, Alias] = {
     "use_liger_kernel": Ignored("log-probs are computed in chunks of tokens, without full logits"),
     "attn_implementation": Ignored("attention runs on the fastest kernel that works"),
     "disable_dropout": Ignored("there is no dropout"),
-    "lora_rank": Renamed("actor.lora.rank"),
-    "lora_r": Renamed("actor.lora.rank"),
+    **each("lora_rank lora_r", Renamed("actor.lora.rank")),
     "lora_alpha": Renamed("actor.lora.alpha"),
     "num_iterations": Renamed("actor.ppo_epochs"),
     "beta": Renamed("algorithm.kl_coef"),
@@ -89,7 +98,7 @@ ALIASES: dict[str, Alias] = {
     "sync_ref_model": Only((False,), "set reference.reset_every"),
     "top_entropy_quantile": Only((1.0,), "every token in the loss has a policy-gradient term"),
     "use_bias_correction_kl": Only((False,), "the KL term has no importance weights"),
-    **dict.fromkeys(("reward_weights", "reward_funcs"), Only((), _REWARDS)),
+    **each("reward_weights reward_funcs", Only((), _REWARDS)),
     "num_train_epochs": Renamed("trainer.total_epochs"),
     "max_steps": Only((-1,), "it counts optimizer steps: set trainer.total_steps, which counts batches of prompts"),
     "output_dir": Renamed("trainer.run_dir"),
@@ -104,14 +113,11 @@ ALIASES: dict[str, Alias] = {
     "report_to": Ignored("metrics go to metrics.jsonl and TensorBoard; observability.wandb=online sends them to W&B"),
     "push_to_hub": Only((False,), "copy the directory huggingface of a checkpoint"),
     "rlhf_type": Only(("grpo",), "algorithm.adv_estimator and algorithm.policy_loss choose the algorithm"),
-    **dict.fromkeys(("train_type", "tuner_type"), Only(("full",), "set actor.lora.rank for adapters")),
-    **dict.fromkeys(("save_strategy", "eval_strategy"), Only(("steps", "no"), "set trainer.save_freq and test_freq")),
-    **dict.fromkeys(("logging_first_step", "logging_strategy", "log_level", "save_only_model"), Ignored(_FORMAT)),
-    **dict.fromkeys(
-        ("dataloader_num_workers", "dataset_num_proc", "remove_unused_columns"),
-        Ignored(_READING),
-    ),
-    **dict.fromkeys(("deepspeed", "fsdp", "ddp_timeout"), Ignored("the layout of the section actor decides")),
+    **each("train_type tuner_type", Only(("full",), "set actor.lora.rank for adapters")),
+    **each("save_strategy eval_strategy", Only(("steps", "no"), "set trainer.save_freq and test_freq")),
+    **each("logging_first_step logging_strategy log_level save_only_model", Ignored(_FORMAT)),
+    **each("dataloader_num_workers dataset_num_proc remove_unused_columns", Ignored(_READING)),
+    **each("deepspeed fsdp ddp_timeout", Ignored("the layout of the section actor decides")),
     "per_device_eval_batch_size": Ignored(_ENGINE),
 }
 
@@ -131,16 +137,16 @@ def _combine_correction(parts: Parts) -> Combined:
     given = {name: setting for name, setting in parts.items() if setting.value is not None}
     switch, mode = given.get(_CORRECTION), given.get(_MODE)
     if switch is not None and not read_boolean(switch):
-        yield Setting("algorithm.importance_sampling", "none", switch.source, switch.layer)
+        yield put(switch, "algorithm.importance_sampling", "none")
         if mode is not None:
             yield note(mode, f"{_CORRECTION} is false")
         return
     if switch is not None and mode is None:
-        mode = Setting(_MODE, _TRL_MODE, switch.source, switch.layer)
+        mode = put(switch, _MODE, _TRL_MODE)
     if mode is not None:
         yield look_up(mode, "algorithm.importance_sampling", _MODES, "set algorithm.importance_sampling, see --help")
-        yield Setting("algorithm.importance_high", _TRL_CAP, mode.source, ASSUMED)
-        yield Setting("algorithm.importance_low", 0.0, mode.source, ASSUMED)
+        yield put(mode, "algorithm.importance_high", _TRL_CAP, layer=ASSUMED)
+        yield put(mode, "algorithm.importance_low", 0.0, layer=ASSUMED)
 
 
 def _combine_batches(parts: Parts) -> Combined:
@@ -158,17 +164,8 @@ def _combine_batches(parts: Parts) -> Combined:
     yield from (note(setting, f"{_PROMPTS} and {_MINIBATCH} decide") for setting in given)
 
 
-def _combine_epsilon(parts: Parts) -> Combined:
-    """Use one value for both sides, unless the upper one is given."""
-    given = parts["epsilon"]
-    return (
-        Setting(f"algorithm.clip_eps_{side}", given.value, given.source, given.layer, given.text, weak=True)
-        for side in ("low", "high")
-    )
-
-
 GROUPS: tuple[AliasGroup, ...] = (
-    AliasGroup(("epsilon",), "algorithm.clip_eps_low and algorithm.clip_eps_high", _combine_epsilon),
+    AliasGroup(("epsilon",), CLIP_SIDES, lambda parts: split_clip(parts["epsilon"])),
     AliasGroup((_CORRECTION, _MODE), "algorithm.importance_sampling", _combine_correction),
     AliasGroup(
         ("generation_batch_size", "steps_per_generation", "per_device_train_batch_size", "gradient_accumulation_steps"),

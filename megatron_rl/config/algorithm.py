@@ -27,8 +27,7 @@ class DistillationConfig:
     coef: float = option(1.0, "Weight of the term; with adv_estimator distill it is the only one.", ge=0)
     k: int = option(64, "top_k: tokens of the teacher that are compared one by one.", "tokens", ge=1)
     choose_by: str | None = option(
-        None,
-        "Column of the data whose value chooses the teacher (teachers.NAME.values); null: all teachers, by weight.",
+        None, "Column of the data whose value chooses the teacher (teachers.NAME.values); null: all, by weight."
     )
 
 
@@ -39,7 +38,7 @@ class AlgorithmConfig:
     plugins: list[str] = option(
         [], "Your Python files: estimators, losses, aggregations, engines; their settings: algorithm.options.NAME.KEY."
     )
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # NAME -> dataclass, see config/options.py
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # NAME -> dataclass, see config/fields.py
     adv_estimator: str = option(
         "grpo",
         "gae, grpo, dr_grpo, grpo_passk, rloo, opo, gpg, optimal_token_baseline, reinforce_plus_plus, "
@@ -82,10 +81,7 @@ class AlgorithmConfig:
         "token-mean", "Global denominator: token-mean, seq-mean-token-mean, seq-mean-token-sum, constant, a plugin's."
     )
     loss_scale_factor: float | None = option(
-        None,
-        "loss_agg_mode constant: the length in the denominator; default: data.max_response_length.",
-        "tokens",
-        gt=0,
+        None, "loss_agg_mode constant: length in the denominator; default: data.max_response_length.", "tokens", gt=0
     )
     kl_coef: float = option(
         0.0, "Weight of the KL term; 0: no reference model is built.", ge=0, hint="0 switches the KL term off"
@@ -148,7 +144,6 @@ class AlgorithmConfig:
     distillation: DistillationConfig = DistillationConfig()
     reject_sequence_above: float | None = option(
         None,
-        "Rollouts with a larger |old_logprobs - rollout_logprobs| at any token have no policy-gradient term; "
-        "null: off.",
+        "Rollouts with a larger |old_logprobs - rollout_logprobs| at a token get no policy gradient; null: off.",
         gt=0,
     )

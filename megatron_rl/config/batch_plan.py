@@ -94,72 +94,46 @@ class SftPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Every number that follows from the config and the world size.
-
-    Attributes:
-        actor_ranks, tp_size, pp_size, cp_size, dp_size: the actor's layout, in ranks.
-        engine_ranks, num_engines: ranks per rollout engine, and engines.
-        engine_is_actor: the engine runs the actor's modules, in the actor's layout.
-        train_batch_size: prompts per step of the main loop.
-        group_size: responses per prompt (`rollout.n`).
-        rollouts_per_step: responses per step.
-        rollouts_per_engine_min, rollouts_per_engine_max: responses per step on one engine; they
-            differ by at most one, or one group with `rollout.dispatch=groups`.
-        ppo_mini_batch_size, ppo_epochs: prompts per optimizer step; passes over a rollout batch.
-        minibatches_per_epoch: optimizer steps per pass.
-        optimizer_steps_per_step: optimizer steps per step of the main loop.
-        rollouts_per_minibatch: responses per optimizer step.
-        rollouts_per_rank: mean responses per optimizer step on one DP rank (balanced by tokens).
-        longest_sequence: tokens of the longest prompt and response.
-        max_tokens_per_microbatch: token budget of one forward/backward.
-        num_train_prompts: prompts in the data, if read.
-        steps_per_epoch: steps per pass over the prompts, possibly a fraction.
-        total_steps: steps of the main loop; None if they depend on unread data.
-        total_optimizer_steps: `total_steps * optimizer_steps_per_step`.
-    """
+    """Every number that follows from the config and the world size."""
 
     world_size: int
-    actor_ranks: int
+    actor_ranks: int  # ranks of the actor, and its layout
     tp_size: int
     pp_size: int
     cp_size: int
     dp_size: int
-    engine_ranks: int
+    engine_ranks: int  # ranks per rollout engine
     num_engines: int
-    engine_is_actor: bool
-    train_batch_size: int
-    group_size: int
-    rollouts_per_step: int
-    rollouts_per_engine_min: int
+    engine_is_actor: bool  # the engine runs the actor's modules, in the actor's layout
+    train_batch_size: int  # prompts per step of the main loop
+    group_size: int  # responses per prompt (`rollout.n`)
+    rollouts_per_step: int  # responses
+    rollouts_per_engine_min: int  # the numbers of two engines differ by one at most, or one group (`rollout.dispatch`)
     rollouts_per_engine_max: int
-    ppo_mini_batch_size: int
-    ppo_epochs: int
-    minibatches_per_epoch: int
-    optimizer_steps_per_step: int
-    rollouts_per_minibatch: int
-    rollouts_per_rank: float
-    longest_sequence: int
+    ppo_mini_batch_size: int  # prompts per optimizer step
+    ppo_epochs: int  # passes over a rollout batch
+    minibatches_per_epoch: int  # optimizer steps per pass
+    optimizer_steps_per_step: int  # per step of the main loop
+    rollouts_per_minibatch: int  # responses per optimizer step
+    rollouts_per_rank: float  # the same on one DP rank, as a mean (balanced by tokens)
+    longest_sequence: int  # tokens of the longest prompt and response
     max_prompt_length: int
     max_response_length: int
-    max_tokens_per_microbatch: int
+    max_tokens_per_microbatch: int  # budget of one forward/backward
     total_epochs: int | None
-    num_train_prompts: int | None
-    steps_per_epoch: float | None
-    total_steps: int | None
+    num_train_prompts: int | None  # None before they are read
+    steps_per_epoch: float | None  # possibly a fraction
+    total_steps: int | None  # of the main loop; None if they depend on unread data
     total_optimizer_steps: int | None
 
     @classmethod
     def build(cls, cfg: RunConfig, world_size: int, spec: RunSpec, num_train_prompts: int | None = None) -> BatchPlan:
-        """Derive the plan.
-
-        Args:
-            num_train_prompts: training prompts after filtering; None before they are read.
-
-        Raises:
-            UserError: sizes that do not divide or do not fit, with the nearest values that do.
-        """
+        """Derive the plan, with the training prompts after filtering; refuse sizes that do not divide (UserError)."""
         check_debug_rank(cfg, world_size)
-        _check_roles(cfg, spec, world_size)
+        _check_placement(cfg, spec, world_size)
+        for role in spec.roles.values():
+            check_ranks(role.settings, cfg.placement.ranks_of(role.name, world_size), role.section)
+            check_longest_sequence(cfg.data, role.settings, role.section)
         rollout_ranks = len(cfg.placement.ranks_of("rollout", world_size))
         engine_ranks = _count_engine_ranks(cfg, rollout_ranks)
         _check_batches(cfg, spec, num_train_prompts)
@@ -242,8 +216,7 @@ class BatchPlan:
         )
 
     def _step_formulas(self) -> list[str]:
-        lines = []
-        prompts, batch = self.num_train_prompts, self.train_batch_size
+        lines, prompts, batch = [], self.num_train_prompts, self.train_batch_size
         if prompts is not None:
             lines.append(
                 f"steps_per_epoch = num_train_prompts / train_batch_size = {prompts} / {batch} = "
@@ -273,25 +246,17 @@ def count_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
     return -(-cfg.trainer.total_epochs * num_train_prompts // cfg.data.train_batch_size)  # ceil, exact
 
 
-def _check_roles(cfg: RunConfig, spec: RunSpec, world_size: int) -> None:
-    _check_placement(cfg, spec, world_size)
-    for role in spec.roles.values():
-        check_ranks(role.settings, cfg.placement.ranks_of(role.name, world_size), role.section)
-        check_longest_sequence(cfg.data, role.settings, role.section)
-
-
 def check_ranks(layout: LayoutConfig, ranks: range, section: str) -> int:
     """Return the number of replicas of a section's model; refuse ranks that its layout does not divide (UserError)."""
-    sizes = (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.context_parallel_size)
-    model_size = math.prod(sizes)
-    world_size = len(ranks)
+    tp_size, pp_size = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    cp_size, world_size = layout.context_parallel_size, len(ranks)
+    model_size = tp_size * pp_size * cp_size
     if world_size % model_size:
-        tp_size, pp_size, cp_size = sizes
         raise UserError(
             f"world_size {world_size} is no multiple of tp * pp * cp = {tp_size} * {pp_size} * {cp_size} = "
             f"{model_size}",
             source=f"world size (torchrun), or the placement of the role, and the layout of the section {section}",
-            expected=f"a world size of {_either(_nearest_multiples(world_size, model_size))}",
+            expected=f"a world size of {_nearest_multiples(world_size, model_size)}",
             hint=f"change --nproc-per-node, or {section}.tensor_model_parallel_size and its neighbors",
         )
     return world_size // model_size
@@ -306,8 +271,8 @@ def _count_engine_ranks(cfg: RunConfig, world_size: int) -> int:
         raise UserError(
             f"world_size {world_size} is no multiple of rollout.tensor_model_parallel_size {rollout_tp_size}",
             source="world size (torchrun), or placement.rollout, and rollout.tensor_model_parallel_size",
-            expected=f"rollout.tensor_model_parallel_size of {_either(_nearest_divisors(world_size, rollout_tp_size))}"
-            f", or a world size of {_either(_nearest_multiples(world_size, rollout_tp_size))}",
+            expected=f"rollout.tensor_model_parallel_size of {_nearest_divisors(world_size, rollout_tp_size)}"
+            f", or a world size of {_nearest_multiples(world_size, rollout_tp_size)}",
             hint="each rollout engine takes that many ranks, and no rank may be left over",
         )
     return rollout_tp_size
@@ -320,8 +285,8 @@ def _check_batches(cfg: RunConfig, spec: RunSpec, num_train_prompts: int | None)
         raise UserError(
             f"data.train_batch_size {batch} is no multiple of actor.ppo_mini_batch_size {mini}",
             source="data.train_batch_size and actor.ppo_mini_batch_size",
-            expected=f"ppo_mini_batch_size of {_either(_nearest_divisors(batch, mini))}, or train_batch_size of "
-            f"{_either(_nearest_multiples(batch, mini))}",
+            expected=f"ppo_mini_batch_size of {_nearest_divisors(batch, mini)}, or train_batch_size of "
+            f"{_nearest_multiples(batch, mini)}",
             hint="both are counted in prompts; each optimizer step takes the same number",
         )
     if spec.needs_group and cfg.rollout.n == 1:
@@ -382,21 +347,17 @@ def divisors(value: int) -> list[int]:
     return [size for size in range(1, value + 1) if value % size == 0]
 
 
-def _nearest_divisors(value: int, wanted: int) -> list[int]:
-    """Return the divisors of `value` next to `wanted` on either side."""
+def _nearest_divisors(value: int, wanted: int) -> str:
+    """Name the divisors of `value` next to `wanted` on either side."""
     below = [size for size in divisors(value) if size < wanted]
     above = [size for size in divisors(value) if size > wanted]
-    return below[-1:] + above[:1]
+    return " or ".join(map(str, below[-1:] + above[:1]))
 
 
-def _nearest_multiples(value: int, base: int) -> list[int]:
-    """Return the positive multiples of `base` next to `value` on either side."""
+def _nearest_multiples(value: int, base: int) -> str:
+    """Name the positive multiples of `base` next to `value` on either side."""
     below = value // base * base
-    return [below, below + base] if below else [base]
-
-
-def _either(values: list[int]) -> str:
-    return " or ".join(str(value) for value in values)
+    return f"{below} or {below + base}" if below else f"{base}"
 
 
 def check_debug_rank(cfg: RunConfig, world_size: int) -> None:

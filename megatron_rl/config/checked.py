@@ -10,9 +10,10 @@ from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
-from megatron_rl.config.options import PREFIX, find_options
+from megatron_rl.config.fields import PREFIX, find_options
+from megatron_rl.config.rendering import render
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.extension.engines import find_engine
+from megatron_rl.extension.registry import find_engine, name_engines
 from megatron_rl.types import UserError, UserErrors
 
 
@@ -75,7 +76,7 @@ class CheckedConfig:
         return attrgetter(leaf)(owner)
 
     def supports(self, ability: str) -> bool:
-        """Whether the engine has one of `extension.engines.ABILITIES`."""
+        """Whether the engine has one of `extension.registry.ABILITIES`."""
         return find_engine(self.get("rollout.engine")).has(ability)
 
     def require(self, holds: bool, name: str, why: str, *, expected: str, hint: str) -> bool:
@@ -86,3 +87,33 @@ class CheckedConfig:
             found = f"{name} = {self.get(name)!r} {why}"
             self.mistakes.errors.append(UserError(found, source=source, expected=expected, hint=hint))
         return holds
+
+    def allow(self, name: str, value: Any, why: str, otherwise: str) -> None:
+        """Record a mistake unless a setting has the only value that works; `otherwise`: how to keep another one."""
+        text = render(value)
+        self.require(self.get(name) == value, name, why, expected=text, hint=f"set {name}={text}, or {otherwise}")
+
+    def exclude(self, cause: str, *rows: tuple[str, Any, str]) -> None:
+        """Refuse settings beside another one.
+
+        Args:
+            cause: the other setting, with its value after "=", or alone if any value but 0, false and null counts.
+            rows: name of a setting, the only value that works, and the reason.
+        """
+        name, _, text = cause.partition("=")
+        with suppress(_Unknown):
+            value = self.get(name)
+            if render(value) == text if text else value:
+                beside = f"with {name}" if value is True else f"with {name} = {value!r}"
+                for other, needed, why in rows:
+                    self.apply(CheckedConfig.allow, other, needed, f"{beside}: {why}", f"leave out {name}")
+
+    def need(self, ability: str, name: str, value: Any, why: str) -> None:
+        """Record a mistake unless a setting has the only value that works without an ability, or the engine has it."""
+        self.require(
+            self.supports(ability) or self.get(name) == value,
+            name,
+            f"with rollout.engine = {self.get('rollout.engine')!r}, {why}",
+            expected=render(value),
+            hint=f"leave it out, or set rollout.engine={name_engines(ability)}",
+        )

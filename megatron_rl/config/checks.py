@@ -2,30 +2,24 @@
 """Checks of a config that need no world size, no model and no data.
 
 Settings that cannot work, or would change the meaning of the numbers, are refused here, before any process group
-exists; `idle.py` reports settings without effect, `batch_plan.py` checks against the world size.
+exists; `rollout_checks.py` checks generation, `idle.py` reports settings without effect, `batch_plan.py` checks against
+the world size.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Mapping
+from typing import Any
 
 from megatron_rl.config.checked import CheckedConfig, Mistakes
-from megatron_rl.config.data import LONGEST_PERIOD, reduce_weights
-from megatron_rl.config.fields import list_fields
-from megatron_rl.config.model_checks import (
-    TEACHER_RULES,
-    check_mtp,
-    check_quantization,
-    check_routers,
-    check_zero_stages,
-)
-from megatron_rl.config.options import list_options
+from megatron_rl.config.fields import list_fields, list_options
+from megatron_rl.config.rendering import render
 from megatron_rl.config.rollout_checks import ROLLOUT_RULES, check_validation_sets
-from megatron_rl.config.schema import RunConfig
-
-_TRAINED = ("actor", "critic")
+from megatron_rl.config.schema import FULLY_SHARDED, TRAINED, RunConfig
+from megatron_rl.config.sections import LONGEST_PERIOD, reduce_weights
 
 
 def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mistakes: Mistakes | None = None) -> None:
@@ -39,22 +33,18 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mista
         UserError: all mistakes.
     """
     config = CheckedConfig(cfg, sources or {}, mistakes or Mistakes())
-    _check_bounds(config)
+    # Rules that read a value outside of its bounds are skipped.
+    for name, info in (list_fields(cfg.teachers) | list_options()).items():
+        if name not in config.mistakes.refused and (violation := info.find_violation(config.get(name))):
+            config.require(False, name, **violation)
+            config.mistakes.refused.add(name)
     config.apply(check_validation_sets)
-    for rule in (_check_step_mode, check_quantization, _check_rates):
-        for section in _TRAINED:
+    for rule in (_check_step_mode, _check_quantization, _check_rates):
+        for section in TRAINED:
             config.apply(rule, section)
     for rule in _RULES:
         config.apply(rule)
     config.mistakes.raise_all()
-
-
-def _check_bounds(config: CheckedConfig) -> None:
-    """Collect values outside their declared bounds; rules that depend on them are skipped."""
-    for name, info in (list_fields(config.config.teachers) | list_options()).items():
-        if name not in config.mistakes.refused and (violation := info.find_violation(config.get(name))):
-            config.require(False, name, **violation)
-            config.mistakes.refused.add(name)
 
 
 def _check_rates(config: CheckedConfig, section: str) -> None:
@@ -83,16 +73,19 @@ def _check_run(config: CheckedConfig) -> None:
         expected="data.validation_files",
         hint="name a file there",
     )
+    config.require(
+        config.get("trainer.breakpoint_step") is None or config.get("trainer.debug_rank") is not None,
+        "trainer.breakpoint_step",
+        "without a rank that stops there",
+        expected="trainer.debug_rank",
+        hint="add --debug-rank R, or leave this out",
+    )
 
 
 def _check_data(config: CheckedConfig) -> None:
     train, validation = config.get("data.train_files"), config.get("data.validation_files")
     config.require(
-        bool(train),
-        "data.train_files",
-        "names no file",
-        expected="at least one file",
-        hint="give a JSONL file",
+        bool(train), "data.train_files", "names no file", expected="at least one file", hint="give a JSONL file"
     )
     for name, files in (("data.train_files", train), ("data.validation_files", validation)):
         paths = [os.path.normpath(path) for path in files]
@@ -155,8 +148,7 @@ def _check_weights(config: CheckedConfig) -> None:
 
 def _check_step_mode(config: CheckedConfig, section: str) -> None:
     """Check fixed shapes and graphs; `training/step.py` checks for a GPU."""
-    name = f"{section}.step_mode"
-    mode, budget = config.get(name), config.get(f"{section}.max_tokens_per_microbatch")
+    mode, budget = config.get(f"{section}.step_mode"), config.get(f"{section}.max_tokens_per_microbatch")
     if mode == "eager":
         return
     sizes = config.get("actor.bucket_tokens")
@@ -167,50 +159,149 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
         expected=f"sizes above 0, the largest at least {budget}",
         hint=f"add {budget} to the list",
     )
-    if mode == "graph":
-        _check_graph(config, section)
-
-
-def _check_graph(config: CheckedConfig, section: str) -> None:
-    """Refuse features that a captured step does not support yet."""
-    exchange = "how many tokens experts of other ranks get depends on the routes, and the host reads it"
-    refused = [("expert_model_parallel_size", exchange, [1], "1")]
+    if mode != "graph":
+        return
+    routes = "how many tokens experts of other ranks get depends on the routes, and the host reads it"
+    uncaptured: dict[str, tuple[Any, str]] = {"expert_model_parallel_size": (1, routes)}
     if config.get(f"{section}.pipeline_model_parallel_size") > 1:
-        refused += [
-            ("virtual_pipeline_model_parallel_size", "microbatches of an interleaved schedule", [None, 1], "null"),
-            ("overlap_grad_reduce", "the reduction during the backward of a pipeline stage", [False], "false"),
-        ]
-    for leaf, what, allowed, expected in refused:
-        config.require(
-            config.get(f"{section}.{leaf}") in allowed,
-            f"{section}.{leaf}",
-            f"is not captured yet ({what}): {section}.step_mode = 'graph' cannot take it",
-            expected=expected,
-            hint=f"set {section}.step_mode=static: the same step without capture",
-        )
+        uncaptured["overlap_grad_reduce"] = False, "the reduction during the backward of a pipeline stage"
+        if config.get(f"{section}.virtual_pipeline_model_parallel_size") != 1:
+            uncaptured["virtual_pipeline_model_parallel_size"] = None, "microbatches of an interleaved schedule"
+    graph, static = f"{section}.step_mode = 'graph'", f"{section}.step_mode=static: the same step without capture"
+    for leaf, (value, what) in uncaptured.items():
+        config.allow(f"{section}.{leaf}", value, f"is not captured yet ({what}): {graph} cannot take it", static)
     for leaf in ("offload_gradients", "offload_optimizer"):
+        config.allow(f"{section}.{leaf}", False, f"moves memory that the graphs of {graph} have captured", static)
+
+
+def _check_quantization(config: CheckedConfig, section: str) -> None:
+    """Refuse gradients for four-bit matrices, and different quantization of two models with one path."""
+    name = f"{section}.quantization"
+    if config.get(name) == "none":
+        return
+    config.require(
+        config.get(f"{section}.lora.rank") > 0,
+        name,
+        "without adapters: there would be nothing to train",
+        expected=f"{section}.lora.rank above 0",
+        hint=f"set {section}.lora.rank=16",
+    )
+    is_shared = config.get("placement.reference") == config.get("placement.actor")
+    is_own = config.get("reference.path") not in (None, config.get("model.path"))
+    config.require(
+        section != "actor" or is_shared or is_own or config.get("algorithm.kl_coef") == 0,
+        "placement.reference",
+        "differs from placement.actor, with actor.quantization: a reference of its own is not quantized, and so "
+        "another model than the actor starts from",
+        expected="the ranks of the actor",
+        hint="leave placement.reference out, or give both the same ranks",
+    )
+
+
+def _check_zero_stages(config: CheckedConfig) -> None:
+    """Refuse settings that do not work with weights in parts."""
+    for section in (*TRAINED, "reward_model", *(f"teachers.{teacher}" for teacher in config.config.teachers)):
+        cause = f"{section}.zero_stage={FULLY_SHARDED}"
+        if section in TRAINED:
+            config.exclude(
+                cause,
+                (f"{section}.step_mode", "eager", "weights are gathered for every layer, at other addresses"),
+                (f"{section}.optimizer", "adam", "Muon's momentum is exchanged through the gradient buffers of ZeRO-1"),
+                (f"{section}.overlap_grad_reduce", False, "gradients are always reduced during the backward"),
+                (f"{section}.lora.rank", 0, "adapters are trained on weights that every rank has"),
+            )
+        if section != "critic":
+            frozen = "reference" if section == "actor" else section  # the reference has the actor's layout
+            config.exclude(cause, (f"{frozen}.offload", False, "the ranks share these weights already"))
+    config.require(
+        config.get("actor.zero_stage") != FULLY_SHARDED or not config.supports("is_actor"),
+        "rollout.engine",
+        "runs the actor's modules, whose weights are in parts with actor.zero_stage = 3",
+        expected="an engine with weights of its own",
+        hint="choose another rollout.engine, or set actor.zero_stage=1",
+    )
+
+
+def _check_layers(config: CheckedConfig) -> None:
+    """Refuse settings under which routers do not learn, or not only adapters, or the MTP layer cannot be trained."""
+    config.exclude("actor.lora.rank", ("actor.router_bias_rate", 0, "the weights of the model stay as they are"))
+    why = "its layer is trained beside the policy's whole weights, microbatch by microbatch"
+    needed = (("actor.step_mode", "eager"), ("actor.lora.rank", 0), ("actor.zero_stage", 1))
+    config.exclude("actor.mtp_lr", *((name, value, why) for name, value in needed))
+
+
+_KIND, _CHOICE = "algorithm.distillation.kind", "algorithm.distillation.choose_by"
+
+
+def _check_teachers(config: CheckedConfig) -> None:
+    teachers = config.config.teachers
+    config.require(
+        bool(teachers) or config.get("algorithm.adv_estimator") != "distill",
+        "algorithm.adv_estimator",
+        "without a teacher: nothing would be learned",
+        expected="a teacher in the section teachers",
+        hint="set teachers.NAME.path, or choose an estimator that works on rewards",
+    )
+    for name in teachers:
         config.require(
-            not config.get(f"{section}.{leaf}"),
-            f"{section}.{leaf}",
-            f"moves memory that the graphs of {section}.step_mode = 'graph' have captured",
-            expected="false",
-            hint=f"remove it, or set {section}.step_mode=static",
+            re.fullmatch(r"[\w-]+", name) is not None,
+            f"teachers.{name}.path",
+            f"belongs to a teacher with the name {name!r}",
+            expected="letters, digits, _ and -",
+            hint="the name becomes part of the names of settings and metrics",
+        )
+    for name in config.get("placement.teachers"):
+        config.require(
+            name in teachers,
+            "placement.teachers",
+            f"names {name!r}",
+            expected=f"of the section teachers: {', '.join(teachers) or 'there is none'}",
+            hint="a teacher without a place is on all ranks",
         )
 
 
-def _check_overlong(config: CheckedConfig) -> None:
-    limit = config.get("data.max_response_length")
+def _check_kind(config: CheckedConfig) -> None:
+    teachers, kind, chosen_by = config.config.teachers, config.get(_KIND), config.get(_CHOICE)
     config.require(
-        config.get("reward.overlong_buffer_length") <= limit,
-        "reward.overlong_buffer_length",
-        f"is more than data.max_response_length = {limit}",
-        expected=f"at most {limit}",
-        hint="give a shorter buffer",
+        kind == "sampled" or len(teachers) < 2 or chosen_by is not None,
+        _KIND,
+        f"with {len(teachers)} teachers at once",
+        expected="sampled, whose log-probs are averaged",
+        hint="set algorithm.distillation.choose_by=data_source, so that each prompt has one teacher",
+    )
+    config.require(
+        kind != "full" or len(teachers) < 2,
+        _KIND,
+        f"with {len(teachers)} teachers: each would need its output weights beside the policy's",
+        expected="one teacher, or top_k",
+        hint="set algorithm.distillation.kind=top_k",
+    )
+    why = "tokens of the policy give the reverse divergence"
+    config.exclude(f"{_KIND}=sampled", ("algorithm.distillation.direction", "reverse", why))
+
+    values = [value for name in teachers for value in config.get(f"teachers.{name}.values") or [name]]
+    repeated = sorted({value for value in values if values.count(value) > 1})
+    config.require(
+        chosen_by is None or not repeated,
+        _CHOICE,
+        f"finds two teachers for {', '.join(repeated)}",
+        expected="one teacher for each value",
+        hint="change teachers.NAME.values",
+    )
+
+
+def _check_reset(config: CheckedConfig) -> None:
+    """Refuse `reset_every` for a reference that cannot copy the actor's weights in place."""
+    config.exclude(
+        "reference.reset_every",
+        ("reference.offload", False, "it moves the weights that are written"),
+        ("actor.lora.rank", 0, "the reference is the actor without adapters, and cannot be written"),
+        ("placement.reference", config.get("placement.actor"), "it is apart from the actor that it becomes"),
     )
 
 
 def _check_reward(config: CheckedConfig) -> None:
-    function = config.get("reward.function")
+    function, limit = config.get("reward.function"), config.get("data.max_response_length")
     path, _, name = (function or "").rpartition(":")
     config.require(
         function is None or bool(path and name.isidentifier()) or function.startswith(("http://", "https://")),
@@ -220,13 +311,19 @@ def _check_reward(config: CheckedConfig) -> None:
         hint="write e.g. reward.function=my_reward.py:compute_score",
     )
     uses_model = any(entry.split()[1:] == ["model"] for entry in config.get("reward.components"))
-    has_model = config.get("reward_model.path") is not None
     config.require(
-        has_model or not uses_model,
+        config.get("reward_model.path") is not None or not uses_model,
         "reward.components",
         "uses the reward model, but reward_model.path is null",
         expected="the directory of a reward model",
         hint="set reward_model.path",
+    )
+    config.require(
+        config.get("reward.overlong_buffer_length") <= limit,
+        "reward.overlong_buffer_length",
+        f"is more than data.max_response_length = {limit}",
+        expected=f"at most {limit}",
+        hint="give a shorter buffer",
     )
 
 
@@ -241,49 +338,34 @@ def _check_importance(config: CheckedConfig) -> None:
     )
 
 
-def _check_observability(config: CheckedConfig) -> None:
-    """Check that the package of each enabled metrics service is installed."""
-    config.require(
-        config.get("observability.wandb") == "off" or importlib.util.find_spec("wandb") is not None,
-        "observability.wandb",
-        "needs the package wandb",
-        expected="the package, or off",
-        hint="pip install wandb, at the version of requirements.txt",
-    )
-
-
-def _check_debugging(config: CheckedConfig) -> None:
-    """Check that the debugger is installed, on every rank, and that a breakpoint step has a rank."""
-    rank, step = config.get("trainer.debug_rank"), config.get("trainer.breakpoint_step")
-    config.require(
-        rank is None or importlib.util.find_spec("debugpy") is not None,
-        "trainer.debug_rank",
-        "needs the package debugpy",
-        expected="the package, or null",
-        hint="pip install debugpy, at the version of requirements.txt",
-    )
-    config.require(
-        step is None or rank is not None,
-        "trainer.breakpoint_step",
-        "without a rank that stops there",
-        expected="trainer.debug_rank",
-        hint="add --debug-rank R, or leave this out",
-    )
+def _check_packages(config: CheckedConfig) -> None:
+    """Check that the optional packages are installed, on every rank."""
+    for name, off, package in (
+        ("observability.wandb", "off", "wandb"),
+        ("trainer.debug_rank", None, "debugpy"),
+        *((f"{section}.quantization", "none", "bitsandbytes") for section in TRAINED),
+    ):
+        config.require(
+            config.get(name) == off or importlib.util.find_spec(package) is not None,
+            name,
+            f"needs the package {package}",
+            expected=f"the package, or {render(off)}",
+            hint=f"pip install {package}, at the version of requirements.txt",
+        )
 
 
 _RULES = (
     _check_data,
     _check_weights,
     _check_pass_rates,
-    check_zero_stages,
+    _check_zero_stages,
     *ROLLOUT_RULES,
-    check_routers,
-    check_mtp,
-    _check_overlong,
+    _check_layers,
     _check_reward,
     _check_importance,
-    *TEACHER_RULES,
-    _check_observability,
-    _check_debugging,
+    _check_teachers,
+    _check_kind,
+    _check_reset,
+    _check_packages,
     _check_run,
 )

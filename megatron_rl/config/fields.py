@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and types of all settings, read from the dataclasses of `schema.py`.
+"""Names and types of all settings, read from the dataclasses of `schema.py` and of plugins.
 
 The dataclasses are the only declarations; this module makes one flat table `section.leaf -> FieldInfo` and checks
-values against annotations. Invariant: a value that passes `coerce` has exactly the annotated type; nothing is rounded,
-cut or guessed.
+values against annotations. A value that passes `coerce` has exactly the annotated type; nothing is rounded or guessed.
+
+Plugins declare `algorithm.options.<name>.<key>`: an estimator, loss or aggregation that is registered with `options=` a
+frozen dataclass receives an instance of it.
 """
 
 from __future__ import annotations
@@ -13,14 +15,13 @@ import difflib
 import functools
 import operator
 import re
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_rl.config.sampling_settings import NOT_SERVED
-from megatron_rl.config.schema import ACTOR_DECIDES, MISSING, LayoutConfig, RunConfig
+from megatron_rl.config.schema import ACTOR_DECIDES, MISSING, AlgorithmConfig, LayoutConfig, RunConfig
+from megatron_rl.config.sections import NOT_SERVED
 from megatron_rl.types import UserError
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -50,18 +51,9 @@ TEACHERS = "teachers"  # the section whose keys are names
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """One setting.
+    """One setting, as `option` declares it; the default is `MISSING` if the user must give a value."""
 
-    Attributes:
-        name: full name, `section.leaf`.
-        annotation: its declared type, resolved.
-        default: default value; `MISSING` if the user must give one.
-        doc: one sentence.
-        unit: unit of the value, or "".
-        bounds: of `option`.
-    """
-
-    name: str
+    name: str  # section.leaf
     annotation: Any
     default: Any
     doc: str
@@ -93,8 +85,7 @@ class FieldInfo:
     @property
     def accepts_none(self) -> bool:
         """True for `X | None`."""
-        is_union = isinstance(self.annotation, types.UnionType) or typing.get_origin(self.annotation) is typing.Union
-        return is_union and type(None) in typing.get_args(self.annotation)
+        return type(None) in typing.get_args(self.annotation)
 
     @property
     def is_mapping(self) -> bool:
@@ -129,11 +120,7 @@ class FieldInfo:
 
 
 def list_fields(teachers: Iterable[str] = ("NAME",)) -> dict[str, FieldInfo]:
-    """Return every setting of every section by full name, in order of declaration, without options of plugins.
-
-    Args:
-        teachers: names of the teachers; by default one stands for all of them.
-    """
+    """Return every setting of every section by full name, in order; by default one teacher stands for all."""
     table: dict[str, FieldInfo] = {}
     for section, section_class in section_classes().items():
         for prefix in [f"{TEACHERS}.{name}" for name in teachers] if section == TEACHERS else [section]:
@@ -154,10 +141,8 @@ def read_fields(declaration: Any, prefix: str) -> dict[str, FieldInfo]:
             found |= read_fields(annotation, name)
             continue
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        said = item.metadata
-        found[name] = FieldInfo(
-            name, annotation, default, said.get("doc", ""), said.get("unit", ""), said.get("bounds", {})
-        )
+        said = {"doc": "", "unit": "", "bounds": {}} | dict(item.metadata)
+        found[name] = FieldInfo(name, annotation, default, said["doc"], said["unit"], said["bounds"])
     return found
 
 
@@ -173,11 +158,6 @@ def build_section(declaration: Any, prefix: str, values: Mapping[str, Any]) -> A
     return declaration(**given)
 
 
-def section_names() -> set[str]:
-    """Return the names of sections, nested ones included."""
-    return {name.rpartition(".")[0] for name in list_fields()} | {TEACHERS}
-
-
 def section_classes() -> dict[str, type]:
     """Return section name -> dataclass, in order of declaration; for the teachers, the class of each."""
     hints = _read_hints(RunConfig)
@@ -186,18 +166,13 @@ def section_classes() -> dict[str, type]:
 
 
 def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) -> Any:
-    """Check a value against the annotation of its setting.
+    """Return a value with the annotated type: an integer becomes a number, an item a list of one.
 
     Args:
         value: the value as YAML reads it.
         source: place of the value, for the error.
         text: the characters as typed on the command line, if any; a setting that takes text gets them unchanged
             (`trainer.run_dir=2024`).
-
-    Returns:
-        The value with the annotated type (an integer given for a number becomes a float, one item given for a list
-        becomes
-        a list of one).
 
     Raises:
         UserError: the value has another type or is not among the choices.
@@ -249,8 +224,10 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
         return value if _is_integer(value) else _REFUSED
     if kind is float:
         return _convert_number(value)
+    if kind is str and not isinstance(value, str):
+        return text if text and value is not None else _REFUSED
     if kind is str:
-        return _convert_text(value, text)
+        return _REFUSED if "\0" in value else value
     if kind == dict[str, Any]:
         return dict(value) if isinstance(value, dict) and all(isinstance(key, str) for key in value) else _REFUSED
     items, (item_kind,) = value if isinstance(value, list) else [value], typing.get_args(kind)
@@ -273,12 +250,6 @@ def _convert_number(value: Any) -> Any:
 
 def _is_integer(value: Any) -> bool:
     return type(value) is int and -(1 << 63) <= value < 1 << 63
-
-
-def _convert_text(value: Any, text: str | None) -> Any:
-    if isinstance(value, str):
-        return _REFUSED if "\0" in value else value
-    return text if text and value is not None else _REFUSED
 
 
 def _type_hint(info: FieldInfo, value: Any) -> str:
@@ -324,14 +295,7 @@ _SYNONYMS = {
 
 
 def unknown_key_error(name: str, source: str, fields: Mapping[str, FieldInfo], aliases: Iterable[str]) -> UserError:
-    """Return the error for an unknown name, with the closest known ones.
-
-    Args:
-        name: the name as given.
-        source: place of the name.
-        fields: the settings, by full name.
-        aliases: further accepted names.
-    """
+    """Return the error for an unknown name, given at `source`, with the closest of the settings and further names."""
     known = [*fields, *aliases]
     leaf = name.rpartition(".")[2]
     meant = leaf_candidates(_SYNONYMS.get(leaf, leaf), fields)
@@ -352,3 +316,87 @@ def unknown_key_error(name: str, source: str, fields: Mapping[str, FieldInfo], a
         expected=f"a setting of the sections {', '.join(dict.fromkeys(info.section for info in fields.values()))}",
         hint=hint,
     )
+
+
+PREFIX = "algorithm.options"
+# Name that a plugin registers -> the dataclass of its options.
+OPTIONS: dict[str, type] = {}
+
+
+def check_options(name: str, options: type, place: str) -> None:
+    """Refuse an invalid dataclass of a plugin's options, registered at `place` (file:line).
+
+    Raises:
+        UserError: no frozen dataclass, a field without a default or of an unsupported type, a default of another type,
+            or a name that has other options already.
+    """
+    declared: Any = options if isinstance(options, type) and dataclasses.is_dataclass(options) else None
+    if declared is None or not declared.__dataclass_params__.frozen:
+        raise UserError(
+            f"the options of {name!r} are {getattr(options, '__name__', options)}",
+            source=place,
+            expected="a frozen dataclass",
+            hint="write @dataclass(frozen=True) above the class, and give options= the class itself",
+        )
+    if OPTIONS.get(name, options) is not options:
+        raise UserError(
+            f"{PREFIX}.{name} is declared already",
+            source=place,
+            expected="one set of options for a name",
+            hint="choose another name, or give both the same class",
+        )
+    for info in read_fields(options, f"{PREFIX}.{name}").values():
+        if info.required:
+            raise UserError(
+                f"{info.name} has no default",
+                source=place,
+                expected="a default for every option",
+                hint=f"write {info.leaf.rpartition('.')[2]}: TYPE = DEFAULT",
+            )
+        if not (info.choices or info.kind in SIMPLE_TYPES):
+            raise UserError(
+                f"{info.name} has the type {getattr(info.annotation, '__name__', info.annotation)}",
+                source=place,
+                expected="int, float, bool, str, list of str, int or float, or Literal, each alone or with | None",
+                hint="declare it with one of these types",
+            )
+        coerce(info, info.default, place)
+    options()  # an exception of its own checks on the defaults is the error of the import
+
+
+def list_options() -> dict[str, FieldInfo]:
+    """Return the settings declared by the plugins of this process, by full name."""
+    return {
+        key: info for name, options in OPTIONS.items() for key, info in read_fields(options, f"{PREFIX}.{name}").items()
+    }
+
+
+def build_options(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+    """Build the options of every name from checked values by full name, and their places.
+
+    Raises:
+        UserError: the dataclass itself refuses the values, in its `__post_init__`.
+    """
+    built = {}
+    for name, options in OPTIONS.items():
+        given = {key: values[key] for key in read_fields(options, f"{PREFIX}.{name}") if key in values}
+        try:
+            built[name] = options(**{key.rpartition(".")[2]: value for key, value in given.items()})
+        except UserError:
+            raise
+        except Exception as error:
+            places = ", ".join(f"{key} ({sources[key]})" for key in given)
+            raise UserError(
+                f"{', '.join(f'{key} = {value!r}' for key, value in given.items())}: {error}",
+                source=places,
+                expected=f"what {options.__name__} accepts",
+                hint="see --help for the plugin's options",
+            ) from error
+    return built
+
+
+def find_options(config: AlgorithmConfig, name: str) -> Any:
+    """Return the options of a name in this run; None if it has declared none."""
+    if name in config.options or name not in OPTIONS:
+        return config.options.get(name)
+    return OPTIONS[name]()  # a config that was not read from settings

@@ -7,104 +7,79 @@ A user who changes one thing (one GPU instead of four, no validation, another st
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections import ServerConfig
-
-_Idle = tuple[str, str, Any]
-_PASS_RATES = [0.1, 0.9]
-_SHAPE_SETTINGS = {"bucket_tokens": [], "graph_memory_gib": None}
+from megatron_rl.config.schema import TRAINED, RunConfig
 
 
 def put_aside(config: RunConfig, sources: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
-    """Return the config with settings that have no effect reset, and a note for each.
-
-    Args:
-        sources: full name -> place of each setting.
-    """
+    """Return the config with settings that have no effect reset, and a note for each, with its place."""
     notes = []
-    for name, why, value in list(_find_idle(config)):
+    for is_idle, name, why, *instead in list(_find_idle(config)):
         section, _, leaf = name.partition(".")
         role = getattr(config, section)
-        place = f" ({sources[name]})" if name in sources else ""
-        notes.append(f"ignored: {name}={getattr(role, leaf)!r}{place}, {why}")
-        config = replace(config, **{section: replace(role, **{leaf: value})})
+        item = next(item for item in fields(role) if item.name == leaf)
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        value, taken = getattr(role, leaf), instead[0] if instead else default
+        if is_idle and value != taken:
+            place = f" ({sources[name]})" if name in sources else ""
+            notes.append(f"ignored: {name}={value!r}{place}, {why}")
+            config = replace(config, **{section: replace(role, **{leaf: taken})})
     return config, notes
 
 
-def _find_idle(config: RunConfig) -> Iterator[_Idle]:
-    """Yield the full name of each idle setting, the reason, and the value that the run takes instead."""
-    for section in ("actor", "critic", "reward_model"):
+def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
+    """Yield whether a setting is idle, its name, the reason, and the value instead of it unless that is the default."""
+    for section in (*TRAINED, "reward_model"):
         yield from _find_in_layout(config, section)
-    for section in ("actor", "critic"):
+    for section in TRAINED:
         yield from _find_in_step(config, section)
-    if config.reference.offload and config.actor.lora.rank and config.reference.path is None:
-        yield ("reference.offload", "the reference is the actor without its adapters (actor.lora.rank)", False)
-    if config.reference.reset_every is not None and config.algorithm.kl_coef == 0:
-        yield ("reference.reset_every", "algorithm.kl_coef is 0: there is no reference", None)
-    if config.rollout.supports("is_actor") and not config.hybrid.alias_weights:
-        yield ("hybrid.alias_weights", f"rollout.engine {config.rollout.engine!r} has no weights of its own", True)
-    if not config.rollout.supports("is_server") and config.rollout.server != ServerConfig():
-        yield ("rollout.server", f"rollout.engine {config.rollout.engine!r} is no server", ServerConfig())
-    if config.layout.lengths is not None and config.layout.mode == "given":
-        yield ("layout.lengths", "layout.mode is 'given'", None)
-    if config.trainer.test_freq and not config.data.validation_files:
-        yield ("trainer.test_freq", "data.validation_files is empty", 0)
-    if config.data.pass_rate_range != _PASS_RATES and config.data.pass_rates is None:
-        yield ("data.pass_rate_range", "data.pass_rates is null", _PASS_RATES)
-    for leaf, default in (("kl_controller", "fixed"), ("kl_in", "loss")):
-        if getattr(config.algorithm, leaf) != default and config.algorithm.kl_coef == 0:
-            yield (f"algorithm.{leaf}", "algorithm.kl_coef is 0", default)
-    for leaf, default, switch, off in (
-        ("importance_normalize", False, "importance_sampling", ("none", "bypass")),
-        ("dynamic_sampling_metric", None, "dynamic_sampling", (False,)),
-    ):
-        value = getattr(config.algorithm, switch)
-        if getattr(config.algorithm, leaf) != default and value in off:
-            yield (f"algorithm.{leaf}", f"algorithm.{switch} is {value!r}", default)
-    components = config.reward.components
-    if config.reward_model.path is not None and components and not any(c.split()[1:] == ["model"] for c in components):
-        yield ("reward_model.path", "reward.components does not use 'model'", None)
+    algorithm, components = config.algorithm, config.reward.components
+    engine, no_kl = f"rollout.engine {config.rollout.engine!r}", algorithm.kl_coef == 0
+    is_alone = bool(config.actor.lora.rank) and config.reference.path is None
+    yield is_alone, "reference.offload", "the reference is the actor without its adapters (actor.lora.rank)"
+    yield no_kl, "reference.reset_every", "algorithm.kl_coef is 0: there is no reference"
+    yield config.rollout.supports("is_actor"), "hybrid.alias_weights", f"{engine} has no weights of its own"
+    yield not config.rollout.supports("is_server"), "rollout.server", f"{engine} is no server"
+    yield config.layout.mode == "given", "layout.lengths", "layout.mode is 'given'"
+    yield not config.data.validation_files, "trainer.test_freq", "data.validation_files is empty"
+    yield config.data.pass_rates is None, "data.pass_rate_range", "data.pass_rates is null"
+    yield no_kl, "algorithm.kl_controller", "algorithm.kl_coef is 0"
+    yield no_kl, "algorithm.kl_in", "algorithm.kl_coef is 0"
+    mode = algorithm.importance_sampling
+    why = f"algorithm.importance_sampling is {mode!r}"
+    yield mode in ("none", "bypass"), "algorithm.importance_normalize", why
+    why = "algorithm.dynamic_sampling is False"
+    yield not algorithm.dynamic_sampling, "algorithm.dynamic_sampling_metric", why
+    has_model = any(component.split()[1:] == ["model"] for component in components)
+    yield components and not has_model, "reward_model.path", "reward.components does not use 'model'"
 
 
-def _find_in_layout(config: RunConfig, section: str) -> Iterator[_Idle]:
-    role = getattr(config, section)
-    if role.sequence_parallel and role.tensor_model_parallel_size == 1:
-        yield (f"{section}.sequence_parallel", f"{section}.tensor_model_parallel_size is 1", False)
-    if role.virtual_pipeline_model_parallel_size is not None and role.pipeline_model_parallel_size == 1:
-        yield (f"{section}.virtual_pipeline_model_parallel_size", f"{section}.pipeline_model_parallel_size is 1", None)
-    if role.share_prompts and getattr(role, "mtp_lr", 0):
-        yield (f"{section}.share_prompts", f"{section}.mtp_lr: a shared row has no single token behind it", False)
-    elif role.share_prompts == "tree" and (why := _find_what_hinders_trees(role, section)):
-        yield (f"{section}.share_prompts", why, True)
+def _find_in_layout(config: RunConfig, section: str) -> Iterator[tuple[Any, ...]]:
+    role, prompts = getattr(config, section), f"{section}.share_prompts"
+    name = f"{section}.tensor_model_parallel_size"
+    yield role.tensor_model_parallel_size == 1, f"{section}.sequence_parallel", f"{name} is 1"
+    name = f"{section}.pipeline_model_parallel_size"
+    yield role.pipeline_model_parallel_size == 1, f"{section}.virtual_pipeline_model_parallel_size", f"{name} is 1"
+    if getattr(role, "mtp_lr", 0):
+        yield True, prompts, f"{section}.mtp_lr: a shared row has no single token behind it", False
+    elif role.share_prompts == "tree":
+        if section == "actor" and role.router_replay != "off":
+            why = f"actor.router_replay is {role.router_replay!r}: each branch has routes of its own"
+            yield True, prompts, why
+        elif role.step_mode != "eager":
+            yield True, prompts, f"{section}.step_mode is {role.step_mode!r}: prefix trees have no fixed shape"
 
 
-def _find_what_hinders_trees(role: Any, section: str) -> str | None:
-    if section == "actor" and role.router_replay != "off":
-        return f"actor.router_replay is {role.router_replay!r}: each branch has routes of its own"
-    if role.step_mode != "eager":
-        return f"{section}.step_mode is {role.step_mode!r}: prefix trees have no fixed shape"
-    return None
-
-
-def _find_in_step(config: RunConfig, section: str) -> Iterator[_Idle]:
-    role = getattr(config, section)
+def _find_in_step(config: RunConfig, section: str) -> Iterator[tuple[Any, ...]]:
+    role, modes = getattr(config, section), {config.actor.step_mode, config.critic.step_mode}
     mode = f"{section}.step_mode is {role.step_mode!r}"
-    if role.min_lr > role.lr and role.lr_decay_style == "constant":
-        yield (f"{section}.min_lr", f"{section}.lr_decay_style is 'constant'", 0.0)
-    modes = {config.actor.step_mode, config.critic.step_mode}
-    for leaf, default in _SHAPE_SETTINGS.items() if section == "actor" else ():
-        is_used = "graph" in modes or ("static" in modes and leaf != "graph_memory_gib")
-        if not is_used and getattr(role, leaf) != default:
-            yield (f"{section}.{leaf}", mode, default)
-    if role.step_mode == "eager":
-        return
-    if role.share_prompts and role.context_parallel_size > 1:
-        yield (
-            f"{section}.share_prompts",
-            f"{mode}: shared prompts have no fixed shape with "
-            f"{section}.context_parallel_size = {role.context_parallel_size}",
-            False,
-        )
+    is_constant = role.lr_decay_style == "constant"
+    yield role.min_lr > role.lr and is_constant, f"{section}.min_lr", f"{section}.lr_decay_style is 'constant'"
+    if section == "actor":
+        yield modes == {"eager"}, "actor.bucket_tokens", mode
+        yield "graph" not in modes, "actor.graph_memory_gib", mode
+    size = f"{section}.context_parallel_size = {role.context_parallel_size}"
+    why = f"{mode}: shared prompts have no fixed shape with {size}"
+    yield role.step_mode != "eager" and role.context_parallel_size > 1, f"{section}.share_prompts", why, False

@@ -22,8 +22,7 @@ class HybridConfig:
     bucket_bytes: int = option(32 << 20, "Size of a bucket; staging memory is at most two of them.", "bytes", gt=0)
     alias_weights: bool = option(True, "Let the engine use the actor's storage wherever both layouts agree.")
     lora: Literal["merge", "adapter"] = option(
-        "merge",
-        "How adapters reach the engine at a switch: merge: summed with the model; adapter (vllm): the adapters alone.",
+        "merge", "How adapters reach the engine at a switch: merge: summed with the model; adapter (vllm): alone."
     )
     verify: Literal["off", "sample", "full"] = option(
         "sample", "Compare digests of training and rollout weights after each switch: none, a rotating part, or all."
@@ -58,21 +57,14 @@ class PlacementConfig:
     def ranks_of(self, role: str, world_size: int) -> range:
         """Return the ranks of a role.
 
-        Args:
-            role: name of a setting.
-
         Raises:
             UserError: a role has no range, a range exceeds the job, or a share is no whole number of ranks.
         """
         return self._resolve(world_size).get(role, range(world_size))
 
     def _resolve(self, world_size: int) -> dict[str, range]:
-        """Return the ranks of all named roles.
-
-        A share begins after the role named before it, in the order of the settings, or at rank 0 if too few ranks are
-        left.
-        """
-        found, end = {}, 0
+        """Return the ranks of all named roles."""
+        found, end = {}, 0  # a share begins after the role named before it, or at rank 0 if too few ranks are left
         for role in self.placed:
             text = self.text_of(role).strip()
             if "/" in text:

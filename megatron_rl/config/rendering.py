@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.fields import FieldInfo, list_fields, section_classes
-from megatron_rl.config.options import list_options
+from megatron_rl.config.fields import list_fields, list_options, section_classes
 from megatron_rl.config.schema import ACTOR_DECIDES, RunConfig
 
 _SYNTAX = """\
@@ -67,11 +66,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def format_help(width: int = 100) -> str:
-    """Return every setting with its type, default, unit and meaning, imported plugins included.
-
-    Args:
-        width: columns of the text.
-    """
+    """Return every setting with its type, default, unit and meaning, imported plugins included."""
     fields = list_fields() | list_options()
     blocks = [_SYNTAX]
     for section, section_class in section_classes().items():
@@ -79,16 +74,12 @@ def format_help(width: int = 100) -> str:
         lines = [f"[{section}]  {doc}"]
         for info in fields.values():
             if info.section == section:
-                lines += _describe(info, width)
+                default = "required" if info.required else f"default: {render(info.default)}"
+                unit = f"  [{info.unit}]" if info.unit else ""
+                lines.append(f"  {info.name}  ({info.describe_type()}; {default}){unit}")
+                lines += [f"      {line}" for line in textwrap.wrap(info.doc, width - 6)]
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
-
-
-def _describe(info: FieldInfo, width: int) -> list[str]:
-    default = "required" if info.required else f"default: {render(info.default)}"
-    unit = f"  [{info.unit}]" if info.unit else ""
-    doc = textwrap.wrap(info.doc, width - 6)
-    return [f"  {info.name}  ({info.describe_type()}; {default}){unit}", *(f"      {line}" for line in doc)]
 
 
 def render(value: Any) -> str:
@@ -96,9 +87,6 @@ def render(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if dataclasses.is_dataclass(value):
-        return (
-            "{"
-            + ", ".join(f"{item.name}: {render(getattr(value, item.name))}" for item in dataclasses.fields(value))
-            + "}"
-        )
+        items = (f"{item.name}: {render(getattr(value, item.name))}" for item in dataclasses.fields(value))
+        return f"{{{', '.join(items)}}}"
     return json.dumps(value) if isinstance(value, str) and "\n" in value else str(value)

@@ -1,31 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a config about generation."""
+"""Checks of a config about generation, and the arguments of vLLM's `EngineArgs` that are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megatron_rl.config.checked import CheckedConfig
-from megatron_rl.config.engine_options import REFUSED
-from megatron_rl.extension.engines import name_engines
+from megatron_rl.extension.registry import name_engines
+
+# Reason -> names of the arguments; every other argument passes.
+_REASONS = {
+    "set model.path": "model",
+    "set model.tokenizer": "tokenizer",
+    "set model.dtype": "dtype",
+    "set trainer.seed": "seed",
+    "set data.max_prompt_length and data.max_response_length": "max_model_len",
+    "set rollout.max_num_seqs": "max_num_seqs",
+    "set rollout.tensor_model_parallel_size": "tensor_parallel_size",
+    "set rollout.gpu_memory_utilization": "gpu_memory_utilization",
+    "set rollout.kv_cache_gib": "kv_cache_memory_bytes num_gpu_blocks_override",
+    "set rollout.enforce_eager": "enforce_eager",
+    "set rollout.async_scheduling": "async_scheduling",
+    "set actor.lora.rank and hybrid.lora": (
+        "enable_lora max_loras max_lora_rank max_cpu_loras lora_dtype fully_sharded_loras"
+    ),
+    "set rollout.quantization": "quantization quantization_config",
+    "set actor.lora.target_modules": "lora_target_modules",
+    "the ranks of the job are the engines: rollout.tensor_model_parallel_size and placement.rollout decide": (
+        "distributed_executor_backend pipeline_parallel_size prefill_context_parallel_size "
+        "decode_context_parallel_size data_parallel_size data_parallel_rank data_parallel_size_local "
+        "data_parallel_address data_parallel_backend nnodes node_rank master_addr master_port device_ids "
+        "enable_elastic_ep enable_fault_tolerance"
+    ),
+    "weights are written into vLLM's own parameters, shard to shard, in model.dtype": (
+        "load_format model_loader_extra_config weight_transfer_config cpu_offload_gb cpu_offload_params "
+        "offload_backend offload_params enable_sleep_mode enable_cumem_allocator enable_expert_parallel "
+        "enable_eplb eplb_config expert_placement_strategy moe_backend linear_backend"
+    ),
+    "the engine runs the policy's own model, whose shape is that of model.path": (
+        "model_weights hf_config_path hf_overrides model_class_overrides model_impl runner convert "
+        "trust_remote_code revision disable_sliding_window"
+    ),
+    "it changes what is sampled, and training would score another distribution": (
+        "generation_config override_generation_config logprobs_mode logits_processors structured_outputs_config "
+        "reasoning_config watermark_config diffusion_config enable_batch_sharded_sampling"
+    ),
+    "it keeps keys and values that outlive a weight update": (
+        "kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config"
+    ),
+    "this program reaches into vLLM's own classes": "worker_cls worker_extension_cls scheduler_cls skip_tokenizer_init",
+    "the log-probs of drafted tokens are not proven; vLLM's CPU build draws them from memory that nobody has written": (
+        "speculative_config spec_method spec_model spec_tokens"
+    ),
+}
+REFUSED: Mapping[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
 
 def _check_engine(config: CheckedConfig) -> None:
-    """Check that the engine exists and supports the requested features."""
-    engine, tp_size = config.get("rollout.engine"), config.get("rollout.tensor_model_parallel_size")
-    supports = config.supports
+    """Refuse settings that the engine does not support."""
+    supports, engine = config.supports, config.get("rollout.engine")
+    for ability, name, value, why in (
+        ("adapters", "hybrid.lora", "merge", "which has no place for adapters"),
+        ("options", "rollout.engine_options", {}, "which takes none"),
+        ("coded_weights", "rollout.quantization", "none", "whose weights are in model.dtype"),
+        ("min_tokens", "rollout.min_tokens", 0, "which does not hold stop tokens back"),
+    ):
+        config.apply(CheckedConfig.need, ability, name, value, why)
     sizes = {1, config.get("actor.tensor_model_parallel_size") if supports("is_actor") else 1}
     config.require(
-        tp_size in sizes or supports("tensor_parallel"),
+        config.get("rollout.tensor_model_parallel_size") in sizes or supports("tensor_parallel"),
         "rollout.tensor_model_parallel_size",
         f"is not supported by rollout.engine = {engine!r}",
         expected=" or ".join(map(str, sorted(sizes))),
         hint=f"leave it out, or set rollout.engine={name_engines('tensor_parallel')}",
     )
     config.require(
-        config.get("hybrid.lora") == "merge" or supports("adapters"),
-        "hybrid.lora",
-        f"with rollout.engine = {engine!r}, which has no place for adapters",
-        expected="merge",
-        hint=f"set hybrid.lora=merge, or rollout.engine={name_engines('adapters')}",
+        config.get("actor.expert_tensor_parallel_size") in (None, config.get("actor.tensor_model_parallel_size"))
+        or not supports("is_actor"),
+        "actor.expert_tensor_parallel_size",
+        f"with rollout.engine = {engine!r}, whose engines are made of whole tensor parallel groups",
+        expected="actor.tensor_model_parallel_size",
+        hint="leave it out, or choose another rollout.engine",
+    )
+    config.require(
+        supports("decode_steps")
+        or config.get("schedule.steps_per_update") is None
+        and config.get("schedule.replay") is None,
+        "rollout.engine",
+        "has no decode steps that this job could count, as schedule.steps_per_update and schedule.replay need",
+        expected=name_engines("decode_steps"),
+        hint="set schedule.steps_per_update=null and schedule.replay=null",
+    )
+    config.require(
+        supports("truncation") or not config.get("rollout.is_ever_truncated"),
+        "rollout.engine",
+        "with top_p, top_k, min_p or min_tokens: it does not tell what it draws from, as training must know",
+        expected=name_engines("truncation"),
+        hint="leave them out, in validation too",
     )
 
 
@@ -72,84 +143,31 @@ def _check_server(config: CheckedConfig) -> None:
     )
 
 
-def _check_abilities(config: CheckedConfig) -> None:
-    """Refuse settings that the engine does not support."""
-    supports = config.supports
-    config.require(
-        supports("decode_steps")
-        or config.get("schedule.steps_per_update") is None
-        and config.get("schedule.replay") is None,
-        "rollout.engine",
-        "has no decode steps that this job could count, as schedule.steps_per_update and schedule.replay need",
-        expected=name_engines("decode_steps"),
-        hint="set schedule.steps_per_update=null and schedule.replay=null",
-    )
-    config.require(
-        supports("truncation") or not config.get("rollout.is_ever_truncated"),
-        "rollout.engine",
-        "with top_p, top_k, min_p or min_tokens: it does not tell what it draws from, as training must know",
-        expected=name_engines("truncation"),
-        hint="leave them out, in validation too",
-    )
-
-
-def _check_options(config: CheckedConfig) -> None:
-    """Check `rollout.engine_options`: no refused argument, an engine that takes options, and no `rollout.bitwise`."""
-    options = config.get("rollout.engine_options")
-    for name in options:
+def _check_precision(config: CheckedConfig) -> None:
+    """Check engine options, and the settings that engines with lower precision than training need."""
+    options, is_coded = config.get("rollout.engine_options"), config.get("rollout.quantization") != "none"
+    for name in [name for name in options if name in REFUSED]:
         config.require(
-            name not in REFUSED,
+            False,
             "rollout.engine_options",
-            f"has {name}, which is not the user's to set: {REFUSED.get(name)}",
+            f"has {name}, which is not the user's to set: {REFUSED[name]}",
             expected="arguments of vLLM that break no contract (docs/sampling.md has the others)",
             hint=f"leave {name} out",
         )
-    config.require(
-        not options or config.supports("options"),
-        "rollout.engine_options",
-        f"with rollout.engine = {config.get('rollout.engine')!r}, which takes none",
-        expected="{}",
-        hint=f"remove it, or set rollout.engine={name_engines('options')}",
-    )
-    config.require(
-        not options or not config.get("rollout.bitwise"),
-        "rollout.engine_options",
-        "with rollout.bitwise: an option may choose other kernels, with other bits",
-        expected="{}",
-        hint="remove it, or set rollout.bitwise=false",
-    )
-
-
-def _check_precision(config: CheckedConfig) -> None:
-    """Check the settings that engines with lower precision than training need."""
-    options, name = config.get("rollout.engine_options"), "rollout.quantization"
-    is_coded = config.get(name) != "none"
-    config.require(
-        not is_coded or config.supports("coded_weights"),
-        name,
-        f"with rollout.engine = {config.get('rollout.engine')!r}, whose weights are in model.dtype",
-        expected="none",
-        hint=f"leave it out, or set rollout.engine={name_engines('coded_weights')}",
-    )
-    config.require(
-        not is_coded or not config.get("rollout.bitwise"),
-        name,
-        "with rollout.bitwise: training computes with the whole weights",
-        expected="none",
-        hint="leave it out, or set rollout.bitwise=false",
-    )
+    why = f"with rollout.quantization = {config.get('rollout.quantization')!r}: weights are rounded with adapters added"
     config.require(
         not is_coded or config.get("hybrid.lora") == "merge",
         "hybrid.lora",
-        f"with {name} = {config.get(name)!r}: adapters are added to the weights before these are rounded",
+        why,
         expected="merge",
-        hint=f"set hybrid.lora=merge, or {name}=none",
+        hint="set hybrid.lora=merge, or rollout.quantization=none",
     )
-    cache = options.get("kv_cache_dtype", "auto")
-    for setting, is_low in ((name, is_coded), ("rollout.engine_options", str(cache).startswith("fp8"))):
+    is_low = {"rollout.quantization": is_coded}
+    is_low["rollout.engine_options"] = str(options.get("kv_cache_dtype", "auto")).startswith("fp8")
+    for name in is_low:
         config.require(
-            not is_low or config.get("algorithm.importance_sampling") != "none",
-            setting,
+            not is_low[name] or config.get("algorithm.importance_sampling") != "none",
+            name,
             "with algorithm.importance_sampling = 'none': the engine samples from another policy than the one that "
             "learns, and nothing would correct it",
             expected="a correction",
@@ -186,13 +204,16 @@ def check_validation_sets(config: CheckedConfig) -> None:
         config.mistakes.refused.update(() if is_known else ("rollout.validation_sets",))
 
 
+_EPISODES = ("agents.environment", "agents.tools", "agents.program")
+
+
 def _check_thinking(config: CheckedConfig) -> None:
     """Refuse features that do not support inserted tokens inside a response."""
     name, budget = "rollout.thinking_budget", config.get("rollout.thinking_budget")
     sets = (config.get("rollout.for_validation")(one) for one in ("", *config.get("rollout.validation_sets")))
     if budget is None and all(one.thinking_budget is None for one in sets):
         return
-    for other in ("agents.environment", "agents.tools", "agents.program"):
+    for other in _EPISODES:
         config.require(
             not config.get(other),
             name,
@@ -201,41 +222,23 @@ def _check_thinking(config: CheckedConfig) -> None:
             expected="null",
             hint=f"leave out {other} or the budget; agents.max_turns and data.max_response_length bound episodes",
         )
-    config.require(
-        config.get("trainer.capture_step") is None,
-        "trainer.capture_step",
-        f"with {name}: a capsule holds the tokens that were sampled",
-        expected="null",
-        hint="leave it out",
-    )
+    why = f"with {name}: a capsule holds the tokens that were sampled"
+    config.allow("trainer.capture_step", None, why, f"leave out {name}")
 
 
-def _check_top_k(config: CheckedConfig) -> None:
+def _check_sampling(config: CheckedConfig) -> None:
+    """Check numbers of tokens, and refuse truncated sampling where a part of the vocabulary cannot be scored."""
     for name in ("rollout.top_k", "rollout.validation_top_k"):
         value = config.get(name)
         config.require(value == -1 or value > 0, name, "is no number of tokens", expected="> 0, or -1", hint="-1: all")
-
-
-def _check_min_tokens(config: CheckedConfig) -> None:
-    name, longest = "rollout.min_tokens", config.get("data.max_response_length")
+    longest = config.get("data.max_response_length")
     config.require(
-        0 <= config.get(name) <= longest,
-        name,
+        0 <= config.get("rollout.min_tokens") <= longest,
+        "rollout.min_tokens",
         "is not a number of tokens that a response can have",
         expected=f"0 to {longest} (data.max_response_length)",
         hint="0 switches it off",
     )
-    config.require(
-        config.get(name) == 0 or config.supports("min_tokens"),
-        name,
-        f"with rollout.engine = {config.get('rollout.engine')!r}, which does not hold stop tokens back",
-        expected="0",
-        hint=f"leave it out, or set rollout.engine={name_engines('min_tokens')}",
-    )
-
-
-def _check_truncation(config: CheckedConfig) -> None:
-    """Refuse truncated sampling in step modes and model runners that cannot score a part of the vocabulary."""
     config.require(
         not config.get("rollout.is_truncated") or config.get("actor.step_mode") != "graph",
         "actor.step_mode",
@@ -243,15 +246,27 @@ def _check_truncation(config: CheckedConfig) -> None:
         expected="eager or static",
         hint="set actor.step_mode=static: the same step without capture",
     )
+    if config.get("rollout.is_ever_truncated") and config.supports("vllm_modes"):
+        why = "with rollout.top_p, top_k, min_p or min_tokens: its sampler does not tell what it draws from"
+        config.allow("rollout.model_runner", "v1", why, "leave these out")
+
+
+def _check_routes(config: CheckedConfig) -> None:
+    """Refuse replayed routes unless the engine's forward is observable, one step at a time."""
+    if config.get("actor.router_replay") != "engine":
+        return
+    trainer = "actor.router_replay=trainer, which asks nothing of the engine"
     config.require(
-        not config.get("rollout.is_ever_truncated")
-        or not config.supports("vllm_modes")
-        or config.get("rollout.model_runner") == "v1",
-        "rollout.model_runner",
-        "with rollout.top_p, top_k, min_p or min_tokens: its sampler does not tell what it draws from",
-        expected="v1",
-        hint="set rollout.model_runner=v1",
+        config.supports("routes"),
+        "actor.router_replay",
+        f"with rollout.engine = {config.get('rollout.engine')!r}, which does not tell which experts it chooses",
+        expected="off or trainer",
+        hint=f"set {trainer}, or rollout.engine={name_engines('routes')}",
     )
+    if config.supports("vllm_modes"):
+        for leaf, needed in (("enforce_eager", True), ("async_scheduling", False), ("model_runner", "v1")):
+            why = "with actor.router_replay = 'engine': routers are listened to in each forward"
+            config.allow(f"rollout.{leaf}", needed, why, trainer)
 
 
 def _check_schedule(config: CheckedConfig) -> None:
@@ -264,10 +279,8 @@ def _check_schedule(config: CheckedConfig) -> None:
         expected="null",
         hint="set schedule.max_staleness > 0, updates=in_flight and steps_per_update=null, as the run had",
     )
-    if config.get("schedule.max_staleness") == 0:
-        return
     config.require(
-        config.get("algorithm.importance_sampling") != "none",
+        config.get("schedule.max_staleness") == 0 or config.get("algorithm.importance_sampling") != "none",
         "schedule.max_staleness",
         "with algorithm.importance_sampling = 'none': samples of older weights would be learned from as if the policy "
         "had made them",
@@ -278,7 +291,7 @@ def _check_schedule(config: CheckedConfig) -> None:
 
 def _check_agents(config: CheckedConfig) -> None:
     """Refuse features that do not support episodes with an environment."""
-    names = [name for name in ("agents.environment", "agents.tools", "agents.program") if config.get(name)]
+    names = [name for name in _EPISODES if config.get(name)]
     if not names:
         return
     source = names[0]
@@ -289,13 +302,7 @@ def _check_agents(config: CheckedConfig) -> None:
         expected="one of agents.environment, agents.tools and agents.program",
         hint="leave out the others",
     )
-    config.require(
-        config.get("trainer.capture_step") is None,
-        "trainer.capture_step",
-        f"with {source} = {config.get(source)!r}: a capsule holds one turn of each rollout",
-        expected="null",
-        hint="leave it out",
-    )
+    config.exclude(source, ("trainer.capture_step", None, "a capsule holds one turn of each rollout"))
     name, most = "agents.turn_timeout_seconds", config.get("trainer.collective_timeout")
     config.require(
         config.get(name) < most,
@@ -312,20 +319,19 @@ def _check_bitwise(config: CheckedConfig) -> None:
     if not config.get("rollout.bitwise"):
         return
     engine, tp_size = config.get("rollout.engine"), config.get("actor.tensor_model_parallel_size")
-    supports = config.supports
+    is_actor = config.supports("is_actor")
+    config.exclude(
+        "rollout.bitwise",
+        ("rollout.engine_options", {}, "an option may choose other kernels, with other bits"),
+        ("rollout.quantization", "none", "training computes with the whole weights"),
+        ("model.dtype", "float32", "only float32 is computed in the same order on both sides"),
+    )
     config.require(
-        supports("bitwise"),
+        config.supports("bitwise"),
         "rollout.engine",
         "computes in its own way, and rollout.bitwise asks for the bits of the trainer",
         expected=name_engines("bitwise"),
         hint="set rollout.bitwise=false",
-    )
-    config.require(
-        config.get("model.dtype") == "float32",
-        "model.dtype",
-        "with rollout.bitwise: only float32 is computed in the same order on both sides",
-        expected="float32",
-        hint="set model.dtype=float32, or rollout.bitwise=false",
     )
     config.require(
         tp_size <= 2,
@@ -335,33 +341,26 @@ def _check_bitwise(config: CheckedConfig) -> None:
         hint="set it to 2, with more pipeline stages, or set rollout.bitwise=false",
     )
     config.require(
-        supports("is_actor") or not config.get("actor.lora.rank"),
+        is_actor or not config.get("actor.lora.rank"),
         "actor.lora.rank",
         f"with rollout.bitwise: rollout.engine = {engine!r} computes with the sum of the model and its adapters, and "
         "training with one after the other",
         expected=f"0, or rollout.engine={name_engines('is_actor')}, which does as training does",
         hint=f"set rollout.bitwise=false, or rollout.engine={name_engines('is_actor')}",
     )
-    config.require(
-        supports("is_actor") or config.get("rollout.tensor_model_parallel_size") == tp_size,
-        "rollout.tensor_model_parallel_size",
-        "with rollout.bitwise: products that are cut in another number of parts have sums of other parts",
-        expected=f"{tp_size}, as actor.tensor_model_parallel_size",
-        hint="give actor and engine the same, or set rollout.bitwise=false",
-    )
+    why = "with rollout.bitwise: products that are cut in another number of parts have sums of other parts"
+    if not is_actor:
+        config.allow("rollout.tensor_model_parallel_size", tp_size, why, "rollout.bitwise=false")
 
 
 ROLLOUT_RULES = (
     _check_engine,
-    _check_top_k,
-    _check_min_tokens,
-    _check_truncation,
+    _check_sampling,
     _check_thinking,
-    _check_options,
     _check_precision,
     _check_bitwise,
     _check_server,
-    _check_abilities,
+    _check_routes,
     _check_schedule,
     _check_agents,
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of a run and their properties, decided in `run/resolve.py`."""
+"""The models of a run and their properties, decided in `run/models.py`."""
 
 from __future__ import annotations
 
@@ -13,33 +13,19 @@ from megatron_rl.config.sections import LoraConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSpec:
-    """One model of a run.
+    """One model of a run."""
 
-    Attributes:
-        name: "actor", "critic", "reference", "reward_model", "teachers.NAME", or "mtp", a part of the actor.
-        path: HF directory of its initial weights, or a checkpoint of this package.
-        section: name of its config section; the reference uses the actor's.
-        settings: that section: its layout and, if trained, its optimizer and step mode.
-        head: output of the model: log-probs of tokens, values of states, or scores of all positions.
-        trainable: whether it has an optimizer; `settings` is then a `TrainedConfig`.
-        offload: keep its weights on the host except while it works.
-        is_reset: copies the actor's weights periodically, so its weights are saved like trained ones.
-        may_lack: tensors that are zero if the files lack them.
-        batch_invariant: the bits of a token do not depend on the rest of the batch.
-        shares: the role whose model, without adapters, it reuses; it then has no weights of its own.
-    """
-
-    name: str
-    path: str
-    section: str
-    settings: LayoutConfig
-    head: Literal["logprob", "value", "score"]
-    trainable: bool = False
-    offload: bool = False
-    is_reset: bool = False
-    may_lack: tuple[str, ...] = ()
-    batch_invariant: bool = False
-    shares: str | None = None
+    name: str  # "actor", "critic", "reference", "reward_model", "teachers.NAME", or "mtp", a part of the actor
+    path: str  # HF directory of its initial weights, or a checkpoint of this package
+    section: str  # name of its config section; the reference uses the actor's
+    settings: LayoutConfig  # that section: its layout and, if trained, its optimizer and step mode
+    head: Literal["logprob", "value", "score"]  # log-probs of tokens, values of states, scores of all positions
+    trainable: bool = False  # whether it has an optimizer; `settings` is then a `TrainedConfig`
+    offload: bool = False  # keep its weights on the host except while it works
+    is_reset: bool = False  # copies the actor's weights periodically, so its weights are saved like trained ones
+    may_lack: tuple[str, ...] = ()  # tensors that are zero if the files lack them
+    batch_invariant: bool = False  # the bits of a token do not depend on the rest of the batch
+    shares: str | None = None  # the role whose model, without adapters, it reuses instead of own weights
 
     @property
     def training(self) -> TrainedConfig:
@@ -72,19 +58,13 @@ class RoleSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """The models of a run, and its estimator's needs.
+    """The models of a run, and its estimator's needs (see `RegisteredEstimator`)."""
 
-    Attributes:
-        roles: by name, in the order in which they are built; the actor is the first.
-        needs_greedy_baseline, needs_group, needs_sum_pi_squared: of the estimator, see `RegisteredEstimator`.
-        why_recompute: reason for computing `old_logprobs` before the update; empty if its first pass gives them.
-    """
-
-    roles: Mapping[str, RoleSpec]
+    roles: Mapping[str, RoleSpec]  # by name, in the order in which they are built; the actor is the first
     needs_greedy_baseline: bool = False
     needs_group: bool = False
     needs_sum_pi_squared: bool = False
-    why_recompute: str = ""
+    why_recompute: str = ""  # reason for `old_logprobs` before the update; empty if its first pass gives them
 
     @property
     def num_scoring_passes(self) -> int:

@@ -13,21 +13,22 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.data import DataConfig
 from megatron_rl.config.placement import AutoLayoutConfig, HybridConfig, PlacementConfig
-from megatron_rl.config.sampling_settings import SamplingSettings
 from megatron_rl.config.sections import (
     MISSING,
     AgentsConfig,
     CheckpointConfig,
+    DataConfig,
     LoraConfig,
     ObservabilityConfig,
+    SamplingSettings,
     ScheduleConfig,
     ServerConfig,
     option,
 )
-from megatron_rl.extension.engines import find_engine
+from megatron_rl.extension.registry import find_engine
 
+TRAINED = ("actor", "critic")  # sections of roles with an optimizer
 FULLY_SHARDED = 3  # the `zero_stage` in which ranks share weights
 # Settings of the actor that the critic and teachers take over; the reward model keeps the defaults.
 ACTOR_DECIDES = ("share_prompts", "logprob_chunk_tokens", "adam_eps", "bucket_tokens", "graph_memory_gib")
@@ -112,9 +113,7 @@ class TrainedConfig(LayoutConfig):
         " (experts: EP 1).",
     )
     bucket_tokens: list[int] = option(
-        [],
-        "static, graph: lengths that microbatches are padded to; default: sixteenths of max_tokens_per_microbatch.",
-        "tokens",
+        [], "static, graph: lengths to pad microbatches to; default: sixteenths of max_tokens_per_microbatch.", "tokens"
     )
     graph_memory_gib: float | None = option(
         None, "graph: once graphs hold so much memory, further shapes run uncaptured; default: no limit.", "GiB", gt=0
@@ -132,7 +131,7 @@ class ActorConfig(TrainedConfig):
 
     ppo_mini_batch_size: int | None = option(
         None,
-        "Prompts per optimizer step, each with its rollout.n responses; default: data.train_batch_size.",
+        "Prompts per optimizer step, with rollout.n responses each; default: data.train_batch_size.",
         "prompts",
         ge=1,
     )
@@ -163,9 +162,7 @@ class CriticConfig(TrainedConfig):
 
     enable: bool | None = option(None, "Train a critic; default: if algorithm.adv_estimator needs values.")
     path: str | None = option(
-        None,
-        "Initial weights in HF format, with their score head if they have one; default: model.path, a value head "
-        "of zeros.",
+        None, "Initial weights in HF format, with their score head if any; default: model.path, a value head of zeros."
     )
     lr: float = option(1e-5, "Peak learning rate.", ge=0)
     value_clip: float | None = option(
@@ -217,7 +214,7 @@ class RolloutConfig(SamplingSettings):
     engine_options: dict[str, Any] = option({}, "vLLM: further EngineArgs; some are refused (docs/sampling.md).")
 
     def supports(self, ability: str) -> bool:
-        """Whether the engine has one of `extension.engines.ABILITIES`; UserError for an unknown engine."""
+        """Whether the engine has one of `extension.registry.ABILITIES`; UserError for an unknown engine."""
         return find_engine(self.engine).has(ability)
 
 
@@ -341,7 +338,7 @@ class TrainerConfig:
     profile_ranks: list[int] = option([0], "Ranks that write them.", "ranks")
     capture_step: int | None = option(
         None,
-        "Step written to <run_dir>/capsules/step_<N> for tools/replay_step.py; costs a checkpoint of disk.",
+        "Step written to <run_dir>/capsules/step_<N> for tools/replay_step.py; as large as a checkpoint.",
         "step",
         ge=1,
     )
@@ -350,7 +347,7 @@ class TrainerConfig:
     )
     debug_rank: int | None = option(
         None,
-        "Rank that waits for a debugger (needs debugpy); collective_timeout becomes a week. Short: --debug-rank R.",
+        "Rank that waits for a debugger (debugpy); collective_timeout becomes a week. Short: --debug-rank R.",
         "rank",
     )
     breakpoint_step: int | None = option(None, "Step at whose beginning debug_rank stops in the debugger.", "step")

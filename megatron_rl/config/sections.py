@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declaration of a setting, and the sections besides models and data: agents, adapters, servers, schedule, logs."""
+"""Declaration of a setting, and the sections besides models: data, sampling, agents, servers, schedule, logs."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Literal
 
 MISSING = dataclasses.MISSING
@@ -61,14 +63,10 @@ class ServerConfig:
         "and watches one (vllm_server, sglang).",
     )
     directory: str | None = option(
-        None,
-        "Directory of the weights for servers, the same path on all nodes; default: /dev/shm, for servers that are"
-        " started here.",
+        None, "Directory of the weights for servers, on all nodes; default: /dev/shm, for servers started here."
     )
     on_update: str | None = option(
-        None,
-        "Engine openai: URL to post to, or command, that makes the server load new weights; {directory} is where "
-        "they are.",
+        None, "Engine openai: URL to post to, or command, that makes the server load new weights from {directory}."
     )
     python: str | None = option(
         None, "Interpreter of the servers; default: this one (sglang has an environment of its own)."
@@ -121,8 +119,7 @@ class AgentsConfig:
 
     environment: str | None = option(
         None,
-        "calculator, textarena:GAME, gem:GAME, openenv:URL, or your class as path.py:Name; null: one response per "
-        "prompt.",
+        "calculator, textarena:GAME, gem:GAME, openenv:URL, or your class, path.py:Name; null: one response a prompt.",
     )
     tools: list[str] = option(
         [],
@@ -175,7 +172,7 @@ class CheckpointConfig:
     async_save: bool = option(True, "Write in the background while training continues (one copy in host memory).")
     save_every_minutes: float | None = option(
         30.0,
-        "Save also this long after the last save, without the HF format, until the next checkpoint; null: off.",
+        "Save also so long after the last save, without the HF format, until the next one; null: off.",
         "minutes",
         gt=0,
     )
@@ -197,9 +194,7 @@ class HealthConfig:
         1.5, "Alarm when responses are longer by this factor than four windows before, without more reward.", ge=0
     )
     mismatch_growth: float | None = option(
-        10.0,
-        "Alarm when engine and trainer differ by this factor more than in the first steps (and by 1e-3 nats).",
-        ge=0,
+        10.0, "Alarm when engine and trainer differ by this factor more than in the first steps (and 1e-3 nats).", ge=0
     )
     gradient_growth: float | None = option(
         10.0, "Alarm when the gradient norm is larger by this factor than four windows before.", ge=0
@@ -211,9 +206,7 @@ class HealthConfig:
         0.1, "Alarm when a larger share of the responses is rewarded for repeating a part of the prompt.", ge=0
     )
     failed_limit: float | None = option(
-        0.1,
-        "Alarm when this share of the episodes has failed, or a reward service on this share of the responses.",
-        ge=0,
+        0.1, "Alarm when this share of the episodes has failed, or a reward service on this share of responses.", ge=0
     )
     sample_size_floor: float | None = option(
         0.5, "Alarm when importance weights leave a smaller effective sample size, as a share.", ge=0
@@ -260,3 +253,167 @@ class ObservabilityConfig:
     health: HealthConfig = option(
         HealthConfig(), "Window and limits of the alarms (docs/health.md); null: no such alarm."
     )
+
+
+LONGEST_PERIOD = 100_000  # prompts after which a mixture of files repeats
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Prompts."""
+
+    train_files: list[str] = option(MISSING, "JSONL or parquet files with training prompts, or reasoning-gym:NAME.")
+    weights: list[float] | None = option(
+        None,
+        "Shares of the train files in the prompts, on any scale, each file with its own epochs; default: each "
+        "prompt once per epoch.",
+    )
+    pass_rates: str | None = option(
+        None,
+        "Rollouts of the train files by tools/evaluate.py; prompts with a rate outside pass_rate_range are left out.",
+    )
+    pass_rate_range: list[float] = option([0.1, 0.9], "Least and largest share of correct responses.")
+    validation_files: list[str] = option(
+        [], "JSONL or parquet; a set has its file's name (gsm8k/test.parquet: test, or gsm8k-test beside another test)."
+    )
+    train_batch_size: int = option(MISSING, "Prompts per rollout batch (one step of the main loop).", "prompts", ge=1)
+    validation_limit: int | None = option(
+        None, "Use only the first N validation prompts; default: all.", "prompts", ge=1
+    )
+    max_prompt_length: int = option(1024, "Longest prompt.", "tokens", ge=1)
+    max_response_length: int = option(1024, "Longest response.", "tokens", ge=1)
+    overlong_prompts: Literal["error", "truncate", "truncate_right", "truncate_middle", "drop"] = option(
+        "error",
+        "Prompts longer than max_prompt_length: refuse, keep the end (truncate), the beginning (truncate_right) or"
+        " both (truncate_middle), or drop. Chats lose messages, never the template.",
+    )
+    apply_chat_template_kwargs: dict[str, Any] = option(
+        {}, "Options of the chat template, such as enable_thinking; a row's column chat_template_kwargs overrides them."
+    )
+    special_tokens_in_contents: bool = option(
+        False,
+        "Read the text of special tokens in messages, tools and their results as these tokens; default: as text. Plain "
+        "text prompts may have them anyway.",
+    )
+    prompt_key: str = option("prompt", "Column with the prompt: text, or a list of chat messages.")
+    answer_key: str = option("answer", "Column with the ground truth in the plain schema; SFT: the response to learn.")
+    shuffle: bool = option(True, "Shuffle the prompts of each epoch (by trainer.seed).")
+
+
+def reduce_weights(weights: Sequence[float]) -> list[int]:
+    """Return the smallest integers in the proportion of positive weights, taken as decimals."""
+    shares = [Fraction(repr(weight)) for weight in weights]
+    unit = math.lcm(*(share.denominator for share in shares))
+    whole = [int(share * unit) for share in shares]
+    return [share // math.gcd(*whole) for share in whole]
+
+
+_HISTORY = "not served: a token's probability would depend on which tokens came before, by a rule that training lacks"
+_FORBIDDEN = "not served: it forbids tokens, and which ones is not recorded for training"
+# Settings of samplers that users look for, and why they are missing (docs/sampling.md).
+NOT_SERVED = {
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _HISTORY),
+    **dict.fromkeys(("logit_bias", "bad_words", "structured_outputs"), _FORBIDDEN),
+}
+
+
+@dataclass(frozen=True)
+class ValidationSampling:
+    """Sampling of one validation set."""
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    thinking_budget: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """Sampling of responses (docs/sampling.md)."""
+
+    temperature: float = option(
+        1.0,
+        "Sampling temperature; also scales the logits in training.",
+        gt=0,
+        hint="greedy sampling gives every response of a group the same reward; use 1.0",
+    )
+    top_p: float = option(
+        1.0,
+        "Nucleus sampling; training scores the same sets.",
+        gt=0,
+        le=1,
+        wrong="is no probability",
+        hint="1.0 switches it off",
+    )
+    top_k: int = option(-1, "Draw from so many most likely tokens; -1: all. Training scores the same sets.", "tokens")
+    min_p: float = option(
+        0.0,
+        "Draw from tokens at least this fraction as likely as the likeliest; training scores the same sets.",
+        ge=0,
+        lt=1,
+        wrong="is no fraction",
+        hint="0 switches it off",
+    )
+    min_tokens: int = option(
+        0,
+        "Neither end-of-response tokens nor rollout.stop end a response before so many tokens; training scores the"
+        " same sets.",
+        "tokens",
+    )
+    thinking_budget: int | None = option(
+        None,
+        "End a thought after so many tokens of the response with rollout.thinking_end; null: never.",
+        "tokens",
+        gt=0,
+        wrong="is no number of tokens",
+        hint="null: no budget",
+    )
+    thinking_end: str = option(
+        "\n</think>\n\n", "Text that ends a thought at thinking_budget, closing tag included; not learned from."
+    )
+    max_kept_tokens: int = option(
+        1024,
+        "top_p, min_p, min_tokens: draw from so many likeliest tokens at most (sampling/kept_at_limit).",
+        "tokens",
+        ge=1,
+    )
+    stop: list[str] = option(
+        [], "Texts that end a response: the tokens that complete one stay, rewards read the text before it."
+    )
+    stop_token_ids: list[int] = option(
+        [], "Tokens that end a response, besides the tokenizer's EOS and generation_config.json's."
+    )
+    validation_temperature: float = option(0.0, "Temperature of validation responses (0: greedy).", ge=0)
+    validation_top_p: float = option(
+        1.0, "top_p of validation responses.", gt=0, le=1, wrong="is no probability", hint="1.0 switches it off"
+    )
+    validation_top_k: int = option(-1, "top_k of validation responses.", "tokens")
+    validation_n: int = option(
+        1, "Responses per validation prompt; 2 or more: mean@k, pass@k, maj@k.", "responses", ge=1
+    )
+    validation_sets: dict[str, Any] = option(
+        {}, "Exceptions by set: its name -> any of n, temperature, top_p, top_k, thinking_budget."
+    )
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether rollouts are drawn from a part of the vocabulary."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0 or self.min_tokens > 0
+
+    @property
+    def is_ever_truncated(self) -> bool:
+        """Whether rollouts or validation responses are."""
+        sets = (self.for_validation(name) for name in (*self.validation_sets, ""))
+        return self.is_truncated or any(one.top_p < 1.0 or one.top_k > 0 for one in sets)
+
+    def for_validation(self, name: str) -> ValidationSampling:
+        """Return the sampling of a validation set."""
+        common = ValidationSampling(
+            self.validation_n,
+            self.validation_temperature,
+            self.validation_top_p,
+            self.validation_top_k,
+            self.thinking_budget,
+        )
+        return replace(common, **self.validation_sets.get(name, {}))

@@ -30,23 +30,14 @@ _SYNTAX = "section.key=value, --section.key=value, --section.key value, or --lea
 
 @dataclass(frozen=True)
 class Setting:
-    """One `name = value` as given.
+    """One `name = value` as given."""
 
-    Attributes:
-        name: full name, native or verl's.
-        value: value as YAML reads it.
-        source: file:line, or "command line".
-        layer: `RECIPE` or `COMMAND_LINE` (`ASSUMED`: a default of verl that another setting implies).
-        text: the characters as typed on the command line.
-        weak: yields to another setting of the same name and layer.
-    """
-
-    name: str
-    value: Any
-    source: str
-    layer: int
-    text: str | None = None
-    weak: bool = False
+    name: str  # full name, native or another project's
+    value: Any  # as YAML reads it
+    source: str  # file:line, or "command line"
+    layer: int  # `RECIPE` or `COMMAND_LINE` (`ASSUMED`: a default of verl that another setting implies)
+    text: str | None = None  # the characters as typed on the command line
+    weak: bool = False  # yields to another setting of the same name and layer
 
 
 def read_recipe(path: Path, mistakes: Mistakes) -> list[Setting]:
@@ -168,13 +159,11 @@ def read_overrides(
     aliases: Callable[[], Any],
     mistakes: Mistakes,
 ) -> list[Setting]:
-    """Read overrides from the command line, in their order.
+    """Read overrides from the command line after the recipe, in their order.
 
     Args:
-        arguments: command line after the recipe.
         fields: the settings, for the Megatron spelling `--leaf value`.
         aliases: imports the names of other projects, whose flags apply if no leaf has that name.
-        mistakes: collects bad syntax, missing values, unknown and ambiguous leaves.
     """
     settings = []
     rest = deque(arguments)
@@ -205,11 +194,7 @@ def read_overrides(
 _ROLES_LIKE_THE_ACTOR = ("critic", "reward_model", "teachers")
 
 
-def _flag_name(
-    flag: str,
-    fields: Mapping[str, FieldInfo],
-    aliases: Callable[[], Any],
-) -> str:
+def _flag_name(flag: str, fields: Mapping[str, FieldInfo], aliases: Callable[[], Any]) -> str:
     name = flag[2:].replace("-", "_")
     if "." in name:
         return name
@@ -234,12 +219,7 @@ def _take_value(name: str, rest: deque[str], fields: Mapping[str, FieldInfo], al
     if ours in fields and fields[ours].kind is bool:
         return rest.popleft() if following.lower() in _BOOLEAN_WORDS else "true"
     if following.startswith("--"):
-        raise UserError(
-            f"--{name} has no value",
-            source="command line",
-            expected=_SYNTAX,
-            hint=f"write {name}=VALUE",
-        )
+        raise UserError(f"--{name} has no value", source="command line", expected=_SYNTAX, hint=f"write {name}=VALUE")
     return rest.popleft()
 
 
@@ -261,9 +241,5 @@ def _parse_value(name: str, text: str) -> Any:
 
 def describe(setting: Setting) -> str:
     """Format as `name=value (place)`."""
-    return f"{setting.name}={_shown(setting.value)} ({setting.source})"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    text = repr(setting.value)
+    return f"{setting.name}={text if len(text) <= 60 else text[:57] + '...'} ({setting.source})"

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_rl.config.data import DataConfig
+from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import PromptSet, name_files
 from megatron_rl.data.rows import Row, read_rows
 from megatron_rl.types import Prompt, UserError, has_reward
@@ -39,16 +39,12 @@ def list_pass_rate_files(cfg: DataConfig) -> dict[str, Path]:
 def select_by_pass_rate(train: PromptSet, cfg: DataConfig, shaping: str) -> tuple[PromptSet, list[str]]:
     """Keep prompts with a pass rate in `pass_rate_range` (inclusive); return them and a note.
 
-    Without `cfg.pass_rates` all prompts are kept, without a note.
-
     Args:
         shaping: reward component to subtract, because it does not measure correctness.
 
     Raises:
         UserError: a prompt was not measured, or has changed since.
     """
-    if cfg.pass_rates is None:
-        return train, []
     measured = [_read(path, shaping) for path in list_pass_rate_files(cfg).values()]
     low, high = cfg.pass_rate_range
     kept = [prompt for prompt in train.prompts if low <= _find_rate(prompt, train, measured, cfg) <= high]

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from megatron_rl.config.data import reduce_weights
+from megatron_rl.config.sections import reduce_weights
 from megatron_rl.types import UserError
 
 T = TypeVar("T")

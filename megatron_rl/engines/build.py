@@ -19,9 +19,8 @@ from megatron_rl.engines.protocol import (
     RolloutEngine,
     Sampled,
 )
-from megatron_rl.engines.thinking import ThinkingBudget
 from megatron_rl.engines.waiting import WaitingRequests
-from megatron_rl.extension.engines import find_engine
+from megatron_rl.extension.registry import find_engine
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import RouteShape
@@ -159,6 +158,8 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
     engine = make(spec)
     requests = engine if isinstance(engine, RolloutEngine) else OneTurn(engine)
     if spec.thoughts is not None:
+        from megatron_rl.engines.thinking import ThinkingBudget
+
         requests = ThinkingBudget(requests, spec.thoughts)
     ranks = (
         engine.engine_ranks

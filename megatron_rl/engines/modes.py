@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.schema import RolloutConfig
+
+if TYPE_CHECKING:  # a dry run imports no torch
+    import torch
 
 _ON_CPU: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False, "model_runner": "v1"}
 

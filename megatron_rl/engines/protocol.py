@@ -16,13 +16,12 @@ import numpy as np
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.sampling import SamplingConfig, StopStrings, Thoughts
-from megatron_rl.extension.engines import ENGINES, RegisteredEngine
-from megatron_rl.extension.registry import add_entry
+from megatron_rl.extension.registry import ENGINES, RegisteredEngine, add_entry
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.types import KeptSets, RouteShape
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.fused_experts import is_fused, join_matrices, name_matrix
+from megatron_rl.weights.packed_experts import is_fused, join_matrices, name_matrix
 from megatron_rl.weights.shard_box import ShardBox
 
 if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch
@@ -257,7 +256,7 @@ def register_rollout_engine(name: str, supports: Collection[str] = ()) -> Callab
     """Register the decorated `engine(spec)` as rollout.engine = `name`.
 
     Args:
-        supports: abilities (`extension.engines.ABILITIES`); runs that need others are refused.
+        supports: abilities (`extension.registry.ABILITIES`); runs that need others are refused.
 
     Raises:
         UserError: the name is taken, or an ability does not exist.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.parallel.kept_sets import OUTSIDE
+from megatron_rl.parallel.vocab_parallel import OUTSIDE
 from megatron_rl.types import KeptSets
 
 

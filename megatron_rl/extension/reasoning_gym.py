@@ -23,11 +23,7 @@ _QUESTION = "{question}\n\nWrite your final answer between <answer> and </answer
 
 
 def read_reasoning_gym(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the location and columns of each task.
-
-    Raises:
-        UserError: the package, data set or option does not exist.
-    """
+    """Yield the location and columns of each task (UserError: the package, data set or option does not exist)."""
     tasks = _open(file)
     for index in range(len(tasks)):
         task = tasks[index]

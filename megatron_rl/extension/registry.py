@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registries of named functions that users extend."""
+"""Registries of named functions that users extend, and the rollout engines with their abilities.
+
+Checks of a config test an ability, never a name. Engines are imported when they are built, so a config is checked
+without their libraries.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,11 +32,7 @@ class Deferred:
 
 
 def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callable[..., Any], setting: str) -> None:
-    """Add an entry under a free name (UserError if taken).
-
-    Args:
-        function: its file and line are in the error.
-    """
+    """Add an entry under a free name (UserError if taken, with the place of the function)."""
     if name in table:
         raise UserError(
             f'"{name}" is registered already',
@@ -76,3 +76,90 @@ def describe_place(function: Callable[..., Any]) -> str:
     """Return file:line of a function's definition."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
+
+
+# A run that needs an ability which its engine lacks is refused before it starts.
+ABILITIES = {
+    "is_actor": "runs the actor's modules, in the actor's layout, and has no weights of its own",
+    "is_server": "runs in a process of its own (rollout.server); its weights are probed after each update",
+    "starts_server": "starts that process where rollout.server.endpoints is empty",
+    "this_python": "starts it with the interpreter of the run where rollout.server.python is null",
+    "reloads_server": "loads weights into its server without rollout.server.on_update",
+    "tensor_parallel": "spans several ranks (rollout.tensor_model_parallel_size)",
+    "decode_steps": "counts its steps (schedule.steps_per_update, schedule.replay)",
+    "truncation": "returns the sets that tokens were drawn from (top_p, top_k, min_p, min_tokens)",
+    "min_tokens": "holds stop tokens back (rollout.min_tokens)",
+    "adapters": "keeps adapters beside the model's weights (hybrid.lora=adapter)",
+    "coded_weights": "keeps matrices in eight bits (rollout.quantization)",
+    "bitwise": "computes the trainer's bits on a CPU (rollout.bitwise)",
+    "routes": "returns the experts of each token (actor.router_replay=engine)",
+    "options": "takes rollout.engine_options",
+    "vllm_modes": "runs as rollout.enforce_eager, async_scheduling and model_runner choose",
+    "delta_nets": "serves models with gated delta nets",
+    "sinks": "serves models with attention sinks, as they are published",
+    "any_sinks": "serves them with other windows, norms and scaling of positions, too",
+    "reads_config": "reads the model's config.json with transformers",
+    "builds_model": "builds transformers' own model",
+}
+
+
+@dataclass(frozen=True)
+class RegisteredEngine:
+    """A rollout engine with its abilities and model checks; UserError if an ability does not exist."""
+
+    make: Callable[[Any], Any]  # builds the engine from an `EngineSpec`
+    supports: Collection[str] = ()
+    check_model: Callable[[Any, Any], None] | None = None  # refuses a model by its shape and section `rollout`
+    check_on_cpu: Callable[[Any, Any], None] | None = None  # likewise, without a GPU
+
+    def __post_init__(self) -> None:
+        if unknown := sorted({*self.supports} - ABILITIES.keys()):
+            raise UserError(
+                f"an engine that supports {', '.join(unknown)}",
+                source=describe_place(self.make),
+                expected=f"of {', '.join(ABILITIES)}",
+                hint="megatron_rl/extension/registry.py says what each means",
+            )
+
+    def has(self, ability: str) -> bool:
+        """Return whether the engine declares an ability."""
+        assert ability in ABILITIES
+        return ability in self.supports
+
+
+_IN_RANKS = {"decode_steps", "truncation", "min_tokens", "bitwise", "routes", "sinks"}
+_HF = _IN_RANKS | {"delta_nets", "any_sinks", "reads_config", "builds_model"}
+_SERVER = {"is_server", "tensor_parallel", "delta_nets"}
+_STARTED = _SERVER | {"starts_server", "reloads_server", "truncation", "reads_config"}
+_VLLM = {"tensor_parallel", "truncation", "min_tokens", "options", "vllm_modes", "delta_nets", "reads_config"}
+ENGINES: dict[str, RegisteredEngine] = {
+    "vllm": RegisteredEngine(
+        Deferred("megatron_rl.engines.vllm.vllm_engine", "VllmEngine"),
+        _IN_RANKS | _VLLM | {"adapters", "coded_weights"},
+        check_model=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_installed"),
+        check_on_cpu=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_cpu_limits"),
+    ),
+    "hf": RegisteredEngine(Deferred("megatron_rl.engines.local.transformers", "HuggingFaceEngine"), _HF),
+    "megatron": RegisteredEngine(
+        Deferred("megatron_rl.training.policy_engine", "PolicyEngine"),
+        _IN_RANKS | {"is_actor", "adapters", "any_sinks"},
+    ),
+    "vllm_server": RegisteredEngine(
+        Deferred("megatron_rl.engines.servers.served", "ServedEngine"),
+        _STARTED | _VLLM | {"this_python"},
+        check_model=Deferred("megatron_rl.engines.vllm.vllm_settings", "check_server"),
+    ),
+    "openai": RegisteredEngine(Deferred("megatron_rl.engines.servers.served", "ServedEngine"), _SERVER),
+    "sglang": RegisteredEngine(Deferred("megatron_rl.engines.servers.served", "ServedEngine"), _STARTED),
+}
+
+
+def find_engine(name: str, place: str | None = None) -> RegisteredEngine:
+    """Return the engine of a name, set at `place`; UserError if unknown."""
+    return find_entry(ENGINES, name, "rollout.engine", place)
+
+
+def name_engines(ability: str) -> str:
+    """List engines with an ability, for a message: "vllm, hf or megatron"."""
+    *others, last = [name for name, engine in ENGINES.items() if engine.has(ability)]
+    return f"{', '.join(others)} or {last}" if others else last

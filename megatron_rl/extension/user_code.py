@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -136,9 +136,12 @@ def import_file(path: str | Path, setting: str, expected: str) -> ModuleType:
         raise
     except (Exception, SystemExit, ProcessExit, ImportTimeout) as error:
         del sys.modules[name]
+        place = locate(error, str(resolved))
+        if isinstance(error, SyntaxError) and error.filename == str(resolved):
+            place = f"{file}:{error.lineno}"
         raise UserError(
             f"importing the file raised {type(error).__name__}: {text_of(error)}",
-            source=f"{setting}, {_locate_import(error, file)}",
+            source=f"{setting}, {place}",
             expected=f"a file that can be imported, within {IMPORT_SECONDS:g} s, and leaves stdout and stderr open",
             hint=f"try: python {file}",
         ) from error
@@ -146,14 +149,14 @@ def import_file(path: str | Path, setting: str, expected: str) -> ModuleType:
     return module
 
 
-def _locate_import(error: BaseException, file: Path) -> str:
-    if isinstance(error, SyntaxError) and error.filename == str(file.resolve()):
-        return f"{file}:{error.lineno}"
-    return locate(error, str(file.resolve()))
-
-
 def locate(error: BaseException, file: str) -> str:
     """Return file:line of the deepest frame in the user's file, else of the error."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename == file] or frames
     return f"{inside[-1].filename}:{inside[-1].lineno}"
+
+
+def load_plugins(paths: Sequence[str]) -> None:
+    """Import plugins, once per process (UserError: missing file, failed import with its line, taken name)."""
+    for path in paths:
+        import_file(path, "algorithm.plugins", "Python files")

@@ -11,12 +11,14 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.typed_torch import apply_module
 
 from megatron_rl.models.attention_backends import attend
@@ -25,6 +27,17 @@ from megatron_rl.models.rms_norm import SplitRMSNorm
 from megatron_rl.models.rotary import rotate
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.ulysses import exchange_to_heads, exchange_to_tokens
+
+
+def build_projection(
+    linear: Any, config: TransformerConfig, inputs: int, outputs: int, name: str, tp_group: dist.ProcessGroup
+) -> Any:
+    """Build a projection without a bias: split by rows, or by columns if its buffer's `name` is "proj"."""
+    options: dict[str, Any] = dict(init_method=config.init_method, gather_output=False, skip_bias_add=False)
+    if name == "proj":
+        options = dict(init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True)
+    options |= dict(config=config, bias=False, is_expert=False, tp_comm_buffer_name=name, tp_group=tp_group)
+    return build_module(linear, inputs, outputs, **options)
 
 
 class BlockedSelfAttention(SelfAttention):

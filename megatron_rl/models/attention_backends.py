@@ -7,13 +7,14 @@ keys 0 .. k - n + i (aligned at the bottom right). All backends compute the same
 * flash-attn, torch-varlen: one kernel over all segments; CUDA, 16-bit types;
 * efficient: torch's memory-efficient kernel over all segments; float32 as well;
 * sdpa: any device; one call per segment size, bitwise equal to a call per segment; reads lengths on the host;
-* tiled: `tiled_attention.py`; for batch invariance, never chosen for speed.
+* tiled: bits of a row depend only on its own sequence; for batch invariance, never chosen for speed.
 
 Memory is linear in the number of tokens. A kernel is chosen only after a trial on the device.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,14 +24,45 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import CausalVariant
 
-from megatron_rl.models.tiled_attention import Tiles, attend_in_tiles, build_tiles
-from megatron_rl.models.trial import find_failure
 from megatron_rl.samples.prefix import SegmentKeys
 
 # Backends with one kernel over all segments, fastest first -> module that must be importable.
 KERNELS = {"flash-attn": "flash_attn", "torch-varlen": "torch.nn.attention.varlen", "efficient": "torch"}
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _SINK_CHANNELS = 8  # one holds the sink; GPU kernels require head sizes that are multiples of 8
+TILE = 32  # positions
+
+
+@dataclass(frozen=True)
+class TileBatch:
+    """All tiles of one number: the queries of a tile of 32 positions attend to all keys up to the tile's end.
+
+    The shape of the sdpa call depends only on the number (missing rows are masked fillers), so decoding, a response
+    behind a shared prompt, and a whole sequence have equal bits.
+
+    Attributes:
+        number: 0 for positions 0 to 31.
+        queries: [b * 32] int64, query rows of b tiles.
+        first_key, last_key: [b] int64, first and last key row of each tile's sequence.
+    """
+
+    number: int
+    queries: torch.Tensor
+    first_key: torch.Tensor
+    last_key: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of a packed row.
+
+    Attributes:
+        batches: sorted by number.
+        places: [t] int64, index of each row in the concatenated queries.
+    """
+
+    batches: tuple[TileBatch, ...]
+    places: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -62,6 +94,11 @@ class Segments:
     mask: torch.Tensor | None = None
     tiles: Tiles | None = None
     window: int = 0
+
+    @property
+    def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Arguments of the kernels over all segments."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
 
 
 @cache
@@ -198,10 +235,7 @@ def _attend_flash_attn(
         query,
         key,
         value,
-        segments.cu_seqlens_q,
-        segments.cu_seqlens_k,
-        segments.max_seqlen_q,
-        segments.max_seqlen_k,
+        *segments.lengths,
         softmax_scale=scale,
         causal=True,
         **({"window_size": (segments.window - 1, 0)} if segments.window else {}),
@@ -218,10 +252,7 @@ def _attend_torch_varlen(
         query,
         key,
         value,
-        segments.cu_seqlens_q,
-        segments.cu_seqlens_k,
-        segments.max_seqlen_q,
-        segments.max_seqlen_k,
+        *segments.lengths,
         scale=scale,
         window_size=(segments.window - 1, 0),  # -1: all
         enable_gqa=query.shape[1] != key.shape[1],
@@ -251,20 +282,14 @@ def _attend_sdpa(
         batch = [x.unflatten(0, (count, -1)).transpose(1, 2) for x in qkv]  # [segments, heads, s, d]
         mask, is_causal = _cut_mask(segments, n, k, query.device), n == k and not 0 < segments.window < k
         if sinks is not None:
-            batch, mask, is_causal = _add_sink(*batch, sinks, scale), _see_sink(n, k, segments.window, sinks), False
+            seen = _see(n, k, segments.window, query.device)
+            batch, mask, is_causal = _add_sink(*batch, sinks, scale), F.pad(seen, (0, 1), value=True), False
         output = F.scaled_dot_product_attention(
             *batch, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
         outputs.append(output[..., : query.shape[-1]].transpose(1, 2).flatten(0, 1))
     output = torch.cat(outputs)
     return output if segments.places is None else output.index_select(0, segments.places)
-
-
-def _attend_tiled(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
-) -> torch.Tensor:
-    assert segments.tiles is not None and not segments.window, "prepared for this backend, and not bitwise"
-    return attend_in_tiles(query, key, value, segments.tiles, scale)
 
 
 def _attend_efficient(
@@ -280,10 +305,7 @@ def _attend_efficient(
         key[None],
         value[None],
         None,
-        segments.cu_seqlens_q,
-        segments.cu_seqlens_k,
-        segments.max_seqlen_q,
-        segments.max_seqlen_k,
+        *segments.lengths,
         0.0,
         int(CausalVariant.LOWER_RIGHT),
         needs_grad,
@@ -305,20 +327,17 @@ def _add_sink(
     return [query, torch.cat([key, sink_key], 2), F.pad(value, (0, 0, 0, 1))]
 
 
-def _see_sink(num_queries: int, num_keys: int, window: int, sinks: torch.Tensor) -> torch.Tensor:
-    """Return the boolean mask [queries, keys + 1]; the last key, the sink, is always visible."""
-    everything = torch.ones(num_queries, num_keys, dtype=torch.bool, device=sinks.device)
+def _see(num_queries: int, num_keys: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return the mask of visible keys, [queries, keys] bool."""
     last = num_keys - num_queries
-    seen = everything.tril(last)
-    return F.pad(seen.triu(last - window + 1) if window else seen, (0, 1), value=True)
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(last)
+    return seen.triu(last - window + 1) if window else seen
 
 
 def _cut_mask(segments: Segments, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
     mask, window = segments.mask, segments.window
     if 0 < window < num_keys:
-        everything = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-        last = num_keys - num_queries
-        return everything.tril(last) & everything.triu(last - window + 1)
+        return _see(num_queries, num_keys, window, device)
     if num_queries == num_keys:
         return None
     assert mask is not None, "made for every segment behind a prefix"
@@ -326,10 +345,83 @@ def _cut_mask(segments: Segments, num_queries: int, num_keys: int, device: torch
     return mask[:num_queries, left : left + num_keys]
 
 
+def build_tiles(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Tiles:
+    """Cut segments into tiles.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: [num_segments + 1]; n queries of a segment have positions k - n to k - 1 of its k
+            keys.
+    """
+    members: dict[int, list[int]] = {}
+    for segment, (n, k) in enumerate(zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)):
+        if n:
+            for number in range((k - n) // TILE, (k - 1) // TILE + 1):
+                members.setdefault(number, []).append(segment)
+    places = torch.empty(int(cu_seqlens_q[-1]), dtype=torch.int64, device=cu_seqlens_q.device)
+    batches, base = [], 0
+    inside = torch.arange(TILE, device=cu_seqlens_q.device)
+    for number, segments in sorted(members.items()):
+        index = torch.tensor(segments, device=cu_seqlens_q.device)
+        start, stop = cu_seqlens_q[index].long(), cu_seqlens_q[index + 1].long()
+        first_key, last_key = cu_seqlens_k[index].long(), cu_seqlens_k[index + 1].long() - 1
+        offset = (last_key + 1 - first_key) - (stop - start)  # position of the segment's first query
+        rows = (start - offset + number * TILE)[:, None] + inside
+        is_query = (rows >= start[:, None]) & (rows < stop[:, None])
+        places[rows[is_query]] = base + is_query.flatten().nonzero()[:, 0]
+        base += rows.numel()
+        batches.append(TileBatch(number, rows.clamp(start[:, None], stop[:, None] - 1).flatten(), first_key, last_key))
+    return Tiles(tuple(batches), places)
+
+
+def attend_in_tiles(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
+    """Compute softmax attention of [t, n, d] queries to [k, ng, d] keys and values: [t, n, d]."""
+    assert segments.tiles is not None and not segments.window, "prepared for this backend, and not bitwise"
+    outputs = []
+    for batch in segments.tiles.batches:
+        num_keys = (batch.number + 1) * TILE
+        positions = torch.arange(num_keys, device=query.device)
+        keys = (batch.first_key[:, None] + positions).minimum(batch.last_key[:, None]).flatten()
+        output = F.scaled_dot_product_attention(
+            *(
+                x.index_select(0, rows).unflatten(0, (len(batch.first_key), -1)).transpose(1, 2)
+                for x, rows in ((query, batch.queries), (key, keys), (value, keys))
+            ),
+            attn_mask=positions <= positions[-TILE:, None],
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, segments.tiles.places)
+
+
 _BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
     "flash-attn": _attend_flash_attn,
     "torch-varlen": _attend_torch_varlen,
     "efficient": _attend_efficient,
     "sdpa": _attend_sdpa,
-    "tiled": _attend_tiled,
+    "tiled": attend_in_tiles,
 }
+
+
+def find_failure(module: str, call: Callable[[], object]) -> str | None:
+    """Try a library once.
+
+    Args:
+        call: imports the library and uses it on tensors of a few elements.
+
+    Returns:
+        `None` if it works, "" if it is not installed, else the error.
+    """
+    try:
+        if importlib.util.find_spec(module) is None:
+            return ""
+    except ModuleNotFoundError:  # the parent package is missing
+        return ""
+    try:
+        with torch.inference_mode(False), torch.enable_grad():  # whichever mode the first caller is in
+            call()
+    except Exception as error:  # a broken wheel raises anything: ImportError, OSError, RuntimeError, TypeError
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    return None

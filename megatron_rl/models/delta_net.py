@@ -7,6 +7,7 @@ attention. megatron-core's own module refuses packed sequences.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +17,14 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rl.models.delta_kernels import choose_delta_rule
-from megatron_rl.models.delta_rule import SequenceRows, convolve
+from megatron_rl.models.attention import build_projection
+from megatron_rl.models.delta_rule import SequenceRows, choose_delta_rule, convolve
 from megatron_rl.models.packed_sequences import PackedSequences
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.ulysses import exchange_heads, exchange_to_tokens
-from megatron_rl.weights.delta_nets import DeltaNetSizes
+from megatron_rl.weights.families import DeltaNetSizes
 
 
 class GatedNorm(torch.nn.Module):
@@ -66,31 +66,10 @@ class GatedDeltaNet(MegatronModule):
         tp_group, cp_group = pg_collection.tp, pg_collection.cp
         self._cp_group = cp_group if cp_group.size() > 1 else None
         self._recomputes = config.recompute_granularity == "selective"
-        options: dict[str, Any] = dict(config=config, bias=False, is_expert=False, tp_group=tp_group)
-        column: Any = submodules.linear_qkv
-        output: Any = submodules.linear_proj
-        first: Any = build_module(
-            column,
-            config.hidden_size,
-            sizes.key_heads * (sizes.width + sizes.num_logits),
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="qkv",
-            **options,
-        )
-        last: Any = build_module(
-            output,
-            sizes.value_heads * sizes.value_dim,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="proj",
-            **options,
-        )
-        self.add_module("in_proj", first)
-        self.add_module("linear_proj", last)
+        columns, values = sizes.key_heads * (sizes.width + sizes.num_logits), sizes.value_heads * sizes.value_dim
+        first, last = submodules.linear_qkv, submodules.linear_proj
+        self.in_proj = build_projection(first, config, config.hidden_size, columns, "qkv", tp_group)
+        self.add_module("linear_proj", build_projection(last, config, values, config.hidden_size, "proj", tp_group))
         heads = sizes.value_heads // tp_group.size()
         self._parts = [x // tp_group.size() for x in sizes.convolved]
         self.conv_weight = self._make(config, sum(self._parts), 1, sizes.kernel)
@@ -115,17 +94,14 @@ class GatedDeltaNet(MegatronModule):
         rows = packed_seq_params.sequence_rows
         assert attention_mask is None and rows is not None, "packed sequences only"
         assert packed_seq_params.cache is None, "there is no cache of states"
-        mixed = self.get_submodule("in_proj")(hidden_states)[0].squeeze(1)  # [t/cp, columns/tp]
+        mixed = self.in_proj(hidden_states)[0].squeeze(1)  # [t/cp, columns/tp]
         inputs, gates = self._arrange(mixed)
         if self._cp_group is not None:
             inputs = exchange_heads(inputs, self._cp_group)
         weights = self.conv_weight, self.A_log, self.dt_bias
-        output = (
-            checkpoint(self._attend, inputs, rows, *weights, use_reentrant=False)
-            if self._recomputes and self.training
-            else self._attend(inputs, rows, *weights)
-        )
-        assert isinstance(output, torch.Tensor), "one result"
+        recomputes = self._recomputes and self.training
+        attend = partial(checkpoint, self._attend, use_reentrant=False) if recomputes else self._attend
+        output: Any = attend(inputs, rows, *weights)
         if self._cp_group is not None:
             output = exchange_to_tokens(output, self._cp_group)
         output = self.norm(output, gates.reshape_as(output))

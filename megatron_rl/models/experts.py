@@ -3,14 +3,13 @@
 
 One `grouped_mm` multiplies all rows, sorted by expert. Experts are multiplied one by one if a matrix dimension is not a
 multiple of 16 bytes, for batch invariance, and for quantized weights. Weight tables list one matrix per expert
-(`weights/fused_experts.py`).
+(`weights/packed_experts.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,25 +19,18 @@ from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.models.gated_activation import GatedActivation
-from megatron_rl.models.lora_linears import AdaptedLinear, AdaptedMatrix, LinearAdapter, find_adapter
-from megatron_rl.models.quantized import list_quantized_linears, multiply_quantized
-from megatron_rl.parallel import batch_invariant
+from megatron_rl.models.lora_linears import (
+    AdaptedLinear,
+    AdaptedMatrix,
+    LinearAdapter,
+    find_adapter,
+    multiply_quantized,
+)
+from megatron_rl.parallel.batch_invariant import multiply as multiply_padded
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.weights.adapters import AdapterShape
-from megatron_rl.weights.fused_experts import ROW_BYTES, name_expert, split_experts
 from megatron_rl.weights.nf4 import QuantizedMatrix
-
-
-@dataclass(frozen=True)
-class ExpertPlace:
-    """Sharding of experts over ranks.
-
-    Attributes:
-        has_own_replicas: whether experts have other data parallel ranks than the dense parameters.
-    """
-
-    tp_size: int
-    has_own_replicas: bool
+from megatron_rl.weights.packed_experts import ROW_BYTES, name_expert, split_experts
 
 
 class RowCounts:
@@ -76,7 +68,10 @@ class GroupedLinear(AdaptedLinear):
 
     Args:
         size: [E, n, k] on this rank.
+        groups: process groups; parameters are marked if experts have other replicas than the dense parameters.
         split_dim: the dimension of (n, k) that is split over expert tensor parallel ranks.
+        batch_invariant: make the output bits of a row independent of its expert's other rows.
+        adapter: of all experts: A [E, n r, k] and B [E, rows of the parts, r], split over TP like the weight.
 
     Attributes:
         weight: [E, n, k], or E matrices in NF4.
@@ -86,36 +81,32 @@ class GroupedLinear(AdaptedLinear):
     weight: Any
 
     def __init__(
-        self, size: tuple[int, int, int], config: TransformerConfig, place: ExpertPlace, *, split_dim: int
+        self,
+        size: tuple[int, int, int],
+        config: TransformerConfig,
+        groups: Any,
+        *,
+        split_dim: int,
+        batch_invariant: bool,
+        adapter: LinearAdapter | None,
+        is_quantized: bool,
     ) -> None:
         super().__init__()
-        self._size, self._place, self._split_dim, self._dtype = size, place, split_dim, config.params_dtype
-        self.weight = self._make(torch.empty, size, split_dim)
-        self.bias: torch.nn.Parameter | None = None
-        self._parts: LinearAdapter | None = None
-        self._multiply: Callable[[torch.Tensor, torch.Tensor, RowCounts], torch.Tensor] = multiply
-
-    def add_bias(self) -> None:
-        """Add a zero bias for every expert."""
-        self.bias = self._make(torch.zeros, self._size[:2], 0 if self._split_dim == 0 else None)
-
-    def quantize(self) -> None:
-        """Replace the weight with E zero matrices in NF4."""
-        matrices = [QuantizedMatrix(matrix) for matrix in self.weight.unbind()]
-        del self.weight
-        self.weight = matrices
-
-    def adapt(self, parts: LinearAdapter) -> None:
-        """Add zero adapters: A [E, n r, k] and B [E, rows of the parts, r], split over TP like the weight."""
-        (num_experts, _, k), r, by_rows = self._size, parts.rank, self._split_dim == 0
-        rows = sum(stop - start for start, stop in parts.parts)
-        self._parts = parts
-        self.lora_A = self._make(torch.zeros, (num_experts, len(parts.parts) * r, k), None if by_rows else 1)
-        self.lora_B = self._make(torch.zeros, (num_experts, rows, r), 0 if by_rows else None)
-
-    def keep_bits(self) -> None:
-        """Make the output bits of a row independent of its expert's other rows."""
-        self._multiply = _multiply_padded
+        tp_size, self._dtype, self._num_rows = groups.expt_tp.size(), config.params_dtype, size[1]
+        self._marks = dict(allreduce=groups.ep.size() == 1 and tp_size == groups.tp.size())
+        self._has_copies = tp_size > 1
+        weight = self._make(torch.empty, size, split_dim)
+        self.weight = [QuantizedMatrix(matrix) for matrix in weight.unbind()] if is_quantized else weight
+        of_rows, of_columns = (0, None) if split_dim == 0 else (None, 1)
+        self.bias = self._make(torch.zeros, size[:2], of_rows) if config.add_bias_linear else None
+        self._multiply: Callable[[torch.Tensor, torch.Tensor, RowCounts], torch.Tensor] = (
+            partial(multiply_in_turn, multiply_padded) if batch_invariant else multiply
+        )
+        self._parts = adapter
+        if adapter is not None:
+            (num_experts, _, k), r, lengths = size, adapter.rank, [stop - start for start, stop in adapter.parts]
+            self.lora_A = self._make(torch.zeros, (num_experts, len(lengths) * r, k), of_columns)
+            self.lora_B = self._make(torch.zeros, (num_experts, sum(lengths), r), of_rows)
 
     def list_matrices(self, name: str) -> list[AdaptedMatrix]:
         """Return one adapted matrix per expert; none without adapters."""
@@ -135,8 +126,7 @@ class GroupedLinear(AdaptedLinear):
     def forward(self, x: torch.Tensor, counts: RowCounts) -> torch.Tensor:
         """Map rows [t, k], sorted by expert, to [t, n]."""
         if isinstance(self.weight, list):
-            pairs = zip(x.split(counts.on_host), self.weight, strict=True)
-            output = torch.cat([multiply_quantized(rows, matrix) for rows, matrix in pairs])
+            output = multiply_in_turn(multiply_quantized, x, self.weight, counts)
         else:
             output = self._multiply(x, self.weight, counts)
         return output if self._parts is None or not self._is_on else output + self._change(x, counts, self._parts)
@@ -148,7 +138,7 @@ class GroupedLinear(AdaptedLinear):
         for (start, stop), z, b in parts:
             pieces += [x.new_zeros(len(x), start - end), self._multiply(z.contiguous(), b.contiguous(), counts)]
             end = stop
-        pieces.append(x.new_zeros(len(x), self._size[1] - end))
+        pieces.append(x.new_zeros(len(x), self._num_rows - end))
         return adapter.scale * torch.cat(pieces, -1)
 
     def _make(
@@ -156,12 +146,10 @@ class GroupedLinear(AdaptedLinear):
     ) -> torch.nn.Parameter:
         """Make a parameter with megatron-core's attributes; without `split_dim`, a TP replica (partial gradient)."""
         parameter = torch.nn.Parameter(fill(size, dtype=self._dtype, device=current_device()))
-        is_copy = split_dim is None and self._place.tp_size > 1
+        is_copy = split_dim is None and self._has_copies
         dim = -1 if split_dim is None else split_dim + 1
         set_tensor_model_parallel_attributes(parameter, is_parallel=not is_copy, dim=dim, stride=1)
-        vars(parameter).update(
-            allreduce=not self._place.has_own_replicas, **dict(sequence_parallel=True) if is_copy else {}
-        )
+        vars(parameter).update(self._marks, **dict(sequence_parallel=True) if is_copy else {})
         return parameter
 
 
@@ -187,25 +175,22 @@ class GroupedExperts(torch.nn.ModuleDict):
     ) -> None:
         super().__init__()
         assert config.moe_ffn_hidden_size is not None, "experts have columns"
-        tp_size, h = pg_collection.expt_tp.size(), config.hidden_size
-        has_own_replicas = pg_collection.ep.size() > 1 or tp_size != pg_collection.tp.size()
-        place, f = ExpertPlace(tp_size, has_own_replicas), config.moe_ffn_hidden_size // tp_size
-        self["linear_fc1"] = GroupedLinear((num_local_experts, 2 * f, h), config, place, split_dim=0)
+        f, h = config.moe_ffn_hidden_size // pg_collection.expt_tp.size(), config.hidden_size
+        for name, size, split_dim, parts in (
+            ("linear_fc1", (num_local_experts, 2 * f, h), 0, {"gate": f, "up": f}),
+            ("linear_fc2", (num_local_experts, h, f), 1, {"down": h}),
+        ):
+            self[name] = GroupedLinear(
+                size,
+                config,
+                pg_collection,
+                split_dim=split_dim,
+                batch_invariant=batch_invariant,
+                adapter=adapters and find_adapter(adapters, parts),
+                is_quantized=adapters is not None and adapters.is_quantized,
+            )
         self["activation"] = GatedActivation(config)
-        self["linear_fc2"] = GroupedLinear((num_local_experts, h, f), config, place, split_dim=1)
-        for part, rows in (("linear_fc1", {"gate": f, "up": f}), ("linear_fc2", {"down": h})):
-            linear: Any = self[part]
-            if batch_invariant:
-                linear.keep_bits()
-            if adapters is not None and (adapter := find_adapter(adapters, rows)) is not None:
-                linear.adapt(adapter)
-            if adapters is not None and adapters.is_quantized:
-                linear.quantize()
-            if config.add_bias_linear:
-                linear.add_bias()
-        self._adds_bias = (
-            config.add_bias_linear and pg_collection.expt_tp.rank() == 0
-        )  # results are summed over TP: add it once
+        self._adds_bias = pg_collection.expt_tp.rank() == 0  # results are summed over TP: add it once
 
     def forward(self, x: torch.Tensor, tokens_per_expert: Any, shares: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Apply the experts to rows sorted by expert; `shares` [t] scale the results, biases included."""
@@ -227,22 +212,30 @@ def list_matrices(
     stages: torch.nn.Module, read: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor | QuantizedMatrix]:
     """Return the model's matrices as weight tables list them, NF4 ones included."""
-    whole = {name: read(parameter) for name, parameter in stages.named_parameters()}
-    return {**split_experts(whole, name_expert), **list_quantized_linears(stages)}
+    found: dict[str, torch.Tensor | QuantizedMatrix] = {}
+    found |= split_experts({name: read(parameter) for name, parameter in stages.named_parameters()}, name_expert)
+    for name, module in stages.named_modules():
+        weight: Any = getattr(module, "weight", None)
+        if isinstance(weight, QuantizedMatrix):
+            found[f"{name}.weight"] = weight
+        elif isinstance(weight, list):  # of experts
+            found |= {name_expert(f"{name}.weight", expert): matrix for expert, matrix in enumerate(weight)}
+    return found
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, counts: RowCounts) -> torch.Tensor:
     """Multiply rows [t, k], sorted by expert, with their experts' matrices of [E, n, k]: [t, n]."""
     _, n, k = weight.shape
     if not len(x) or n * weight.itemsize % ROW_BYTES or k * weight.itemsize % ROW_BYTES:
-        pairs = zip(x.split(counts.on_host), weight.unbind(), strict=True)
-        return torch.cat([F.linear(rows, matrix) for rows, matrix in pairs])
+        return multiply_in_turn(F.linear, x, weight, counts)
     return _Product.apply(x, weight, counts.ends)
 
 
-def _multiply_padded(x: torch.Tensor, weight: torch.Tensor, counts: RowCounts) -> torch.Tensor:
-    pairs = zip(x.split(counts.on_host), weight.unbind(), strict=True)
-    return torch.cat([batch_invariant.multiply(rows, matrix) for rows, matrix in pairs])
+def multiply_in_turn(
+    product: Callable[..., torch.Tensor], x: torch.Tensor, weight: Any, counts: RowCounts
+) -> torch.Tensor:
+    """Multiply rows [t, k] with their experts' matrices, one after the other, by `product`: [t, n]."""
+    return torch.cat([product(rows, matrix) for rows, matrix in zip(x.split(counts.on_host), weight, strict=True)])
 
 
 class _Product(torch.autograd.Function):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Construction of this rank's stages of a megatron-core GPTModel that ends in hidden states.
 
-The last stage only holds the head's weight: `heads.py` and `training/` compute logits for a few tokens at a time. The
+The last stage only holds the head's weight: `training/` computes logits for a few tokens at a time. The
 layer spec is megatron-core's local spec with our own norm (megatron-core's refuses sequence parallelism), core
 attention, activation and experts. Transformer Engine's modules keep the same parameter names, so one placement table
 serves both.
@@ -26,10 +26,10 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl.models.attention import BlockedSelfAttention, NormedSelfAttention, PackedAttention
+from megatron_rl.models.attention_backends import find_failure
 from megatron_rl.models.gated_activation import GatedActivation
-from megatron_rl.models.rms_norm import RMSNorm
+from megatron_rl.models.rms_norm import OutputNormLayer, RMSNorm, SandwichLayer
 from megatron_rl.models.stages import HiddenStatesModel, MtpModel, ScoreModel
-from megatron_rl.models.trial import find_failure
 from megatron_rl.parallel.collectives import current_device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.types import UserError
@@ -86,17 +86,12 @@ def build_layer_spec(
     """Build the spec of layer `layer_number`; parameter names do not depend on the implementation."""
     num_experts = config.num_moe_experts if shape.has_experts(layer_number) else None
     spec = get_gpt_layer_local_spec(
-        num_experts=num_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
+        num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     layer: Any = spec.submodules  # "object" by its annotation
     attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
     kinds = {*shape.layer_kinds(layer_number).values()}
     if "mlp_output_norm" in kinds:
-        from megatron_rl.models.sandwich_layer import OutputNormLayer, SandwichLayer
-
         spec.module = SandwichLayer if "mlp_norm" in kinds else OutputNormLayer
     mlps = [mlp]
     if num_experts:
@@ -124,7 +119,7 @@ def build_layer_spec(
             for part in mlps:
                 part.linear_fc1, part.linear_fc2 = te.TEColumnParallelLinear, te.TERowParallelLinear
     if adapters is not None:
-        from megatron_rl.models.linears import adapt_layer
+        from megatron_rl.models.lora_linears import adapt_layer
 
         adapt_layer(config, adapters, attention, None if num_experts else mlp)
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
@@ -184,8 +179,7 @@ def build_gpt_stages(
         )
         if model.pre_process and FAMILIES[shape.family].scales_embedding:
             _scale_embedding(model, shape.hidden_size**0.5)
-        _mark_tensor_parallel_weights(model)
-        _place_weights(model, current_device())
+        _complete_weights(model, current_device())
         chunks.append(model)
     return torch.nn.ModuleList(chunks)
 
@@ -200,22 +194,18 @@ def _scale_embedding(model: GPTModel, scale: float) -> None:
     model.embedding.register_forward_hook(scale_output)
 
 
-def _place_weights(model: GPTModel, device: torch.device) -> None:
-    """Move weights to `device`: megatron-core creates router weights on the host."""
+def _complete_weights(model: GPTModel, device: torch.device) -> None:
+    """Move weights to `device`, and mark TP shards.
+
+    megatron-core creates router weights on the host, and marks only weights that it initializes. The global gradient
+    norm would drop all unmarked shards but TP rank 0's.
+    """
     for module in model.modules():
         for name, weight in [*module.named_parameters(recurse=False)]:
             if not weight.is_meta and weight.device.type != device.type:
                 moved = torch.nn.Parameter(weight.to(device))
                 vars(moved).update({mark: x for mark, x in vars(weight).items() if mark not in vars(moved)})
                 module.register_parameter(name, moved)
-
-
-def _mark_tensor_parallel_weights(model: GPTModel) -> None:
-    """Mark TP shards: megatron-core marks only weights that it initializes.
-
-    The global gradient norm would drop all unmarked shards but TP rank 0's.
-    """
-    for module in model.modules():
         if isinstance(module, (VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear)):
             weight = module.weight
             if isinstance(weight, torch.nn.Parameter) and not hasattr(weight, "tensor_model_parallel"):

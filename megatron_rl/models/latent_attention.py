@@ -10,33 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_rl.parallel.collectives import current_device
+from megatron_rl.models.attention import build_projection
+from megatron_rl.models.stages import ReplicatedLinear, gather_for_shards
 from megatron_rl.weights.family import LatentSizes
-
-
-class ReplicatedLinear(torch.nn.Module):
-    """Bias-free linear with a weight [n, h] replicated over TP; its gradient is partial under TP-SP."""
-
-    def __init__(self, config: TransformerConfig, in_features: int, out_features: int) -> None:
-        super().__init__()
-        empty = torch.empty(out_features, in_features, dtype=config.params_dtype, device=current_device())
-        self.weight = torch.nn.Parameter(empty)
-        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [..., h] to [..., n]."""
-        return F.linear(x, self.weight)
 
 
 class LatentSelfAttention(Attention):
@@ -68,46 +50,23 @@ class LatentSelfAttention(Attention):
         self._sizes, self._is_split = sizes, config.sequence_parallel
         self._plain = channels - sizes.rotary  # channels of a head that are not rotated
 
-        def make_up(inputs: int, outputs: int, name: str) -> Any:
-            return build_module(
-                up,
-                inputs,
-                outputs,
-                config=config,
-                init_method=config.init_method,
-                gather_output=False,
-                bias=False,
-                skip_bias_add=False,
-                is_expert=False,
-                tp_comm_buffer_name=name,
-                tp_group=self.tp_group,
-            )
-
         def make_norm(size: int) -> Any:
             return build_module(norm, config=config, hidden_size=size, eps=config.layernorm_epsilon)
 
-        last: Any = build_module(
-            output,
-            heads * sizes.value,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="proj",
-            tp_group=self.tp_group,
-        )
+        last = build_projection(output, config, heads * sizes.value, config.hidden_size, "proj", self.tp_group)
         self.add_module("linear_proj", last)
         if sizes.query:
             self.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, sizes.query)
         self.add_module("q_layernorm", make_norm(sizes.query) if sizes.query else None)
         self.add_module("k_layernorm", None)  # megatron-core reads the attribute
-        self.linear_q_up_proj = make_up(sizes.query or config.hidden_size, heads * channels, "q_up_proj")
+        self.linear_q_up_proj = build_projection(
+            up, config, sizes.query or config.hidden_size, heads * channels, "q_up_proj", self.tp_group
+        )
         self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, sizes.key_value + sizes.rotary)
         self.kv_layernorm = make_norm(sizes.key_value)
-        self.linear_kv_up_proj = make_up(sizes.key_value, heads * (self._plain + sizes.value), "kv_up_proj")
+        self.linear_kv_up_proj = build_projection(
+            up, config, sizes.key_value, heads * (self._plain + sizes.value), "kv_up_proj", self.tp_group
+        )
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, **_: Any
@@ -123,11 +82,6 @@ class LatentSelfAttention(Attention):
         latent, rotary = self.linear_kv_down_proj(hidden_states).split([sizes.key_value, sizes.rotary], -1)
         mixed = self.linear_kv_up_proj(self.kv_layernorm(latent))[0].unflatten(-1, (-1, plain + sizes.value))
         of_key, value = mixed.split([plain, sizes.value], -1)
-        rotary = self._gather(rotary).unsqueeze(-2).expand(*of_key.shape[:-1], -1)
+        rotary = gather_for_shards(rotary, sequence_parallel=self._is_split, tp_group=self.tp_group)  # of all heads
+        rotary = rotary.unsqueeze(-2).expand(*of_key.shape[:-1], -1)
         return query, torch.cat([rotary, of_key], -1), value
-
-    def _gather(self, rotary: torch.Tensor) -> torch.Tensor:
-        """Gather the key part shared by all heads; the backward sums its gradient over TP ranks."""
-        if self._is_split:
-            return gather_from_sequence_parallel_region(rotary, tensor_parallel_output_grad=True, group=self.tp_group)
-        return copy_to_tensor_model_parallel_region(rotary, group=self.tp_group)

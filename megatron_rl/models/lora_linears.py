@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with low-rank adapters: y = W x + s B A x (LoRA, 2106.09685).
+"""Linear layers with low-rank adapters, y = W x + s B A x (LoRA, 2106.09685), and with a frozen NF4 weight (QLoRA).
 
 Adapters are parameters of the linear itself (layout: `weights/adapters.py`). TP ranks exchange only the r numbers per
 token between A and B. For adapters of experts see `experts.py`.
@@ -10,23 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from torch.autograd.function import once_differentiable
 
+from megatron_rl.models.stages import gather_for_shards
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.nf4 import QuantizedMatrix
 
@@ -95,7 +94,9 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
         return (output + self._compute_change(input_, output) if self._is_on else output), bias
 
     def _compute_change(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        inner = self._gather(F.linear(x, self.lora_A))
+        group: Any = self.tp_group
+        inner = F.linear(x, self.lora_A)  # [t or t/tp, 1, n r]
+        inner = gather_for_shards(inner, sequence_parallel=self.config.sequence_parallel, tp_group=group)
         pieces, end = [], 0
         parts = zip(
             self._adapter.parts, inner.split(self._adapter.rank, -1), self.lora_B.split(self._rows), strict=True
@@ -108,12 +109,6 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
         if end < output.shape[-1]:
             pieces.append(output.new_zeros(*output.shape[:-1], output.shape[-1] - end))
         return self._adapter.scale * (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1))
-
-    def _gather(self, inner: torch.Tensor) -> torch.Tensor:
-        """Map [t or t/tp, 1, n r] to [t, 1, n r]."""
-        if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=self.tp_group)
-        return copy_to_tensor_model_parallel_region(inner, group=self.tp_group)
 
 
 class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
@@ -130,31 +125,20 @@ class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
         output, bias = super().forward(input_)
         if not self._is_on:
             return output, bias
-        inner = self._reduce(F.linear(input_, self.lora_A))  # of this rank's columns
+        inner = F.linear(input_, self.lora_A)  # of this rank's columns
+        if self.config.sequence_parallel:
+            inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.tp_group)
+        else:
+            inner = reduce_from_tensor_model_parallel_region(inner, group=self.tp_group)
         return output + self._adapter.scale * F.linear(inner, self.lora_B), bias
 
-    def _reduce(self, inner: torch.Tensor) -> torch.Tensor:
-        """Sum [t, 1, r] over TP ranks: [t or t/tp, 1, r]."""
-        if self.config.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(inner, group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(inner, group=self.tp_group)
 
-
-def adapt_linear(spec: Any, shape: AdapterShape, parts: dict[str, int]) -> Any:
-    """Return a linear's spec with its adapters, or `spec` itself if it has none.
+def find_adapter(shape: AdapterShape, parts: dict[str, int]) -> LinearAdapter | None:
+    """Return a linear's adapter configuration, or `None`.
 
     Args:
         parts: kind of each matrix fused in the weight, in order -> rows on a TP rank.
     """
-    adapter = find_adapter(shape, parts)
-    if adapter is None:
-        return spec
-    linear = LoraRowParallelLinear if parts.keys() <= {"o", "down"} else LoraColumnParallelLinear
-    return ModuleSpec(module=linear, params={"adapter": adapter})
-
-
-def find_adapter(shape: AdapterShape, parts: dict[str, int]) -> LinearAdapter | None:
-    """Return a linear's adapter configuration, or `None`; for `parts` see `adapt_linear`."""
     ends, served = 0, []
     for kind, rows in parts.items():
         if kind in shape.kinds:
@@ -169,7 +153,9 @@ def freeze_model(stages: torch.nn.Module) -> None:
         parameter.requires_grad_(is_trained(name))
     for name, module in stages.named_modules():
         if name.endswith("embedding"):
-            module.register_forward_hook(_ask_for_gradient)
+            module.register_forward_hook(
+                lambda _, inputs, output: output.requires_grad_() if torch.is_grad_enabled() else output
+            )
 
 
 def is_trained(name: str) -> bool:
@@ -202,5 +188,87 @@ def _make(
     return parameter
 
 
-def _ask_for_gradient(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
+def adapt_layer(config: TransformerConfig, adapters: AdapterShape, attention: Any, mlp: Any) -> None:
+    """Replace the linears of a layer with adapted or NF4 ones, in place.
+
+    Args:
+        attention: submodules spec.
+        mlp: submodules spec, or `None` in a layer of experts.
+    """
+    shape, tp_size = adapters.base, config.tensor_model_parallel_size
+    q, kv, ffn = (
+        size // tp_size
+        for size in (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.ffn_hidden_size)
+    )
+    linears = [
+        (attention, "linear_qkv", {"q.weight": q, "k.weight": kv, "v.weight": kv}),
+        (attention, "linear_proj", {"o": shape.hidden_size}),
+    ]
+    if mlp is not None:
+        linears += [(mlp, "linear_fc1", {"gate": ffn, "up": ffn}), (mlp, "linear_fc2", {"down": shape.hidden_size})]
+    for part, name, rows in linears:
+        linear, params = getattr(part, name), {}
+        if (adapter := find_adapter(adapters, rows)) is not None:
+            linear = LoraRowParallelLinear if name in ("linear_proj", "linear_fc2") else LoraColumnParallelLinear
+            params = {"adapter": adapter}
+        if adapters.is_quantized:
+            linear = _quantize(linear)
+        vars(part)[name] = ModuleSpec(module=linear, params=params)
+
+
+@cache
+def _quantize(linear: type) -> type:
+    return type(f"Quantized{linear.__name__}", (QuantizedLinear, linear), {})
+
+
+class QuantizedLinear(torch.nn.Module):
+    """Mixin before a megatron-core linear: the weight is a `QuantizedMatrix` (zeros at first), not a parameter."""
+
+    weight: Any
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        weight = self.weight
+        del self.weight
+        self.weight = QuantizedMatrix(weight)
+
+    def _forward_impl(
+        self,
+        input: torch.Tensor,
+        weight: QuantizedMatrix,
+        bias: torch.Tensor | None,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: dist.ProcessGroup | None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Compute the product, called by megatron-core in place of `linear_with_frozen_weight`."""
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
+        output = multiply_quantized(input, weight, tp_group if allreduce_dgrad else None)
+        return output if bias is None else output + bias
+
+
+def multiply_quantized(
+    x: torch.Tensor, weight: QuantizedMatrix, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Return x W^T; the weight is dequantized again in the backward, which sums the gradient of x over `group`."""
+    return _QuantizedProduct.apply(x, weight, group)
+
+
+class _QuantizedProduct(torch.autograd.Function):
+    """x W^T in megatron-core's order of operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: QuantizedMatrix, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.weight, ctx.group = weight, group
+        return torch.matmul(x, weight[:].t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        found = gradient.matmul(ctx.weight[:])
+        if ctx.group is not None:
+            dist.all_reduce(found, group=ctx.group)
+        return found, None, None

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS norms (arXiv 1910.07467) for Megatron's sequence parallelism, and over TP-split channels."""
+"""RMS norms (arXiv 1910.07467) for Megatron's sequence parallelism, and over TP-split channels.
+
+Layers can normalize the outputs of attention and MLP, besides inputs (Gemma 3, GLM-4) or only outputs (OLMo 2).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +17,9 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.parallel.collectives import current_device
@@ -86,3 +93,38 @@ class _Norm(torch.autograd.Function):
         of_factor = (scaled * x).sum(-1, keepdim=True)
         of_mean = -0.5 * of_factor * factor.pow(3) / x.shape[-1]
         return scaled.mul_(factor), x * (2 * of_mean), of_weight, None
+
+
+class SandwichLayer(TransformerLayer):
+    """megatron-core layer with extra norms `post_self_attn_layernorm` and `post_mlp_layernorm`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        config = self.config
+        norm: Any = self.submodules_config.input_layernorm
+        self.post_self_attn_layernorm, self.post_mlp_layernorm = (
+            build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            for _ in range(2)
+        )
+        self.self_attn_bda = _add_normalized(self.post_self_attn_layernorm)
+        self.mlp_bda = _add_normalized(self.post_mlp_layernorm)
+
+
+class OutputNormLayer(SandwichLayer):
+    """`SandwichLayer` without the norms of the inputs."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for name in ("input_layernorm", "pre_mlp_layernorm"):
+            self.add_module(name, IdentityOp())
+
+
+def _add_normalized(norm: Any) -> Callable[..., Callable[..., torch.Tensor]]:
+    """Return a replacement for megatron-core's bias-dropout-add that normalizes the output before the sum."""
+
+    def add(result: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
+        output, bias = result
+        assert bias is None and dropout == 0.0, "matrices without a bias, and no dropout"
+        return residual + norm(output)
+
+    return lambda is_training, fused: add

@@ -7,7 +7,6 @@ megatron-core rotates by row, which contiguous context parallel shards and share
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +44,7 @@ def compute_rotary_table(
     Returns:
         Cosine and sine, [t, 1, d]; the first sine of a pair is negated.
     """
-    frequencies, growth = compute_frequencies(head_dim, theta, scaling, position_ids.device)
+    frequencies, growth = _compute_frequencies(head_dim, theta, scaling, position_ids.device)
     angles = torch.outer(position_ids.float(), frequencies)[:, None]  # [t, 1, d/2]
     cosine, sine = ((x if growth == 1.0 else x * growth).to(dtype) for x in (angles.cos(), angles.sin()))
     if neighbors:
@@ -53,53 +52,40 @@ def compute_rotary_table(
     return RotaryTable(torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1), False)
 
 
-def compute_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
+def _compute_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
 ) -> tuple[torch.Tensor, float]:
     """Return a head's frequencies [d/2] in float32, and the factor of its cosines and sines."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
-    if scaling is None:
-        return 1.0 / theta**exponents, 1.0
-    return _SCALINGS[type(scaling)](theta**exponents, scaling, theta)
+    periods = theta**exponents
+    match scaling:
+        case LinearScaling():
+            return 1.0 / periods / scaling.factor, 1.0
+        case Llama3Scaling():
+            turns = scaling.original_max_position_embeddings * (1.0 / periods) / (2 * math.pi)
+            kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+            kept = kept.clamp(0, 1)
+            return 1.0 / periods * (kept + (1 - kept) / scaling.factor), 1.0
+        case YarnScaling():
+            return _scale_as_yarn(periods, scaling, theta), scaling.attention_factor
+        case LongropeScaling():
+            factors = torch.tensor(scaling.short_factor, dtype=torch.float32, device=device)
+            return 1.0 / (factors * periods), scaling.attention_factor
+        case None:
+            return 1.0 / periods, 1.0
 
 
-def _scale_linearly(periods: torch.Tensor, scaling: LinearScaling, theta: float) -> tuple[torch.Tensor, float]:
-    return 1.0 / periods / scaling.factor, 1.0
-
-
-def _scale_as_llama3(periods: torch.Tensor, scaling: Llama3Scaling, theta: float) -> tuple[torch.Tensor, float]:
-    frequencies = 1.0 / periods
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor), 1.0
-
-
-def _scale_as_yarn(periods: torch.Tensor, scaling: YarnScaling, theta: float) -> tuple[torch.Tensor, float]:
-    def find_number(turns: float) -> float:
-        period = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
-        return len(periods) * math.log(period) / math.log(theta)
-
-    first, last = find_number(scaling.beta_fast), find_number(scaling.beta_slow)
+def _scale_as_yarn(periods: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
+    first, last = (
+        len(periods) * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
     if scaling.truncates:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * len(periods) - 1)
     numbers = torch.arange(len(periods), dtype=torch.float32, device=periods.device)
     divided = ((numbers - first) / ((last - first) or 0.001)).clamp(0, 1)
-    return 1.0 / (scaling.factor * periods) * divided + 1.0 / periods * (1 - divided), scaling.attention_factor
-
-
-def _scale_as_longrope(periods: torch.Tensor, scaling: LongropeScaling, theta: float) -> tuple[torch.Tensor, float]:
-    factors = torch.tensor(scaling.short_factor, dtype=torch.float32, device=periods.device)
-    return 1.0 / (factors * periods), scaling.attention_factor
-
-
-_SCALINGS: dict[type, Callable[[torch.Tensor, Any, float], tuple[torch.Tensor, float]]] = {
-    LinearScaling: _scale_linearly,
-    Llama3Scaling: _scale_as_llama3,
-    YarnScaling: _scale_as_yarn,
-    LongropeScaling: _scale_as_longrope,
-}
+    return 1.0 / (scaling.factor * periods) * divided + 1.0 / periods * (1 - divided)
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbors: bool) -> torch.Tensor:

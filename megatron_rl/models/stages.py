@@ -1,16 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline stages of a model: subclasses of megatron-core's GPTModel that end in hidden states."""
+"""Pipeline stages of a model: subclasses of megatron-core's GPTModel that end in hidden states, and heads on them.
+
+Hidden states are `[t, 1, h]`, equal on all TP ranks, or `[t/tp, 1, h]` under sequence parallelism (TP-SP).
+
+* output layer, split over TP: `gather_for_shards` sums the ranks' gradients of hidden states, partial sums over the
+  vocabulary;
+* score head, replicated: nothing to sum. Under sequence parallelism ranks score their own positions and gather the
+  scores; Megatron sums the weight's partial gradient because of its `sequence_parallel` mark.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from torch.distributed.tensor import DTensor
 
-from megatron_rl.models.heads import ScoreHead
+from megatron_rl.parallel.collectives import current_device
+
+
+def gather_for_shards(x: torch.Tensor, *, sequence_parallel: bool, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Map [t, 1, h], or [t/tp, 1, h] with `sequence_parallel`, to [t, 1, h] for matrices that are split over TP.
+
+    The backward sums the gradients of the TP ranks.
+    """
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=tp_group)
+    return copy_to_tensor_model_parallel_region(x, group=tp_group)
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """Bias-free linear with a weight [n, h] replicated over TP; its gradient is partial under TP-SP."""
+
+    def __init__(self, config: TransformerConfig, in_features: int, out_features: int) -> None:
+        super().__init__()
+        empty = torch.empty(out_features, in_features, dtype=config.params_dtype, device=current_device())
+        self.weight = torch.nn.Parameter(empty)
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., h] to [..., n]."""
+        return F.linear(x, self.weight)
+
+
+class ScoreHead(torch.nn.Module):
+    """Bias-free linear from a hidden state to one score, replicated over TP."""
+
+    def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device())
+        )
+        # A replica: only TP rank 0's gradient counts in the global norm. The gradient is partial under TP-SP.
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=False, dim=-1, stride=1)
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+        self._sequence_parallel, self._tp_group = config.sequence_parallel, tp_group
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [t, 1, h] ([t/tp, 1, h] under sequence parallelism) to [t] scores, computed in float32."""
+        scores = (hidden[:, 0].float() @ self.weight[0].float())[:, None]  # [t, 1]
+        if self._sequence_parallel:
+            # All ranks compute the same loss of all scores, so the backward slices instead of summing.
+            scores = gather_from_sequence_parallel_region(
+                scores, tensor_parallel_output_grad=False, group=self._tp_group
+            )
+        return scores[:, 0]
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,8 +115,6 @@ class MtpModel(HiddenStatesModel):
     """Multi-token-prediction layer (arXiv 2412.19437, section 2.2) on the main model's embedding and output layer."""
 
     def __init__(self, config: TransformerConfig, block: Any, **options: Any) -> None:
-        from megatron_rl.models.latent_attention import ReplicatedLinear
-
         super().__init__(config, block, **options)
         del self.output_layer
         norm = block.layer_norm  # `block` is a `TransformerBlockSubmodules`

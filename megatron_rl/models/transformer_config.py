@@ -21,11 +21,8 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.families import FAMILIES, ModelShape
 
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": F.gelu,
-    "clamped_silu": F.silu,
-}  # the functions megatron-core expects; see `GatedActivation`
+# The functions megatron-core expects; see `GatedActivation`.
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu, "clamped_silu": F.silu}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -121,7 +118,7 @@ def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any
     names = FAMILIES[shape.family].experts
     if names is None or not shape.num_experts:
         return {}
-    return _router_settings(shape) | dict(
+    settings: dict[str, Any] = dict(
         num_moe_experts=shape.num_experts,
         moe_router_topk=shape.experts_per_token,
         moe_ffn_hidden_size=shape.ffn_hidden_size,
@@ -135,17 +132,13 @@ def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any
         expert_model_parallel_size=layout.ep_size,
         expert_tensor_parallel_size=layout.expert_tp_size,
     )
-
-
-def _router_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings of a sigmoid router; its bias is our own parameter, see `models/routing.py`."""
-    if shape.router is None:
-        return {}
-    groups = shape.router if shape.router.num_groups > 1 else None
-    return dict(
-        moe_router_score_function="sigmoid",
-        moe_router_dtype="fp32",
-        moe_router_topk_scaling_factor=shape.router.scale,
-        moe_router_num_groups=groups and groups.num_groups,
-        moe_router_group_topk=groups and groups.groups_per_token,
-    )
+    if (router := shape.router) is not None:  # its bias is our own parameter, see `models/routing.py`
+        has_groups = router.num_groups > 1
+        settings |= dict(
+            moe_router_score_function="sigmoid",
+            moe_router_dtype="fp32",
+            moe_router_topk_scaling_factor=router.scale,
+            moe_router_num_groups=router.num_groups if has_groups else None,
+            moe_router_group_topk=router.groups_per_token if has_groups else None,
+        )
+    return settings

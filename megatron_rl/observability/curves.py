@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.observability.metric_table import ROWS, accuracy_set
 from megatron_rl.observability.metrics import Record, read_metrics, step_of
-from megatron_rl.observability.summary import phase_seconds
+from megatron_rl.observability.rollout_log import phase_seconds
 
 CURVES_FILE = "curves.png"
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _GREY = "#3b6fb6", "#e08a2b", "#3f9c6b", "#c8504b", "#8064a2", "#c9ccd1"
@@ -47,11 +47,7 @@ STYLE: dict[Any, Any] = {
 
 
 def plot_curves(run_dir: Path) -> Path:
-    """Draw curves.png of a run directory and return its path.
-
-    Raises:
-        UserError: metrics.jsonl is missing or unreadable.
-    """
+    """Draw curves.png of a run directory and return its path (UserError: metrics.jsonl is missing or unreadable)."""
     import matplotlib
     from matplotlib.figure import Figure
 

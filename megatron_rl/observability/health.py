@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import gt, lt
 from statistics import fmean, median, pvariance
 
 from megatron_rl.config.sections import HealthConfig
@@ -52,9 +53,9 @@ class _Courses:
         """Return the last window; empty if the metric has fewer values."""
         return self.series.get(key, [])[-self.window :] if len(self.series.get(key, ())) >= self.window else []
 
-    def mean(self, key: str) -> float | None:
-        """Return the mean of the last window."""
-        return fmean(self.now(key)) if self.now(key) else None
+    def mean(self, key: str) -> float:
+        """Return the mean of the last window, NaN without one: no comparison with it holds."""
+        return fmean(self.now(key) or [math.nan])
 
     def first(self, key: str) -> list[float]:
         """Return the first window; empty if it overlaps the last."""
@@ -76,19 +77,16 @@ class _Courses:
         return (change > noise) - (change < -noise)
 
 
-def _entropy(courses: _Courses, settings: HealthConfig, key: str) -> str | None:
+def _entropy(courses: _Courses, floor: float, key: str) -> str | None:
     first, now = courses.first(key), courses.mean(key)
-    if not first or now is None or settings.entropy_floor is None or now >= settings.entropy_floor * fmean(first):
+    if not first or now >= floor * fmean(first):
         return None
     return f"the policy's entropy is {now:.2g} nats; it was {fmean(first):.2g} in the first {courses.window} steps."
 
 
-def _length(courses: _Courses, settings: HealthConfig, key: str) -> str | None:
-    then, now = courses.earlier(key), courses.mean(key)
-    reward = courses.earlier("reward/mean")
-    if not then or not reward or now is None or settings.length_growth is None:
-        return None
-    if now <= settings.length_growth * fmean(then) or courses.trend("reward/mean", _RISES) > 0:
+def _length(courses: _Courses, growth: float, key: str) -> str | None:
+    then, now, reward = courses.earlier(key), courses.mean(key), courses.earlier("reward/mean")
+    if not then or not reward or now <= growth * fmean(then) or courses.trend("reward/mean", _RISES) > 0:
         return None
     return (
         f"the responses of a step grew from {fmean(then):,.0f} to {now:,.0f} tokens, and the reward did not rise "
@@ -96,13 +94,10 @@ def _length(courses: _Courses, settings: HealthConfig, key: str) -> str | None:
     )
 
 
-def _mismatch(courses: _Courses, settings: HealthConfig, *keys: str) -> str | None:
+def _mismatch(courses: _Courses, growth: float, *keys: str) -> str | None:
     key = "mismatch/lag0" if "mismatch/lag0" in keys else "mismatch/mean"
-    first, now = courses.first(key), courses.mean(key)
-    if not first or now is None or settings.mismatch_growth is None:
-        return None
-    least = min(first)  # the gap may be growing from the first step on
-    if now <= max(settings.mismatch_growth * least, _SMALLEST_MISMATCH):
+    now, least = courses.mean(key), min(courses.first(key), default=math.nan)  # the gap may grow from the first step on
+    if math.isnan(least) or now <= max(growth * least, _SMALLEST_MISMATCH):
         return None
     return (
         f"engine and trainer differ by {now:.2g} nats per token on the same weights; it was {least:.2g} in one of the "
@@ -110,75 +105,67 @@ def _mismatch(courses: _Courses, settings: HealthConfig, *keys: str) -> str | No
     )
 
 
-def _gradient(courses: _Courses, settings: HealthConfig, key: str) -> str | None:
+def _gradient(courses: _Courses, growth: float, key: str) -> str | None:
     then, now = courses.earlier(key), courses.mean(key)
-    if not then or now is None or settings.gradient_growth is None or now <= settings.gradient_growth * median(then):
+    if not then or now <= growth * median(then):
         return None
     return f"the gradient norm is {now:.3g}; it was {median(then):.3g}."
 
 
-def _components(courses: _Courses, settings: HealthConfig, *keys: str) -> str | None:
+def _components(courses: _Courses, is_wanted: bool, *keys: str) -> str | None:
     """Check whether one component of the reward rises while another falls."""
-    names = [key.removeprefix("reward/") for key in keys]
-    trends = {name: courses.trend(f"reward/{name}", _PARTS) for name in names if "/" not in name}
+    trends = {name: courses.trend(key, _PARTS) for key in keys if "/" not in (name := key.removeprefix("reward/"))}
     rising, falling = ([name for name in trends if trends[name] == way] for way in (1, -1))
-    if not settings.components or not rising or not falling:
+    if not is_wanted or not rising or not falling:
         return None
     return f"components of the reward part: {', '.join(rising)} rises while {', '.join(falling)} falls."
 
 
-def _critic(courses: _Courses, settings: HealthConfig, key: str) -> str | None:
+def _critic(courses: _Courses, floor: float, key: str) -> str | None:
     value = courses.mean(key)
-    is_young = not courses.first(key)  # a critic begins at zero or at random
-    if is_young or value is None or settings.explained_variance_floor is None:
-        return None
-    if value >= settings.explained_variance_floor:
+    if not courses.first(key) or value >= floor:  # a critic begins at zero or at random
         return None
     return f"the critic explains {value:.2g} of the returns' variance: less than their mean would."
 
 
-def _failures(courses: _Courses, settings: HealthConfig, *keys: str) -> str | None:
-    for key in sorted(keys):
-        value, limit = courses.mean(key), settings.failed_limit
-        if value is not None and limit is not None and value >= limit:
-            if key == "agents/failed":
-                return f"{value:.0%} of the episodes fail: their environment raises, ends or does not answer in time."
-            return f"the reward service fails on {value:.0%} of the responses."
-    return None
+def _failures(courses: _Courses, limit: float, *keys: str) -> str | None:
+    key = next((key for key in sorted(keys) if courses.mean(key) >= limit), None)
+    if key is None:
+        return None
+    value = courses.mean(key)
+    if key == "agents/failed":
+        return f"{value:.0%} of the episodes fail: their environment raises, ends or does not answer in time."
+    return f"the reward service fails on {value:.0%} of the responses."
 
 
-def _above(setting: str, sentence: str) -> Callable[..., str | None]:
-    def check(courses: _Courses, settings: HealthConfig, key: str) -> str | None:
-        value, limit = courses.mean(key), getattr(settings, setting)
-        return None if value is None or limit is None or value <= limit else sentence.format(value)
+def _beyond(is_beyond: Callable[[float, float], bool], sentence: str) -> Callable[..., str | None]:
+    def check(courses: _Courses, limit: float, key: str) -> str | None:
+        return sentence.format(courses.mean(key)) if is_beyond(courses.mean(key), limit) else None
 
     return check
 
 
-def _sample_size(courses: _Courses, settings: HealthConfig, key: str) -> str | None:
-    value, floor = courses.mean(key), settings.sample_size_floor
-    if value is None or floor is None or value >= floor:
-        return None
-    return f"the importance weights leave {value:.0%} of the samples' worth: few tokens carry the gradient."
-
-
-# Alarm -> its check; arguments after the settings: the keys of the metrics that declare the alarm.
-CHECKS: dict[str, Callable[..., str | None]] = {
-    "entropy": _entropy,
-    "length": _length,
-    "mismatch": _mismatch,
-    "sample-size": _sample_size,
-    "gradient": _gradient,
-    "clipping": _above("clip_limit", "{:.0%} of the tokens are clipped."),
-    "truncated": _above("truncated_limit", "{:.0%} of the responses reach the length limit."),
-    "no-signal": _above("uninformative_limit", "{:.0%} of the groups have equal rewards and teach nothing."),
-    "restating": _above(
-        "restating_limit", "{:.0%} of the responses are rewarded for an answer that repeats a part of the prompt."
+# Alarm -> its limit in the settings, and its check; arguments after the limit: the metrics that declare the alarm.
+CHECKS: dict[str, tuple[str, Callable[..., str | None]]] = {
+    "entropy": ("entropy_floor", _entropy),
+    "length": ("length_growth", _length),
+    "mismatch": ("mismatch_growth", _mismatch),
+    "sample-size": (
+        "sample_size_floor",
+        _beyond(lt, "the importance weights leave {:.0%} of the samples' worth: few tokens carry the gradient."),
     ),
-    "components": _components,
-    "dead-experts": _above("dead_experts_limit", "{:.3g} experts get no token of an update."),
-    "critic": _critic,
-    "failures": _failures,
+    "gradient": ("gradient_growth", _gradient),
+    "clipping": ("clip_limit", _beyond(gt, "{:.0%} of the tokens are clipped.")),
+    "truncated": ("truncated_limit", _beyond(gt, "{:.0%} of the responses reach the length limit.")),
+    "no-signal": ("uninformative_limit", _beyond(gt, "{:.0%} of the groups have equal rewards and teach nothing.")),
+    "restating": (
+        "restating_limit",
+        _beyond(gt, "{:.0%} of the responses are rewarded for an answer that repeats a part of the prompt."),
+    ),
+    "components": ("components", _components),
+    "dead-experts": ("dead_experts_limit", _beyond(gt, "{:.3g} experts get no token of an update.")),
+    "critic": ("explained_variance_floor", _critic),
+    "failures": ("failed_limit", _failures),
 }
 
 
@@ -196,9 +183,9 @@ class HealthMonitor:
         self._courses.add(record)
         self._count += 1
         new = []
-        for name, check in CHECKS.items():
-            keys = self._courses.watched.get(name, ())
-            evidence = check(self._courses, self._settings, *keys) if keys else None
+        for name, (setting, check) in CHECKS.items():
+            keys, limit = self._courses.watched.get(name, ()), getattr(self._settings, setting)
+            evidence = check(self._courses, limit, *keys) if keys and limit is not None else None
             if evidence is not None:
                 if name not in self._seen or self._count - self._seen[name] > self._settings.window:
                     new.append(Alarm(name, step, evidence))

@@ -15,27 +15,16 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Metric:
-    """Declaration of a metric, or of all metrics whose names have one pattern.
+    """Declaration of a metric, or of all metrics whose names have one pattern."""
 
-    Attributes:
-        name: key in a record; `<word>` stands for any text.
-        meaning: text of docs/metrics.md.
-        unit: "" for a plain number.
-        first_only: a step with several values (one per optimizer step) logs the first of them instead of their mean.
-        console: format of the console column, with the words of the pattern as fields; columns have the table's order.
-        chart: title of a chart of `status.py`.
-        curve: legend in the panel "KL and rollout mismatch" of curves.png.
-        alarm: check of `health.py` that watches the metric.
-    """
-
-    name: str
-    meaning: str
+    name: str  # key in a record; `<word>` stands for any text
+    meaning: str  # text of docs/metrics.md
     unit: str = ""
-    first_only: bool = False
-    console: str = ""
-    chart: str = ""
-    curve: str = ""
-    alarm: str = ""
+    first_only: bool = False  # a step with several values (one per optimizer step) logs the first, not their mean
+    console: str = ""  # format of the console column, with the words of the pattern as fields, in the table's order
+    chart: str = ""  # title of a chart of `status.py`
+    curve: str = ""  # legend in the panel "KL and rollout mismatch" of curves.png
+    alarm: str = ""  # check of `health.py` that watches the metric
 
     def match(self, key: str) -> re.Match[str] | None:
         """Match a key with the name; the groups are the texts of the placeholders."""

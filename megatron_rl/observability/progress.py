@@ -1,26 +1,126 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Terminal output of a run: one line per step, and bars of its progress (plain lines without a terminal)."""
+"""Output of a run for people: lines and bars on the terminal (plain lines without one), and a log file per rank.
+
+During a generation the engine's thread increments two numbers, responses and tokens; twice a second another thread adds
+the increments to counters in the job's store and passes their sums to the display on rank 0.
+
+The logger is the package's own, so every module's `logging.getLogger(__name__)` writes to the file.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import re
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
+from torch.distributed.distributed_c10d import Store
 
 from megatron_rl.observability.metric_table import accuracy_set, format_columns
 from megatron_rl.observability.metrics import NumberRecord, Sink
-from megatron_rl.observability.rollout_progress import RolloutCount
-from megatron_rl.observability.summary import phase_seconds
+from megatron_rl.observability.rollout_log import phase_seconds
 
+_INTERVAL = 0.5  # seconds between two updates
+_WINDOW = 20  # updates that the speed is averaged over
 LINE_SECONDS = 10.0  # between two lines about a rollout without a terminal
 _REDRAWS_PER_SECOND = 2
+
+
+@dataclass(frozen=True)
+class RolloutCount:
+    """Progress of a generation over all engines."""
+
+    finished: int
+    total: int
+    tokens: int  # sampled ones, including those of unfinished responses
+    tokens_per_second: float  # mean of the last ten seconds
+    seconds: float
+
+
+Show = Callable[[RolloutCount | None], None]
+
+
+class RolloutProgress:
+    """Counter of the responses of generations; every rank makes the same calls.
+
+    Args:
+        store: shared by all ranks; `None` disables counting.
+        show: on the displaying rank; called by another thread with the progress, and with `None` at the end.
+    """
+
+    def __init__(self, store: Store | None = None, show: Show | None = None) -> None:
+        self._store, self._show = store, show
+        self._generation = self._finished = self._tokens = 0
+        self._added = (0, 0)
+
+    def count(self, num_tokens: int) -> None:
+        """Count a finished response of this rank's engine."""
+        self._finished += 1
+        self._tokens += num_tokens
+
+    @contextmanager
+    def follow(self, total: int, tokens_in_flight: Callable[[], int] | None) -> Iterator[None]:
+        """Follow the generation in the block.
+
+        Args:
+            total: responses of all engines.
+            tokens_in_flight: returns the tokens of unfinished responses of this rank's engine, in another thread;
+                `None` on a rank that does not report for an engine.
+        """
+        self._generation += 1
+        if self._store is None or tokens_in_flight is None:
+            yield
+            return
+        self._finished = self._tokens = 0
+        self._added = (0, 0)
+        over = threading.Event()
+        thread = threading.Thread(
+            target=self._watch, args=(self._store, over, total, tokens_in_flight), name="rollout progress", daemon=True
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _watch(self, store: Store, over: threading.Event, total: int, tokens_in_flight: Callable[[], int]) -> None:
+        start = time.monotonic()
+        looks = deque([(start, 0)], maxlen=_WINDOW)
+        try:
+            is_over = False
+            while not is_over:
+                is_over = over.wait(_INTERVAL)  # one more update at the end, for the last responses
+                mine = self._finished, self._tokens  # read first, else a response could count twice
+                mine = mine[0], mine[1] + tokens_in_flight()
+                finished, tokens = (
+                    store.add(f"{self._generation}/{name}", now - before)
+                    for name, now, before in zip(("finished", "tokens"), mine, self._added, strict=True)
+                )
+                self._added = mine
+                now = time.monotonic()
+                speed = (tokens - looks[0][1]) / (now - looks[0][0])
+                looks.append((now, tokens))
+                if self._show is not None:
+                    self._show(RolloutCount(finished, total, tokens, max(0.0, speed), now - start))
+        except Exception as error:  # the store is gone; the run continues without a display
+            self._store = None
+            logging.getLogger(__name__).warning("the progress of rollouts is no longer shown: %s", error)
+        if self._show is not None:
+            self._show(None)
 
 
 class ConsoleLines(Sink):
@@ -106,12 +206,8 @@ class ProgressDisplay(Sink):
         return bars
 
     def _show_steps(self, bars: Progress) -> None:
-        bars.update(
-            self._steps,
-            completed=self._pace.done,
-            count=f"{self._pace.done}/{self._pace.total}",
-            note=" | ".join(note for note in self._notes.values() if note),
-        )
+        done, note = self._pace.done, " | ".join(self._notes.values())
+        bars.update(self._steps, completed=done, count=f"{done}/{self._pace.total}", note=note)
 
     def log(self, step: int, record: NumberRecord) -> None:
         """Move the bar of steps, with the last reward (SFT: loss) and validation as its note."""
@@ -125,10 +221,9 @@ class ProgressDisplay(Sink):
 
     def show_rollout(self, name: str, count: RolloutCount | None) -> None:
         """Show the progress of a generation, `None` at its end; may be called by another thread."""
-        if self._bars is not None:
-            if count is None:
-                self._bars.update(self._rollout, visible=False)
-                return
+        if self._bars is not None and count is None:
+            self._bars.update(self._rollout, visible=False)
+        elif self._bars is not None and count is not None:
             if not self._bars.tasks[self._rollout].visible:
                 self._bars.reset(self._rollout, total=count.total)
             self._bars.update(
@@ -175,3 +270,93 @@ class _Remaining(ProgressColumn):
             return Text("")
         left = pace.remaining
         return Text("eta -" if left is None else f"eta {timedelta(seconds=round(left))}")
+
+
+LOGGER_NAME = "megatron_rl"
+_TAIL_BYTES = 1 << 16
+# Time, level and text of a log line, or level and text of the report that ends a job.
+_WARNING = re.compile(r"(?:([\d-]+ [\d:]+),\d+ rank\d+ (WARNING|ERROR|CRITICAL) \S+|(error)): (.*)")
+
+
+class _ConsoleHandler(logging.Handler):
+    """Handler that prints to the current stdout, which a progress bar replaces (`progress.py`)."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+class _FileHandler(logging.FileHandler):
+    """Handler that drops lines the disk does not accept, with one warning, instead of ending the run."""
+
+    is_failing = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.is_failing:
+            self.is_failing = True
+            print(f"warning: lines are missing in {self.baseFilename}: {error}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+def log_path(run_dir: Path, rank: int) -> Path:
+    """Return the path of a rank's log."""
+    return Path(run_dir) / "logs" / f"rank{rank}.log"
+
+
+def read_warnings(path: Path, most: int) -> list[dict[str, str | None]]:
+    """Return time, level and text of the last warnings and errors of a log, the newest first, without alarms."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return []
+    found: list[dict[str, str | None]] = []
+    is_open = False
+    for line in lines:
+        if match := _WARNING.match(line):
+            time, level, report, text = match.groups()
+            is_open = not text.startswith("health: ")
+            if is_open:
+                found.append({"time": time, "level": (level or report).lower(), "text": text})
+        elif is_open and line.startswith("  "):
+            found[-1]["text"] = f"{found[-1]['text']}\n{line}"
+        else:
+            is_open = False
+    return found[-most:][::-1]
+
+
+def open_rank_log(run_dir: Path, rank: int) -> logging.Logger:
+    """Return the package's logger, which appends to `logs/rank<N>.log` and on rank 0 prints INFO and above."""
+    logger = logging.getLogger(LOGGER_NAME)
+    close_rank_log(logger)
+    path = log_path(run_dir, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_file = _FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    to_file.setFormatter(logging.Formatter(f"%(asctime)s rank{rank} %(levelname)s %(name)s: %(message)s"))
+    logger.addHandler(to_file)
+    if rank == 0:
+        console = _ConsoleHandler(logging.INFO)
+        console.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(console)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False  # else a library's handler on the root logger prints every line twice
+    return logger
+
+
+def close_rank_log(logger: logging.Logger) -> None:
+    """Close the files of `open_rank_log` and restore the logger."""
+    for handler in list(logger.handlers):
+        if isinstance(handler, _FileHandler | _ConsoleHandler):
+            logger.removeHandler(handler)
+            handler.close()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -17,11 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 from torch.distributed.distributed_c10d import Store
 
 from megatron_rl.config.sections import ObservabilityConfig
-from megatron_rl.observability.durable import replace_text
 from megatron_rl.observability.health import HealthMonitor
 from megatron_rl.observability.metric_table import find_metric
 from megatron_rl.observability.metrics import (
@@ -30,18 +29,33 @@ from megatron_rl.observability.metrics import (
     VALIDATION,
     MetricsFile,
     Sink,
+    TensorBoard,
     has_records,
+    is_due,
     plain_record,
     read_metrics,
+    replace_text,
     set_aside,
     step_of,
 )
-from megatron_rl.observability.progress import ConsoleLines, Pace, ProgressDisplay
-from megatron_rl.observability.rank_log import close_rank_log, log_path, open_rank_log, read_warnings
-from megatron_rl.observability.rollout_log import write_rows
-from megatron_rl.observability.rollout_progress import RolloutCount, RolloutProgress
-from megatron_rl.observability.summary import SUMMARY_FILE, find_best_responses, format_response, write_summary
-from megatron_rl.observability.tensorboard import TensorBoard, is_due
+from megatron_rl.observability.progress import (
+    ConsoleLines,
+    Pace,
+    ProgressDisplay,
+    RolloutCount,
+    RolloutProgress,
+    close_rank_log,
+    log_path,
+    open_rank_log,
+    read_warnings,
+)
+from megatron_rl.observability.rollout_log import (
+    SUMMARY_FILE,
+    find_best_responses,
+    format_response,
+    write_rows,
+    write_summary,
+)
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.types import UserError
 
@@ -61,18 +75,14 @@ class Run:
 
     Raises:
         OSError: the directory cannot be written, or its disk is full.
-
-    Attributes:
-        best_value: highest `trainer.best_metric` so far.
-        failed_saves: {"step", "error"} of each checkpoint that could not be written.
     """
 
     def __init__(
         self, run_dir: Path, config_yaml: str, total_steps: int, settings: ObservabilityConfig, rank: int
     ) -> None:
         self.dir, self.is_writer, self.timers = run_dir, rank == 0, PhaseTimers()
-        self.best_value = float("-inf")
-        self.failed_saves: list[dict[str, Any]] = []
+        self.best_value = float("-inf")  # highest `trainer.best_metric` so far
+        self.failed_saves: list[dict[str, Any]] = []  # {"step", "error"} of checkpoints that could not be written
         self._config_yaml, self._total_steps, self._settings = config_yaml, total_steps, settings
         self._counts: dict[str, list[float]] = {}
         self._sinks: list[Sink] = []
@@ -83,8 +93,10 @@ class Run:
         self._rollout: RolloutCount | None = None
         self._health = HealthMonitor(settings.health)
         run_dir.mkdir(parents=True, exist_ok=True)
-        if self.is_writer:
-            _check_room(run_dir)
+        if self.is_writer:  # a full disk or a quota fails here and not in the log
+            with tempfile.TemporaryFile(dir=run_dir) as file:
+                file.write(bytes(_ROOM_BYTES))
+                os.fsync(file.fileno())
         self.log_file = log_path(run_dir, rank)
         self.log = open_rank_log(run_dir, rank)
 
@@ -104,15 +116,12 @@ class Run:
         self.failed_saves = list(failed_saves)
 
     def start(self, after_step: int | None, positions: Positions = tuple) -> None:
-        """Open the sinks.
+        """Open the sinks (UserError if one cannot be opened).
 
         Args:
             after_step: continue the existing run after this step (-1: repeat it) and move its output of later steps to
                 `attempt-<n>/`; `None` begins a new run.
             positions: returns the last heartbeat of every rank.
-
-        Raises:
-            UserError: rank 0 cannot open a sink.
         """
         if self.is_writer:
             (self.dir / ROLLOUTS).mkdir(exist_ok=True)
@@ -148,16 +157,7 @@ class Run:
         if settings.wandb != "off":
             from megatron_rl.observability.wandb_run import WandbRun
 
-            add(
-                WandbRun(
-                    self.dir,
-                    settings.wandb,
-                    settings.wandb_project,
-                    settings.wandb_name,
-                    yaml.safe_load(self._config_yaml) or {},
-                    self._total_steps,
-                )
-            )
+            add(WandbRun(self.dir, settings, self._config_yaml, self._total_steps))
         if settings.tensorboard:
             add(TensorBoard(self.dir, after_step, settings.histograms_every))
         self._display = ProgressDisplay(self._pace, is_wanted=settings.progress_bar)
@@ -234,9 +234,8 @@ class Run:
 
     def follow_rollouts(self, store: Store) -> RolloutProgress:
         """Return a counter of generated responses, with a store of its own that all ranks share."""
-        if not self._settings.progress_bar and self._settings.status_port is None:
-            return RolloutProgress()
-        return RolloutProgress(store, self._show_rollout if self.is_writer else None)
+        is_shown = self._settings.progress_bar or self._settings.status_port is not None
+        return RolloutProgress(store, self._show_rollout if self.is_writer else None) if is_shown else RolloutProgress()
 
     def _show_rollout(self, count: RolloutCount | None) -> None:
         self._rollout, display = count, self._display
@@ -306,15 +305,8 @@ class Run:
             for row in best:
                 self.log.info("best of step %d: %s", step, format_response(row))
             for name, course in json.loads(summary.read_text())["validation"].items():
-                self.log.info(
-                    "%s accuracy: %.4f at step %d -> %.4f at step %d (best %.4f)",
-                    name,
-                    course["first"],
-                    course["first_step"],
-                    course["last"],
-                    course["last_step"],
-                    course["best"],
-                )
+                numbers = (course[key] for key in ("first", "first_step", "last", "last_step", "best"))
+                self.log.info("%s accuracy: %.4f at step %d -> %.4f at step %d (best %.4f)", name, *numbers)
             self.log.info("summary: %s", summary)
             from megatron_rl.observability import curves  # once, at the end
 
@@ -335,14 +327,3 @@ class Run:
         """Close the sinks in reverse order: the last one opened may hold the terminal."""
         while self._sinks:
             self._sinks.pop().close()
-
-
-def _check_room(directory: Path) -> None:
-    """Write and remove a file, so that a full disk or a quota fails here and not in the log."""
-    path = directory / ".room"
-    try:
-        with path.open("wb") as file:
-            file.write(bytes(_ROOM_BYTES))
-            os.fsync(file.fileno())
-    finally:
-        path.unlink(missing_ok=True)

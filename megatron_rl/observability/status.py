@@ -26,16 +26,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.observability.durable import replace_text
+from megatron_rl.observability.failures import Position
 from megatron_rl.observability.metric_table import find_metric
-from megatron_rl.observability.metrics import NumberRecord, Sink, step_of
-from megatron_rl.observability.positions import Position
-from megatron_rl.observability.tensorboard import shorten
+from megatron_rl.observability.metrics import Record, Sink, replace_text, shorten, step_of
 from megatron_rl.types import UserError
 
 _SCRIPTS = ("parts.js", "page.js")
-
-
 STATUS_FILE = "status.html"
 _PARTS = Path(__file__).parent / "status_page"
 _MOST_POINTS = 400  # of a curve in one response
@@ -52,15 +48,17 @@ CHARTS = (
     "entropy of routers", "staleness", "busy engines",
 )  # fmt: skip
 
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
 Positions = Callable[[], Sequence[Position | None]]
 
 
 def check_address(host: str, port: int) -> None:
-    """Check, before models are built, that the page can be served.
-
-    Raises:
-        UserError: the port is taken, or the host is not an address of this machine.
-    """
+    """Check, before models are built, that the page can be served at an address of this machine (UserError)."""
     try:
         socket.create_server((host, port)).close()
     except (OSError, OverflowError) as error:
@@ -80,7 +78,6 @@ class StatusPage(Sink):
     """Sink that serves the page of one run until `close`, under a secret path.
 
     Args:
-        host, port: address; port 0 takes any free port.
         now: returns data that change between two steps; called for each response.
         positions: returns the last heartbeat of each rank; empty without a watchdog.
         records: of a resumed run so far.
@@ -97,14 +94,14 @@ class StatusPage(Sink):
         *,
         now: Callable[[], Mapping[str, Any]],
         positions: Positions,
-        records: Sequence[Mapping[str, float | None]] = (),
+        records: Sequence[Record] = (),
     ) -> None:
         self._name, self._now, self._ranks = name, now, _Ranks(positions)
         self._curves: dict[str, dict[str, list[tuple[int, float]]]] = {title: {} for title in CHARTS}
         self._samples: dict[str, Any] = {"step": None, "rows": []}
         self._alarms: list[dict[str, Any]] = []
         for record in records:
-            self._add(step_of(record), record)
+            self.log(step_of(record), record)
         self._path = f"/{secrets.token_urlsafe(16)}/"
         self._page = read_template(_PARTS, name, connect="'self'")
         try:
@@ -119,11 +116,8 @@ class StatusPage(Sink):
         host, port = self._server.server_address[:2]
         return f"http://{host}:{port}{self._path}"
 
-    def log(self, step: int, record: NumberRecord) -> None:
+    def log(self, step: int, record: Record) -> None:
         """Append to the curves."""
-        self._add(step, record)
-
-    def _add(self, step: int, record: Mapping[str, float | None]) -> None:
         for key, value in record.items():
             metric = find_metric(key)
             if metric is not None and metric.chart and value is not None and math.isfinite(value):
@@ -175,9 +169,9 @@ class StatusFile(Sink):
     def __init__(self, page: StatusPage, path: Path) -> None:
         self._page, self._path = page, path
 
-    def log(self, step: int, record: NumberRecord) -> None:
+    def log(self, step: int, record: Record) -> None:
         """Write the page, which has received this step before."""
-        replace_text(self._path, self._page.freeze(), errors="replace")
+        self.close()
 
     def close(self) -> None:
         """Write the page with the data since the last step."""
@@ -307,14 +301,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, content_type: str, body: bytes) -> None:
         self.send_response(200)
-        for name, value in (
-            ("Content-Type", content_type),
-            ("Content-Length", str(len(body))),
-            ("Cache-Control", "no-store"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("X-Frame-Options", "DENY"),
-            ("Referrer-Policy", "no-referrer"),
-        ):
+        for name, value in {"Content-Type": content_type, "Content-Length": str(len(body)), **_HEADERS}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
@@ -338,8 +325,7 @@ def read_template(folder: Path, title: str, connect: str = "'none'") -> str:
         "base-uri 'none'; form-action 'none'"
     )
     escaped = html.escape(title).replace("{", "&#123;")  # so that a title is not taken for a placeholder
-    values = {"style": style, "policy": policy, "title": escaped, "script": script}
-    for name, value in values.items():
+    for name, value in {"style": style, "policy": policy, "title": escaped, "script": script}.items():
         page = page.replace(f"{{{{{name}}}}}", value)
     return page
 

@@ -15,27 +15,19 @@ from typing import Any
 
 
 class PhaseTimers:
-    """Wall time and memory by phase, with a monotonic clock in seconds.
-
-    Attributes:
-        memory_probe: returns bytes in use, called at the end of each phase, if set.
-        memory: its last result, in bytes.
-        annotate: makes a named range of each phase for profilers, if set.
-        phases: current phases, the outermost first.
-        began: start of each current phase, in seconds of the clock.
-        num_entered: phases entered so far, in the same order on all ranks.
-    """
+    """Wall time and memory by phase, with a monotonic clock in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: dict[str, float] = {}
         self._bytes: dict[str, int] = {}
         self._swallowing = 0
-        self.memory_probe: Callable[[], int] | None = None
-        self.annotate: Callable[[str], AbstractContextManager[None]] | None = None
-        self.step = self.num_entered = self.memory = 0
-        self.phases: list[str] = []
-        self.began: list[float] = []
+        self.memory_probe: Callable[[], int] | None = None  # returns bytes in use, at the end of each phase
+        self.annotate: Callable[[str], AbstractContextManager[None]] | None = None  # a named range for profilers
+        self.step = self.num_entered = 0  # phases entered so far, in the same order on all ranks
+        self.memory = 0  # last result of the probe, in bytes
+        self.phases: list[str] = []  # current ones, the outermost first
+        self.began: list[float] = []  # their starts, in seconds of the clock
 
     def attach(
         self, memory_probe: Callable[[], int], annotate: Callable[[str], AbstractContextManager[None]] | None
@@ -92,10 +84,8 @@ class PhaseTimers:
         """Take the maximum with another rank's values: it may have a role that this rank lacks."""
         for name, value in seen.items():
             kind, _, phase = name.partition("/")
-            if kind == "time":
-                self._seconds[phase] = max(self._seconds.get(phase, 0.0), value)
-            else:
-                self._bytes[phase] = max(self._bytes.get(phase, 0), int(value))
+            table: dict[str, Any] = self._seconds if kind == "time" else self._bytes
+            table[phase] = max(table.get(phase, 0), value)
 
     def pop(self) -> dict[str, float]:
         """Return `seen` and reset it."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from megatron_rl.observability.durable import replace_text
-from megatron_rl.observability.metrics import NumberRecord, Sink
+import yaml
+
+from megatron_rl.config.sections import ObservabilityConfig
+from megatron_rl.observability.metrics import NumberRecord, Sink, replace_text
 from megatron_rl.types import UserError
 
 ID_FILE = "wandb_id"
@@ -25,45 +26,39 @@ class WandbRun(Sink):
     """Sink for one run of a W&B project; offline it writes files below <run_dir>/wandb and opens no connection.
 
     Args:
-        name: name of the run in W&B; `None` for that of the run directory.
         total_steps: a run that ends before this step is marked as failed.
 
     Raises:
         UserError: W&B refuses the login.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        mode: Literal["offline", "online"],
-        project: str,
-        name: str | None,
-        config: Mapping[str, Any],
-        total_steps: int,
-    ) -> None:
+    def __init__(self, run_dir: Path, settings: ObservabilityConfig, config_yaml: str, total_steps: int) -> None:
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # read at import; else wandb sends its own traces, even offline
         os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # else wandb advertises another package
         import wandb
         from wandb.errors import Error
 
-        settings = wandb.Settings(
-            silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True, force=True
-        )
+        assert settings.wandb != "off"
+        id_file = run_dir / ID_FILE
+        if not id_file.exists():
+            replace_text(id_file, uuid.uuid4().hex[:12] + "\n")
         try:
             self._run: Any = wandb.init(
-                id=_read_id(run_dir),
+                id=id_file.read_text(encoding="utf-8").strip(),
                 resume="allow",
-                project=project,
-                name=name or run_dir.resolve().name,
+                project=settings.wandb_project,
+                name=settings.wandb_name or run_dir.resolve().name,
                 dir=str(run_dir),
-                mode=mode,
-                config=dict(config),
-                settings=settings,
+                mode=settings.wandb,
+                config=yaml.safe_load(config_yaml) or {},
+                settings=wandb.Settings(
+                    silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True, force=True
+                ),
             )
         except Error as error:
             raise UserError(
                 f"Weights & Biases does not start: {error}",
-                source=f"observability.wandb={mode}",
+                source=f"observability.wandb={settings.wandb}",
                 expected="a machine that is logged in",
                 hint="run `wandb login`, or set observability.wandb=offline",
             ) from error
@@ -92,10 +87,3 @@ class WandbRun(Sink):
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=self._exit_code)
-
-
-def _read_id(run_dir: Path) -> str:
-    path = run_dir / ID_FILE
-    if not path.exists():
-        replace_text(path, uuid.uuid4().hex[:12] + "\n")
-    return path.read_text(encoding="utf-8").strip()

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from megatron_rl.parallel import library_warnings
-from megatron_rl.parallel.imports import NotForMegatron
+from megatron_rl.parallel import imports
 
 
 class _BeforeMegatron:
@@ -26,11 +25,11 @@ class _BeforeMegatron:
         return cpu_runtime.install_and_find(name, path)
 
 
-library_warnings.silence(library_warnings.KNOWN)
-library_warnings.silence_logs()
+imports.silence(imports.KNOWN)
+imports.silence_logs()
 if "megatron.core" in sys.modules:
     from megatron_rl.parallel import cpu_runtime
 
     cpu_runtime.install()
 else:
-    sys.meta_path[:0] = _BeforeMegatron, NotForMegatron
+    sys.meta_path[:0] = _BeforeMegatron, imports.NotForMegatron

@@ -3,7 +3,7 @@
 
 Memory is `chunk_tokens * v/tp` instead of `t * v/tp`, at the cost of one more product with the output weight. TP ranks
 exchange four numbers per token in forward, nothing in backward. The weight's gradient is complete; that of the hidden
-states is a partial sum over the vocabulary, reduced in `gather_for_vocab_shards` (`models/heads.py`).
+states is a partial sum over the vocabulary, reduced in `gather_for_shards` (`models/stages.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.parallel.kept_sets import PackedKeptSets
 from megatron_rl.parallel.vocab_parallel import (
+    PackedKeptSets,
     VocabShard,
     compute_logits_gradient,
     compute_summary,

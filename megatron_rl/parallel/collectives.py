@@ -8,7 +8,8 @@ import pickle
 import resource
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -216,6 +217,21 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
         raised = error
     vars(raised)["raised_on"] = source
     raise raised
+
+
+@contextmanager
+def failing_together(group: dist.ProcessGroup, explain: Callable[[OSError], UserError] | None = None) -> Iterator[None]:
+    """`raise_together` for a user error of the block, or for an OSError as `explain` puts it; collective at its end."""
+    error: UserError | None = None
+    try:
+        yield
+    except UserError as caught:
+        error = caught
+    except OSError as caught:
+        if explain is None:
+            raise
+        error = explain(caught)
+    raise_together(error, group)
 
 
 def _make_portable(error: Exception) -> Exception:

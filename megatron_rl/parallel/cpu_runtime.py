@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron_rl.parallel import pairs
-from megatron_rl.parallel.library_warnings import KNOWN_ON_CPU, silence
+from megatron_rl.parallel.imports import KNOWN_ON_CPU, silence
 
 _PACKAGE = "megatron.core"
 _CPU = torch.device("cpu")

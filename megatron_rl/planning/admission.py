@@ -18,7 +18,7 @@ from megatron_rl.planning.communication import ACROSS, Workload, link_of, list_t
 from megatron_rl.planning.memory import MemoryPhase, RankMemory, compute_memory, find_smallest_cache
 from megatron_rl.planning.steptime import Assumptions, build_workload, predict_step
 from megatron_rl.types import UserError
-from megatron_rl.weights.config_values import read_json
+from megatron_rl.weights.config_checks import read_json
 from megatron_rl.weights.families import Head, ModelShape
 from megatron_rl.weights.model_config import model_shape_from_config
 from megatron_rl.weights.support import check_rollout_layout

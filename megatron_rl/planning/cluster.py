@@ -13,8 +13,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape, make_adapter_shape
 from megatron_rl.weights.families import FAMILIES, ModelShape
-from megatron_rl.weights.quantization import check_quantization
-from megatron_rl.weights.row_shards import check_shared_experts
+from megatron_rl.weights.megatron_layout import check_shared_experts
 from megatron_rl.weights.support import check_training_layout
 
 GIB = 1 << 30
@@ -191,6 +190,8 @@ def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLay
     _check_served(role, shape, layout.tp_size)
     make_adapter_shape(shape, role.lora, role.section)
     if role.is_quantized:
+        from megatron_rl.weights.nf4 import check_quantization
+
         check_quantization(shape, layout.tp_size, role.section)
     if shape.num_experts and role.settings.zero_stage == FULLY_SHARDED:
         check_shared_experts(layout, shape, role.section)

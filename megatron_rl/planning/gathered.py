@@ -15,7 +15,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import DTYPE_BYTES
 from megatron_rl.planning.parameters import list_chunks
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.row_shards import find_shard_places
+from megatron_rl.weights.megatron_layout import find_shard_places
 
 _FLOAT = 4
 

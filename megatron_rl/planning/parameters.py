@@ -4,7 +4,7 @@
 Shapes come from the placement tables that training uses. Buffer layout follows megatron-core
 (`param_and_grad_buffer.py`, `distrib_optimizer.py`): one buffer per kind (dense, expert) in reverse model order; with
 the distributed optimizer each parameter starts at a multiple of 64 elements, a bucket ends at a multiple of lcm(DP,
-128), and DP rank r owns the r-th part of every bucket. ZeRO-3: `weights/row_shards.py`.
+128), and DP rank r owns the r-th part of every bucket. ZeRO-3: `weights/megatron_layout.py`.
 
 Invariant (tests/planning/test_parameters.py, against real actors): the sizes equal the run's on each rank. Not counted:
 Adam's step counters.
@@ -23,16 +23,16 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import DTYPE_BYTES
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape, is_layer_matrix
-from megatron_rl.weights.fused_experts import find_fused
 from megatron_rl.weights.megatron_layout import (
     PADDED_PARAMETERS,
     ROUTER_BIAS,
+    find_shard_places,
     megatron_placements,
     padded_vocab_size,
     stage_layers,
 )
-from megatron_rl.weights.quantization import count_bytes, is_quantized
-from megatron_rl.weights.row_shards import find_shard_places
+from megatron_rl.weights.nf4 import count_bytes, is_quantized
+from megatron_rl.weights.packed_experts import find_fused
 
 _GRADIENT_BYTES = _MOMENT_BYTES = _MAIN_BYTES = 4
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128

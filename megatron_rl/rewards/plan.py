@@ -19,7 +19,6 @@ import numpy as np
 from megatron_rl.config.rendering import redact
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.answers import RESTATES, extract_answer
-from megatron_rl.rewards.mathematics import is_readable
 from megatron_rl.rewards.rules import COUNTS, RULES, AnswerPolicy, list_truths
 from megatron_rl.rewards.scoring import LARGEST, RewardFunction, Score, describe_rollout, load_reward_function, shorten
 from megatron_rl.types import SERVICE_FAILURES, Prompt, Rollout, UserError
@@ -254,6 +253,8 @@ def check_truths(plan: RewardPlan, prompts: Sequence[Prompt]) -> list[str]:
             )
     if "math" not in targets:
         return []
+    from megatron_rl.rewards.mathematics import is_readable
+
     unread = [
         (prompt, truth)
         for prompt in prompts

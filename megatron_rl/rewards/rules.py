@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from megatron_rl.rewards.answers import extract_answer
-from megatron_rl.rewards.mathematics import compare_answers
 
 AnswerPolicy = Literal["marked", "any"]
 
@@ -36,6 +35,8 @@ def score_math(
     Returns:
         "score", and 1.0 or 0.0 per name in `COUNTS`: no answer marked; timeout; compared as text only.
     """
+    from megatron_rl.rewards.mathematics import compare_answers
+
     found = extract_answer(response, data_source)
     counts = dict.fromkeys(COUNTS, 0.0) | {UNMARKED: float(found is None)}
     if found is None and answer == "marked":

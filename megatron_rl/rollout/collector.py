@@ -14,13 +14,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.sampling_settings import SamplingSettings
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections import SamplingSettings
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import gather_objects, raise_together, reduce_scalars
-from megatron_rl.rewards.answers import compute_validation_metrics, estimate_pass_at_k
+from megatron_rl.rewards.answers import compute_validation_metrics
 from megatron_rl.rewards.plan import MODEL, OVERLONG, RewardPlan, add_model_scores
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.generation import RolloutGenerator
@@ -28,7 +28,7 @@ from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.fetch import hold
-from megatron_rl.samples.table import FINISH_REASONS, Headers, build_headers, gather_headers, join_headers
+from megatron_rl.samples.table import Headers, build_headers, gather_headers, join_headers
 from megatron_rl.types import FAILED, Prompt, Rollout, UserError
 
 
@@ -60,26 +60,13 @@ def describe_kept(
     }
 
 
-def describe_thoughts(rollouts: Iterable[Rollout], group: dist.ProcessGroup) -> dict[str, float]:
-    """Compute sampling/thoughts_ended, the share of responses with thinking ended by its budget; collective."""
-    ended = [len(rollout.answer_tokens) > len(rollout.response_tokens) for rollout in rollouts]
-    sums = {"rollouts": float(len(ended)), "ended": float(sum(ended))}
-    sums = reduce_scalars(sums, dist.ReduceOp.SUM, group, torch.device("cpu"))
-    return {"sampling/thoughts_ended": sums["ended"] / max(sums["rollouts"], 1.0)}
-
-
 # Reward model: returns one score per rollout, equal on every rank; collective.
 ResponseModel = Callable[[Experience], Sequence[float] | np.ndarray]
 
 
 @dataclass(frozen=True)
 class RewardSources:
-    """Sources of rewards.
-
-    Attributes:
-        model: reward model, if the plan has one.
-        needs_greedy_baseline: the estimator needs the reward of a greedy response.
-    """
+    """Sources of rewards; `model`: the plan's reward model, `needs_greedy_baseline`: as the estimator does."""
 
     plan: RewardPlan
     scorer: Scorer
@@ -88,7 +75,7 @@ class RewardSources:
 
 
 class Collector:
-    """Generation and scoring of samples; must be used inside of `hybrid.rollout_mode()`."""
+    """Generation and scoring of samples in `hybrid.rollout_mode()`; `runs_ahead`: engines generate during training."""
 
     def __init__(
         self,
@@ -103,6 +90,7 @@ class Collector:
     ) -> None:
         self._generator, self._stream, self._rewards, self._config = generator, stream, rewards, config
         self._stop_token_ids, self._timers, self._group = stop_token_ids, timers, group
+        self.runs_ahead = stream.runs_ahead
         self._on_finished = rewards.scorer.begin if rewards.scorer.is_concurrent else None
         self._failures: dict[bool, str] = {}  # last failure of an episode (True), of a reward service (False)
 
@@ -148,19 +136,14 @@ class Collector:
         return samples
 
     def _draw(self, step: int, round: int, missing: int) -> Experience:
-        if not self._stream.is_in_use:
-            groups = SampleGroups(self._stream.next_batch(), self._config.rollout.n, self.sampling(), step, round)
-            return self.generate(groups)
+        prompts = self._stream.next_batch()
+        if prompts is not None:
+            return self.generate(SampleGroups(prompts, self._config.rollout.n, self.sampling(), step, round))
         with self._timers.phase("rollout"):
             taken = self._stream.take(self.sampling(), self._on_finished, missing, round)
         samples = self._score(taken.prompts, taken.rollouts, taken.steps)
         samples.add_metrics(taken.metrics)
         return samples
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether dedicated engines generate during training."""
-        return self._stream.runs_ahead
 
     def run_ahead(self) -> None:
         """Let dedicated engines generate until training ends; collective."""
@@ -169,11 +152,7 @@ class Collector:
     def validate(
         self, validation: dict[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
     ) -> dict[str, float]:
-        """Compute metrics of every validation set, `validation/<set>/<metric>`; collective.
-
-        Args:
-            on_set: called on every rank with each set's scored samples.
-        """
+        """Compute `validation/<set>/<metric>`; `on_set` is called on every rank with each set's samples. Collective."""
         config, metrics = self._config, {}
         for name, prompt_set in validation.items():
             drawn = config.rollout.for_validation(name)
@@ -199,11 +178,7 @@ class Collector:
         return metrics
 
     def generate(self, groups: SampleGroups, with_answers: bool = False) -> Experience:
-        """Generate and score complete groups; collective.
-
-        Args:
-            with_answers: include answer ids in the headers, for validation.
-        """
+        """Generate and score complete groups; `with_answers` adds their answer ids to the headers. Collective."""
         with self._timers.phase("rollout"):
             generated = self._generator.generate(groups, self._on_finished)
         held = [(key // groups.group_size, rollout) for key, rollout in sorted(generated.items())]
@@ -212,11 +187,7 @@ class Collector:
         return samples
 
     def _check_failures(self, parts: Sequence[Experience], what: str) -> float:
-        """Return the share of failed episodes so far.
-
-        Raises:
-            UserError: the share of failed episodes or rewards exceeds `max_failed_share`; on every rank.
-        """
+        """Return the share of failed episodes so far (UserError on every rank if it exceeds `max_failed_share`)."""
         config, headers = self._config, [part.headers.rollouts for part in parts]
         episodes = np.concatenate([part.has_failed for part in headers])
         services = ~episodes & ~np.concatenate([part.has_reward for part in headers])
@@ -275,17 +246,17 @@ class Collector:
         if has_kept:
             samples.add_metrics(describe_kept(mine, self._config.rollout, self._group))
         if self._config.rollout.thinking_budget is not None and not with_answers:
-            samples.add_metrics(describe_thoughts(mine, self._group))
+            # Of a thought that its budget has ended, the closing tokens were not sampled.
+            ended = [len(rollout.answer_tokens) > len(rollout.response_tokens) for rollout in mine]
+            sums = {"rollouts": float(len(ended)), "ended": float(sum(ended))}
+            sums = reduce_scalars(sums, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
+            samples.add_metrics({"sampling/thoughts_ended": sums["ended"] / max(sums["rollouts"], 1.0)})
         return samples
 
     def _score_here(
         self, held: Sequence[tuple[int, Rollout]], steps: Sequence[int], with_answers: bool
     ) -> tuple[Headers, int]:
-        """Score a share of this engine's rollouts and gather the headers of all ranks.
-
-        Raises:
-            UserError: a source failed on some rank; on every rank.
-        """
+        """Score a share of the engine's rollouts and gather all headers (UserError on every rank if one failed)."""
         scorer, engines = self._rewards.scorer, self._generator.engines
         engine, place = engines.find(self._group.rank())
         # Only the engine's first rank has started scoring, or has the results of episodes.
@@ -312,22 +283,6 @@ class Collector:
         """Stop the workers of reward sources and close the engine."""
         self._rewards.scorer.close()
         self._generator.close()
-
-
-def describe_set(headers: Headers, group_size: int) -> dict[str, float]:
-    """Compute metrics of an evaluation set beyond `compute_validation_metrics`.
-
-    Returns:
-        "prompts", their number; "truncated", the share of truncated responses; pass@j for powers of two below
-        `group_size`.
-    """
-    rewards = correctness_of(headers).reshape(-1, group_size)
-    sizes = [2**power for power in range(group_size.bit_length()) if 2**power < group_size]
-    return {
-        "prompts": float(len(rewards)),
-        "truncated": float(np.mean(headers["finish_reason"] == FINISH_REASONS.index("length"))),
-        **{f"pass@{size}": estimate_pass_at_k(rewards, size) for size in sizes},
-    }
 
 
 def find_informative(headers: Headers, metric: str | None) -> list[bool]:

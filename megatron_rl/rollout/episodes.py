@@ -27,7 +27,7 @@ from megatron_rl.types import FAILED, Rollout
 
 if TYPE_CHECKING:
     from megatron_rl.agents.episode import Answer
-    from megatron_rl.agents.processes import AnyEpisodes
+    from megatron_rl.agents.in_rank import AnyEpisodes
 
 _COUNTED = (
     "episodes",
@@ -46,12 +46,7 @@ _COUNTED = (
 
 @dataclass(frozen=True)
 class Following:
-    """Actions before the next step of an engine.
-
-    Attributes:
-        finished: keys of finished samples.
-        is_last: no further requests will follow.
-    """
+    """Requests before an engine's next step, keys of finished samples, and whether no more requests follow."""
 
     requests: Sequence[Request]
     finished: Sequence[int]
@@ -117,11 +112,12 @@ class Episodes:
         self._sampling, self._started = sampling, time.monotonic()
         chosen = sorted({*keys} & {*self.find_unfinished()})
         if self._is_plain:
-            self._requests = [self._continue_reply(self._first_request(key)) for key in chosen]
-            return
-        self._waiting = deque(key for key in chosen if key not in self._open)
-        requests = (self._episodes[key].request for key in chosen)
-        self._requests = [self._continue_reply(request) for request in requests if request is not None]
+            prompts = {key: self.samples.sample_of(key)[0] for key in chosen}
+            due = [Request(key, prompt.tokens, self._seed(key, 0), sampling) for key, prompt in prompts.items()]
+        else:
+            self._waiting = deque(key for key in chosen if key not in self._open)
+            due = [request for key in chosen if (request := self._episodes[key].request) is not None]
+        self._requests = [self._continue_reply(request) for request in due]
 
     def follow(self) -> Following:
         """Return the next requests, interrupted replies first; the first rank waits for environments."""
@@ -225,10 +221,6 @@ class Episodes:
             assert self._processes is not None
             self._processes.close((self, key))
 
-    def _first_request(self, key: int) -> Request:
-        prompt, _ = self.samples.sample_of(key)
-        return Request(key, prompt.tokens, self._seed(key, 0), self._sampling)
-
     def _continue_reply(self, request: Request) -> Request:
         recording = self._episodes[request.key].recording
         if not recording.interrupted:
@@ -266,17 +258,7 @@ class Episodes:
         episode, has_failed = self._episodes[key], finish_reason in FAILED
         recording = episode.recording
         rollout = recording.finish(finish_reason)
-        self._count(rollout, recording)
-        if has_failed:
-            self._warn(rollout, answer.failure)
-        reward = 0.0 if has_failed else float("nan") if recording.reward is None else recording.reward
-        failure = answer.failure if has_failed else ""
-        rollout = replace(rollout, reward=reward, reward_components=answer.components, failure=failure)
-        self._episodes[key] = replace(episode, rollout=rollout)
-
-    def _count(self, rollout: Rollout, recording: Recording) -> None:
         tokens = sum(len(branch.tokens) for branch in rollout.branches)
-        ends = {"turns": "max_turns", "timeout": "timeouts", "error": "errors"}
         found = {
             "episodes": 1,
             "turns": recording.num_turns,
@@ -284,21 +266,24 @@ class Episodes:
             "tokens_sampled": recording.num_sampled,
             "tokens_observed": tokens - recording.num_sampled - len(rollout.prompt.tokens),
         }
-        if rollout.finish_reason in ends:
-            found[ends[rollout.finish_reason]] = 1
+        ends = {"turns": "max_turns", "timeout": "timeouts", "error": "errors"}
+        if finish_reason in ends:
+            found[ends[finish_reason]] = 1
         for name, value in found.items():
             self.counts[name] += value
-
-    def _warn(self, rollout: Rollout, failure: str) -> None:
-        if not self._has_warned:
+        if has_failed and not self._has_warned:
             self._has_warned = True
             logging.getLogger(__name__).warning(
                 "the environment of prompt_id %d, sample %d failed (%s), others are counted only: %s",
                 rollout.prompt.prompt_id,
                 rollout.sample_index,
-                rollout.finish_reason,
-                failure,
+                finish_reason,
+                answer.failure,
             )
+        reward = 0.0 if has_failed else float("nan") if recording.reward is None else recording.reward
+        failure = answer.failure if has_failed else ""
+        rollout = replace(rollout, reward=reward, reward_components=answer.components, failure=failure)
+        self._episodes[key] = replace(episode, rollout=rollout)
 
 
 def describe_episodes(sums: Mapping[str, float]) -> dict[str, float]:

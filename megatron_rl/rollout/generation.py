@@ -5,37 +5,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.config.sections import AgentsConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.checking import check_sampled, miscounted
 from megatron_rl.engines.protocol import Request, Sampled
-from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.parallel.collectives import raise_together, reduce_scalars
-from megatron_rl.rollout.dispatch import assign_engines
 from megatron_rl.rollout.episodes import Episodes, describe_episodes
-from megatron_rl.rollout.order import SampleGroups, Samples
+from megatron_rl.rollout.order import SampleGroups, Samples, assign_engines
 from megatron_rl.rollout.phase import Phase
 from megatron_rl.rollout.serving import Channel, ControlMessage, serve
 from megatron_rl.types import Prompt, Rollout
-from megatron_rl.weights.families import ModelShape
 
 if TYPE_CHECKING:
-    from megatron_rl.agents.processes import AnyEpisodes
+    from megatron_rl.agents.in_rank import AnyEpisodes
+    from megatron_rl.transfer.hybrid_engine import HybridEngine
 
 
 class OpenRequests:
-    """Request counts of one engine in one phase.
-
-    Attributes:
-        running: unfinished requests by key.
-    """
+    """Request counts of one engine in one phase; `running`: unfinished requests by key."""
 
     def __init__(self) -> None:
         self.running: dict[int, Request] = {}
@@ -57,21 +51,10 @@ class OpenRequests:
         return request
 
     def describe(self, counts: bool, group: dist.ProcessGroup) -> dict[str, float]:
-        """Compute rollout/prefix_cache_hits, the share of cached prompt tokens, if reported; collective.
-
-        Args:
-            counts: include this rank's counts.
-        """
+        """Compute rollout/prefix_cache_hits, the cached share of prompt tokens, if reported; collective."""
         mine = self._sums if counts else dict.fromkeys(self._sums, 0.0)
         sums = reduce_scalars(mine, dist.ReduceOp.SUM, group, torch.device("cpu"))
         return {"rollout/prefix_cache_hits": sums["cached"] / sums["asked"]} if sums["asked"] else {}
-
-
-class HeldWeights(Protocol):
-    """Model shape and policy version of an engine's weights."""
-
-    shape: ModelShape
-    policy_version: int
 
 
 # Callback with each finished, undecoded rollout and its training step, provided that no group is dropped.
@@ -91,19 +74,16 @@ class RolloutGenerator:
     def __init__(
         self,
         engine: BuiltEngine,
-        weights: HeldWeights,
+        weights: HybridEngine,
         channel: Channel,
         *,
-        config: RolloutConfig,
-        run_seed: int,
+        config: RunConfig,
         group: dist.ProcessGroup,
         progress: RolloutProgress,
-        agents: AgentsConfig | None = None,
         processes: AnyEpisodes | None = None,
     ) -> None:
-        self._engine, self._weights, self._channel, self._run_seed = engine, weights, channel, run_seed
-        self._group, self._progress, self._dispatch = group, progress, config.dispatch
-        self._agents, self._processes = agents or AgentsConfig(), processes
+        self._engine, self._weights, self._channel, self._config = engine, weights, channel, config
+        self._group, self._progress, self._processes = group, progress, processes
         self.engines, self.metrics, self.route_shape = engine.ranks, dict[str, float](), engine.route_shape
         self.engine_index, _ = engine.ranks.find(group.rank())
         self.is_first = self.engine_index >= 0 and channel.is_first
@@ -133,21 +113,23 @@ class RolloutGenerator:
             self.run(episodes, phase, on_finished, total=len(groups))
         finally:
             episodes.close()
-        if self._agents.has_episodes:
+        if self._config.agents.has_episodes:
             counts = reduce_scalars(episodes.counts, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
             self.metrics |= describe_episodes(counts)
         return {key: episodes.rollout(key) for key in mine}
 
     def open(self, samples: Samples) -> Episodes:
         """Return an empty `Episodes` for this rank's engine; its `begin` adds samples."""
-        return Episodes(samples, self._run_seed, self._agents, self._processes if self.is_first else None)
+        config, processes = self._config, self._processes if self.is_first else None
+        return Episodes(samples, config.trainer.seed, config.agents, processes)
 
     def assign(
         self, prompts: Sequence[Prompt], group_size: int, max_tokens: int, loads: np.ndarray | None = None
     ) -> list[int]:
         """Return the samples of this rank's engine; see `assign_engines`."""
         lengths = [len(prompt.tokens) for prompt in prompts]
-        engines = assign_engines(self._dispatch, lengths, group_size, len(self.engines.of), max_tokens, loads)
+        dispatch, num_engines = self._config.rollout.dispatch, len(self.engines.of)
+        engines = assign_engines(dispatch, lengths, group_size, num_engines, max_tokens, loads)
         return np.flatnonzero(engines == self.engine_index).tolist()
 
     def run(self, episodes: Episodes, phase: Phase, on_finished: OnFinished | None, total: int | None) -> None:

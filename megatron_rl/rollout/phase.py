@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phases of generation: the groups that a phase waits for, and its simultaneous end on all engines.
+"""Phases of generation: the groups that a phase waits for, its simultaneous end on all engines, and their replay.
 
 Finished engines keep generating for later steps. With `StepCount` all engines end at the same multiple of decode steps,
 reproducibly; with `ByStore` as soon as possible.
@@ -16,11 +16,13 @@ that must be taken, then complete groups. As k B - p prompts are ahead at the en
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from torch._C._distributed_c10d import Store
 from megatron_rl.parallel.collectives import align_group_names, make_group, open_store, world
 from megatron_rl.rollout.episodes import Following
 from megatron_rl.rollout.serving import ControlMessage
+from megatron_rl.types import UserError
 
 _POLL_SECONDS = 0.02
 _LONGEST_POLL_SECONDS = 0.1
@@ -37,6 +40,7 @@ _FAILURE_SECONDS = 1.0  # poll of an unfinished engine, for failures only
 _IDLE_SECONDS = 0.002
 T = TypeVar("T")
 R = TypeVar("R")
+DecodeSteps = Mapping[tuple[int, str], int]  # by step and phase
 
 
 def find_window(open_: Sequence[int], begun: int, wanted: int, ahead: int, passed: int) -> tuple[int, range]:
@@ -77,12 +81,8 @@ class PhaseTarget:
         """Return whether the target is reached; `left`: [groups] unfinished samples of all engines."""
         return not left[: self.needed].any() and int(np.count_nonzero(left == 0)) >= self.wanted
 
-    def choose(self, left: np.ndarray) -> list[int]:
-        """Return the groups to take: needed ones, then other complete ones."""
-        return np.flatnonzero(left == 0)[: self.wanted].tolist()
 
-
-class PhaseEnd(Protocol):
+class PhaseEnd:
     """End condition of a phase, polled by each engine's first rank before each step."""
 
     def begin(self, target: PhaseTarget) -> None:
@@ -90,13 +90,13 @@ class PhaseEnd(Protocol):
 
     def is_over(self, left: np.ndarray) -> bool:
         """Return whether the phase is over; `left`: [groups] this engine's unfinished samples."""
-        ...
+        raise NotImplementedError
 
     def give_up(self) -> None:
-        """End the phase for all engines after a failure."""
+        """End the phase for all engines after a failure; nothing if no engine waits for another."""
 
 
-class ByStore:
+class ByStore(PhaseEnd):
     """Phase end by wall clock: engines count finished work in a store, and finished engines poll it every 20 ms.
 
     For optional groups, each engine increments the group's counter once its own samples are done; the engine that
@@ -131,7 +131,11 @@ class ByStore:
                     has_news = True
                     self._count("groups")
             self._left = left.copy()
-        if has_news and self._is_enough():
+        if (
+            has_news
+            and self._count("engines", 0) >= self._num_engines
+            and (self._missing <= 0 or self._count("groups", 0) >= self._missing)
+        ):
             self.give_up()
         period = _POLL_SECONDS if self._is_signaled else _FAILURE_SECONDS
         if not self._is_over and time.monotonic() - self._looked >= period:
@@ -144,11 +148,6 @@ class ByStore:
         self._count("over")
         self._is_over = True
 
-    def _is_enough(self) -> bool:
-        return self._count("engines", 0) >= self._num_engines and (
-            self._missing <= 0 or self._count("groups", 0) >= self._missing
-        )
-
     def _count(self, name: str, count: int = 1) -> int:
         key = f"phase {self._phase} {name}"
         found = self._store.add(key, count)
@@ -157,7 +156,7 @@ class ByStore:
         return found
 
 
-class StepCount:
+class StepCount(PhaseEnd):
     """Phase end by decode steps: all engines synchronize after every `every` steps."""
 
     def __init__(self, every: int, group: dist.ProcessGroup | None) -> None:
@@ -183,7 +182,7 @@ class StepCount:
         return bool(found[-1]) or self._goal.is_reached(found[:-1].numpy())
 
 
-class TrainingEnd:
+class TrainingEnd(PhaseEnd):
     """Signal that the training phase has ended: one training rank sets it, dedicated engines poll it.
 
     Args:
@@ -194,7 +193,7 @@ class TrainingEnd:
         self._every, self._store = every, store
         self._number = self._steps = 0
 
-    def begin(self) -> None:
+    def begin(self, target: PhaseTarget | None = None) -> None:
         """Begin a training phase."""
         self._number += 1
         self._steps, self._next_look = 0, 0.0
@@ -216,9 +215,6 @@ class TrainingEnd:
         self._next_look = now + min(max(_POLL_SECONDS, (now - self._begun) / 50), _LONGEST_POLL_SECONDS)
         return self._store.add(f"trained {self._number}", 0) > 0
 
-    def give_up(self) -> None:
-        """Do nothing: no engine waits for another."""
-
 
 class Phase:
     """Control of one engine during a phase, on its first rank.
@@ -232,7 +228,7 @@ class Phase:
         num_steps: decode steps before the end.
     """
 
-    def __init__(self, awaited: Sequence[int], left: np.ndarray, end: PhaseEnd | TrainingEnd | None) -> None:
+    def __init__(self, awaited: Sequence[int], left: np.ndarray, end: PhaseEnd | None) -> None:
         self._left, self._end = left.copy(), end
         self._places = {position: place for place, position in enumerate(awaited)}
         self.num_steps, self._has_begun = 0, False
@@ -279,14 +275,101 @@ class Phase:
 
 
 def open_phase_end(every: int | None, engines: Sequence[Sequence[int]], timeout: timedelta | None) -> PhaseEnd:
-    """Create the common phase end of all engines; collective over the job.
-
-    Args:
-        every: decode steps between synchronizations; by wall clock if `None`.
-    """
+    """Create the end of all phases, every `every` decode steps, or by wall clock if `None`; collective over the job."""
     if every is None:
         return ByStore(open_store("phases", world()), len(engines))
     if len(engines) == 1:
         return StepCount(every, None)
     align_group_names()
     return StepCount(every, make_group([ranks[0] for ranks in engines], timeout))
+
+
+class ScheduleTrace:
+    """Recorder and replayer of timing-dependent decisions, the decode steps of each engine in each phase.
+
+        <run_dir>/schedule/engine_<i>.jsonl   {"step": 3, "phase": "rollout", "decode_steps": 41, "engines": 2}
+
+    `decode_steps` excludes the first step, which every phase runs. "rollout 1", "rollout 2" are further rounds of
+    dynamic sampling; "beside training" is generation on dedicated ranks. A step repeated after a restart appends its
+    lines again; the last line counts. Every rank makes the same calls.
+
+    Args:
+        engine: engine whose first rank this is, else `None`.
+        directory: nothing is written if `None`.
+        replayed: result of `read_trace`; no replay if `None`.
+    """
+
+    def __init__(
+        self,
+        num_engines: int = 0,
+        engine: int | None = None,
+        directory: Path | None = None,
+        replayed: Sequence[DecodeSteps] | None = None,
+    ) -> None:
+        self._num_engines, self._engine, self._directory, self._replayed = num_engines, engine, directory, replayed
+
+    def find_end(self, step: int, phase: str) -> PhaseEnd | None:
+        """Return the recorded end of a phase, `None` without replay (UserError on every rank if the trace lacks it)."""
+        if self._replayed is None:
+            return None
+        for index, found in enumerate(self._replayed):
+            if (step, phase) not in found:
+                raise UserError(
+                    f"the trace of engine {index} does not have step {step} ({phase})",
+                    source="schedule.replay",
+                    expected="a run that has taken this step",
+                    hint="set trainer.total_steps to the steps that it has taken, or leave schedule.replay out",
+                )
+        return _AfterSteps(0 if self._engine is None else self._replayed[self._engine][step, phase])
+
+    def write(self, step: int, phase: str, decode_steps: int) -> None:
+        """Append the end of a phase."""
+        if self._directory is None or self._engine is None:
+            return
+        line = {"step": step, "phase": phase, "decode_steps": decode_steps, "engines": self._num_engines}
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with _file_of(self._directory, self._engine).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class _AfterSteps(PhaseEnd):
+    """End of a phase after a number of decode steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def is_over(self, left: np.ndarray) -> bool:
+        """Count a step; return whether all steps are done."""
+        self._left -= 1
+        return self._left < 0
+
+
+def read_trace(run_dir: Path, num_engines: int) -> list[DecodeSteps]:
+    """Read the trace of a run, per engine (UserError if there is no valid one, or it has other engines)."""
+    found: list[DecodeSteps] = []
+    for index in range(num_engines):
+        path, steps, engines = _file_of(run_dir / "schedule", index), {}, num_engines
+        try:
+            for line in path.read_text(encoding="utf-8").splitlines():
+                entry = json.loads(line)
+                steps[entry["step"], entry["phase"]], engines = entry["decode_steps"], entry["engines"]
+        except (OSError, ValueError, KeyError) as error:
+            raise _refuse(run_dir, f"{path} does not read: {error!r}") from error
+        if engines != num_engines:
+            raise _refuse(run_dir, f"it had {engines} engines, this one has {num_engines}")
+        found.append(steps)
+    return found
+
+
+def _file_of(directory: Path, engine: int) -> Path:
+    return directory / f"engine_{engine}.jsonl"
+
+
+def _refuse(run_dir: Path, found: str) -> UserError:
+    return UserError(
+        f"{run_dir} has no trace to be replayed: {found}",
+        source="schedule.replay",
+        expected="the directory of a run with schedule.max_staleness > 0, updates=in_flight, no steps_per_update, and "
+        "the same engines",
+        hint="check the path, the number of ranks and rollout.tensor_model_parallel_size",
+    )

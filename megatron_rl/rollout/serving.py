@@ -34,10 +34,6 @@ class ControlMessage:
     requests: Sequence[Request] = ()
     stop: bool = False
 
-    def is_empty(self) -> bool:
-        """Return whether there is nothing to do."""
-        return not self.interrupts and not self.requests and not self.stop
-
 
 class Channel:
     """Broadcast channel from an engine's first rank to its other ranks: 8 bytes for an empty message.
@@ -57,7 +53,7 @@ class Channel:
             assert message is not None
             return message
         payload = torch.empty(0, dtype=torch.uint8)
-        if message is not None and not message.is_empty():
+        if message is not None and (message.interrupts or message.requests or message.stop):
             payload = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         size = torch.tensor([len(payload)])
         self._bring(size, self._group)
@@ -89,13 +85,10 @@ def open_channel(engines: EngineRanks, rank: int, timeout: timedelta | None = No
     return Channel(group, open_star(group, timeout) if group is not None else ())
 
 
-Listener = Callable[[Sampled], None]
-
-
 def serve(
     engine: RolloutEngine,
     take: Callable[[bool], ControlMessage],
-    on_sampled: Listener,
+    on_sampled: Callable[[Sampled], None],
     channel: Channel | None = None,
     on_requests: Callable[[Sequence[Request]], None] | None = None,
 ) -> Exception | None:
@@ -114,73 +107,51 @@ def serve(
     Raises:
         Exception: an error of the engine; all requests are interrupted.
     """
-    loop = _Loop(engine, on_sampled)
+    running: set[int] = set()
+    errors: list[Exception] = []
     channel = channel or Channel()
-    try:
-        while True:
-            message = channel.share(loop.take(take) if channel.is_first else None)
-            loop.deliver(engine.interrupt(message.interrupts) if message.interrupts else [])
-            if on_requests is not None:
-                on_requests(message.requests)
-            loop.add(message.requests)
-            loop.step()
-            if message.stop:
-                break
-        while engine.has_requests():
-            loop.step()
-    except BaseException:
-        engine.interrupt(sorted(loop.running))
-        raise
-    return loop.error
 
-
-class _Loop:
-    """Running requests of an engine, and the first callback error."""
-
-    def __init__(self, engine: RolloutEngine, on_sampled: Listener) -> None:
-        self._engine, self._on_sampled = engine, on_sampled
-        self.running: set[int] = set()
-        self.error: Exception | None = None
-
-    def take(self, take: Callable[[bool], ControlMessage]) -> ControlMessage:
-        """Return the next message; after an error, interrupt everything and stop."""
-        if self.error is None:
+    def take_message() -> ControlMessage:
+        if not errors:
             try:
-                return take(not self._engine.has_requests())
+                return take(not engine.has_requests())
             except Exception as error:
-                self.error = error
-        return ControlMessage(interrupts=sorted(self.running), stop=True)
+                errors.append(error)
+        return ControlMessage(interrupts=sorted(running), stop=True)  # after an error
 
-    def add(self, requests: Sequence[Request]) -> None:
-        """Add requests in an order independent of their arrival."""
-        if requests:
-            self._engine.add(sorted(requests, key=lambda request: (request.turn, request.key)))
-            self.running.update(request.key for request in requests)
-
-    def step(self) -> None:
-        if self._engine.has_requests():
-            self.deliver(self._engine.step())
-
-    def deliver(self, sampled: Sequence[Sampled]) -> None:
-        """Pass results to the callback; errors are deferred, because other ranks would wait."""
+    def deliver(sampled: Sequence[Sampled]) -> None:
         for one in sampled:
-            self.running.discard(one.key)
-            if self.error is None:
+            running.discard(one.key)
+            if not errors:
                 try:
-                    self._on_sampled(one)
-                except Exception as error:
-                    self.error = error
+                    on_sampled(one)
+                except Exception as error:  # deferred, because other ranks would wait
+                    errors.append(error)
 
-
-def close_batch(requests: Sequence[Request]) -> Callable[[bool], ControlMessage]:
-    """Return a `take` callback for `serve` that runs exactly these requests."""
-    return lambda wait: ControlMessage(requests=requests, stop=True)
+    try:
+        is_last = False
+        while not is_last or engine.has_requests():
+            if not is_last:
+                message = channel.share(take_message() if channel.is_first else None)
+                is_last = message.stop
+                deliver(engine.interrupt(message.interrupts) if message.interrupts else [])
+                if on_requests is not None:
+                    on_requests(message.requests)
+                if message.requests:  # in an order independent of their arrival
+                    engine.add(sorted(message.requests, key=lambda request: (request.turn, request.key)))
+                    running.update(request.key for request in message.requests)
+            deliver(engine.step() if engine.has_requests() else [])
+    except BaseException:
+        engine.interrupt(sorted(running))
+        raise
+    return errors[0] if errors else None
 
 
 def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Sampled]:
     """Generate results for a batch of requests, in their order; collective over the engine's ranks."""
     found: dict[int, Sampled] = {}
-    error = serve(engine, close_batch(requests), lambda sampled: found.update({sampled.key: sampled}))
+    message = ControlMessage(requests=requests, stop=True)
+    error = serve(engine, lambda is_idle: message, lambda sampled: found.update({sampled.key: sampled}))
     if error is not None:
         raise error
     return [found[request.key] for request in requests if request.key in found]

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of bounded staleness: begun ahead of their step, carried over phases, and never dropped.
 
-Prompt i of the data order may begin once i < (t + 1 + k) B after t steps of B prompts, where k is
-`schedule.max_staleness`; the next step trains on prompts t B .. (t + 1) B - 1. Hence no response begins with weights
-more than k steps older than the weights trained on it, and every prompt is trained on once, in the order of k = 0.
-`rollout.phase` has the general rule.
+No response begins with weights more than `schedule.max_staleness` steps older than the weights trained on it, and every
+prompt is trained on once (the rule: `rollout.phase`).
 
 Unfinished samples keep tokens, log-probs and policy versions and continue on their engine in the next phase. Seeds
 depend on the position in the data order and the number of existing tokens, not on the engine or the time of an
@@ -25,15 +23,22 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections import ScheduleConfig
 from megatron_rl.data.prompt_order import PromptBatches
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.rollout.episodes import describe_episodes
 from megatron_rl.rollout.generation import OnFinished, RolloutGenerator
 from megatron_rl.rollout.order import SampleOrder
-from megatron_rl.rollout.phase import Phase, PhaseEnd, PhaseTarget, TrainingEnd, find_window, open_phase_end
-from megatron_rl.rollout.trace import ScheduleTrace, read_trace
+from megatron_rl.rollout.phase import (
+    Phase,
+    PhaseEnd,
+    PhaseTarget,
+    ScheduleTrace,
+    TrainingEnd,
+    find_window,
+    open_phase_end,
+    read_trace,
+)
 from megatron_rl.types import Prompt, Rollout, UserError
 
 
@@ -55,11 +60,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Clock:
-    """End conditions of a run's phases.
-
-    Attributes:
-        training: end of training, if dedicated engines generate meanwhile.
-    """
+    """End conditions of phases; `training`: the end of training, if dedicated engines generate meanwhile."""
 
     end: PhaseEnd
     training: TrainingEnd | None = None
@@ -67,11 +68,7 @@ class Clock:
 
 
 class RolloutStream:
-    """Samples of a run in data order; every rank makes the same calls.
-
-    Attributes:
-        runs_ahead: dedicated engines generate during training.
-    """
+    """Samples in data order; every rank makes the same calls. `runs_ahead`: engines generate during training."""
 
     def __init__(
         self,
@@ -85,19 +82,14 @@ class RolloutStream:
         self._carried = generator.open(order)
         self.runs_ahead = clock.training is not None
         self._schedule, self._rollout, self._agents = config.schedule, config.rollout, config.agents
+        self._drains = config.schedule.updates == "drain"
         self._batch_size, self._group_size = config.data.train_batch_size, order.group_size
         self._step = 0  # step of the last phase
         self._open: list[int] = []  # positions of begun, untaken prompts
 
-    @property
-    def is_in_use(self) -> bool:
-        """Whether samples begin ahead of their step, or did and remain."""
-        return self._schedule.max_staleness > 0 or bool(self._open)
-
-    def next_batch(self) -> list[Prompt]:
-        """Return the next prompts, for responses that begin and end in the step."""
-        assert not self._open, "other prompts come first"
-        return next(self._order.prompts)
+    def next_batch(self) -> list[Prompt] | None:
+        """Return the next prompts; `None` if responses begin ahead of their step, or did and remain."""
+        return None if self._schedule.max_staleness > 0 or self._open else next(self._order.prompts)
 
     def take(
         self,
@@ -144,7 +136,7 @@ class RolloutStream:
             self._clock.end.begin(target)
             self._run(phase, on_finished, int(missing[:awaited].sum()), name)
             missing, busy_share = self._sum_over_engines(self._count_unfinished()), phase.busy_share()
-        chosen = target.choose(missing)
+        chosen = np.flatnonzero(missing == 0)[:wanted].tolist()  # the needed ones, then other complete ones
         assert len(chosen) == wanted, f"{len(chosen)} of {wanted} prompts are whole"
         return self._hand_out([self._open[group] for group in chosen], busy_share)
 
@@ -156,11 +148,18 @@ class RolloutStream:
         ]
         self._carried.drop(keys)
         self._open = sorted({*self._open} - {*positions})
+        counts, found = self._carried.counts, [len(self._carried.keys), self._carried.num_tokens, busy_share or 0.0]
+        carried, tokens, busy, *sums = self._sum_over_engines([*found, *counts.values()]).tolist()
+        metrics = {"schedule/carried": carried, "schedule/carried_tokens": tokens} | self._generator.metrics
+        metrics |= describe_episodes(dict(zip(counts, sums, strict=True)))
+        counts.update(dict.fromkeys(counts, 0.0))
+        if busy_share is not None:
+            metrics["schedule/engine_busy"] = busy / len(self._generator.engines.of)
         return Taken(
             [self._order.prompts.stream.prompt(position) for position in positions],
             [self._order.step_of(position * self._group_size) for position in positions],
             rollouts,
-            self._describe(busy_share),
+            metrics,
         )
 
     def _count_unfinished(self) -> np.ndarray:
@@ -169,10 +168,7 @@ class RolloutStream:
         return np.array([counts[position] for position in self._open], np.int64)
 
     def run_ahead(self, sampling: SamplingConfig, on_finished: OnFinished | None) -> None:
-        """Continue begun samples on dedicated engines until rank 0 signals the end of training; collective.
-
-        Arguments and errors as of `take`.
-        """
+        """Continue begun samples on dedicated engines until rank 0 signals that training ends; collective as `take`."""
         training, name = self._clock.training, "beside training"
         assert training is not None
         training.begin()
@@ -181,10 +177,6 @@ class RolloutStream:
         end = self._clock.trace.find_end(self._step, name) or training
         self._carried.start(self._carried.keys, sampling)
         self._run(Phase([], np.empty(0), None if self._drains else end), on_finished, None, name)
-
-    @property
-    def _drains(self) -> bool:
-        return self._schedule.updates == "drain"
 
     def _run(self, phase: Phase, on_finished: OnFinished | None, total: int | None, name: str) -> None:
         self._generator.run(self._carried, phase, on_finished, total)
@@ -207,16 +199,6 @@ class RolloutStream:
             total += torch.as_tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self._group)
         return total.numpy()
-
-    def _describe(self, busy_share: float | None) -> dict[str, float]:
-        counts, found = self._carried.counts, [len(self._carried.keys), self._carried.num_tokens, busy_share or 0.0]
-        carried, tokens, busy, *sums = self._sum_over_engines([*found, *counts.values()]).tolist()
-        metrics = {"schedule/carried": carried, "schedule/carried_tokens": tokens} | self._generator.metrics
-        metrics |= describe_episodes(dict(zip(counts, sums, strict=True)))
-        counts.update(dict.fromkeys(counts, 0.0))
-        if busy_share is not None:
-            metrics["schedule/engine_busy"] = busy / len(self._generator.engines.of)
-        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the open prompts, whose samples are in `rank_state`.
@@ -315,18 +297,13 @@ def open_stream(
     Raises:
         UserError: the trace to replay is missing or has other engines; on every rank.
     """
-    every = config.schedule.steps_per_update
-    end = open_phase_end(every, generator.engines.of, timeout)
-    runs_ahead = is_apart and config.schedule.max_staleness > 0
-    training = TrainingEnd(every, open_store("training", world())) if runs_ahead else None
-    clock, order = Clock(end, training, _open_trace(config.schedule, generator, trace)), SampleOrder(prompts, config)
-    return RolloutStream(generator, order, config, clock, world())
-
-
-def _open_trace(schedule: ScheduleConfig, generator: RolloutGenerator, directory: Path | None) -> ScheduleTrace:
-    num_engines, replayed = len(generator.engines.of), None
+    schedule, engines, replayed = config.schedule, generator.engines.of, None
+    every, begins_ahead = schedule.steps_per_update, schedule.max_staleness > 0
+    end = open_phase_end(every, engines, timeout)
+    training = TrainingEnd(every, open_store("training", world())) if is_apart and begins_ahead else None
     if schedule.replay is not None:
-        replayed = read_trace(Path(schedule.replay), num_engines)
-    is_timed = schedule.max_staleness > 0 and schedule.updates == "in_flight" and schedule.steps_per_update is None
-    engine = generator.engine_index if generator.is_first else None
-    return ScheduleTrace(num_engines, engine, directory if is_timed else None, replayed)
+        replayed = read_trace(Path(schedule.replay), len(engines))
+    is_timed = begins_ahead and schedule.updates == "in_flight" and every is None
+    mine = generator.engine_index if generator.is_first else None
+    clock = Clock(end, training, ScheduleTrace(len(engines), mine, trace if is_timed else None, replayed))
+    return RolloutStream(generator, SampleOrder(prompts, config), config, clock, world())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_rl.extension.engines import find_engine, name_engines
+from megatron_rl.extension.registry import find_engine, name_engines
 from megatron_rl.parallel.batch_invariant import find_variance
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape

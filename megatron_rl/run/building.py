@@ -1,101 +1,310 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the objects of a training loop: roles on samples, engines and rewards (`Primitives`)."""
+"""Build the members of a run from its checked inputs: roles with their process groups, and the producers of samples.
+
+These are engines with the actor's weights, prompts and rewards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
+from megatron_rl.checkpoint.side_files import find_model_files
+from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.engines.build import import_library
-from megatron_rl.parallel.collectives import Process, init_distributed
-from megatron_rl.run.inputs import RlInputs
-from megatron_rl.run.parts import Parts
-from megatron_rl.run.preparing import prepare
-from megatron_rl.run.primitives import Policy, Primitives
-from megatron_rl.run.roles import build_roles, group_timeout
-from megatron_rl.run.rollout_members import RunSinks, build_rollout_members
-from megatron_rl.run.state import TrainedPart, TrainingState, side_files
+from megatron_rl.data.prompt_order import PromptBatches, PromptStream
+from megatron_rl.engines.build import BuiltEngine, build_engine
+from megatron_rl.engines.protocol import EngineSpec, EngineWeights, ProbedEngine, StopStrings, Thoughts
+from megatron_rl.observability.progress import RolloutProgress
+from megatron_rl.observability.timers import PhaseTimers
+from megatron_rl.parallel.collectives import Process, align_group_names, share_object, world
+from megatron_rl.parallel.groups import ParallelGroups, join_groups
+from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rollout.collector import Collector, RewardSources
+from megatron_rl.rollout.generation import RolloutGenerator
+from megatron_rl.rollout.serving import open_channel
+from megatron_rl.rollout.stream import RolloutStream, open_stream
+from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs
+from megatron_rl.run.models import RoleInputs
 from megatron_rl.samples.pack import Packer
-from megatron_rl.training.roles.on_samples import CriticOnSamples, PolicyOnSamples
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.roles.on_samples import RewardModelOnSamples, score_all_rollouts
+from megatron_rl.training.setup import AbsentRole, LaidOutModel, LearnedTeacher, RoleSetup
+from megatron_rl.transfer.aliasing import find_aliases
+from megatron_rl.transfer.hybrid_engine import HybridEngine
+
+if TYPE_CHECKING:
+    from megatron_rl.agents.in_rank import AnyEpisodes
+    from megatron_rl.parallel.layout import ParallelLayout
+    from megatron_rl.training.roles.actor import Actor
+    from megatron_rl.weights.shard_box import ShardBox
 
 
-def load(
-    model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), **parts: Any
-) -> Primitives:
-    """Build the primitives for a loop of your own; collective.
+def launched_sizes() -> tuple[int, int]:
+    """Return the ranks that torchrun started, in all and on this node (1 without torchrun)."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
-    Unlike a `Trainer`, it has no run directory and no watchdog. Without torchrun, the process is a job of one rank. For
-    the arguments, see `Trainer.from_hf_config`.
 
-    Raises:
-        UserError: bad input; on every rank alike, before any process group exists.
+def group_timeout(config: RunConfig) -> timedelta:
+    """Return the process groups' time limit, longer than the watchdog's, which explains the stall."""
+    return timedelta(seconds=config.trainer.collective_timeout + 30)
+
+
+def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, Any]:
+    """Build the roles of an RL run by name; roles of equal layout share process groups. Collective."""
+    groups: dict[ParallelLayout, ParallelGroups | None] = {}
+    roles: dict[str, Any] = {}
+    given = {"actor": parts.actor, "critic": parts.critic, "reference": parts.reference}
+    distillation, warmup = config.algorithm.distillation, config.trainer.critic_warmup
+    for name, role in inputs.roles.items():
+        if role.layout not in groups:
+            groups[role.layout] = join_groups(role.layout, group_timeout(config))
+        mine, make = groups[role.layout], given.get(name)
+        if mine is None:
+            roles[name] = AbsentRole(LaidOutModel(role.spec, role.shape, role.layout))
+        elif role.spec.shares and make is None:
+            from megatron_rl.training.roles.frozen import BaseOfActor
+
+            roles[name] = BaseOfActor(roles[role.spec.shares])
+        else:
+            teacher = next(iter(inputs.spec.teachers), None) if name == "actor" else None
+            if teacher is not None and distillation.kind != "sampled":
+                first = inputs.roles[f"teachers.{teacher}"]
+                learned = LearnedTeacher(distillation, first.spec.path, first.shape)
+            else:
+                learned = None
+            # Steps of `critic_warmup` do not update the policy.
+            skipped = warmup if "critic" in inputs.roles and name != "critic" else 0
+            updates = max((inputs.plan.total_steps or 0) - skipped, 0) * inputs.plan.optimizer_steps_per_step
+            roles[name] = build_role(config, role, mine, updates, make, learned)
+    if "mtp" in roles:
+        roles["actor"].attach_mtp(roles["mtp"])
+    return roles
+
+
+def _find_class(spec: RoleSpec) -> Callable[[RoleSetup], Any]:
+    if spec.is_teacher:
+        from megatron_rl.training.roles.frozen import Teacher as found
+    elif spec.name == "actor":
+        from megatron_rl.training.roles.actor import Actor as found
+    elif spec.name == "reference":
+        from megatron_rl.training.roles.frozen import Reference as found
+    elif spec.name == "critic":
+        from megatron_rl.training.roles.critic import Critic as found
+    elif spec.name == "reward_model":
+        from megatron_rl.training.roles.frozen import RewardModel as found
+    else:
+        from megatron_rl.training.roles.mtp import Mtp as found
+    return found
+
+
+def build_role(
+    config: RunConfig,
+    inputs: RoleInputs,
+    groups: ParallelGroups,
+    total_optimizer_steps: int = 0,
+    make: Callable[[RoleSetup], Any] | None = None,
+    teacher: LearnedTeacher | None = None,
+) -> Any:
+    """Build one role with the weights of its path; collective.
+
+    Args:
+        total_optimizer_steps: length of its learning-rate schedule.
+        make: the user's own class, if any.
+        teacher: of an actor that learns from distributions.
     """
-    prepared = prepare(model_path, config, overrides, Parts(**parts))
-    process = init_distributed(group_timeout(prepared.config) / timedelta(minutes=1))
-    prepared.agree()
-    return build_primitives(prepared.config, prepared.inputs, prepared.parts, process, RunSinks())
-
-
-def build_primitives(
-    config: RunConfig, inputs: RlInputs, parts: Parts, process: Process, sinks: RunSinks
-) -> Primitives:
-    """Build the roles on samples, the engines and the training state; collective."""
-    spec, timers = inputs.spec, sinks.timers
-    if not parts.rollouts and process.rank in config.placement.ranks_of("rollout", process.world_size):
-        import_library(config.rollout.engine, process.device)
-    roles = build_roles(config, inputs, parts)
-    reference, critic = roles.get("reference"), roles.get("critic")
-    sampling = build_rollout_members(config, inputs, roles, process, sinks, parts)
-    packers = {
-        name: Packer(roles[name].model, spec.roles[name].settings, inputs.plan, config.algorithm, process.device)
-        for name in spec.roles
-    }
-    saved = [role.spec for role in inputs.roles.values() if role.spec.trainable or role.spec.is_reset]
-    state = TrainingState(
-        {
-            role.name: TrainedPart(roles[role.name].model.trained, roles[role.name].optimizer)
-            for role in saved
-            if roles[role.name].model.dp_rank is not None
-        },
-        {"prompts": sampling.prompts, "hybrid": sampling.hybrid}
-        | ({"stream": sampling.stream} if sampling.stream is not None else {}),
-        {role.name: side_files(config, role.path) for role in saved},
-        sampling.stream,
-    )
-    actor = timers.watch(
-        roles["actor"],
-        compute_logprobs="old_logprobs",
-        compute_sum_pi_squared="old_logprobs",
-        forward_backward="update",
-        optim_step="update",
-    )
-    policy = Policy(actor, packers["actor"], sampling, state, config)
-    teachers = {
-        name: timers.watch(
-            roles[role.name], compute_logprobs="teachers", compute_top_k="teachers", compute_hidden="teachers"
+    return (make or _find_class(inputs.spec))(
+        RoleSetup(
+            spec=inputs.spec,
+            model=config.model,
+            shape=inputs.shape,
+            groups=groups,
+            seed=config.trainer.seed,
+            temperature=config.rollout.temperature,
+            total_optimizer_steps=total_optimizer_steps,
+            teacher=teacher,
         )
-        for name, role in spec.teachers.items()
-    }
-    asked = None
-    if teachers:
-        from megatron_rl.training.roles.teachers import TeachersOnSamples
-
-        asked = TeachersOnSamples(teachers, {name: packers[f"teachers.{name}"] for name in teachers}, policy, config)
-    return Primitives(
-        config=config,
-        inputs=inputs,
-        policy=policy,
-        teachers=asked,
-        reference=reference
-        and PolicyOnSamples(timers.watch(reference, compute_logprobs="ref_logprobs"), packers["reference"]),
-        critic=critic
-        and CriticOnSamples(
-            timers.watch(critic, compute_values="values", forward_backward="update_critic", optim_step="update_critic"),
-            packers["critic"],
-        ),
-        reward_model=sampling.reward_model,
-        state=state,
     )
+
+
+def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> EngineWeights:
+    """Wrap the weights of servers so that probing verifies them; leave other engines' weights unchanged."""
+    if not config.rollout.supports("is_server"):
+        return weights
+    from megatron_rl.training.roles.frozen import score_sequences
+    from megatron_rl.transfer.probe import ProbedWeights
+
+    layout = actor.model.layout
+
+    def score(sequences: Sequence[np.ndarray], skip: Sequence[int], temperature: float) -> list[np.ndarray]:
+        found = None
+        if isinstance(actor.model, PackedModel):
+            found = [scores.numpy() for scores in score_sequences(actor.model, sequences, skip, temperature)]
+        return share_object(found, world(), layout.first_rank) if layout.world_size < world().size() else found or []
+
+    ask = weights.probe if isinstance(weights, ProbedEngine) else lambda: None
+    return ProbedWeights(weights, ask, score, config.model.dtype, world())
+
+
+def build_rollout(
+    config: RunConfig,
+    actor: Actor,
+    process: Process,
+    timers: PhaseTimers,
+    progress: RolloutProgress,
+    stop: StopStrings | None = None,
+    thoughts: Thoughts | None = None,
+    processes: AnyEpisodes | None = None,
+) -> tuple[HybridEngine, RolloutGenerator]:
+    """Build the engine, the transfer of the actor's weights, and the generator; collective."""
+
+    def find_shareable(wanted: Sequence[ShardBox]) -> dict[str, torch.Tensor]:
+        pairs = find_shared(config, actor, process.rank, wanted)
+        found = {name: actor.model.params[owned] for name, owned in pairs.items()}
+        return {name: param for name, param in found.items() if isinstance(param, torch.Tensor)}
+
+    engine = _build_engine(config, actor, process, find_shareable, stop, thoughts)
+    group, engines = world(), engine.ranks
+    weights = probe_weights(engine.weights, actor, config)
+    hybrid = HybridEngine(
+        actor, weights, engines=engines, process=process, group=group, config=config.hybrid, timers=timers
+    )
+    return hybrid, RolloutGenerator(
+        engine,
+        hybrid,
+        open_channel(engines, process.rank, group_timeout(config)),
+        config=config,
+        group=group,
+        progress=progress,
+        processes=processes,
+    )
+
+
+def find_shared(config: RunConfig, actor: Actor, rank: int, wanted: Sequence[ShardBox]) -> dict[str, str]:
+    """Return parameters of the placements `wanted` on `rank` that may alias the actor's: engine name -> actor name."""
+    model = actor.model
+    if not config.hybrid.alias_weights or rank not in model.layout.ranks:
+        return {}
+    merged = model.merged_params if config.hybrid.lora == "merge" else frozenset()
+    changed = merged | model.quantized_params
+    pairs = find_aliases(model.placements(rank), wanted)
+    return {name: owned for name, owned in pairs.items() if owned not in changed}
+
+
+def _build_engine(
+    config: RunConfig,
+    actor: Actor,
+    process: Process,
+    shareable: Callable[[Sequence[ShardBox]], dict[str, torch.Tensor]],
+    stop: StopStrings | None,
+    thoughts: Thoughts | None,
+) -> BuiltEngine:
+    """Build this rank's share of an engine, or a stand-in; collective over the job."""
+    ranks, built = config.placement.ranks_of("rollout", process.world_size), None
+    if len(ranks) < process.world_size:
+        align_group_names()  # an engine makes groups of its own ranks
+    if process.rank in ranks:
+        spec = EngineSpec(
+            model_path=str(find_model_files(config.model.path)),
+            shape=actor.model.shape,
+            dtype=config.model.dtype,
+            max_prompt_length=config.data.max_prompt_length,
+            max_response_length=config.data.max_response_length,
+            config=config.rollout,
+            process=process,
+            seed=config.trainer.seed,
+            shareable=shareable,
+            model=actor.model,
+            ranks=ranks,
+            adapters=actor.model.adapters if config.hybrid.lora == "adapter" else None,
+            stop=stop,
+            records_routes=config.actor.router_replay == "engine",
+            thoughts=thoughts,
+        )
+        built = build_engine(spec)
+    if len(ranks) < process.world_size:
+        known = share_object(built and built.describe(), world(), ranks.start)
+        built = built or BuiltEngine.absent(*known)
+    assert built is not None
+    return built
+
+
+@dataclass(frozen=True)
+class RunSinks:
+    """Timers, progress display and schedule trace of a run; discarded by default."""
+
+    timers: PhaseTimers = field(default_factory=PhaseTimers)
+    progress: RolloutProgress = field(default_factory=RolloutProgress)
+    trace: Path | None = None
+
+
+@dataclass(frozen=True)
+class RolloutMembers:
+    """Producers of samples."""
+
+    hybrid: Any
+    collector: Any
+    prompts: PromptBatches
+    stream: RolloutStream | None
+    reward_model: RewardModelOnSamples | None
+
+
+def build_rollout_members(
+    config: RunConfig,
+    inputs: RlInputs,
+    roles: Mapping[str, Any],
+    process: Process,
+    run: RunSinks,
+    parts: Parts = NO_PARTS,
+) -> RolloutMembers:
+    """Build the engine around the actor, and the rewards; collective."""
+    decode, model = inputs.tokenizer.decode, None
+    if "reward_model" in roles:
+        model = RewardModelOnSamples(
+            roles["reward_model"],
+            Packer(roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device),
+        )
+    data, train = config.data, inputs.train
+    order = PromptStream(
+        train.prompts, data.shuffle, config.trainer.seed, weights=data.weights, file_sizes=train.file_sizes
+    )
+    prompts = PromptBatches(order, data.train_batch_size)
+    if parts.rollouts:
+        return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, model)
+    read = inputs.stop.read if inputs.stop else decode
+    score = partial(score_all_rollouts, parts.reward_model, read) if parts.reward_model else model
+    rewards = RewardSources(
+        inputs.reward_plan, Scorer(inputs.reward_plan, config.reward, read), score, inputs.spec.needs_greedy_baseline
+    )
+    episodes = None
+    if config.agents.has_episodes:
+        from megatron_rl.agents.in_rank import choose_episodes
+
+        tokenizer = str(config.model.tokenizer or find_model_files(config.model.path))
+        episodes = choose_episodes(config, tokenizer, inputs.stop_token_ids, config.trainer.debug_rank == process.rank)
+    further = inputs.stop, inputs.thoughts, episodes
+    hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, *further)
+    for role in (roles[name] for name in ("critic", "mtp") if name in roles):
+        hybrid.also_release(role.optimizer)
+    stream = open_stream(
+        generator, prompts, config, is_apart=hybrid.is_apart, timeout=group_timeout(config), trace=run.trace
+    )
+    collector = Collector(
+        generator=generator,
+        rewards=rewards,
+        config=config,
+        stop_token_ids=inputs.stop_token_ids,
+        timers=run.timers,
+        group=world(),
+        stream=stream,
+    )
+    return RolloutMembers(hybrid, collector, prompts, stream, model)

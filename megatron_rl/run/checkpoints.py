@@ -8,6 +8,7 @@ uninterrupted one (in the same layout).
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,12 +20,11 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.files import explain_os_error
 from megatron_rl.checkpoint.manifest import RunContent
 from megatron_rl.checkpoint.resuming import load_training_state
-from megatron_rl.checkpoint.saving import CheckpointSaver, RankState, SaveOutcome, save_now
+from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome, save_now
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.parallel.collectives import raise_together, world
-from megatron_rl.run.changes import describe_changes
-from megatron_rl.run.opening import OpenedRun
+from megatron_rl.parallel.collectives import failing_together, world
+from megatron_rl.run.opening import OpenedRun, describe_changes
 from megatron_rl.run.state import TrainingState
 from megatron_rl.types import EXIT_PREEMPTED, Preempted, UserError
 
@@ -32,12 +32,7 @@ MAX_FAILED_SAVES = 3  # in a row
 
 
 class Checkpoints:
-    """Checkpoints of one run, and its reaction to stop signals; all methods are collective.
-
-    Args:
-        state: everything that changes during training.
-        export: writes the policy in HF format into a new directory.
-    """
+    """Checkpoints of one run, and its reaction to stop signals; `export` writes the policy in HF format. Collective."""
 
     def __init__(
         self,
@@ -60,16 +55,11 @@ class Checkpoints:
             report=self._report,
         )
         self._last: SaveOutcome | None = None
-        self._marked: tuple[RunContent, RankState] | None = None
         self._recipe, self._restored_record = dump_yaml(config), {}
         self._saved_at, self._failures_in_a_row = time.monotonic(), 0
 
     def start(self) -> int | None:
-        """Restore the checkpoint, if any, and open the sinks; return its step, `None` for a new run.
-
-        Raises:
-            UserError: the checkpoint does not fit, or the run is finished; nothing was changed then.
-        """
+        """Restore a checkpoint (UserError if unfit) and open the sinks; return its step, `None` for a new run."""
         directory, step = self._opened.checkpoint, None
         if directory is not None:
             step = self._restore(directory)
@@ -80,16 +70,13 @@ class Checkpoints:
                 "no checkpoint is written before the end (trainer.save_freq, "
                 "checkpoint.save_every_minutes): a crash loses the whole run"
             )
-        error = None
-        try:
-            self._run.start(
-                step if step is not None else -1 if self._opened.is_known else None, self._opened.guard.positions
-            )
-        except (UserError, OSError) as caught:
-            error = caught if isinstance(caught, UserError) else explain_os_error(caught, self._run.dir)
-        raise_together(error, self._group)
-        if step is not None and directory is not None and directory.parent == self._run.checkpoints:
-            self._complete_records(step)
+        last = step if step is not None else -1 if self._opened.is_known else None
+        with failing_together(self._group, lambda error: explain_os_error(error, self._run.dir)):
+            self._run.start(last, self._opened.guard.positions)
+        if step is not None and self._restored_record and self._run.is_writer and self._run.last_recorded_step() < step:
+            self._run.timers.pop()  # the process ended between this checkpoint and the record of its step
+            self._run.count(self._restored_record)
+            self._run.record(step)
         self.mark(step or 0)
         self._saved_at = time.monotonic()
         return step
@@ -101,8 +88,8 @@ class Checkpoints:
         )
         self._state.restore(resumed, self._group)
         self._run.resume(resumed.state.get("best_value"), resumed.state.get("failed_saves", []) if is_own else [])
-        self._restored_record = resumed.state.get("record", {})
         if is_own:
+            self._restored_record = resumed.state.get("record", {})
             self._last = SaveOutcome(resumed.step, directory, 0.0, 0.0)
         say = self._run.log.info
         say("resumed: %s, step %d, %d optimizer steps", directory, resumed.step, resumed.policy_version)
@@ -111,13 +98,6 @@ class Checkpoints:
         for line in describe_changes(resumed.recipe, self._recipe):
             say("  changed since: %s", line)
         return resumed.step
-
-    def _complete_records(self, step: int) -> None:
-        """Write the record of the restored step if the process ended between its checkpoint and its record."""
-        if self._restored_record and self._run.is_writer and self._run.last_recorded_step() < step:
-            self._run.timers.pop()
-            self._run.count(self._restored_record)
-            self._run.record(step)
 
     def mark(self, step: int) -> None:
         """Copy the small state of the end of a step; weights and optimizer states change only in updates."""
@@ -131,41 +111,26 @@ class Checkpoints:
         version = self._state.policy_version
         self._marked = RunContent(step, version, self._recipe, state, self._state.side_files), self._state.rank_state()
 
-    def _end_of_last_step(self) -> tuple[RunContent, RankState]:
-        assert self._marked is not None, "`start` marks"
-        return self._marked
-
     def end_step(self, step: int, is_best: bool = False) -> None:
-        """Save if a checkpoint is due.
-
-        Raises:
-            UserError: too many saves have failed.
-        """
+        """Save if a checkpoint is due (UserError if too many saves have failed)."""
         self.mark(step)
         config, is_last = self._config.trainer, step == self._total_steps
-        stays = (
-            is_best or (config.save_final if is_last else False) or (config.save_freq and step % config.save_freq == 0)
-        )
-        if stays or (not is_last and self._is_overdue()):
+        stays = is_best or (is_last and config.save_final) or (config.save_freq and step % config.save_freq == 0)
+        minutes, is_overdue = self._config.checkpoint.save_every_minutes, torch.tensor(0)
+        if not stays and not is_last and minutes is not None:  # on any rank
+            is_overdue.fill_(time.monotonic() - self._saved_at >= 60 * minutes)
+            dist.all_reduce(is_overdue, dist.ReduceOp.MAX, group=self._group)
+        if stays or is_overdue:
             with self._run.timers.phase("save", swallow=True):
                 exports = stays and self._config.checkpoint.save_huggingface
                 self._save(is_best, self._export if exports else None, is_passing=not stays)
         self._check_failures()
 
-    def _is_overdue(self) -> bool:
-        """Return whether `save_every_minutes` has passed on any rank; collective."""
-        minutes = self._config.checkpoint.save_every_minutes
-        if minutes is None:
-            return False
-        is_overdue = torch.tensor(int(time.monotonic() - self._saved_at >= 60 * minutes))
-        dist.all_reduce(is_overdue, dist.ReduceOp.MAX, group=self._group)
-        return bool(is_overdue)
-
     def _save(
         self, is_best: bool = False, export: Callable[[Path], None] | None = None, is_passing: bool = False
     ) -> None:
         self._run.settle()  # no record of a step may be written after its checkpoint
-        content, rank_state = self._end_of_last_step()
+        content, rank_state = self._marked
         content, self._saved_at = replace(content, is_passing=is_passing), time.monotonic()
         self._saver.save(
             content,
@@ -178,7 +143,7 @@ class Checkpoints:
 
     def save_into(self, root: Path) -> UserError | None:
         """Write the end of the last step to `<root>/step_<N>` at once; return the error, if any, on every rank."""
-        content, rank_state = self._end_of_last_step()
+        content, rank_state = self._marked
         return save_now(root, content, self._state.roles, self._group, rank_state).error
 
     def safe_point(self) -> None:
@@ -191,10 +156,12 @@ class Checkpoints:
         self._opened.lock.check()
         self._saver.poll()
         self._check_failures()
-        received = self._opened.stop.agreed(self._group)
-        if received is None:
-            return
-        step = self._end_of_last_step()[0].step
+        number = torch.tensor(self._opened.stop.signal)
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
+        if not number:
+            return  # no rank has received a signal
+        received = signal.Signals(int(number)).name
+        step = self._marked[0].step
         if step == self._total_steps:
             return  # nothing is left to do but to finish
         self._run.log.info("%s: the run stops after step %d", received, step)
@@ -217,7 +184,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait for the last save (UserError if it failed)."""
-        self.commit()
+        self._saver.wait()
         if self._last is not None and self._last.error:
             raise self._last.error
 

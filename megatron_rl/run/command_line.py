@@ -91,32 +91,34 @@ def run_command(
             from config, recipe, world size, GiB of a GPU and GPUs per node it returns the config, notes, and a line on
             memory; `None` without a planner.
     """
-    is_first = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
-        _import_plugins(argv, is_first)
-        _say(_USAGE.format(name=name, description=description) + _list_settings(), is_first)
+        _import_plugins(argv)
+        from megatron_rl.compat.aliases import format_names
+
+        usage = _USAGE.format(name=name, description=description)
+        _say("\n".join((usage, format_help(), format_names())))
         return 0
     try:
         flags, recipe, arguments = _split(argv)
         loaded = load_config(recipe, arguments)
-        _say_notes(loaded.notes, is_first)
+        _say_notes(loaded.notes)
         if "--dry-run" in flags:
             world_size = _world_size(flags, loaded.num_ranks)
             memory, problem = None, None
             if check_memory is not None and "--gpu-memory-gib" in flags:
                 config, chosen, memory = check_memory(loaded.config, recipe, world_size, *_gpus(flags))
                 loaded = replace(loaded, config=config)
-                _say_notes(chosen, is_first)
+                _say_notes(chosen)
             elif loaded.config.layout.mode == "auto" and check_memory is not None:
                 raise _refuse_auto()
             plan = build_plan(loaded.config, world_size)
             try:
                 inputs = read_inputs(loaded.config, world_size)
                 plan = inputs.plan
-                _say_notes(inputs.notes, is_first)
+                _say_notes(inputs.notes)
             except UserError as error:  # the plan from the config alone is shown even if files are missing
                 problem = error
-            _say(_render_plan(loaded, plan, memory, "--json" in flags), is_first)
+            _say(_render_plan(loaded, plan, memory, "--json" in flags))
             if problem is not None:
                 raise problem
             return 0
@@ -124,12 +126,6 @@ def run_command(
     except (Exception, KeyboardInterrupt) as error:
         return end_program(error)
     return 0
-
-
-def _list_settings() -> str:
-    from megatron_rl.compat.verl.aliases import format_names
-
-    return "\n".join(("", format_help(), format_names()))
 
 
 def _refuse_auto() -> UserError:
@@ -141,38 +137,29 @@ def _refuse_auto() -> UserError:
     )
 
 
-def _refuse_without_dry_run(flag: str) -> UserError:
-    return UserError(
-        f"{flag} without --dry-run",
-        source="command line",
-        expected=f"{flag} for a plan only; a run has the ranks that torchrun starts, on the GPUs of this machine",
-        hint="add --dry-run, or start torchrun --nproc-per-node N and leave it out",
-    )
-
-
 def end_program(error: BaseException) -> int:
     """Print the error that ended this rank once per job, unless it was reported; return the exit status.
 
     Errors before a run is open (`run/guard.py`) are usually raised on every rank. A user error is printed without a
     traceback, any other with it, since there is no log yet.
     """
-    is_first, code = os.environ.get("RANK", "0") == "0", reported_code(error)
+    code = reported_code(error)
     if code is not None:
         return code
     if isinstance(error, Preempted):
-        _say(f"stopped: {error}", is_first, stream=sys.stderr)
+        _say(f"stopped: {error}", sys.stderr)
         return EXIT_PREEMPTED
     if isinstance(error, KeyboardInterrupt):
-        _say("stopped: interrupted from the keyboard", is_first, stream=sys.stderr)
+        _say("stopped: interrupted from the keyboard", sys.stderr)
         return EXIT_INTERRUPTED
     is_user_error = isinstance(error, UserError)
     text = str(error) if is_user_error else "".join(["\n", *traceback.format_exception(error)]).rstrip()
-    _say(f"error: {text}", is_first, stream=sys.stderr)
-    if not is_first:
+    _say(f"error: {text}", sys.stderr)
+    if not _is_first():
         # torchrun ends all ranks when one has ended, so rank 0 must have printed by then. If rank 0 found no error
         # (a file is missing on this node only), this rank survives the wait and prints by itself.
         time.sleep(_PATIENCE_SECONDS)
-        _say(f"error on rank {os.environ['RANK']}: {text}", True, stream=sys.stderr)
+        _say(f"error on rank {os.environ['RANK']}: {text}", sys.stderr, on_all=True)
     return EXIT_USER_ERROR if is_user_error else EXIT_FAILED
 
 
@@ -209,7 +196,7 @@ def end_program_on_errors() -> None:
     sys.excepthook = end
 
 
-def _import_plugins(argv: Sequence[str], is_first: bool) -> None:
+def _import_plugins(argv: Sequence[str]) -> None:
     """Import the plugins of a command line to list their settings; print its mistakes as a note."""
     try:
         _, recipe, arguments = _split([argument for argument in argv if argument not in ("--help", "-h")])
@@ -217,7 +204,7 @@ def _import_plugins(argv: Sequence[str], is_first: bool) -> None:
         read_settings(recipe, arguments, mistakes)
         mistakes.raise_all()
     except UserError as error:
-        _say(f"note: settings of plugins may be missing: {error}", is_first, stream=sys.stderr)
+        _say(f"note: settings of plugins may be missing: {error}", sys.stderr)
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], Path | None, list[str]]:
@@ -236,7 +223,13 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], Path | None, list[
                 del argv[index : index + taken]
                 break
     if flags and "--dry-run" not in flags:
-        raise _refuse_without_dry_run(next(iter(flags)))
+        flag = next(iter(flags))
+        raise UserError(
+            f"{flag} without --dry-run",
+            source="command line",
+            expected=f"{flag} for a plan only; a run has the ranks that torchrun starts, on the GPUs of this machine",
+            hint="add --dry-run, or start torchrun --nproc-per-node N and leave it out",
+        )
     has_recipe = bool(argv) and not argv[0].startswith("-") and "=" not in argv[0]
     recipe = Path(argv.pop(0)) if has_recipe else None
     return flags, recipe, argv
@@ -283,13 +276,15 @@ def _render_plan(loaded: LoadedConfig, plan: Plan, memory: str | None, as_json: 
     return "\n".join([*lines, *([memory] if memory else [])])
 
 
-def _say_notes(notes: Sequence[str], is_first: bool) -> None:
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _say_notes(notes: Sequence[str]) -> None:
     for note in notes:
-        _say(f"note: {note}", is_first, stream=sys.stderr)
+        _say(f"note: {note}", sys.stderr)
 
 
-def _say(text: str, is_first: bool, stream: TextIO | None = None) -> None:
-    if is_first:
-        target = stream or sys.stdout
-        target.write(text + "\n")
-        target.flush()
+def _say(text: str, stream: TextIO | None = None, on_all: bool = False) -> None:
+    if on_all or _is_first():
+        print(text, file=stream, flush=True)

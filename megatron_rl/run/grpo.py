@@ -62,14 +62,16 @@ class Trainer(Session):
                 with self.policy.rollout_mode():  # weights move into the engines; afterwards, engines sleep
                     samples = self.policy.sample(step)
                 self.checkpoints.safe_point()  # SIGTERM ends the run here, before the first update,
-                self.fetch_tokens(samples)
+                for role in (self.reference, self.policy, self.critic):
+                    if role:  # all get the tokens first, so that roles on different ranks compute concurrently
+                        role.read(samples)
                 if self.teachers:
                     self.teachers.score(samples)
                 if self.reference:  # for the KL term
                     samples.ref_logprobs = self.reference.logprobs(samples)
                 if self.critic:
                     samples.values = self.critic.values(samples)
-                if self.recomputes(step):  # otherwise the update's first pass computes them
+                if self.inputs.spec.why_recompute or self.is_warmup(step):  # else the update's first pass does it
                     samples.old_logprobs = self.policy.logprobs(samples)
                     self.compare(samples)
                 if self.inputs.spec.needs_sum_pi_squared:
@@ -98,12 +100,6 @@ class Trainer(Session):
         """Token texts for the rollout log."""
         return TokenTexts(self.inputs.tokenizer.decode)
 
-    def fetch_tokens(self, samples: Experience) -> None:
-        """Send the tokens to all roles first, so that roles on different ranks compute concurrently."""
-        for role in (self.reference, self.policy, self.critic):
-            if role:
-                role.read(samples)
-
     def algorithm_now(self) -> AlgorithmConfig:
         """Return the algorithm settings with the current KL coefficient."""
         return replace(self.config.algorithm, kl_coef=self.kl.coef)
@@ -111,10 +107,6 @@ class Trainer(Session):
     def is_warmup(self, step: int) -> bool:
         """Whether only the critic learns in this step."""
         return self.critic is not None and step <= self.config.trainer.critic_warmup
-
-    def recomputes(self, step: int) -> bool:
-        """Whether `old_logprobs` need their own forward pass."""
-        return bool(self.inputs.spec.why_recompute) or self.is_warmup(step)
 
     def compare(self, samples: Experience) -> None:
         """Compare the policy with its engine and the reference, before an update; collective."""

@@ -18,10 +18,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from megatron_rl.config.schema import RunConfig, TrainerConfig
-from megatron_rl.observability.failures import FindSilent, Scene, explain, is_lost_peer
-from megatron_rl.observability.positions import Position
-from megatron_rl.run.reports import append, describe_collectives, show
-from megatron_rl.run.watchdog import Watchdog, Watched
+from megatron_rl.observability.failures import FindSilent, Position, Scene, explain, is_lost_peer
+from megatron_rl.run.watchdog import Watchdog, Watched, append, describe_collectives, show
 from megatron_rl.types import EXIT_FAILED, EXIT_USER_ERROR, Preempted, UserError, mark_reported, reported_code
 
 _PORT = 5678  # that IDEs propose
@@ -110,25 +108,22 @@ class Guard:
         scene = Scene.of(error, watched.rank, watched.timers.step, watched.log_file)
         code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
         try:
-            if watchdog is not None:
-                self._report_to_all(error, scene, code, watchdog)
-            else:
+            if watchdog is None:
                 show(_describe(error, scene), watched.log_file)
+            else:
+                board, is_lost = watchdog.board, is_lost_peer(error)
+                watchdog.hand_over()
+                # A rank posts its report before it leaves: a broken connection without a report means a lost process.
+                if not (is_lost and board.is_posted) and board.claim():
+                    board.post(_describe(error, scene, lambda: watchdog.find_silent(_LOST_SECONDS)), code)
+                are_together = board.have_all_come(watched.world_size, 0.0 if is_lost else _TOGETHER_SECONDS)
+                report = board.conclude()
+                if not are_together:
+                    watchdog.leave(report.code if report else code)
         except dist.DistError as caught:  # the store's host, a rank or torchrun's agent, is gone
             append(watched.log_file, f"the job's store does not answer: {caught}")
             show(_describe(error, scene), watched.log_file)
         mark_reported(error, code)
-
-    def _report_to_all(self, error: Exception, scene: Scene, code: int, watchdog: Watchdog) -> None:
-        board, is_lost = watchdog.board, is_lost_peer(error)
-        watchdog.hand_over()
-        # A rank posts its report before it leaves: a broken connection without a report means a lost process.
-        if not (is_lost and board.is_posted) and board.claim():
-            board.post(_describe(error, scene, lambda: watchdog.find_silent(_LOST_SECONDS)), code)
-        are_together = board.have_all_come(self._watched.world_size, 0.0 if is_lost else _TOGETHER_SECONDS)
-        report = board.conclude()
-        if not are_together:
-            watchdog.leave(report.code if report else code)
 
     def close(self) -> None:
         """End the watchdog and release signals and lock."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read and check everything a run needs before it starts: models, tokenizer, prompts, rewards and plugins.
+"""Read and check everything a run needs before it starts: models, tokenizer, prompts, rewards, plugins, passed objects.
 
 The start and the dry run call the same functions, on every rank alike and before any process group exists.
 """
@@ -8,38 +8,112 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megatron_rl.algorithms.catalog import find_loss_aggregation, find_policy_loss
+from megatron_rl.algorithms.catalog import (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    AdvantageEstimator,
+    PolicyLoss,
+    RegisteredEstimator,
+    find_loss_aggregation,
+    find_policy_loss,
+)
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.batch_plan import BatchPlan, SftPlan
-from megatron_rl.config.data import DataConfig
+from megatron_rl.config.checks import check_config
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.pass_rates import select_by_pass_rate
+from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import PromptSet, SftSet, choose_teachers, load_prompts, load_sft_examples, name_files
 from megatron_rl.data.tokenizer import Tokenizer, check_stop_strings, find_stop_tokens
-from megatron_rl.engines.protocol import StopStrings, Thoughts
+from megatron_rl.engines.protocol import EngineMaker, StopStrings, Thoughts
+from megatron_rl.extension.registry import ENGINES, RegisteredEngine, enter_object, name_of
 from megatron_rl.rewards.plan import OVERLONG, RewardPlan, build_reward_plan, check_truths
-from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models
-from megatron_rl.run.parts import NO_PARTS, Parts
-from megatron_rl.run.resolve import resolve, resolve_sft
-from megatron_rl.types import UserError
+from megatron_rl.rewards.scoring import RewardFunction, check_reward_function, file_of
+from megatron_rl.run.models import HAS_TORCH, RoleInputs, note_models, read_models, read_rl_models, resolve, resolve_sft
+from megatron_rl.types import Rollout, UserError
+
+if TYPE_CHECKING:  # a dry run imports no torch
+    from megatron_rl.planning.cluster import Cluster
+    from megatron_rl.training.setup import RoleSetup
 
 
 @dataclass(frozen=True)
-class PromptInputs:
-    """Training prompts, validation prompts by set, and notes about them, one line each."""
+class Parts:
+    """User objects; `None` leaves the choice to the config.
 
-    train: PromptSet
-    validation: dict[str, PromptSet]
-    notes: list[str]
+    Attributes:
+        reward: verl's signature `(data_source, solution_str, ground_truth, extra_info)`, a number or a dict with
+            "score"; called in the rank.
+        adv_estimator: `(AdvantageInputs, AlgorithmConfig)` -> advantages [t]; a `RegisteredEstimator` if it needs a
+            critic's values or greedy responses.
+        policy_loss: `(PolicyLossInputs, AlgorithmConfig)` -> token loss [t] and a clip mask [t].
+        engine: see `EngineMaker` in `engines.protocol`; a `RegisteredEngine` if it supports more than plain sampling.
+        reward_model: all rollouts of a step -> one score each, called on every rank with the same result; the reward,
+            or added to the sum of `reward.components`.
+        rollouts: replaces engine, generation and rewards (see `tools.replay.recording.RecordedRollouts`).
+        choose_layout: for `layout.mode` auto: config, roles, cluster and recipe -> the config with a layout, and a line
+            on each choice; `tools.planning.automatic.choose_layout`.
+        actor, critic, reference: `RoleSetup` -> the role, such as a subclass of `Actor`, `Critic`, `Reference`.
+    """
+
+    reward: RewardFunction | None = None
+    adv_estimator: AdvantageEstimator | RegisteredEstimator | None = None
+    policy_loss: PolicyLoss | None = None
+    engine: EngineMaker | RegisteredEngine | None = None
+    reward_model: Callable[[Sequence[Rollout]], Sequence[float]] | None = None
+    rollouts: Any = None
+    choose_layout: Callable[[RunConfig, RunSpec, Cluster, Path | None], tuple[RunConfig, list[str]]] | None = None
+    actor: Callable[[RoleSetup], Any] | None = None
+    critic: Callable[[RoleSetup], Any] | None = None
+    reference: Callable[[RoleSetup], Any] | None = None
+
+    def enter(self, config: RunConfig) -> RunConfig:
+        """Register the objects that are looked up by name, and return the config with their names.
+
+        Raises:
+            UserError: a name is taken, the engine does not support a setting, the reward has a wrong signature, or the
+                config names other rewards.
+        """
+        algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
+        if self.adv_estimator is not None:
+            entry = self.adv_estimator
+            if not isinstance(entry, RegisteredEstimator):
+                entry = RegisteredEstimator(entry)
+            name = enter_object(ADVANTAGE_ESTIMATORS, entry, entry.estimate, "algorithm.adv_estimator")
+            algorithm = replace(algorithm, adv_estimator=name)
+        if self.policy_loss is not None:
+            name = enter_object(POLICY_LOSSES, self.policy_loss, self.policy_loss, "algorithm.policy_loss")
+            algorithm = replace(algorithm, policy_loss=name)
+        if self.engine is not None:
+            entry = self.engine if isinstance(self.engine, RegisteredEngine) else RegisteredEngine(self.engine)
+            rollout = replace(rollout, engine=enter_object(ENGINES, entry, entry.make, "rollout.engine"))
+            check_config(replace(config, rollout=rollout))
+        if self.reward is not None:
+            check_reward_function(self.reward, name_of(self.reward), "the reward that was passed")
+            for leaf in ("components", "workers"):
+                if getattr(reward, leaf):
+                    raise UserError(
+                        f"reward.{leaf} = {getattr(reward, leaf)!r} beside a reward that was passed as an object",
+                        source=f"reward.{leaf}",
+                        expected="one of the two",
+                        hint="name the function in the config as path.py:name, or remove the setting",
+                    )
+            reward = replace(reward, function=f"{file_of(self.reward)}:{name_of(self.reward)}")
+        return replace(config, algorithm=algorithm, rollout=rollout, reward=reward)
 
 
-def read_prompts(config: RunConfig, tokenizer: Tokenizer, reward_plan: RewardPlan) -> PromptInputs:
-    """Read and check all prompts.
+NO_PARTS = Parts()
+
+
+def read_prompts(
+    config: RunConfig, tokenizer: Tokenizer, reward_plan: RewardPlan
+) -> tuple[PromptSet, dict[str, PromptSet], list[str]]:
+    """Read and check all prompts; return those of training, those of validation by set, and notes, one line each.
 
     Raises:
         UserError: a file, row or pass rate is wrong or missing, the reward cannot use a ground truth, or a prompt has
@@ -54,15 +128,18 @@ def read_prompts(config: RunConfig, tokenizer: Tokenizer, reward_plan: RewardPla
         name: load_prompts([file], tokenizer, data, limit=data.validation_limit, tools=tools)
         for name, file in name_files(data.validation_files).items()
     }
-    loaded = load_prompts(data.train_files, tokenizer, data, tools=tools)
-    train, notes = select_by_pass_rate(loaded, data, shaping=OVERLONG)
+    train, notes = load_prompts(data.train_files, tokenizer, data, tools=tools), []
+    if data.pass_rates is not None:
+        from megatron_rl.data.pass_rates import select_by_pass_rate
+
+        train, notes = select_by_pass_rate(train, data, shaping=OVERLONG)
     check_mixture(data, train.file_sizes)
     choose_teachers(config, train.prompts)
     prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
     notes += check_truths(reward_plan, prompts)
     if has_episodes:
         notes += start_checks.check_episodes(config, tokenizer, train)
-    return PromptInputs(train, validation, notes)
+    return train, validation, notes
 
 
 def check_mixture(config: DataConfig, sizes: Sequence[int]) -> None:
@@ -117,20 +194,12 @@ class SftInputs:
 
 
 def plan_rl(config: RunConfig, world_size: int) -> BatchPlan:
-    """Compute the batch arithmetic of an RL run before its prompts are read.
-
-    Raises:
-        UserError: a plugin or estimator is missing, or sizes do not divide.
-    """
+    """Compute the batch arithmetic before prompts are read (UserError: a missing plugin or estimator, or odd sizes)."""
     return BatchPlan.build(config, world_size, resolve(config))
 
 
 def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) -> RlInputs:
-    """Read and check models, prompts, reward sources and plugins (UserError if any is wrong).
-
-    Args:
-        config: after `parts.enter`.
-    """
+    """Read and check models, prompts, rewards and plugins after `parts.enter` (UserError if any is wrong)."""
     spec = resolve(config)
     _check_paths(config)
     find_policy_loss(config.algorithm.policy_loss)
@@ -143,19 +212,26 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     rollout, files = config.rollout, find_model_files(config.model.path)
     stop_token_ids = find_stop_tokens(tokenizer, files, policy.vocab_size, rollout.stop_token_ids)
     check_stop_strings(rollout.stop, tokenizer)
-    prompts = read_prompts(config, tokenizer, reward_plan)
-    _check_set_names(config, prompts.validation)
-    plan = BatchPlan.build(config, world_size, spec, len(prompts.train.prompts))
+    train, validation, notes = read_prompts(config, tokenizer, reward_plan)
+    for name in rollout.validation_sets:
+        if name not in validation:
+            raise UserError(
+                f"there is no validation set {name!r}",
+                source="rollout.validation_sets",
+                expected=f"of {', '.join(validation) or 'none: data.validation_files is empty'}",
+                hint="a set is called after its file",
+            )
+    plan = BatchPlan.build(config, world_size, spec, len(train.prompts))
     return RlInputs(
         spec=spec,
         roles=roles,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
-        train=prompts.train,
-        validation=prompts.validation,
+        train=train,
+        validation=validation,
         reward_plan=reward_plan,
         plan=plan,
-        notes=_find_idle_settings(config, spec, plan) + prompts.notes + noted,
+        notes=_find_idle_settings(config, spec, plan) + notes + noted,
         stop=StopStrings(rollout.stop, tokenizer.decode) if rollout.stop else None,
         thoughts=_read_thoughts(config, tokenizer),
     )
@@ -179,17 +255,6 @@ def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
             hint="lower it, or raise data.max_response_length",
         )
     return thoughts
-
-
-def _check_set_names(config: RunConfig, validation: Mapping[str, PromptSet]) -> None:
-    for name in config.rollout.validation_sets:
-        if name not in validation:
-            raise UserError(
-                f"there is no validation set {name!r}",
-                source="rollout.validation_sets",
-                expected=f"of {', '.join(validation) or 'none: data.validation_files is empty'}",
-                hint="a set is called after its file",
-            )
 
 
 def read_sft_inputs(config: RunConfig, world_size: int) -> SftInputs:

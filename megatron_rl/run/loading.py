@@ -2,7 +2,7 @@
 """Load a recipe and a command line into a checked `RunConfig`.
 
 The path of a setting: read with its place (`sources.py`), references `${section.key}` resolved, plugins imported (they
-declare settings, `options.py`), verl names translated (`compat/verl/aliases.py`), the recipe overridden by the command
+declare settings, `fields.py`), verl names translated (`compat/aliases.py`), the recipe overridden by the command
 line, types checked (`fields.py`), settings without effect set aside (`idle.py`), combinations checked (`checks.py`).
 torch is not imported, so that a dry run starts at once.
 """
@@ -20,21 +20,22 @@ import yaml
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.fields import (
+    PREFIX,
     TEACHERS,
     FieldInfo,
+    build_options,
     build_section,
     coerce,
     list_fields,
+    list_options,
     section_classes,
-    section_names,
 )
 from megatron_rl.config.idle import put_aside
-from megatron_rl.config.options import PREFIX, build_options, list_options
 from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.config.sections import MISSING
 from megatron_rl.config.sources import RECIPE, Setting, describe, read_mapping, read_overrides, read_recipe
-from megatron_rl.extension.engines import find_engine
-from megatron_rl.extension.plugins import load_plugins
+from megatron_rl.extension.registry import find_engine
+from megatron_rl.extension.user_code import load_plugins
 from megatron_rl.types import UserError
 
 _REFERENCE = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")
@@ -48,16 +49,12 @@ def _resolve_references(settings: Sequence[Setting], mistakes: Mistakes) -> list
     for setting in settings:
         with mistakes.collect(setting.name):
             value = _resolve(setting.value, setting, latest, (setting.name,))
-            resolved.append(replace(setting, value=value, text=None) if _has_reference(setting.value) else setting)
+            resolved.append(setting if value is setting.value else replace(setting, value=value, text=None))
     return resolved
 
 
-def _has_reference(value: Any) -> bool:
-    return isinstance(value, str) and "${" in value
-
-
 def _resolve(value: Any, setting: Setting, latest: Mapping[str, Setting], path: tuple[str, ...]) -> Any:
-    if not _has_reference(value):
+    if not isinstance(value, str) or "${" not in value:
         return value
     whole = _REFERENCE.fullmatch(value)
     if whole:
@@ -71,7 +68,9 @@ def _resolve(value: Any, setting: Setting, latest: Mapping[str, Setting], path: 
 def _look_up(body: str, setting: Setting, latest: Mapping[str, Setting], path: tuple[str, ...]) -> Any:
     is_select = body.startswith(_SELECT)
     name, _, default = body.removeprefix(_SELECT).partition(",") if is_select else (body, "", "")
-    name = _absolute(name.strip(), path[-1])
+    name = name.strip()
+    if levels := len(name) - len(name.lstrip(".")):  # relative to the section of the setting that refers
+        name = ".".join([*path[-1].split(".")[:-levels], name[levels:]])
     if name in path:
         raise _error(setting, f"{setting.name} refers to itself: {' -> '.join((*path, name))}")
     if name in latest:
@@ -79,11 +78,6 @@ def _look_up(body: str, setting: Setting, latest: Mapping[str, Setting], path: t
     if is_select:
         return yaml.safe_load(default) if default.strip() else None
     raise _error(setting, f"{setting.name} = '${{{body}}}' contains an interpolation of a name that is not given")
-
-
-def _absolute(name: str, place: str) -> str:
-    levels = len(name) - len(name.lstrip("."))
-    return ".".join([*place.split(".")[:-levels], name[levels:]]) if levels else name
 
 
 def _error(setting: Setting, found: str) -> UserError:
@@ -129,7 +123,8 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     """
     mistakes = Mistakes()
     given = read_settings(recipe, overrides, mistakes)
-    teachers = _name_teachers(given)
+    parts = [setting.name.split(".") for setting in given]
+    teachers = list(dict.fromkeys(part[1] for part in parts if part[0] == TEACHERS and len(part) > 1))
     fields = list_fields(teachers) | list_options()
     settings = _gather_mappings(given, fields)
     notes: list[str] = []
@@ -162,11 +157,6 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
     return LoadedConfig(config, [*notes, *dict.fromkeys([*idle, *more])], sources, num_ranks)
 
 
-def _name_teachers(settings: Sequence[Setting]) -> list[str]:
-    parts = [setting.name.split(".") for setting in settings]
-    return list(dict.fromkeys(part[1] for part in parts if part[0] == TEACHERS and len(part) > 1))
-
-
 def read_settings(
     recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str], mistakes: Mistakes
 ) -> list[Setting]:
@@ -184,7 +174,11 @@ def read_settings(
     else:
         settings = read_recipe(Path(recipe), mistakes) if recipe else []
     settings += read_overrides(overrides, fields, _aliases, mistakes)
-    settings = _without_empty_sections([_expand_layout(setting) for setting in settings], mistakes)
+    settings = [  # `layout: auto` is the mode of the section
+        replace(one, name="layout.mode") if one.name == "layout" and isinstance(one.value, str) else one
+        for one in settings
+    ]
+    settings = _without_empty_sections(settings, mistakes)
     settings = _resolve_references(settings, mistakes)
     plugins = _choose([setting for setting in settings if setting.name == _PLUGINS], fields, mistakes)
     with mistakes.collect(_PLUGINS):
@@ -196,17 +190,15 @@ def read_settings(
 
 def _aliases() -> Any:
     """Import other projects' names only if needed."""
-    from megatron_rl.compat.verl import aliases
+    from megatron_rl.compat import aliases
 
     return aliases
 
 
 def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
-    """Whether a setting has a native name and no value with another meaning in other projects.
-
-    Hydra marks a value that is given elsewhere with `???`; -1 is verl's "never", `~/` a user's home there.
-    """
+    """Whether a setting has a native name and no value with another meaning in other projects."""
     value = setting.value
+    # Hydra marks a value that is given elsewhere with `???`; -1 is verl's "never", `~/` a user's home there.
     if setting.name not in fields or value in ("???", {}, -1):
         return False
     texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
@@ -235,30 +227,8 @@ def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
     ]
 
 
-def override(config: RunConfig, overrides: Sequence[str], source: str) -> RunConfig:
-    """Return a config with some settings changed, unchecked.
-
-    Args:
-        overrides: `section.key=value`.
-        source: origin of the overrides, for errors.
-    """
-    fields = list_fields()
-    for text in overrides:
-        name, _, value = text.partition("=")
-        section, _, leaf = name.partition(".")
-        changed = {leaf: coerce(fields[name], yaml.safe_load(value), source, value)}
-        config = replace(config, **{section: replace(getattr(config, section), **changed)})
-    return config
-
-
-def _expand_layout(setting: Setting) -> Setting:
-    """Expand `layout: auto` to the mode of the section."""
-    is_short = setting.name == "layout" and isinstance(setting.value, str)
-    return replace(setting, name="layout.mode") if is_short else setting
-
-
 def _without_empty_sections(settings: list[Setting], mistakes: Mistakes) -> list[Setting]:
-    sections = {*section_names(), PREFIX}
+    sections = {*(name.rpartition(".")[0] for name in list_fields()), TEACHERS, PREFIX}
     for setting in settings:
         if setting.name in sections and setting.value is not None:
             error = UserError(
@@ -296,35 +266,24 @@ def _put(mapping: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo], mistakes: Mistakes) -> dict[str, Setting]:
-    """Choose the effective one of several settings with the same name.
-
-    A higher layer wins, then a setting that is not weak, then the later one on the command line; two different values
-    in the recipe (native name and verl's) are refused.
-    """
+    """Choose the effective one of several settings: of a higher layer, then not weak, then the later one."""
     chosen: dict[str, Setting] = {}
     for setting in settings:
         with mistakes.collect(setting.name):
             new = replace(setting, value=coerce(fields[setting.name], setting.value, setting.source, setting.text))
             old = chosen.get(new.name)
-            if old is not None and _strength(old) == _strength(new):
-                _refuse_conflict(old, new)
-            if old is None or _strength(old) <= _strength(new):
+            strength = (new.layer, not new.weak)
+            before = strength if old is None else (old.layer, not old.weak)
+            if old is not None and before == strength and new.layer <= RECIPE and old.value != new.value:
+                raise UserError(
+                    f"{new.name} is given twice, as {old.value!r} and as {new.value!r}",
+                    source=f"{old.source} and {new.source}",
+                    expected="one value (a verl name and our name of the same setting must agree)",
+                    hint="remove one of the two",
+                )
+            if before <= strength:
                 chosen[new.name] = new
     return chosen
-
-
-def _strength(setting: Setting) -> tuple[int, bool]:
-    return setting.layer, not setting.weak
-
-
-def _refuse_conflict(old: Setting, new: Setting) -> None:
-    if new.layer <= RECIPE and old.value != new.value:
-        raise UserError(
-            f"{new.name} is given twice, as {old.value!r} and as {new.value!r}",
-            source=f"{old.source} and {new.source}",
-            expected="one value (a verl name and our name of the same setting must agree)",
-            hint="remove one of the two",
-        )
 
 
 def _require_all(
@@ -333,6 +292,10 @@ def _require_all(
     recipe: Path | Mapping[str, Any] | None,
     mistakes: Mistakes,
 ) -> None:
+    if isinstance(recipe, Mapping):
+        source = "the config that was passed"
+    else:
+        source = f"{recipe} and the command line" if recipe else "command line (no recipe)"
     given = {*chosen, *mistakes.refused}
     missing = [info for name, info in fields.items() if info.required and name not in given]
     names = [info.name for info in missing]
@@ -340,13 +303,7 @@ def _require_all(
         if missing:
             raise UserError(
                 f"{', '.join(names)} {'is' if len(missing) == 1 else 'are'} missing",
-                source=_describe_source(recipe),
+                source=source,
                 expected="; ".join(f"{info.name}: {info.describe_type()}" for info in missing),
                 hint=f"add {names[0]} to the recipe or write {names[0]}=VALUE",
             )
-
-
-def _describe_source(recipe: Path | Mapping[str, Any] | None) -> str:
-    if isinstance(recipe, Mapping):
-        return "the config that was passed"
-    return f"{recipe} and the command line" if recipe else "command line (no recipe)"

@@ -51,9 +51,13 @@ class Owner:
     @classmethod
     def here(cls) -> Owner:
         """Return this process as an owner."""
-        return cls(
-            socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time(), time.time(), uuid.uuid4().hex
-        )
+        # A process number is unique in one container and one boot.
+        host, scope = socket.gethostname(), list[str]()
+        with suppress(OSError):  # not Linux
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+            scope = [boot, os.readlink("/proc/self/ns/pid")]
+        machine, started = "/".join([host, *scope]), psutil.Process().create_time()
+        return cls(host, machine, os.getpid(), started, time.time(), uuid.uuid4().hex)
 
     def is_running(self) -> bool:
         """Whether the process exists; valid on its machine."""
@@ -178,10 +182,7 @@ class RunLock:
             return max(0.0, os.fstat(probe.fileno()).st_mtime - moment)
 
     def _remove(self, dead: Owner) -> bool:
-        """Remove the lock of a dead owner; False if its owner has changed or another job is removing it.
-
-        Removal is exclusive and reads the lock again first, so a new owner's lock is never touched.
-        """
+        """Remove a dead owner's lock; False if its owner has changed or another job is removing it."""
         claim = self.path.with_name(f"{LOCK_FILE}.takeover")
         try:
             claim.touch(exist_ok=False)
@@ -192,7 +193,7 @@ class RunLock:
             time.sleep(0.01)
             return False
         try:
-            is_dead_one = self._read() == dead
+            is_dead_one = self._read() == dead  # again, so that a new owner's lock is never touched
             if is_dead_one:
                 self.path.unlink(missing_ok=True)
             return is_dead_one
@@ -224,14 +225,3 @@ class RunLock:
             expected="a run directory that no other job writes to",
             hint=f"choose another trainer.run_dir, or end that job (if it is known to be gone: remove {self.path})",
         )
-
-
-def _machine() -> str:
-    """Return the scope in which a process number is unique: another container or another boot is another machine."""
-    parts = [socket.gethostname()]
-    with suppress(OSError):  # not Linux
-        parts += [
-            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
-            os.readlink("/proc/self/ns/pid"),
-        ]
-    return "/".join(parts)

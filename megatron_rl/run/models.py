@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the models of all roles from disk: shape, layout, weights and tokenizer, checked before anything is built.
+"""Decide which roles a run has, and read their models from disk: shape, layout, weights and tokenizer, all checked.
 
 torch is imported for the headers of the weights, and may be missing.
 """
@@ -13,19 +13,121 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_rl.algorithms.catalog import find_advantage_estimator, plan_old_logprobs
 from megatron_rl.checkpoint.side_files import MTP_ROLE, find_model_files, find_mtp_weights
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_rl.extension.engines import find_engine
+from megatron_rl.extension.registry import find_engine
+from megatron_rl.extension.user_code import load_plugins
 from megatron_rl.parallel.layout import ParallelLayout, check_context_parallel
 from megatron_rl.planning.cluster import DTYPE_BYTES, check_layout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
-from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.fused_experts import ROW_BYTES
+from megatron_rl.weights.families import SCORE_HEAD, ModelShape
 from megatron_rl.weights.model_config import check_mtp, is_image_text, load_model_shape
+from megatron_rl.weights.packed_experts import ROW_BYTES
 from megatron_rl.weights.support import check_engine, check_rollout_layout, check_router_replay
+
+
+def resolve(config: RunConfig) -> RunSpec:
+    """Import the user's plugins and return the models that an RL run builds.
+
+    Raises:
+        UserError: a plugin cannot be imported, the estimator is unknown or needs a disabled critic, or
+            `importance_sampling = bypass` and `old_logprobs` are computed before the update.
+    """
+    load_plugins(config.algorithm.plugins)
+    name = config.algorithm.adv_estimator
+    estimator, enable = find_advantage_estimator(name), config.critic.enable
+    if estimator.needs_values and enable is False:
+        raise UserError(
+            f"critic.enable = False contradicts algorithm.adv_estimator = {name!r}, which needs the values of a critic",
+            source="critic.enable",
+            expected="true, or null",
+            hint="remove critic.enable, or set algorithm.adv_estimator=grpo for a run without a critic",
+        )
+    roles = [_make_actor(config)]
+    if config.algorithm.kl_coef > 0:
+        roles.append(_make_reference(config))
+    for teacher, section in config.teachers.items():
+        name = f"teachers.{teacher}"
+        roles.append(
+            RoleSpec(
+                name=name, path=section.path, section=name, settings=section, head="logprob", offload=section.offload
+            )
+        )
+    if estimator.needs_values if enable is None else enable:
+        roles.append(
+            RoleSpec(
+                name="critic",
+                path=config.critic.path or config.model.path,
+                section="critic",
+                settings=config.critic,
+                head="value",
+                trainable=True,
+                may_lack=(SCORE_HEAD,),
+            )
+        )
+    if config.reward_model.path is not None:
+        roles.append(
+            RoleSpec(
+                name="reward_model",
+                path=config.reward_model.path,
+                section="reward_model",
+                settings=config.reward_model,
+                head="score",
+                offload=config.reward_model.offload,
+            )
+        )
+    return RunSpec(
+        roles={role.name: role for role in roles},
+        needs_greedy_baseline=estimator.needs_greedy_baseline,
+        needs_group=estimator.needs_group,
+        needs_sum_pi_squared=estimator.needs_sum_pi_squared,
+        why_recompute=plan_old_logprobs(config, estimator),
+    )
+
+
+def resolve_sft(config: RunConfig) -> RunSpec:
+    """Return the spec of an SFT run (UserError if `actor.mtp_lr` is set: that layer learns from own responses)."""
+    if config.actor.mtp_lr:
+        raise UserError(
+            f"actor.mtp_lr = {config.actor.mtp_lr} in supervised fine-tuning",
+            source="actor.mtp_lr",
+            expected="0: the layer learns from responses that the policy samples",
+            hint="leave actor.mtp_lr out",
+        )
+    return RunSpec(roles={"actor": _make_actor(config)})
+
+
+def _make_reference(config: RunConfig) -> RoleSpec:
+    """Return the frozen policy; with LoRA on the same ranks, the actor without adapters."""
+    is_base = bool(config.actor.lora.rank) and config.reference.path in (None, config.model.path)
+    return RoleSpec(
+        name="reference",
+        path=config.reference.path or config.model.path,
+        section="actor",
+        settings=config.actor,
+        head="logprob",
+        offload=config.reference.offload,
+        is_reset=config.reference.reset_every is not None,
+        batch_invariant=config.rollout.bitwise,
+        shares="actor" if is_base and config.placement.reference == config.placement.actor else None,
+    )
+
+
+def _make_actor(config: RunConfig) -> RoleSpec:
+    return RoleSpec(
+        name="actor",
+        path=config.model.path,
+        section="actor",
+        settings=config.actor,
+        head="logprob",
+        trainable=True,
+        batch_invariant=config.rollout.bitwise,
+    )
+
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -40,11 +142,7 @@ class RoleInputs:
 
 
 def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict[str, RoleInputs], Tokenizer]:
-    """Read and check the models and layouts of all roles, in the order of `spec`, and the policy's tokenizer.
-
-    Raises:
-        UserError: files are missing or do not match, or a model does not fit its layout.
-    """
+    """Read and check models and layouts of all roles, in order, and the policy's tokenizer (UserError if unfit)."""
     actor = _read_role(config, spec.roles["actor"], world_size)
     if actor.spec.batch_invariant and HAS_TORCH:
         from megatron_rl.run import bitwise
@@ -86,26 +184,16 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
     check_rollout_layout(policy, config.rollout.tensor_model_parallel_size)
     check_router_replay(policy, config.actor.router_replay)
     if config.actor.mtp_lr:
-        roles[MTP_ROLE] = _read_mtp(roles["actor"])
+        actor = roles["actor"]
+        check_mtp(find_model_files(actor.spec.path))
+        mtp = replace(actor.spec, name=MTP_ROLE, path=str(find_mtp_weights(Path(actor.spec.path))))
+        _check_weights(mtp, policy.mtp)
+        roles[MTP_ROLE] = RoleInputs(mtp, policy.mtp, actor.layout.last_stage)
     return roles, tokenizer
 
 
-def _read_mtp(actor: RoleInputs) -> RoleInputs:
-    check_mtp(find_model_files(actor.spec.path))
-    spec = replace(actor.spec, name=MTP_ROLE, path=str(find_mtp_weights(Path(actor.spec.path))))
-    _check_weights(spec, actor.shape.mtp)
-    return RoleInputs(spec, actor.shape.mtp, actor.layout.last_stage)
-
-
 def note_models(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str | None = None) -> list[str]:
-    """Return a line for each image-text model (its text part alone is read), and the notes of `check_machine`.
-
-    Args:
-        engine: `None` if the policy samples nothing.
-
-    Raises:
-        UserError: torchrun has started ranks on a machine that cannot run them.
-    """
+    """Return a line per image-text model, whose text part alone is read, and the notes of `check_machine`."""
     paths = dict.fromkeys(role.spec.path for role in roles.values())
     seeing = [path for path in paths if is_image_text(find_model_files(path))]
     notes = [f"{path} is an image-text model: its text part is used, and saved as a text model" for path in seeing]
@@ -189,12 +277,7 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> N
 
 
 def _check_vocabularies(config: RunConfig, role: RoleSpec, tokenizer: Tokenizer, sizes: Sequence[ModelShape]) -> None:
-    """Refuse a teacher with other token ids than the policy's, or without logits for tokens that are compared.
-
-    Args:
-        tokenizer: of the policy.
-        sizes: the policy's shape, and the teacher's.
-    """
+    """Refuse a teacher with other token ids than the policy, or too few logits; `sizes`: policy, teacher."""
     theirs = load_tokenizer(find_model_files(Path(role.path))).read_vocabulary()
     differing = [token for token, index in tokenizer.read_vocabulary().items() if theirs.get(token) != index]
     if differing:
@@ -216,15 +299,28 @@ def _check_vocabularies(config: RunConfig, role: RoleSpec, tokenizer: Tokenizer,
 
 
 def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> ParallelLayout:
-    """Return the layout of a role on its ranks of the job.
-
-    Raises:
-        UserError: the model does not fit it, or its optimizer step cannot train experts.
-    """
+    """Return a role's layout on its ranks (UserError if the model or its optimizer step does not fit it)."""
     layout = check_layout(spec, shape, ranks)
     check_context_parallel(shape.num_heads, shape.num_kv_heads, layout.tp_size, layout.cp_size, section=spec.section)
-    if shape.num_experts and spec.trainable:
-        _check_experts(spec, shape, layout, dtype)
+    if not shape.num_experts or not spec.trainable:
+        return layout
+    config, section = spec.training, spec.section
+    mixture = f"a mixture of {shape.num_experts} experts"
+    if config.overlap_grad_reduce:
+        raise UserError(
+            f"{section}.overlap_grad_reduce with {mixture}, for which it is not tried",
+            source=f"{section}.overlap_grad_reduce",
+            expected="false",
+            hint=f"remove {section}.overlap_grad_reduce",
+        )
+    if config.step_mode == "graph" and (reason := _why_in_turn(spec, shape, layout, dtype)):
+        raise UserError(
+            f"{section}.step_mode = graph with {mixture} that are multiplied one after the other ({reason}): the host "
+            "reads how many rows each of them has, which a graph cannot hold",
+            source=f"{section}.step_mode",
+            expected="experts that are multiplied in one product, or another step mode",
+            hint=f"set {section}.step_mode=static: the same step without capture",
+        )
     return layout
 
 
@@ -261,26 +357,6 @@ def check_machine(
             raise
         return [f"this machine could not start the run: {error.found}"]
     return []
-
-
-def _check_experts(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtype: str) -> None:
-    config, section = spec.training, spec.section
-    mixture = f"a mixture of {shape.num_experts} experts"
-    if config.overlap_grad_reduce:
-        raise UserError(
-            f"{section}.overlap_grad_reduce with {mixture}, for which it is not tried",
-            source=f"{section}.overlap_grad_reduce",
-            expected="false",
-            hint=f"remove {section}.overlap_grad_reduce",
-        )
-    if config.step_mode == "graph" and (reason := _why_in_turn(spec, shape, layout, dtype)):
-        raise UserError(
-            f"{section}.step_mode = graph with {mixture} that are multiplied one after the other ({reason}): the host "
-            "reads how many rows each of them has, which a graph cannot hold",
-            source=f"{section}.step_mode",
-            expected="experts that are multiplied in one product, or another step mode",
-            hint=f"set {section}.step_mode=static: the same step without capture",
-        )
 
 
 def _why_in_turn(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtype: str) -> str:

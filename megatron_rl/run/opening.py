@@ -1,43 +1,161 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open a run: lock its directory, choose and check the checkpoint to resume from, catch stop signals."""
+"""Open a run: lock its directory, choose and check the checkpoint to resume from, catch stop signals.
+
+The reference of the KL term, the reward model, the base model of adapters, the data, and the user's reward functions
+and plugins lie outside a checkpoint; digests show whether they have changed since it was written.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
+import os
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 
 from megatron_rl.checkpoint.directory import find_newest_valid, find_step, read_manifest
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.extension.reasoning_gym import PREFIX, identify
 from megatron_rl.observability.metrics import METRICS_FILE, has_records
 from megatron_rl.observability.run import Run
-from megatron_rl.parallel.collectives import open_store, raise_together, share_object, world
-from megatron_rl.run.changes import Dependencies, check_dependencies, find_dependencies
+from megatron_rl.parallel.collectives import failing_together, open_store, share_object, world
 from megatron_rl.run.guard import Guard
 from megatron_rl.run.lock import RunLock
 from megatron_rl.run.watchdog import Watchdog, Watched
 from megatron_rl.types import UserError
 
+Dependencies = dict[str, dict[str, str]]  # name -> {"source": paths, "digest": of their content}
+_SAID_ONLY = ("validation_files", "program")  # all others change the training
+_WEIGHTS = (".safetensors", ".distcp")
+_BLOCK, _MOST_BLOCKS = 64 << 10, 128
+
+
+def find_dependencies(config: RunConfig) -> Dependencies:
+    """Digest the files that a run depends on and its checkpoints do not contain.
+
+    Data and code are read completely (about 1 GB/s), weights in samples (8 MiB per file): training changes all
+    matrices, but an edit of a few numbers may go unnoticed.
+    """
+    algorithm, found = config.algorithm, {}
+    if config.actor.lora.rank:
+        found["model"] = _list_weights(config.model.path)
+    if config.critic.lora.rank:
+        found["critic"] = _list_weights(config.critic.path or config.model.path)
+    if algorithm.kl_coef > 0:
+        found["reference"] = _list_weights(config.reference.path or config.model.path)
+    if config.reward_model.path:
+        found["reward_model"] = _list_weights(config.reward_model.path)
+    if config.teachers:
+        found["teachers"] = [file for teacher in config.teachers.values() for file in _list_weights(teacher.path)]
+    found["train_files"] = [Path(file) for file in config.data.train_files]
+    if config.data.pass_rates is not None:
+        from megatron_rl.data.pass_rates import list_pass_rate_files
+
+        found["train_files"] += list_pass_rate_files(config.data).values()
+    found["validation_files"] = [Path(file) for file in config.data.validation_files]
+    targets = [text.split(maxsplit=1)[-1] for text in config.reward.components] or [config.reward.function or ""]
+    functions = {Path(target.rpartition(":")[0]) for target in targets if "://" not in target}
+    functions = {path for path in functions if path.is_file()}  # rules have names, not files
+    main = getattr(sys.modules["__main__"], "__file__", None)  # defines functions passed as objects
+    program = {path for path in functions if main is not None and path.resolve() == Path(main).resolve()}
+    found |= {"reward": sorted(functions - program), "program": sorted(program)}
+    found["plugins"] = [Path(file) for file in algorithm.plugins]
+    return {
+        name: {
+            "source": ", ".join(dict.fromkeys(str(file.parent if file.suffix in _WEIGHTS else file) for file in files)),
+            "digest": _digest(files, samples=name in ("model", "critic", "reference", "reward_model", "teachers")),
+        }
+        for name, files in found.items()
+        if files
+    }
+
+
+def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable[str], checkpoint: Path) -> list[str]:
+    """Return the accepted differences, one line each, between the dependencies of a run and of a checkpoint's run.
+
+    Args:
+        saved, now: from `find_dependencies`.
+        allowed: `checkpoint.allow_changes`.
+
+    Raises:
+        UserError: a difference that changes the training.
+    """
+    lines = {
+        name: f"{name}: {now[name]['source']} (digest {now[name]['digest'][:12]}), it was "
+        f"{saved[name]['source']} (digest {saved[name]['digest'][:12]})"
+        for name in now
+        if name in saved and now[name]["digest"] != saved[name]["digest"]
+    }
+    refused = [name for name in lines if name not in (*_SAID_ONLY, *allowed)]
+    if refused:
+        raise UserError(
+            f"the content of what the run depends on has changed: {'; '.join(lines[name] for name in refused)}",
+            source=str(checkpoint),
+            expected="what the run behind the checkpoint had",
+            hint=f"restore it, or accept the new one by checkpoint.allow_changes=[{','.join(refused)}]",
+        )
+    return list(lines.values())
+
+
+def _list_weights(path: str) -> list[Path]:
+    return sorted(file for file in Path(path).iterdir() if file.suffix in _WEIGHTS)
+
+
+def _digest(files: Iterable[Path], *, samples: bool) -> str:
+    whole = hashlib.blake2b(digest_size=20)
+    for path in files:
+        if str(path).startswith(PREFIX):
+            whole.update(identify(str(path)).encode())
+            continue
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            whole.update(size.to_bytes(8))
+            if samples and size > _BLOCK * _MOST_BLOCKS:
+                for block in range(_MOST_BLOCKS):
+                    file.seek((size - _BLOCK) * block // (_MOST_BLOCKS - 1))
+                    whole.update(file.read(_BLOCK))
+            else:
+                while content := file.read(1 << 20):
+                    whole.update(content)
+    return whole.hexdigest()
+
+
+def describe_changes(before: str, now: str) -> list[str]:
+    """Return the settings that differ between two resolved configs in YAML."""
+    old, new = (_flatten(yaml.safe_load(text) or {}) for text in (before, now))
+    return [
+        f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Handler of `STOP_SIGNALS` until `close`; a signal to any rank counts for all.
-
-    Attributes:
-        signal: number of the signal received by this rank; 0: none.
-    """
+    """Handler of `STOP_SIGNALS` until `close`; `signal`: number of the one that this rank has received, else 0."""
 
     def __init__(self, log: logging.Logger) -> None:
         self.signal, self._told = 0, False
@@ -65,12 +183,6 @@ class StopRequest:
         if not self.signal:
             self.signal = number
 
-    def agreed(self, group: dist.ProcessGroup) -> str | None:
-        """Return the name of a signal received by any rank, on all ranks; collective over `group`."""
-        received = torch.tensor(self.signal)
-        dist.all_reduce(received, dist.ReduceOp.MAX, group=group)
-        return signal.Signals(int(received)).name if received else None
-
     def close(self) -> None:
         """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
@@ -80,9 +192,6 @@ class StopRequest:
             for end in self._wakeup:
                 end.close()
         self._previous, self._wakeup = {}, None
-
-
-_MODES = ("auto", "must", "never")
 
 
 @dataclass(frozen=True)
@@ -113,12 +222,12 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
         UserError: the directory cannot be written, is in use, holds a run that is finished or must not be resumed, has
             no whole checkpoint, a dependency has changed, or the status page's address is taken; on every rank.
     """
-    group, error, taken_over = world(), None, None
+    group, taken_over = world(), None
     name = f"{recipe.stem if recipe else 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
     run_dir = Path(config.trainer.run_dir or share_object(f"checkpoints/runs/{name}", group))
     run_dir = run_dir.absolute()  # a user's function may change the working directory
     lock = RunLock(run_dir)
-    try:
+    with failing_together(group, _explain_unwritable):
         if group.rank() == 0:
             if config.observability.status_port is not None:
                 from megatron_rl.observability.status import check_address
@@ -126,11 +235,6 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
                 check_address(config.observability.status_host, config.observability.status_port)
             run_dir.mkdir(parents=True, exist_ok=True)
             taken_over = lock.acquire()
-    except UserError as caught:
-        error = caught
-    except OSError as caught:
-        error = _explain_unwritable(caught)
-    raise_together(error, group)
     try:
         return _open_locked(config, run_dir, total_steps, lock, taken_over)
     except BaseException:
@@ -141,12 +245,9 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
 def _open_locked(
     config: RunConfig, run_dir: Path, total_steps: int, lock: RunLock, taken_over: str | None
 ) -> OpenedRun:
-    group, run, error = world(), None, None
-    try:
+    group, run = world(), None
+    with failing_together(group, _explain_unwritable):
         run = Run(run_dir, dump_yaml(config), total_steps, config.observability, group.rank())
-    except OSError as caught:
-        error = _explain_unwritable(caught)
-    raise_together(error, group)
     assert run is not None, "or its error was raised"
     if taken_over:
         run.log.warning("%s", taken_over)
@@ -163,7 +264,18 @@ def _open_locked(
         stop.close()
         lock.release()
 
-    guard = _start_guard(config, run, stop, release, group)
+    watched = Watched(
+        group.rank(),
+        group.size(),
+        run.timers,
+        config.trainer.collective_timeout,
+        run.log_file,
+        run.log,
+        lambda: stop.is_here,
+        any_place=torch.cuda.is_available(),
+        roles=config.placement.describe(group.size()),
+    )
+    guard = Guard(watched, Watchdog(watched, open_store("watchdog", group)) if group.size() > 1 else None, release)
     return OpenedRun(run, checkpoint, is_known, dependencies, stop, lock, guard)
 
 
@@ -178,48 +290,24 @@ def _explain_unwritable(error: OSError) -> UserError:
 
 def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, group: dist.ProcessGroup) -> Dependencies:
     """Digest and compare the run's dependencies on rank 0; collective."""
-    found, error = {}, None
-    if group.rank() == 0:
-        try:
+
+    def explain(error: OSError) -> UserError:
+        return UserError(
+            f"a file that the run depends on does not read: {error}",
+            source=str(error.filename),
+            expected="a file that can be read",
+            hint="look at its permissions and its disk",
+        )
+
+    found: Dependencies = {}
+    with failing_together(group, explain):
+        if group.rank() == 0:
             found = find_dependencies(config)
             if checkpoint is not None:
                 saved = read_manifest(checkpoint)["state"].get("dependencies", {})
                 for line in check_dependencies(saved, found, config.checkpoint.allow_changes, checkpoint):
                     run.log.warning("changed since the checkpoint: %s", line)
-        except UserError as caught:
-            error = caught
-        except OSError as caught:
-            error = UserError(
-                f"a file that the run depends on does not read: {caught}",
-                source=str(caught.filename),
-                expected="a file that can be read",
-                hint="look at its permissions and its disk",
-            )
-    raise_together(error, group)
     return share_object(found, group)
-
-
-def _start_guard(
-    config: RunConfig, run: Run, stop: StopRequest, release: Callable[[], None], group: dist.ProcessGroup
-) -> Guard:
-    """Start this rank's watchdog and failure reports; collective."""
-    watched, watchdog = (
-        Watched(
-            group.rank(),
-            group.size(),
-            run.timers,
-            config.trainer.collective_timeout,
-            run.log_file,
-            run.log,
-            lambda: stop.is_here,
-            any_place=torch.cuda.is_available(),
-            roles=config.placement.describe(group.size()),
-        ),
-        None,
-    )
-    if group.size() > 1:
-        watchdog = Watchdog(watched, open_store("watchdog", group))
-    return Guard(watched, watchdog, release)
 
 
 def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.ProcessGroup) -> Path | None:
@@ -248,7 +336,7 @@ def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.Process
             expected="one whole checkpoint",
             hint="restore one, or choose another trainer.run_dir to begin a new run",
         )
-    if resume in _MODES:
+    if resume in ("auto", "must"):
         if found.directory is None and resume == "must":
             raise UserError(
                 "there is no checkpoint",
@@ -272,19 +360,15 @@ def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.Process
 
 def _check_steps(checkpoint: Path, total_steps: int, is_finished: bool, group: dist.ProcessGroup) -> None:
     """Refuse a checkpoint without remaining steps, unless the run was interrupted after its last step."""
-    error = None
-    try:
+    with failing_together(group):
         step = read_manifest(checkpoint).get("step", 0)
         if step > total_steps or (step == total_steps and is_finished):
-            error = UserError(
+            raise UserError(
                 f"the run has taken {step} steps, {total_steps} are asked for",
                 source=str(checkpoint),
                 expected="steps that are left to take",
                 hint="raise trainer.total_steps (or total_epochs) to continue, or choose another trainer.run_dir",
             )
-    except UserError as caught:
-        error = caught
-    raise_together(error, group)
 
 
 def _refuse(run_dir: Path) -> UserError:

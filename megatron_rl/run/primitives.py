@@ -23,13 +23,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from megatron_rl.checkpoint.directory import find_step
+from megatron_rl.checkpoint.manifest import RunContent
+from megatron_rl.checkpoint.resuming import load_training_state
+from megatron_rl.checkpoint.saving import save_now
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSet
+from megatron_rl.engines.build import import_library
+from megatron_rl.parallel.collectives import Process, world
 from megatron_rl.rollout.order import SampleGroups
-from megatron_rl.run.inputs import RlInputs
-from megatron_rl.run.rollout_members import RolloutMembers
-from megatron_rl.run.state import TrainedPart, TrainingState, actor_export
+from megatron_rl.run.building import RolloutMembers, RunSinks, build_roles, build_rollout_members
+from megatron_rl.run.inputs import Parts, RlInputs
+from megatron_rl.run.state import TrainedPart, TrainingState, actor_export, side_files
 from megatron_rl.samples.estimate import find_rollouts
 from megatron_rl.samples.experience import Column, Experience
 from megatron_rl.samples.pack import Packer
@@ -55,7 +61,7 @@ class Policy(ActorOnSamples):
         self.hybrid, self._collector, self._state, self._config = sampling.hybrid, sampling.collector, state, config
         mtp = self.role.mtp
         self._export = actor_export(config, self.model, None if mtp is None else mtp.model)
-        self._generates = False
+        self._generates, self._recipe = False, dump_yaml(config)
 
     @contextmanager
     def rollout_mode(self) -> Iterator[None]:
@@ -122,10 +128,7 @@ class Policy(ActorOnSamples):
     def validate(
         self, validation: Mapping[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
     ) -> dict[str, float]:
-        """Return the metrics of every validation set, `validation/<set>/<metric>`, in `rollout_mode`.
-
-        `on_set` receives each set's name and samples.
-        """
+        """Return `validation/<set>/<metric>`, in `rollout_mode`; `on_set` receives each set's name and samples."""
         self._check_mode("validate")
         return self._collector.validate(validation, on_set)
 
@@ -142,7 +145,12 @@ class Policy(ActorOnSamples):
         Raises:
             UserError: it cannot be written; on every rank.
         """
-        return self._state.save(Path(directory), step, dump_yaml(self._config))
+        state = self._state
+        content = RunContent(step, state.policy_version, self._recipe, state.small_parts(), state.side_files)
+        outcome = save_now(Path(directory), content, state.roles, world(), state.rank_state())
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.directory
 
     def load(self, directory: str | Path) -> int:
         """Load a checkpoint of `save` or a run, saved in any layout, and return its step.
@@ -153,7 +161,10 @@ class Policy(ActorOnSamples):
         Raises:
             UserError: it is not whole, or of another model; on every rank, and nothing was changed.
         """
-        return self._state.load(Path(directory))
+        state, found = self._state, find_step(Path(directory))
+        resumed = load_training_state(found, state.roles, side_files=state.side_files, group=world())
+        state.restore(resumed, world())
+        return resumed.step
 
     def export(self, directory: str | Path) -> None:
         """Write the weights in Hugging Face format, with tokenizer and config of `model.path`."""
@@ -198,3 +209,65 @@ class Primitives:
         """Trained roles by name, with equal keys on every rank (a stand-in outside a role)."""
         roles = {"actor": self.policy.role} | ({"critic": self.critic.role} if self.critic else {})
         return {name: TrainedPart(role.model.trained, role.optimizer) for name, role in roles.items()}
+
+
+def build_primitives(
+    config: RunConfig, inputs: RlInputs, parts: Parts, process: Process, sinks: RunSinks
+) -> Primitives:
+    """Build the roles on samples, the engines and the training state; collective."""
+    spec, timers = inputs.spec, sinks.timers
+    if not parts.rollouts and process.rank in config.placement.ranks_of("rollout", process.world_size):
+        import_library(config.rollout.engine, process.device)
+    roles = build_roles(config, inputs, parts)
+    reference, critic = roles.get("reference"), roles.get("critic")
+    sampling = build_rollout_members(config, inputs, roles, process, sinks, parts)
+    packers = {
+        name: Packer(roles[name].model, spec.roles[name].settings, inputs.plan, config.algorithm, process.device)
+        for name in spec.roles
+    }
+    saved = [role.spec for role in inputs.roles.values() if role.spec.trainable or role.spec.is_reset]
+    state = TrainingState(
+        {
+            role.name: TrainedPart(roles[role.name].model.trained, roles[role.name].optimizer)
+            for role in saved
+            if roles[role.name].model.dp_rank is not None
+        },
+        {"prompts": sampling.prompts, "hybrid": sampling.hybrid}
+        | ({"stream": sampling.stream} if sampling.stream is not None else {}),
+        {role.name: side_files(config, role.path) for role in saved},
+        sampling.stream,
+    )
+    actor = timers.watch(
+        roles["actor"],
+        compute_logprobs="old_logprobs",
+        compute_sum_pi_squared="old_logprobs",
+        forward_backward="update",
+        optim_step="update",
+    )
+    policy = Policy(actor, packers["actor"], sampling, state, config)
+    teachers = {
+        name: timers.watch(
+            roles[role.name], compute_logprobs="teachers", compute_top_k="teachers", compute_hidden="teachers"
+        )
+        for name, role in spec.teachers.items()
+    }
+    asked = None
+    if teachers:
+        from megatron_rl.training.roles.teachers import TeachersOnSamples
+
+        asked = TeachersOnSamples(teachers, {name: packers[f"teachers.{name}"] for name in teachers}, policy, config)
+    return Primitives(
+        config=config,
+        inputs=inputs,
+        policy=policy,
+        teachers=asked,
+        reference=reference
+        and PolicyOnSamples(timers.watch(reference, compute_logprobs="ref_logprobs"), packers["reference"]),
+        critic=critic
+        and CriticOnSamples(
+            timers.watch(critic, compute_values="values", forward_backward="update_critic", optim_step="update_critic"),
+            packers["critic"],
+        ),
+        reward_model=sampling.reward_model,
+        state=state,
+    )

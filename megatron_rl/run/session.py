@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run around its steps: construction, validation, checkpoints and records."""
+"""A run around its steps: preparation, construction, validation, checkpoints and records."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,22 +20,105 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.modes import describe_modes
 from megatron_rl.models.gpt import choose_transformer_impl
 from megatron_rl.parallel.collectives import gather_objects, init_distributed, memory_in_use, open_store, world
-from megatron_rl.run.building import build_primitives
+from megatron_rl.planning.cluster import find_cluster, find_host
+from megatron_rl.run.building import RunSinks, group_timeout, launched_sizes
 from megatron_rl.run.checkpoints import Checkpoints
-from megatron_rl.run.inputs import RlInputs
+from megatron_rl.run.command_line import end_program_on_errors
+from megatron_rl.run.guard import wait_for_debugger
+from megatron_rl.run.inputs import NO_PARTS, Parts, RlInputs, read_rl_inputs
+from megatron_rl.run.loading import load_config
+from megatron_rl.run.models import resolve
 from megatron_rl.run.opening import OpenedRun, open_run
-from megatron_rl.run.parts import NO_PARTS, Parts
-from megatron_rl.run.preparing import Prepared, check, prepare
-from megatron_rl.run.primitives import Primitives
-from megatron_rl.run.roles import group_timeout
-from megatron_rl.run.rollout_members import RunSinks
+from megatron_rl.run.primitives import Primitives, build_primitives
 from megatron_rl.samples.describe import text_rows
 from megatron_rl.training.fast_path import find_fast_paths, format_table
 from megatron_rl.training.profiling import StepProfiler
+from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import UserError
 
 if TYPE_CHECKING:
     from megatron_rl.capsule.recorder import CapsuleRecorder
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose inputs were read and checked.
+
+    Attributes:
+        recipe: source of the default directory's name.
+        chosen: one line for each automatic layout choice.
+    """
+
+    config: RunConfig
+    inputs: RlInputs
+    recipe: Path | None
+    parts: Parts
+    chosen: list[str] = field(default_factory=list)
+
+    def agree(self) -> None:
+        """Refuse different automatic layouts (UserError on every rank: the nodes have unequal memory); collective."""
+        if self.chosen and any(found != self.chosen for found in gather_objects(self.chosen, world())):
+            raise UserError(
+                "the ranks come to different layouts",
+                source="layout.mode",
+                expected="nodes with equal memory",
+                hint="give the layout: tools/plan.py says which fit the smallest of the nodes",
+            )
+
+
+def prepare(
+    model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str], parts: Parts
+) -> Prepared:
+    """Load and check a config for a user's own program; see `Trainer.from_hf_config`."""
+    end_program_on_errors()
+    source = config if isinstance(config, Mapping) else Path(config)
+    loaded = load_config(source, [*overrides, f"model.path={model_path}"])
+    for note in loaded.notes:
+        warnings.warn(note)
+    return check(loaded.config, source if isinstance(source, Path) else None, parts)
+
+
+def check(config: RunConfig, recipe: Path | None, parts: Parts) -> Prepared:
+    """Read and check inputs (UserError on every rank alike); `trainer.debug_rank` then waits for its debugger."""
+    config = parts.enter(config)
+    world_size, ranks_per_node = launched_sizes()
+    cluster, chosen = find_cluster(world_size, ranks_per_node), []
+    if config.layout.mode == "auto":
+        if parts.choose_layout is None:
+            raise UserError(
+                "layout.mode = 'auto' in a program that passes no planner",
+                source="layout.mode",
+                expected="from_hf_config(..., choose_layout=tools.planning.automatic.choose_layout)",
+                hint="or give the layout: tools/plan.py prints the settings of the fastest that fit",
+            )
+        here = cluster or find_host(world_size, ranks_per_node)
+        config, chosen = parts.choose_layout(config, resolve(config), here, recipe)
+    if cluster is not None and config.trainer.check_memory:
+        from megatron_rl.planning.admission import check_fits
+
+        check_fits(config, resolve(config), cluster)
+    inputs = read_rl_inputs(config, world_size, parts)
+    for role in inputs.spec.trained:
+        check_step_mode(role, inputs.roles[role.name].shape, config.model.dtype)
+    config = wait_for_debugger(config)
+    return Prepared(config, replace(inputs, notes=[*chosen, *inputs.notes]), recipe, parts, chosen)
+
+
+def load(
+    model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), **parts: Any
+) -> Primitives:
+    """Build the primitives for a loop of your own; collective.
+
+    Unlike a `Trainer`, it has no run directory and no watchdog. Without torchrun, the process is a job of one rank. For
+    the arguments, see `Trainer.from_hf_config`.
+
+    Raises:
+        UserError: bad input; on every rank alike, before any process group exists.
+    """
+    prepared = prepare(model_path, config, overrides, Parts(**parts))
+    process = init_distributed(group_timeout(prepared.config) / timedelta(minutes=1))
+    prepared.agree()
+    return build_primitives(prepared.config, prepared.inputs, prepared.parts, process, RunSinks())
 
 
 def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, device: torch.device) -> Iterator[str]:
@@ -156,11 +240,7 @@ class Session:
 
     @classmethod
     def from_config(cls, config: RunConfig, recipe: Path | None = None, parts: Parts = NO_PARTS) -> Self:
-        """Check every input of a loaded config, then build the run.
-
-        Raises:
-            UserError: bad input, before any process group exists.
-        """
+        """Check every input of a loaded config (UserError before any process group exists), then build the run."""
         return cls(check(config, recipe, parts))
 
     @contextmanager

@@ -11,15 +11,16 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
+from megatron_rl.run.building import build_role, group_timeout, launched_sizes
 from megatron_rl.run.checkpoints import Checkpoints
-from megatron_rl.run.inputs import SftInputs
+from megatron_rl.run.guard import wait_for_debugger
+from megatron_rl.run.inputs import SftInputs, read_sft_inputs
 from megatron_rl.run.opening import OpenedRun, open_run
-from megatron_rl.run.preparing import check_sft
-from megatron_rl.run.roles import build_role, group_timeout
 from megatron_rl.run.state import TrainedPart, TrainingState, actor_export, side_files
-from megatron_rl.samples.experience import Experience, replicate
+from megatron_rl.samples.experience import replicate
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.roles.on_samples import ActorOnSamples, sft
+from megatron_rl.training.step import check_step_mode
 from megatron_rl.types import UserError
 
 
@@ -77,37 +78,42 @@ class SftTrainer:
                 for minibatch in self.actor.minibatches(samples):
                     self.actor.forward_backward(minibatch, sft)
                     self.run.count(self.actor.optim_step())
-                self.describe(samples)
+                headers = samples.headers
+                self.run.count(
+                    self.actor.describe_packing(samples)
+                    | {
+                        "tokens/prompt": int(headers["num_prompt_tokens"].sum()),
+                        "tokens/response": int(headers.num_response_tokens.sum()),
+                    }
+                )
                 self.checkpoints.end_step(step)
             self.run.record(step)
             self.checkpoints.safe_point()
         self.checkpoints.finish()
         self.run.finish()
 
-    def describe(self, samples: Experience) -> None:
-        """Record the metrics of a batch."""
-        self.run.count(self.actor.describe_packing(samples))
-        headers = samples.headers
-        self.run.count(
-            {
-                "tokens/prompt": int(headers["num_prompt_tokens"].sum()),
-                "tokens/response": int(headers.num_response_tokens.sum()),
-            }
-        )
-
 
 def train_sft(config: RunConfig, recipe: Path | None) -> None:
-    """Run SFT from a loaded config.
-
-    Raises:
-        UserError: bad input, before any process group exists.
-        Preempted: a stop signal was received.
-    """
-    config, inputs = check_sft(config)
+    """Run SFT from a loaded config (UserError if it is bad, Preempted after a stop signal)."""
+    inputs = read_sft_inputs(config, launched_sizes()[0])
+    check_step_mode(inputs.actor.spec, inputs.actor.shape, config.model.dtype)
+    config = wait_for_debugger(config)
     trainer = SftTrainer(config, inputs, recipe)
     try:
         with trainer.guard.reporting():
-            _introduce(trainer, inputs)
+            say, data = trainer.run.log.info, inputs.data
+            say("run directory: %s", trainer.run.dir)
+            say(
+                "actor: %s, %s, %s layers on %s",
+                inputs.actor.layout.describe(),
+                config.model.dtype,
+                trainer.actor.model.transformer_impl,
+                trainer.process.device,
+            )
+            truncated, dropped = data.num_truncated, data.num_dropped
+            say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), truncated, dropped)
+            for line in trainer.plan.formulas():
+                say("  %s", line)
             trainer.train()
     except UserError:
         trainer.checkpoints.commit()  # it was raised on every rank alike
@@ -115,18 +121,3 @@ def train_sft(config: RunConfig, recipe: Path | None) -> None:
     finally:
         trainer.checkpoints.close()
         trainer.run.close()
-
-
-def _introduce(trainer: SftTrainer, inputs: SftInputs) -> None:
-    say, data = trainer.run.log.info, inputs.data
-    say("run directory: %s", trainer.run.dir)
-    say(
-        "actor: %s, %s, %s layers on %s",
-        inputs.actor.layout.describe(),
-        trainer.config.model.dtype,
-        trainer.actor.model.transformer_impl,
-        trainer.process.device,
-    )
-    say("examples: %d (%d prompts truncated, %d dropped)", len(data.examples), data.num_truncated, data.num_dropped)
-    for line in trainer.plan.formulas():
-        say("  %s", line)

@@ -3,28 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.directory import find_step
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
-from megatron_rl.checkpoint.manifest import RunContent
 from megatron_rl.checkpoint.pieces import SavedModel, SavedOptimizer, SavedRole
-from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state, read_rank_states
-from megatron_rl.checkpoint.rng import read_rng
-from megatron_rl.checkpoint.saving import RankState, save_now
+from megatron_rl.checkpoint.resuming import ResumedRun, read_rank_states, read_rng
+from megatron_rl.checkpoint.saving import RankState
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.parallel.collectives import raise_together, world
-from megatron_rl.training.laid_out import LaidOutModel
+from megatron_rl.parallel.collectives import failing_together, raise_together, world
+from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.setup import LaidOutModel
 from megatron_rl.transfer.planner import group_shards
-from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import ShardBox
 
 
@@ -98,17 +94,6 @@ class Stateful(Protocol):
         """Continue from a saved state."""
 
 
-class HeldRollouts(Protocol):
-    """Unfinished responses, distributed over the ranks."""
-
-    def rank_state(self) -> dict[str, torch.Tensor]:
-        """Return this rank's share; {} if it has none."""
-        ...
-
-    def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Restore the shares of the ranks that wrote a checkpoint."""
-
-
 @dataclass(frozen=True)
 class TrainedPart:
     """Model (with adapters, only these) and optimizer of a `SavedRole`."""
@@ -131,7 +116,7 @@ class TrainingState:
     roles: Mapping[str, SavedRole]
     parts: Mapping[str, Stateful]
     side_files: Mapping[str, Mapping[str, Path]]
-    rollouts: HeldRollouts | None = None
+    rollouts: RolloutStream | None = None
 
     @property
     def policy_version(self) -> int:
@@ -148,46 +133,10 @@ class TrainingState:
         return {"rng": read_rng()} | ({_ROLLOUTS: held} if held else {})
 
     def restore(self, resumed: ResumedRun, group: dist.ProcessGroup) -> None:
-        """Load the states of all parts; collective.
-
-        Raises:
-            UserError: a state does not fit or cannot be read; on every rank.
-        """
-        error: UserError | None = None
-        try:
+        """Load the states of all parts (UserError on every rank if one does not fit or read); collective."""
+        with failing_together(group):
             for name, part in self.parts.items():
                 if name in resumed.state:
                     part.load_state_dict(resumed.state[name])
             if self.rollouts is not None:
                 self.rollouts.load_rank_states(read_rank_states(resumed.directory, _ROLLOUTS))
-        except UserError as caught:
-            error = caught
-        raise_together(error, group)
-
-    def save(self, root: Path, step: int, recipe: str) -> Path:
-        """Write `<root>/step_<N>` at the end of step N; collective.
-
-        Args:
-            recipe: the resolved config as YAML.
-
-        Raises:
-            UserError: it cannot be written; on every rank.
-        """
-        content = RunContent(step, self.policy_version, recipe, self.small_parts(), self.side_files)
-        outcome = save_now(root, content, self.roles, world(), self.rank_state())
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.directory
-
-    def load(self, directory: Path) -> int:
-        """Load a checkpoint, saved in any layout, and return its step; collective.
-
-        Args:
-            directory: `step_<N>`, or one that has `latest`.
-
-        Raises:
-            UserError: it is not whole, or of another model; on every rank, and nothing was changed.
-        """
-        resumed = load_training_state(find_step(directory), self.roles, side_files=self.side_files, group=world())
-        self.restore(resumed, world())
-        return resumed.step

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread on every rank that ends a job that hangs or has failed elsewhere, and reports the reason.
+"""A thread on every rank that ends a job that hangs or has failed elsewhere, and the job's one report of the reason.
 
-Its heartbeat is the rank's position (`positions.py`) in the job's store. A rank *stalls* if its program stays in one
+Its heartbeat is the rank's position (`failures.py`) in the job's store. A rank *stalls* if its program stays in one
 collective for `limit` seconds: every rank dumps the stacks of its threads into its log, the first stalled rank reports
 which ranks wait for which, in which phase and group, and all ranks exit with EXIT_STALLED; the launcher restarts them.
 A report of another rank (`guard.py`) also ends this rank unless its program ends by itself, and a rank with a stop
 signal ends when another one is gone, since they can no longer agree on a checkpoint.
+
+The first rank to `claim` writes the report. Rank 0 shows it and confirms; without a confirmation, the author shows it.
+Its collectives come from torch's flight recorder, which keeps the last 2000 of every process group (gloo and NCCL) and
+is on by default; reading it takes some tenths of a second.
 """
 
 from __future__ import annotations
@@ -13,21 +17,132 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import json
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from torch.distributed.distributed_c10d import Store
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed.distributed_c10d import GroupName, Store
 
-from megatron_rl.observability.failures import Scene, explain_lost
-from megatron_rl.observability.positions import Position, explain, find_position
+from megatron_rl.observability.failures import Position, Scene, explain_lost, explain_wait, find_position
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.run.reports import ReportBoard, describe_collectives
 from megatron_rl.types import EXIT_FAILED, EXIT_STALLED, UserError
+
+# gloo's recorder, and NCCL's in builds that have it; names of torch 2.13, absent in builds without them.
+_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_SHOWN = 16
+
+
+def describe_collectives() -> list[str]:
+    """Return the last recorded collectives of this process, oldest first, one line each."""
+    entries: list[dict[str, Any]] = []
+    try:
+        for name in _DUMPS:
+            dump = getattr(_distributed_c10d, name, None)
+            if dump is not None:
+                entries += json.loads(dump()).get("entries", [])
+        entries.sort(key=lambda entry: entry["time_created_ns"])
+        return [_describe(entry) for entry in entries[-_SHOWN:]]
+    except Exception as error:  # the interface is private to torch; a report must not fail because of it
+        return [f"torch's flight recorder cannot be read: {type(error).__name__}: {error}"]
+
+
+def _describe(entry: dict[str, Any]) -> str:
+    name, group, ranks = entry["profiling_name"].partition(":")[2], GroupName(entry["process_group"][0]), ""
+    with contextlib.suppress(KeyError, RuntimeError, ValueError):  # a group that is gone
+        found = dist.get_process_group_ranks(_distributed_c10d._resolve_process_group(group))
+        ranks = f" of ranks {','.join(map(str, found)) if len(found) <= 4 else f'{found[0]}..{found[-1]}'}"
+    state = "done" if entry["retired"] or entry["state"] == "completed" else "under way"
+    seconds = time.time() - entry["time_created_ns"] / 1e9
+    return f"{name} #{entry['collective_seq_id']}{ranks}, begun {seconds:.1f} s ago, {state}"
+
+
+_POLL_SECONDS = 0.1
+_REPORT_SECONDS = 15.0  # from a claim to its report
+_SHOWN_SECONDS = 10.0  # until rank 0 has seen the report, has waited for its own program, and has shown it
+
+
+@dataclass(frozen=True)
+class Report:
+    """Final report of a job: text, exit status of all ranks, and author."""
+
+    text: str
+    code: int
+    rank: int
+
+
+class ReportBoard:
+    """This rank's view of the report; two threads may use its store. Shown texts go to `log_file`, too."""
+
+    def __init__(self, store: Store, rank: int, log_file: Path) -> None:
+        self._store, self._rank, self._log_file = store, rank, log_file
+        self._lock, self._is_concluded = threading.Lock(), False
+
+    def claim(self) -> bool:
+        """Return True for the job's first caller, which must post a report."""
+        return self._store.add("claimed", 1) == 1
+
+    def post(self, text: str, code: int) -> None:
+        """Publish a report to all ranks."""
+        self._store.set("report", json.dumps(asdict(Report(text, code, self._rank))))
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether a report exists."""
+        return self._store.check(["report"])
+
+    def wait_for(self, keys: list[str], seconds: float) -> bool:
+        """Return True as soon as all keys are in the store, False after the time limit."""
+        deadline = time.monotonic() + seconds
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def have_all_come(self, world_size: int, seconds: float) -> bool:
+        """Record this rank's failure; return whether all ranks fail within the time limit."""
+        self._store.set(f"failed/{self._rank}", "")
+        return self.wait_for([f"failed/{rank}" for rank in range(world_size)], seconds)
+
+    def conclude(self) -> Report | None:
+        """Wait until the posted report, if any, is shown; show it if this rank must."""
+        if not self.wait_for(["report"], _REPORT_SECONDS):
+            return None
+        report = Report(**json.loads(self._store.get("report")))
+        with self._lock:  # the program and the watchdog may both come here
+            if self._is_concluded:
+                return report
+            self._is_concluded = True
+            if self._rank == 0:
+                show(report.text, self._log_file)
+                self._store.set("shown", "")
+            elif not self.wait_for(["shown"], _SHOWN_SECONDS) and report.rank == self._rank:
+                show(report.text, self._log_file)
+            else:
+                append(self._log_file, f"the job ends: {report.text}")
+        return report
+
+
+def show(text: str, log_file: Path) -> None:
+    """Print a report and append it to this rank's log."""
+    append(log_file, f"error: {text}")
+    print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def append(log_file: Path, text: str) -> None:
+    """Append to a rank's log; a full disk is ignored, since it must not hide why the job ended."""
+    with contextlib.suppress(OSError), open(log_file, "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text.rstrip("\n") + "\n")
+
 
 _ANSWER_SECONDS = 5.0  # ranks look every second
 _SILENT_SECONDS = 15.0  # without a heartbeat: the process is gone or suspended
@@ -60,11 +175,7 @@ class Watched:
 
 
 class Watchdog:
-    """Watches the thread that builds it until `close`.
-
-    Args:
-        store: a separate connection, under a prefix of this run.
-    """
+    """Watches the thread that builds it until `close`; needs a connection of its own to the store."""
 
     def __init__(self, watched: Watched, store: Store) -> None:
         self._watched, self._store = watched, store
@@ -91,10 +202,7 @@ class Watchdog:
         return self._collect("beat")
 
     def find_silent(self, seconds: float) -> list[Position]:
-        """Return the last positions of ranks that have left or have sent no heartbeat for `seconds`.
-
-        Returns early after a report, which explains the silence.
-        """
+        """Return the last positions of ranks without a heartbeat for `seconds`; early and none after a report."""
         deadline, heard = time.monotonic() + 2 * seconds, {}
         while time.monotonic() < deadline and not self.board.is_posted:
             silent = self._listen(heard, seconds, counts_closed=True)
@@ -126,7 +234,11 @@ class Watchdog:
         except Exception as error:  # the store's host, a rank or torchrun's agent, is gone
             if not self._closing.is_set():
                 self._watched.log.warning("watchdog: the job's store does not answer: %s", error)
-                self._watch_alone()
+            while not self._closing.wait(self._interval):
+                if self._update() >= self._watched.limit and self._position and self._position.operation:
+                    self._watched.log.error("no progress in %g s: %s", self._watched.limit, self._position.describe())
+                    self._dump_stacks()
+                    self.leave(EXIT_STALLED)
 
     def _look(self) -> None:
         seconds = self._update()
@@ -136,11 +248,17 @@ class Watchdog:
         self._publish("beat", position)
         if self._is_handed_over.is_set():
             return
-        if self._store.check(["stalled"]) or self._is_stalled(position, seconds):
+        # Before the first phase, construction may take long at one place without waiting for another rank.
+        watched = self._watched
+        is_waiting = position.operation is not None or (watched.any_place and watched.timers.num_entered > 0)
+        is_stalled = is_waiting and seconds >= watched.limit and watched.world_size > 1
+        if self._store.check(["stalled"]) or is_stalled:
             self._answer_stall(position)
         elif self.board.is_posted:
-            self._follow()
-        elif self._watched.is_stopping():
+            if not self._is_handed_over.wait(_GRACE_SECONDS):
+                self._dump_stacks()
+                self._conclude(EXIT_FAILED)
+        elif watched.is_stopping():
             self._end_if_peers_are_gone(position)
 
     def _update(self) -> float:
@@ -153,13 +271,6 @@ class Watchdog:
         memory = self._watched.timers.memory
         self._position = found and dataclasses.replace(found, seconds=seconds, looks=self._looks, memory=memory)
         return seconds
-
-    def _is_stalled(self, position: Position, seconds: float) -> bool:
-        # Before the first phase, construction may take long at one place without waiting for another rank.
-        is_waiting = position.operation is not None or (
-            self._watched.any_place and self._watched.timers.num_entered > 0
-        )
-        return is_waiting and seconds >= self._watched.limit and self._watched.world_size > 1
 
     def _publish(self, key: str, position: Position) -> None:
         self._store.set(f"{key}/{self._watched.rank}", position.encode())
@@ -185,17 +296,12 @@ class Watchdog:
         limit, logs = self._watched.limit, self._watched.log_file.parent
         roles = f"\n  roles: {self._watched.roles}" if self._watched.roles else ""
         return UserError(
-            f"no progress in {limit:g} s (trainer.collective_timeout): {explain(answers, silent)}{roles}",
+            f"no progress in {limit:g} s (trainer.collective_timeout): {explain_wait(answers, silent)}{roles}",
             source=f"the watchdog of rank {self._watched.rank}",
             expected="ranks that answer each other within that time",
             hint=f"the stacks of all threads of rank N are in {logs}/rank<N>.log; raise trainer.collective_timeout if "
             "the late rank was only slow",
         )
-
-    def _follow(self) -> None:
-        if not self._is_handed_over.wait(_GRACE_SECONDS):
-            self._dump_stacks()
-            self._conclude(EXIT_FAILED)
 
     def _end_if_peers_are_gone(self, position: Position) -> None:
         gone = self._listen(self._heard, _SILENT_SECONDS, counts_closed=False)
@@ -207,13 +313,6 @@ class Watchdog:
                 self.board.post(str(lost), EXIT_FAILED)
             self._dump_stacks()
             self._conclude(EXIT_FAILED)
-
-    def _watch_alone(self) -> None:
-        while not self._closing.wait(self._interval):
-            if self._update() >= self._watched.limit and self._position and self._position.operation:
-                self._watched.log.error("no progress in %g s: %s", self._watched.limit, self._position.describe())
-                self._dump_stacks()
-                self.leave(EXIT_STALLED)
 
     def _dump_stacks(self, recent: tuple[str, ...] = ()) -> None:
         with contextlib.suppress(OSError), open(self._watched.log_file, "a", encoding="utf-8") as file:

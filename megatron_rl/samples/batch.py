@@ -2,8 +2,11 @@
 """TrainBatch: the packed tensors of one DP rank for one step, cut into minibatches and microbatches.
 
 All token-level tensors are flat `[t]` over the rank's microbatches in execution order, so per-token results of a role
-are aligned by construction. A microbatch is padded to a multiple (sequence or context parallelism) or a bucket size
-(`shape_buckets.py`), and never empty; padding enters no loss and no metric.
+are aligned by construction. A microbatch is padded to a multiple (sequence or context parallelism) or a bucket size,
+and never empty; padding enters no loss and no metric.
+
+Buckets of microbatch shapes (`step_mode` static and graph) show only a few shapes to training steps of fixed shape.
+With the default, sixteenths of the token budget, microbatches more than half full have at most 1/9 padding.
 
 With shared prefixes (`prefix.py`) every token after a prompt has a row, since each has its own loss; the model computes
 shared tokens once.
@@ -13,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_rl.parallel.kept_sets import PackedKeptSets
+from megatron_rl.parallel.vocab_parallel import PackedKeptSets
 from megatron_rl.samples.microbatches import MicrobatchPlan
 from megatron_rl.samples.prefix import (
     SegmentKeys,
@@ -26,8 +30,63 @@ from megatron_rl.samples.prefix import (
     move_to_device,
     pad_segment_keys,
 )
-from megatron_rl.samples.shape_buckets import Buckets
 from megatron_rl.types import Branch, KeptSets, LossLedger
+
+_STEPS = 16
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The allowed shapes of a microbatch.
+
+    Attributes:
+        sizes: numbers of tokens, ascending.
+        max_num_seqs: padded number of segments, doubled if exceeded.
+    """
+
+    sizes: tuple[int, ...]
+    max_num_seqs: int
+
+
+def double_until(room: int, needed: int) -> int:
+    """Double `room` until it holds `needed`."""
+    while room < needed:
+        room *= 2
+    return room
+
+
+def build_buckets(max_tokens: int, sizes: Sequence[int], multiple: int, max_num_seqs: int) -> Buckets:
+    """Build the buckets of one role.
+
+    Args:
+        sizes: the largest is at least `max_tokens`; sixteenths of `max_tokens` if empty.
+        multiple: every size is rounded up to a multiple of this.
+    """
+    wanted = sizes or [-(-max_tokens * n // _STEPS) for n in range(1, _STEPS + 1)]
+    rounded = {max(-(-size // multiple), 1) * multiple for size in wanted}
+    assert max(rounded) >= max_tokens, "the largest bucket holds the token budget"
+    return Buckets(tuple(sorted(rounded)), max_num_seqs)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How microbatches are padded.
+
+    Attributes:
+        multiple: without buckets, lengths are rounded up to a multiple of this.
+        buckets: fixed lengths to pad to instead.
+        max_seqlen: with buckets, the largest number of tokens in a segment, padding segments included.
+    """
+
+    multiple: int
+    buckets: Buckets | None = None
+    max_seqlen: int | None = None
+
+    def find_size(self, num_tokens: int) -> int:
+        """Return the padded length of a microbatch."""
+        if self.buckets is None:
+            return max(-(-num_tokens // self.multiple), 1) * self.multiple
+        return next(size for size in self.buckets.sizes if size >= num_tokens)
 
 
 class Rows:
@@ -36,7 +95,7 @@ class Rows:
     Attributes:
         lengths: rows of each segment of the current microbatch.
         paths: per segment, the computed rows of its prefix and then its own.
-        num_tokens, num_computed: all rows and computed rows of the microbatch.
+        num_tokens, num_computed: all rows and computed rows of the current microbatch.
     """
 
     def __init__(self) -> None:
@@ -50,13 +109,6 @@ class Rows:
         self._has_kept = False
         self._own: list[np.ndarray] = []
         self._instead: list[tuple[np.ndarray, np.ndarray]] = []
-
-    def begin_microbatch(self) -> int:
-        """Start a new microbatch and return its first row."""
-        self.lengths, self.paths, self._own, self._instead = [], [], [], []
-        self._total += self.num_tokens
-        self.num_tokens = self.num_computed = 0
-        return self._total
 
     def append(self, sequence: Branch, index: int, num_shared: int) -> None:
         """Add sequence `index`, which shares its first `num_shared` tokens with the previous sequence.
@@ -99,24 +151,45 @@ class Rows:
             count = min(missing, max_seqlen or missing)
             self.append(Branch.of_response(np.zeros(count, np.int32), count), -1, 0)
 
-    def find_computed(self) -> np.ndarray | None:
-        """Return `MicrobatchSlice.computed` of the current microbatch."""
-        if self.num_computed == self.num_tokens:
-            return None
-        computed = np.concatenate(self._own)
-        for rows, others in self._instead:
-            computed[rows] = others
-        return computed
+    def close_microbatch(self, padding: Padding, device: torch.device) -> MicrobatchSlice:
+        """Pad the current microbatch, and begin the next one."""
+        buckets = padding.buckets
+        self.pad(padding.find_size(self.num_computed), padding.max_seqlen if buckets else None)
+        computed = None
+        if self.num_computed < self.num_tokens:
+            computed = np.concatenate(self._own)
+            for rows, others in self._instead:
+                computed[rows] = others
+        bounds, longest = np.cumsum([0, *self.lengths]), max(self.lengths)
+        keys = build_segment_keys(self.paths, self.lengths, device)
+        if buckets is not None:
+            assert computed is None, "prefix trees have no fixed shape"
+            # One extra segment, so that there always is an empty one: it owns the padding of the keys.
+            slots, stop = double_until(buckets.max_num_seqs, len(self.lengths) + 1), int(bounds[-1])
+            bounds = np.pad(bounds, (0, slots + 1 - len(bounds)), mode="edge")
+            longest = min(padding.max_seqlen or stop, stop)
+            if keys is not None:
+                keys = pad_segment_keys(keys, slots, double_until(stop, len(keys.index)), longest)
+        first, self._total = self._total, self._total + self.num_tokens
+        self.lengths, self.paths, self._own, self._instead = [], [], [], []
+        self.num_tokens = self.num_computed = 0
+        return MicrobatchSlice(
+            first,
+            self._total,
+            move_to_device(bounds.astype(np.int32), device),
+            longest,
+            keys,
+            is_bucketed=buckets is not None,
+            computed=None if computed is None else move_to_device(computed, device),
+        )
 
-    def pack_kept(self, device: torch.device) -> PackedKeptSets | None:
-        """Pack the kept sets of all rows; `None` if no sequence has any."""
-        return PackedKeptSets.pack(self._kept, device) if self._has_kept else None
-
-    def build_columns(self) -> dict[str, np.ndarray]:
-        """Concatenate the columns of all rows, [t] each."""
-        names = ("tokens", "positions", "predecessors", "mask", "ids", "logprobs")
-        columns = dict(zip(names, map(np.concatenate, zip(*self._pieces, strict=True)), strict=True))
-        return columns | {"logprobs": columns["logprobs"].astype(np.float32, copy=False)}
+    def build_columns(self, device: torch.device) -> dict[str, Any]:
+        """Concatenate the columns of all rows, [t] each; `kept` is `None` if no sequence has kept sets."""
+        names = ("tokens", "position_ids", "predecessors", "loss_mask", "sequence_ids", "rollout_logprobs")
+        columns = [np.concatenate(pieces) for pieces in zip(*self._pieces, strict=True)]
+        columns[-1] = columns[-1].astype(np.float32, copy=False)
+        found = {name: move_to_device(column, device) for name, column in zip(names, columns, strict=True)}
+        return found | {"kept": PackedKeptSets.pack(self._kept, device) if self._has_kept else None}
 
 
 @dataclass(frozen=True)
@@ -268,21 +341,6 @@ def expand_to_tokens(values: Sequence[float] | np.ndarray, batch: TrainBatch) ->
     return table[batch.sequence_ids]
 
 
-@dataclass(frozen=True)
-class Padding:
-    """How microbatches are padded.
-
-    Attributes:
-        multiple: without buckets, lengths are rounded up to a multiple of this.
-        buckets: fixed lengths to pad to instead.
-        max_seqlen: with buckets, the largest number of tokens in a segment, padding segments included.
-    """
-
-    multiple: int
-    buckets: Buckets | None = None
-    max_seqlen: int | None = None
-
-
 def build_train_batch(
     sequences: Mapping[int, Branch] | Sequence[Branch],
     sequence_weights: Sequence[float] | np.ndarray,
@@ -304,57 +362,16 @@ def build_train_batch(
     """
     rows = Rows()
     slices: list[MicrobatchSlice] = []
-    members_of: list[list[int]] = []
     sizes: list[int] = []
     for indices, plan in minibatch_plans:
-        sizes.append(0 if dp_rank is None else len(plan[dp_rank]))
-        if dp_rank is not None:
-            members_of += [[indices[i] for i in members] for members in plan[dp_rank]]
-    for members in members_of:
-        first = rows.begin_microbatch()
-        lengths = np.zeros(len(members), np.int64) if shared is None else shared.measure(members)
-        for index, num_shared in zip(members, lengths.tolist(), strict=True):
-            rows.append(sequences[index], index, num_shared)
-        slices.append(_close_microbatch(rows, first, padding, device))
-    flat = {name: move_to_device(column, device) for name, column in rows.build_columns().items()}
-    batch = TrainBatch(
-        tokens=flat["tokens"],
-        position_ids=flat["positions"],
-        predecessors=flat["predecessors"],
-        loss_mask=flat["mask"],
-        loss_weights=flat["logprobs"],
-        sequence_ids=flat["ids"],
-        rollout_logprobs=flat["logprobs"],
-        kept=rows.pack_kept(device),
-        slices=slices,
-        minibatch_sizes=sizes,
-    )
+        mine = [] if dp_rank is None else plan[dp_rank]
+        sizes.append(len(mine))
+        for members in mine:
+            chosen = [indices[i] for i in members]
+            lengths = np.zeros(len(chosen), np.int64) if shared is None else shared.measure(chosen)
+            for index, num_shared in zip(chosen, lengths.tolist(), strict=True):
+                rows.append(sequences[index], index, num_shared)
+            slices.append(rows.close_microbatch(padding, device))
+    columns = rows.build_columns(device)
+    batch = TrainBatch(**columns, loss_weights=columns["rollout_logprobs"], slices=slices, minibatch_sizes=sizes)
     return replace(batch, loss_weights=expand_to_tokens(sequence_weights, batch) * batch.loss_mask)
-
-
-def _close_microbatch(rows: Rows, first: int, padding: Padding, device: torch.device) -> MicrobatchSlice:
-    size, buckets = rows.num_computed, padding.buckets
-    if buckets is None:
-        rows.pad(max(-(-size // padding.multiple), 1) * padding.multiple)
-    else:
-        rows.pad(buckets.find_size(size), padding.max_seqlen)
-    bounds, computed = np.cumsum([0, *rows.lengths]), rows.find_computed()
-    keys = build_segment_keys(rows.paths, rows.lengths, device)
-    longest, stop = max(rows.lengths), int(bounds[-1])
-    if buckets is not None:
-        assert computed is None, "prefix trees have no fixed shape"
-        # One extra segment, so that there always is an empty one: it owns the padding of the keys.
-        slots = buckets.find_slots(len(rows.lengths) + 1)
-        bounds = np.pad(bounds, (0, slots + 1 - len(bounds)), mode="edge")
-        longest = min(padding.max_seqlen or stop, stop)
-        if keys is not None:
-            keys = pad_segment_keys(keys, slots, buckets.find_num_keys(len(keys.index), stop), longest)
-    return MicrobatchSlice(
-        first,
-        first + rows.num_tokens,
-        move_to_device(bounds.astype(np.int32), device),
-        longest,
-        keys,
-        is_bucketed=buckets is not None,
-        computed=None if computed is None else move_to_device(computed, device),
-    )

@@ -12,8 +12,7 @@ import torch
 
 from megatron_rl.algorithms.losses import find_clipped
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
-from megatron_rl.observability.summary import NUM_BEST
+from megatron_rl.observability.rollout_log import NUM_BEST, TokenTexts, as_numbers, token_fields
 from megatron_rl.rewards.answers import RESTATES
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.estimate import loss_inputs
@@ -25,11 +24,15 @@ from megatron_rl.types import SERVICE_FAILURES, Rollout
 def describe_rollouts(headers: Headers) -> dict[str, float]:
     """Compute the reward and length metrics of one step, averaged over (rewarded) rollouts; `tokens/...` are sums."""
     rollouts = headers.rollouts
-    groups = headers.split_rewarded(rollouts["reward"])
+    groups, everywhere = headers.split_rewarded(rollouts["reward"]), np.ones(len(rollouts), bool)
+    components = {
+        name: np.nan_to_num(rollouts.component(name))[everywhere if name == SERVICE_FAILURES else rollouts.has_reward]
+        for name in sorted(headers.names)
+    }
     return {
         "reward/mean": _mean(np.concatenate(groups)),
         f"reward/{RESTATES}": 0.0,  # default, replaced below if a rollout has the component
-        **{f"reward/{name}": _mean(_find_component(headers, name)) for name in sorted(headers.names)},
+        **{f"reward/{name}": _mean(values) for name, values in components.items()},
         "reward/uninformative_groups": float(np.mean([not len(rewards) or np.ptp(rewards) == 0 for rewards in groups])),
         "response/truncated": float(np.mean(rollouts["finish_reason"] == FINISH_REASONS.index("length"))),
         "tokens/prompt": float(rollouts["num_prompt_tokens"].sum()),
@@ -39,13 +42,6 @@ def describe_rollouts(headers: Headers) -> dict[str, float]:
 
 def _mean(values: np.ndarray) -> float:
     return float(np.mean(values)) if len(values) else float("nan")
-
-
-def _find_component(headers: Headers, name: str) -> np.ndarray:
-    """Return a component of the rewarded rollouts, but service failures of all rollouts."""
-    rollouts = headers.rollouts
-    values = np.nan_to_num(rollouts.component(name))
-    return values if name == SERVICE_FAILURES else values[rollouts.has_reward]
 
 
 def describe_staleness(headers: Headers, version: int, optimizer_steps: int) -> dict[str, float]:

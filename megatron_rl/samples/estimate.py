@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import advantages as estimation
-from megatron_rl.algorithms import policy_losses
+from megatron_rl.algorithms import losses
 from megatron_rl.algorithms.catalog import CHOOSES_TOKENS
-from megatron_rl.algorithms.kl import compute_kl_penalty
+from megatron_rl.algorithms.kl import compute_kl
 from megatron_rl.algorithms.losses import PolicyLossInputs
 from megatron_rl.algorithms.mismatch import (
     compute_importance_weights,
@@ -24,7 +24,7 @@ from megatron_rl.algorithms.mismatch import (
     normalize_weights,
     sum_mismatch,
 )
-from megatron_rl.algorithms.segments import Responses, mark_first
+from megatron_rl.algorithms.plugin_types import Responses, mark_first
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.parallel.collectives import raise_together, reduce_scalars
 from megatron_rl.samples.batch import TrainBatch
@@ -43,7 +43,8 @@ def measure_kl(headers: Headers, batch: TrainBatch, kl_type: str, group: dist.Pr
 
 
 def _compute_kl(batch: TrainBatch, kl_type: str) -> torch.Tensor:
-    return compute_kl_penalty(batch.column("old_logprobs"), batch.column("ref_logprobs"), batch.loss_mask, kl_type)
+    kl = compute_kl(batch.column("old_logprobs"), batch.column("ref_logprobs"), kl_type)
+    return torch.where(batch.loss_mask, kl, 0.0)
 
 
 def find_rollouts(headers: Headers, batch: TrainBatch) -> torch.Tensor:
@@ -95,12 +96,8 @@ def compute_advantages(
     found = estimation.compute_advantages(inputs, algorithm)
     if batch.teacher_logprobs is None:
         return found
-    from megatron_rl.algorithms.distillation import compute_distillation_advantages
-
-    lesson = compute_distillation_advantages(
-        batch.teacher_logprobs, batch.column("old_logprobs"), batch.loss_mask, algorithm.distillation.coef
-    )
-    return replace(found, advantages=found.advantages + lesson)
+    lesson = algorithm.distillation.coef * (batch.teacher_logprobs - batch.column("old_logprobs"))
+    return replace(found, advantages=found.advantages + torch.where(batch.loss_mask, lesson, 0.0))
 
 
 def _find_responses(headers: Headers, batch: TrainBatch, group: dist.ProcessGroup) -> Responses:
@@ -195,7 +192,7 @@ def choose_tokens(batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.Pro
     """Return the tokens that the policy loss treats specially, or `None` if the loss has none; collective."""
     if algorithm.policy_loss not in CHOOSES_TOKENS:
         return None
-    return policy_losses.choose_tokens(loss_inputs(batch), algorithm, group)
+    return losses.choose_tokens(loss_inputs(batch), algorithm, group)
 
 
 def loss_inputs(batch: TrainBatch) -> PolicyLossInputs:

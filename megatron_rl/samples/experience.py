@@ -149,7 +149,11 @@ class Experience:
             values[name] = split_values(found.columns["values"], found.sequences, self.headers.num_response_tokens)
         result = []
         for part in (part for part in parts if part[0] in branches):
-            masks = [self._find_loss_tokens(i, branches[i]) for i in part]
+            masks = []
+            for i in part:
+                mask = branches[i].sampled & self.headers.rows["in_loss"][i]
+                mask[:1] = False
+                masks.append(mask[branches[i].num_prompt_tokens :])
             kept = {
                 name: np.concatenate([pieces[i][mask] for i, mask in zip(part, masks, strict=True)])
                 for name, pieces in values.items()
@@ -188,13 +192,11 @@ class Experience:
             for index, branch in part._payload.branches.items()
             if start + index in places
         }
-        payload = Payload(
-            branches,
-            parts[0]._payload.ranks,
-            sum(part.count_bytes() for part in parts),
-            any(part._payload.has_kept for part in parts),
-            parts[0]._payload.route_shape,
-            parts[0]._payload.has_episodes,
+        payload = replace(
+            parts[0]._payload,
+            branches=branches,
+            num_bytes=sum(part.count_bytes() for part in parts),
+            has_kept=any(part._payload.has_kept for part in parts),
         )
         return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
 
@@ -275,11 +277,6 @@ class Experience:
         found = fetch(plan_fetch(self._group.rank(), source, destination), lengths, dtypes, read, self._group)
         self._num_bytes += found.num_bytes
         return found
-
-    def _find_loss_tokens(self, index: int, branch: Branch) -> np.ndarray:
-        mask = branch.sampled & self.headers.rows["in_loss"][index]
-        mask[:1] = False
-        return mask[branch.num_prompt_tokens :]
 
     def _restore(self, index: int, branches: list[Branch], decode: Callable[[list[int]], str]) -> Rollout:
         row, turns = self.headers.rows[index], find_runs(branches)

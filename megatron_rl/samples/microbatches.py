@@ -20,118 +20,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
+from operator import neg
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.parallel.batch_invariant import MIN_ROWS
+from megatron_rl.samples.balancing import balance_ranks, find_bounds, sort_into
 from megatron_rl.samples.prefix import SharedPrefixes
-from megatron_rl.samples.shape_buckets import Buckets
-
-_TRIED_AT_ONCE = 256  # pairs of units, up to which Python is faster than numpy
-_GOOD_ENOUGH = 1.001  # the search ends at this ratio of the heaviest rank's cost to the mean
-
-
-def balance_ranks(ranks: list[list[list[int]]], tokens: np.ndarray, costs: np.ndarray, max_tokens: int) -> None:
-    """Exchange units, in place, between the costliest rank and cheaper ranks until its cost no longer falls.
-
-    Args:
-        ranks: [dp_size][num_bins] -> units.
-        tokens, costs: [num_units] int64.
-    """
-    token_list, cost_list = [*tokens.tolist(), 0], [*costs.tolist(), 0]  # the last entry is for unit -1: "nothing"
-    held = [sorted([0, *[cost_list[unit] for members in rank for unit in members]]) for rank in ranks]  # 0: "nothing"
-    by_load = sorted((sum(light), -rank, light) for rank, light in enumerate(held))
-    enough = _GOOD_ENOUGH * sum(cost_list)
-    for _ in range(8 * len(ranks)):
-        top, high, heavy = by_load[-1]
-        if top * len(ranks) <= enough or len(heavy) < 3:
-            return  # moving its only unit would not lower the maximum
-        pair, place, low, light = None, 0, 0, heavy
-        gives, least, most = heavy[1:], heavy[1], heavy[-1]
-        for place, (load, low, light) in enumerate(by_load):
-            gap = top - load
-            if (place and not load) or (gap <= least and light[1] >= most):
-                continue  # one empty rank is enough to try; if no unit can move alone, a lighter one must come back
-            for cost in gives:
-                if 0 < cost - light[bisect_left(light, cost) - 1] < gap:
-                    pair = _exchange_best(ranks[-high], ranks[-low], gap, token_list, cost_list, max_tokens)
-                    break
-            if pair is not None:
-                break
-        if pair is None:
-            return
-        given, taken = (cost_list[unit] for unit in pair)
-        load = by_load[place][0]
-        del by_load[-1], by_load[place]
-        heavy.remove(given)
-        insort(light, given)
-        if pair[1] >= 0:
-            light.remove(taken)
-            insort(heavy, taken)
-        insort(by_load, (top - given + taken, high, heavy))
-        insort(by_load, (load + given - taken, low, light))
-
-
-def _exchange_best(
-    high: list[list[int]], low: list[list[int]], gap: int, tokens: list[int], costs: list[int], max_tokens: int
-) -> tuple[int, int] | None:
-    """Exchange the pair of units that comes closest to moving half of the gap, or move one unit.
-
-    Returns the unit given to the cheaper rank and the unit taken (-1 if none); `None` if impossible.
-    """
-    takes = [(unit, b) for b, members in enumerate(low) for unit in members]
-    takes += [(-1, b) for b in range(len(low))]  # a unit can move to any bin without an exchange
-    rooms = [max_tokens - sum([tokens[unit] for unit in members]) for members in low]
-    if len(takes) * sum(map(len, high)) > _TRIED_AT_ONCE:
-        pair = _choose_of_many(high, takes, rooms, gap, tokens, costs, max_tokens)
-    else:
-        nearest, pair = gap, None  # a distance below the gap: more than 0 moves, and less than the gap
-        offers = [(2 * costs[unit] + gap, tokens[unit], rooms[b], unit, b) for unit, b in takes]
-        for a, members in enumerate(high):
-            room = max_tokens - sum([tokens[unit] for unit in members])
-            for unit in members:
-                twice, size = 2 * costs[unit], tokens[unit]
-                for middle, length, room_low, taken, b in offers:
-                    if -nearest < twice - middle < nearest and -room <= size - length <= room_low:
-                        nearest, pair = abs(twice - middle), (unit, a, taken, b)
-    if pair is None:
-        return None
-    given, a, taken, b = pair
-    high[a].remove(given)
-    low[b].append(given)
-    if taken >= 0:
-        low[b].remove(taken)
-        high[a].append(taken)
-    return given, taken
-
-
-def _choose_of_many(
-    high: list[list[int]],
-    takes: list[tuple[int, int]],
-    rooms: list[int],
-    gap: int,
-    tokens: list[int],
-    costs: list[int],
-    max_tokens: int,
-) -> tuple[int, int, int, int] | None:
-    """Vectorized search of `_exchange_best`."""
-    gives = [(unit, a) for a, members in enumerate(high) for unit in members]
-    room = [max_tokens - sum([tokens[unit] for unit in members]) for members in high]
-    more, moved = (
-        np.subtract.outer([of[unit] for unit, _ in gives], [of[unit] for unit, _ in takes]) for of in (tokens, costs)
-    )
-    distance = np.abs(2 * moved - gap)
-    distance[
-        (more > np.take(rooms, [b for _, b in takes])) | (-more > np.take(room, [a for _, a in gives])[:, None])
-    ] = gap
-    i, j = np.unravel_index(int(np.argmin(distance)), distance.shape)
-    return (*gives[i], *takes[j]) if distance[i, j] < gap else None
-
 
 MicrobatchPlan = list[list[list[int]]]  # [dp_size][num_microbatches] -> indices of sequences
 _Joined = tuple[np.ndarray, np.ndarray]  # concatenated members of parts, and the bounds of the parts
@@ -141,11 +41,6 @@ _TRIED_ONE_BY_ONE = 64  # numbers of bins, before bisection starts
 _CLOSE = 1.05  # costs within this ratio count as equal
 _MOST_ROUNDS = 16  # rounds of splitting groups of overloaded ranks
 _FEW_RANKS = 8  # up to this many overloaded ranks, groups are split one at a time
-
-
-def find_pad_multiple(cp_size: int, sp_size: int, batch_invariant: bool) -> int:
-    """Return the multiple of a microbatch's rows for equal shards, each large enough for batch-invariant matmuls."""
-    return cp_size * math.lcm(sp_size, MIN_ROWS if batch_invariant else 1)
 
 
 def compute_attention_ratio(num_linear: float, num_heads: int, key_dim: int, value_dim: int) -> float:
@@ -181,23 +76,36 @@ class _Workload:
 
     def sum_joined(self, members: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sums = np.zeros((2, len(members) + 1), np.int64)
-        np.cumsum([self.tokens[members], self.costs[members]], axis=1, out=sums[:, 1:])
+        tokens, costs = sums[:, 1:]
+        tokens[:], costs[:] = self.tokens[members], self.costs[members]
         if self.shared is not None:
             saved = self.shared.measure(members, bounds[:-1])
-            sums[:, 1:] -= np.cumsum([saved, _compute_costs(saved, self.attention_ratio)], axis=1)
-        tokens, costs = np.diff(sums[:, bounds])
-        return tokens, costs
+            tokens -= saved
+            costs -= _compute_costs(saved, self.attention_ratio)
+        ends = sums.cumsum(1)[:, bounds]
+        return tuple(ends[:, 1:] - ends[:, :-1])
 
-    def list_groups(self) -> list[list[int]]:
-        assert self.shared is not None
-        order = np.argsort(self.shared.places)
-        starts = np.flatnonzero(self.shared.num_shared == 0)
-        return [part.tolist() for part in np.split(order, starts[1:])] if len(order) else []
 
-    def sum_fully_shared(self) -> int:
-        """Return a lower bound of any plan's total cost."""
-        saved = np.zeros(0, np.int64) if self.shared is None else self.shared.num_shared
-        return int(self.costs.sum() - _compute_costs(saved, self.attention_ratio).sum())
+class _Units(NamedTuple):
+    """Joined members of units that stay together, with tokens and costs [num_units]."""
+
+    members: np.ndarray
+    bounds: np.ndarray
+    tokens: np.ndarray
+    costs: np.ndarray
+
+    @classmethod
+    def measure(cls, work: _Workload, members: np.ndarray, bounds: np.ndarray) -> _Units:
+        return cls(members, bounds, *work.sum_joined(members, bounds))
+
+    def replace(self, is_replaced: np.ndarray, parts: _Units) -> _Units:
+        sizes, is_kept = np.diff(self.bounds), ~is_replaced
+        return _Units(
+            np.append(self.members[np.repeat(is_kept, sizes)], parts.members),
+            np.concatenate([[0], np.cumsum(sizes[is_kept]), len(self.members) - len(parts.members) + parts.bounds[1:]]),
+            np.append(self.tokens[is_kept], parts.tokens),
+            np.append(self.costs[is_kept], parts.costs),
+        )
 
 
 def _join(parts: Sequence[Sequence[int]]) -> _Joined:
@@ -209,15 +117,17 @@ def _number(bounds: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
 
 
-def _cut(members: list[int], saved: list[int]) -> list[list[int]]:
-    """Cut at least two sequences into parts, each with a longer common prefix than the whole.
+def _cut(members: np.ndarray, bounds: np.ndarray, shared: SharedPrefixes) -> tuple[np.ndarray, np.ndarray]:
+    """Cut lists of at least two sequences into parts, each with a longer common prefix than its list.
 
-    Args:
-        saved: tokens that each member shares with the previous one; the first entry is ignored.
+    Returns the bounds of the parts, and the common prefix of each list.
     """
-    least = min(saved[1:])
-    starts = [0, *(i for i in range(1, len(members)) if saved[i] == least)]
-    return [members[i:j] for i, j in pairwise([*starts, len(members)])]
+    saved = shared.measure(members, bounds[:-1])
+    saved[bounds[:-1]] = np.iinfo(np.int64).max
+    common = np.minimum.reduceat(saved, bounds[:-1])
+    is_first = saved == np.repeat(common, np.diff(bounds))
+    is_first[bounds[:-1]] = True
+    return np.append(np.flatnonzero(is_first), len(members)), common
 
 
 def _compute_costs(tokens: np.ndarray, attention_ratio: float) -> np.ndarray:
@@ -252,13 +162,14 @@ def plan_microbatches(
         raise ValueError(f"a sequence of {longest} tokens does not fit into a microbatch of {max_tokens}")
     work = _Workload.measure(lengths, attention_ratio, shared)
     arrange = partial(_plan_units, work=work, dp_size=dp_size, max_tokens=max_tokens, count_multiple=count_multiple)
-    singles = [[i] for i in range(len(lengths))]
+    singles = _Units.measure(work, np.arange(len(lengths)), np.arange(len(lengths) + 1))
     if shared is None:
         return _spell_out(arrange(singles), dp_size)
     units = _split_groups(work, max_tokens)
     plan = arrange(units)
     longest = int(work.costs.max(initial=0))
-    least = max(longest, work.sum_fully_shared() / dp_size)  # lower bound of the heaviest rank's cost
+    fully_shared = work.costs.sum() - _compute_costs(shared.num_shared, attention_ratio).sum()
+    least = max(longest, int(fully_shared) / dp_size)  # lower bound of the heaviest rank's cost
     fewest = _round_up(-(-sum(lengths) // (dp_size * max_tokens)), count_multiple)  # microbatches per rank, plain
     loads = _rank_costs(plan, work, dp_size)
     if max(loads) <= _CLOSE * least and len(plan[1]) - 1 <= dp_size * fewest:
@@ -273,11 +184,7 @@ def plan_microbatches(
 
 
 def _divide_groups(
-    units: list[list[int]],
-    plan: _Joined,
-    loads: list[int],
-    work: _Workload,
-    arrange: Callable[[list[list[int]]], _Joined],
+    units: _Units, plan: _Joined, loads: list[int], work: _Workload, arrange: Callable[[_Units], _Joined]
 ) -> tuple[_Joined, list[int]]:
     for _ in range(min(2 * len(loads), _MOST_ROUNDS)):
         if max(loads) <= max(_CLOSE * sum(loads) / len(loads), int(work.costs.max(initial=0))):
@@ -293,35 +200,40 @@ def _divide_groups(
     return plan, loads
 
 
-def _split_groups(work: _Workload, max_tokens: int) -> list[list[int]]:
-    groups = work.list_groups()
-    sizes = work.sum_each(groups)[0].tolist()
-    return [
-        unit
-        for group, size in zip(groups, sizes, strict=True)
-        for unit in ([group] if size <= max_tokens else _split_group(group, work, max_tokens))
-    ]
-
-
-def _split_group(members: list[int], work: _Workload, max_tokens: int) -> list[list[int]]:
+def _split_groups(work: _Workload, max_tokens: int) -> _Units:
     assert work.shared is not None
-    saved = work.shared.measure(members).tolist()
-    parts, common = _cut(members, saved), min(saved[1:])
-    sizes = (work.sum_each(parts)[0] - common).tolist()
-    small = [i for i, size in enumerate(sizes) if size <= max_tokens - common]
-    bins = _fill_fewest_bins([sizes[i] for i in small], max_tokens - common)
-    units = [[index for i in found for index in parts[small[i]]] for found in bins if found]
-    large = [part for part, size in zip(parts, sizes, strict=True) if size > max_tokens - common]
-    return [*units, *(unit for part in large for unit in _split_group(part, work, max_tokens))]
+    starts = np.flatnonzero(work.shared.num_shared == 0)
+    groups = _Units.measure(work, np.argsort(work.shared.places), np.append(starts, len(work.tokens)))
+    is_large = groups.tokens > max_tokens
+    if not is_large.any():
+        return groups
+    units: list[list[int]] = []
+    for members, split in zip(np.split(groups.members, starts[1:]), is_large.tolist(), strict=True):
+        units += _split_group(members, work, max_tokens) if split else [members.tolist()]
+    return _Units.measure(work, *_join(units))
+
+
+def _split_group(members: np.ndarray, work: _Workload, max_tokens: int) -> list[list[int]]:
+    assert work.shared is not None
+    bounds, common = _cut(members, np.array([0, len(members)]), work.shared)
+    parts, common = np.split(members, bounds[1:-1]), int(common[0])
+    sizes = work.sum_joined(members, bounds)[0] - common
+    small = np.flatnonzero(sizes <= max_tokens - common)
+    bin_of, num_bins = _fill_fewest_bins(sizes[small], max_tokens - common)
+    units: list[list[int]] = [[] for _ in range(num_bins)]
+    for part, into in zip(small.tolist(), bin_of.tolist(), strict=True):
+        units[into] += parts[part].tolist()
+    large = [parts[i] for i in np.flatnonzero(sizes > max_tokens - common).tolist()]
+    return [*filter(None, units), *(unit for part in large for unit in _split_group(part, work, max_tokens))]
 
 
 def _divide_overloaded(
-    units: list[list[int]], plan: _Joined, loads: list[int], work: _Workload, few_ranks: int = _FEW_RANKS
-) -> list[list[int]] | None:
+    units: _Units, plan: _Joined, loads: list[int], work: _Workload, few_ranks: int = _FEW_RANKS
+) -> _Units | None:
     """Split the costliest divisible unit of each overloaded rank (of few, only the heaviest's, in two), if any."""
     assert work.shared is not None
-    members, bounds = _join(units)
-    share, costs, firsts = sum(loads) / len(loads), work.sum_joined(members, bounds)[1], members[bounds[:-1]]
+    members, bounds, _, costs = units
+    sizes, share, firsts = np.diff(bounds), sum(loads) / len(loads), members[bounds[:-1]]
     is_overloaded = np.asarray(loads) > _CLOSE * share
     if np.count_nonzero(is_overloaded) <= few_ranks:
         is_overloaded &= np.arange(len(loads)) == loads.index(max(loads))
@@ -329,34 +241,31 @@ def _divide_overloaded(
     rank_of = np.empty(len(work.tokens), np.int64)
     rank_of[plan[0]] = _number(plan[1][:: (len(plan[1]) - 1) // len(loads)])
     ranks = rank_of[firsts]
-    some = np.flatnonzero(is_overloaded[ranks] & (np.diff(bounds) > 1))
+    some = np.flatnonzero(is_overloaded[ranks] & (sizes > 1))
     some = some[np.lexsort((firsts[some], -costs[some], ranks[some]))]
     if not len(some):
         return None
-    chosen = np.sort(some[np.flatnonzero(np.diff(ranks[some], prepend=-1))]).tolist()  # costliest unit per rank
-    members, bounds = _join([units[u] for u in chosen])
-    saved = work.shared.measure(members, bounds[:-1]).tolist()
-    parts = [_cut(units[u], saved[i:j]) for u, (i, j) in zip(chosen, pairwise(bounds.tolist()), strict=True)]
-    part_costs = iter(work.sum_each([*chain.from_iterable(parts)])[1].tolist())
-    is_whole = np.ones(len(units), bool)
-    is_whole[chosen] = False
-    divided = [units[u] for u in np.flatnonzero(is_whole).tolist()]
-    for u, pieces in zip(chosen, parts, strict=True):
-        bins = _fill_bins([*islice(part_costs, len(pieces))], max(2, math.ceil(int(costs[u]) / share)))
-        assert bins is not None, "bins without a limit hold anything"
-        divided += [[i for piece in found for i in pieces[piece]] for found in bins if found]
-    return divided
+    is_divided = np.zeros(len(sizes), bool)
+    is_divided[some[np.flatnonzero(np.diff(ranks[some], prepend=-1))]] = True  # costliest unit per rank
+    is_moved = np.repeat(is_divided, sizes)
+    moved, ends = members[is_moved], np.append(0, np.cumsum(sizes[is_divided]))
+    starts, _ = _cut(moved, ends, work.shared)
+    unit_of = np.searchsorted(ends, starts[:-1], "right") - 1
+    num_bins = np.maximum(2, np.ceil(costs[is_divided] / share)).astype(np.int64)
+    bin_of = _fill_bins_of_each(work.sum_joined(moved, starts)[1], unit_of, num_bins)
+    part_of = np.unique(unit_of * num_bins.max() + bin_of, return_inverse=True)[1]
+    order, starts = sort_into(np.repeat(part_of, np.diff(starts)), int(part_of.max()) + 1)
+    return units.replace(is_divided, _Units.measure(work, moved[order], starts))
 
 
-def _plan_units(units: list[list[int]], work: _Workload, dp_size: int, max_tokens: int, count_multiple: int) -> _Joined:
-    tokens, costs = work.sum_each(units)
-    bins = _fill_fewest_bins(tokens.tolist(), max_tokens, dp_size, count_multiple)
-    ranks = _deal(bins, costs.tolist(), dp_size)
-    balance_ranks(ranks, tokens, costs, max_tokens)
-    order, bounds = _join([*chain.from_iterable(ranks)])
-    members, parts = _join([units[unit] for unit in order.tolist()])
+def _plan_units(units: _Units, work: _Workload, dp_size: int, max_tokens: int, count_multiple: int) -> _Joined:
+    members, bounds, tokens, costs = units
+    bin_of, num_bins = _fill_fewest_bins(tokens, max_tokens, dp_size, count_multiple)
+    bin_of = _deal(bin_of, num_bins, costs, dp_size)[bin_of]
+    balance_ranks(bin_of, num_bins, dp_size, tokens, costs, max_tokens)
+    bin_of = np.repeat(bin_of, np.diff(bounds))
     places = members if work.shared is None else work.shared.places[members]
-    return members[np.argsort(_number(parts[bounds]) * len(members) + places)], parts[bounds]
+    return members[np.argsort(bin_of * len(members) + places)], find_bounds(bin_of, num_bins)
 
 
 def _spell_out(plan: _Joined, dp_size: int) -> MicrobatchPlan:
@@ -367,58 +276,96 @@ def _spell_out(plan: _Joined, dp_size: int) -> MicrobatchPlan:
 
 
 def _fill_fewest_bins(
-    lengths: list[int], max_tokens: int, multiple: int = 1, count_multiple: int = 1
-) -> list[list[int]]:
-    enough = -(-sum(lengths) // max_tokens) if max_tokens else 1
-    alone = sum(2 * length > max_tokens for length in lengths)  # no two of these fit into one bin
+    lengths: np.ndarray, max_tokens: int, multiple: int = 1, count_multiple: int = 1
+) -> tuple[np.ndarray, int]:
+    """Return the bin of each length, and the number of bins."""
+    order = np.argsort(-lengths, kind="stable")
+    longest_first = lengths[order].tolist()
+    enough = -(-sum(longest_first) // max_tokens) if max_tokens else 1
+    alone = int(np.count_nonzero(2 * lengths > max_tokens))  # no two of these fit into one bin
     k = first = _round_up(-(-max(enough, alone) // multiple), count_multiple)
-    for k in range(first, first + _TRIED_ONE_BY_ONE * count_multiple, count_multiple):
-        if (bins := _fill_bins(lengths, multiple * k, max_tokens)) is not None:
-            return bins
-    step = count_multiple
-    while (bins := _fill_bins(lengths, multiple * (k + step), max_tokens)) is None:
-        k, step = k + step, 2 * step
-    while step > count_multiple:  # k does not fit, k + step does
-        half = step // count_multiple // 2 * count_multiple
-        found = _fill_bins(lengths, multiple * (k + half), max_tokens)
-        k, step, bins = (k + half, step - half, bins) if found is None else (k, half, found)
-    return bins
+
+    def fill(k: int) -> list[int] | None:
+        return _fill_bins(longest_first, multiple * k, max_tokens)
+
+    step, last = count_multiple, first + (_TRIED_ONE_BY_ONE - 1) * count_multiple
+    while (bins := fill(k)) is None and k < last:
+        k += step
+    if bins is None:
+        while (bins := fill(k + step)) is None:
+            k, step = k + step, 2 * step
+        while step > count_multiple:  # k does not fit, k + step does
+            half = step // count_multiple // 2 * count_multiple
+            found = fill(k + half)
+            k, step, bins = (k + half, step - half, bins) if found is None else (k, half, found)
+        k += step
+    bin_of = np.empty(len(lengths), np.int64)
+    bin_of[order] = bins
+    return bin_of, multiple * k
 
 
 def _round_up(count: int, multiple: int) -> int:
     return -(-max(1, count) // multiple) * multiple
 
 
-def _fill_bins(lengths: list[int], num_bins: int, max_tokens: int | None = None) -> list[list[int]] | None:
-    """Put the longest first into the emptiest bin; `None` if a bin overflows."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    heap = [*range(num_bins)]  # load * num_bins + bin
+def _fill_bins(longest_first: list[int], num_bins: int, max_tokens: int | None = None) -> list[int] | None:
+    """Put each length into the emptiest bin, and return its number; `None` if a bin overflows."""
     limit = math.inf if max_tokens is None else (max_tokens + 1) * num_bins
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        key = heap[0] + lengths[index] * num_bins
+    if longest_first and longest_first[0] * num_bins >= limit:
+        return None
+    alone = min(num_bins, bisect_left(longest_first, 0, key=neg))  # the longest go into empty bins
+    bins = [*range(alone)]
+    heap = [length * num_bins + b for b, length in enumerate(longest_first[:alone])] + [*range(alone, num_bins)]
+    heapq.heapify(heap)  # load * num_bins + bin
+    for length in longest_first[alone:]:
+        key = heap[0] + length * num_bins
         if key >= limit:
             return None
         heapq.heapreplace(heap, key)
-        bins[key % num_bins].append(index)
-    return [sorted(members) for members in bins]
+        bins.append(key % num_bins)
+    return bins
 
 
-def _deal(bins: list[list[int]], unit_costs: list[int], dp_size: int) -> list[list[list[int]]]:
-    """Deal the heaviest remaining bin to the lightest unfilled rank."""
-    ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
-    costs = [sum([unit_costs[unit] for unit in members]) for members in bins]
-    by_cost = [(-cost, members) for cost, members in zip(costs, bins, strict=True)]
-    order = sorted(range(len(bins)), key=by_cost.__getitem__)
-    if len(bins) == dp_size:  # one bin per rank
-        return [[bins[b]] for b in order]
-    heap = [*range(dp_size)]  # load * dp_size + rank
-    for b in order:
+def _fill_bins_of_each(lengths: np.ndarray, part_of: np.ndarray, num_bins: np.ndarray) -> np.ndarray:
+    """Put each length [n] into the emptiest bin of its part, longest first; `num_bins` is by part."""
+    order, bounds = np.lexsort((-lengths, part_of)), find_bounds(part_of, len(num_bins))
+    bin_of = np.empty(len(lengths), np.int64)
+    most = int(np.diff(bounds).max())
+    if most > len(num_bins):
+        for (i, j), number in zip(pairwise(bounds.tolist()), num_bins.tolist(), strict=True):
+            bins = _fill_bins(lengths[order[i:j]].tolist(), number)
+            assert bins is not None, "bins without a limit hold anything"
+            bin_of[order[i:j]] = bins
+        return bin_of
+    loads = np.zeros((len(num_bins), int(num_bins.max())), np.int64)
+    loads[np.arange(loads.shape[1]) >= num_bins[:, None]] = np.iinfo(np.int64).max
+    for k in range(most):  # the longest of each part, then the next
+        parts = np.flatnonzero(np.diff(bounds) > k)
+        chosen = order[bounds[parts] + k]
+        bin_of[chosen] = found = loads[parts].argmin(1)
+        loads[parts, found] += lengths[chosen]
+    return bin_of
+
+
+def _deal(bin_of: np.ndarray, num_bins: int, unit_costs: np.ndarray, dp_size: int) -> np.ndarray:
+    """Deal the heaviest remaining bin to the lightest unfilled rank; returns the new number of each bin, by rank."""
+    costs, firsts = np.zeros(num_bins, np.int64), np.full(num_bins, -1)
+    np.add.at(costs, bin_of, unit_costs)
+    firsts[bin_of[::-1]] = np.arange(len(bin_of))[::-1]
+    order = np.lexsort((firsts, -costs))
+    numbers, count = np.empty(num_bins, np.int64), num_bins // dp_size
+    if count == 1:
+        numbers[order] = np.arange(num_bins)
+        return numbers
+    heap, filled, cost_list = [*range(dp_size)], [0] * dp_size, costs.tolist()  # load * dp_size + rank
+    for b in order.tolist():
         key = heapq.heappop(heap)
         rank = key % dp_size
-        ranks[rank].append(bins[b])
-        if len(ranks[rank]) < len(bins) // dp_size:
-            heapq.heappush(heap, key + costs[b] * dp_size)
-    return ranks
+        numbers[b] = rank * count + filled[rank]
+        filled[rank] += 1
+        if filled[rank] < count:
+            heapq.heappush(heap, key + cost_list[b] * dp_size)
+    return numbers
 
 
 def _rank_costs(plan: _Joined, work: _Workload, dp_size: int) -> list[int]:
@@ -436,12 +383,11 @@ def packing_metrics(
     lengths: Sequence[int],
     max_tokens: int,
     *,
-    pad_multiple: int = 1,
+    pad: Callable[[int], int] = lambda size: max(size, 1),
     attention_ratio: float = 0.0,
     shared: SharedPrefixes | None = None,
-    buckets: Buckets | None = None,
 ) -> dict[str, float]:
-    """Measure how well a plan packs its sequences; arguments as for `plan_microbatches` and `build_train_batch`.
+    """Measure how well a plan packs its sequences; `pad` is `Padding.find_size`, the rest as for `plan_microbatches`.
 
     A prefix that sequences of a microbatch share counts once, except in padded_efficiency.
 
@@ -455,12 +401,9 @@ def packing_metrics(
     work = _Workload.measure(lengths, attention_ratio, shared)
     microbatches = [members for rank in plan for members in rank]
     sizes = work.sum_each(microbatches)[0].tolist()
-    computed = sum(
-        buckets.find_size(size) if buckets else max(-(-size // pad_multiple), 1) * pad_multiple for size in sizes
-    )
     loads = _rank_costs(_join(microbatches), work, len(plan))
     metrics = {
-        "packing/efficiency": sum(sizes) / computed,
+        "packing/efficiency": sum(sizes) / sum(map(pad, sizes)),
         "packing/padded_efficiency": sum(lengths) / max(len(lengths) * max(lengths, default=0), 1),
         "packing/budget_use": sum(sizes) / (len(microbatches) * max_tokens),
         "packing/imbalance": max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0,

@@ -3,40 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_rl.algorithms.aggregation import aggregate
-from megatron_rl.algorithms.ledger import build_ledger
+from megatron_rl.algorithms.aggregation import aggregate, build_ledger
 from megatron_rl.config.batch_plan import BatchPlan, SftPlan
-from megatron_rl.config.options import find_options
+from megatron_rl.config.fields import find_options
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.samples.fetch import Holders
 from megatron_rl.samples.microbatches import MicrobatchPlan, microbatch_sizes, packing_metrics, plan_microbatches
 from megatron_rl.samples.prefix import SharedPrefixes, is_repeated, share_prompts
-from megatron_rl.samples.shape_buckets import Buckets, padding_metrics
 from megatron_rl.samples.table import Headers
 from megatron_rl.types import Branch, LossLedger, RouteShape
 
 FetchBranches = Callable[[Holders], Mapping[int, Branch]]
-
-
-class PackableModel(Protocol):
-    """Model attributes that packing reads; see `LaidOutModel`."""
-
-    layout: ParallelLayout
-    dp_rank: int | None
-    buckets: Buckets | None
-    pad_multiple: int
-    attention_ratio: float
-    microbatch_count_multiple: int
 
 
 @dataclass(frozen=True)
@@ -70,9 +57,13 @@ class Packing:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packing of a step's sequences for one role."""
+    """Packing of a step's sequences for one role.
 
-    model: PackableModel
+    Attributes:
+        model: the role's `LaidOutModel`.
+    """
+
+    model: Any
     config: LayoutConfig
     plan: BatchPlan | SftPlan
     algorithm: AlgorithmConfig
@@ -92,9 +83,13 @@ class Packer:
 
     def pack(self, headers: Headers, fetch_branches: FetchBranches) -> Packing:
         """Plan all DP replicas' microbatches, then fetch and pack the sequences of this replica; collective."""
-        layout, minibatches = self.model.layout, []
-        lengths, shared = headers["num_tokens"].tolist(), self._find_shared(headers)
-        for start, stop in pairwise(split_minibatches(headers, self.plan.rollouts_per_minibatch)):
+        layout, minibatches, shared = self.model.layout, [], None
+        if self.config.share_prompts == "tree":
+            shared = share_branches(headers)
+        elif self.config.share_prompts:
+            shared = share_prompts(number_prompts(headers), headers["num_prompt_tokens"])
+        lengths, firsts = headers["num_tokens"].tolist(), headers.first_of_rollout[:: self.plan.rollouts_per_minibatch]
+        for start, stop in pairwise([*firsts.tolist(), len(headers)]):
             part = None if shared is None else shared.part(start, stop)
             minibatches.append(self._plan_minibatch(start, stop, lengths[start:stop], part))
         replica_of = np.full(len(headers), -1)
@@ -113,11 +108,14 @@ class Packer:
             [(range(part.start, part.stop), part.plan) for part in minibatches],
             dp_rank=self.model.dp_rank,
             device=self.device,
-            padding=Padding(self.model.pad_multiple, self.model.buckets, self.plan.longest_sequence),
+            padding=self._padding,
             shared=shared,
         )
         batch = replace(batch, ledgers=ledgers, names=headers.list_titles())
-        starts = _find_starts(headers, batch)
+        ids, positions = batch.sequence_ids.cpu().numpy(), batch.position_ids.cpu().numpy()
+        rows = np.flatnonzero((ids >= 0) & (positions == headers["num_prompt_tokens"][ids]))
+        starts = np.zeros(len(headers), np.int64)
+        starts[ids[rows]] = rows
         versions = _place(branches, "versions", starts, batch)
         return Packing(
             batch,
@@ -126,16 +124,9 @@ class Packer:
             headers.num_response_tokens,
             torch.zeros_like(batch.tokens, dtype=torch.int32) if versions is None else versions,
             _place(branches, "rewards", starts, batch),
-            _place_routes(branches, batch),
+            _place_routes(branches, ids, positions, self.device),
             self._measure(minibatches),
         )
-
-    def _find_shared(self, headers: Headers) -> SharedPrefixes | None:
-        if not self.config.share_prompts:
-            return None
-        if self.config.share_prompts == "tree":
-            return share_branches(headers)
-        return share_prompts(number_prompts(headers), headers["num_prompt_tokens"])
 
     def _plan_minibatch(self, start: int, stop: int, lengths: list[int], shared: SharedPrefixes | None) -> _Minibatch:
         model = self.model
@@ -157,22 +148,25 @@ class Packer:
         weights = np.concatenate([aggregate(mode, part, constant, options).weights for part in parts])
         return weights[headers.rows["rollout"]], [build_ledger(mode, part, constant, options) for part in parts]
 
+    @property
+    def _padding(self) -> Padding:
+        return Padding(self.model.pad_multiple, self.model.buckets, self.plan.longest_sequence)
+
     def _measure(self, minibatches: list[_Minibatch]) -> dict[str, float]:
-        buckets, metrics, sizes = self.model.buckets, [], []
+        pad, metrics, sizes = self._padding.find_size, [], []
         for part in minibatches:
             metrics.append(
                 packing_metrics(
                     part.plan,
                     part.lengths,
                     self.config.max_tokens_per_microbatch,
-                    pad_multiple=self.model.pad_multiple,
+                    pad=pad,
                     attention_ratio=self.model.attention_ratio,
                     shared=part.shared,
-                    buckets=buckets,
                 )
             )
             sizes += microbatch_sizes(part.plan, part.lengths, part.shared)
-        padding = padding_metrics((size, buckets.find_size(size)) for size in sizes) if buckets else {}
+        padding = padding_metrics((size, pad(size)) for size in sizes) if self.model.buckets else {}
         return {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]} | padding
 
 
@@ -187,10 +181,16 @@ class _Minibatch:
     plan: MicrobatchPlan
 
 
-def split_minibatches(headers: Headers, rollouts_per_minibatch: int) -> list[int]:
-    """Return the first sequence of each minibatch, followed by the number of sequences."""
-    firsts = headers.first_of_rollout[::rollouts_per_minibatch]
-    return [*firsts.tolist(), len(headers)]
+def padding_metrics(shapes: Iterable[tuple[int, int]]) -> dict[str, float]:
+    """Compute the share of padding in total and per bucket from (real tokens, bucket size) of every microbatch."""
+    by_bucket: dict[int, list[int]] = {}
+    for real, size in shapes:
+        by_bucket.setdefault(size, []).append(real)
+    computed = sum(size * len(found) for size, found in by_bucket.items())
+    metrics = {"packing/padding_share": 1.0 - sum(map(sum, by_bucket.values())) / computed}
+    for size, found in sorted(by_bucket.items()):
+        metrics[f"packing/padding_share_{size}"] = 1.0 - sum(found) / (size * len(found))
+    return metrics
 
 
 def number_prompts(headers: Headers) -> np.ndarray:
@@ -221,14 +221,6 @@ def list_replicas(layout: ParallelLayout) -> np.ndarray:
     return ranks.transpose(1, 0, 2).reshape(layout.dp_size, -1)
 
 
-def _find_starts(headers: Headers, batch: TrainBatch) -> np.ndarray:
-    ids, positions = batch.sequence_ids.cpu().numpy(), batch.position_ids.cpu().numpy()
-    rows = np.flatnonzero((ids >= 0) & (positions == headers["num_prompt_tokens"][ids]))
-    starts = np.zeros(len(headers), np.int64)
-    starts[ids[rows]] = rows
-    return starts
-
-
 def _place(branches: Mapping[int, Branch], name: str, starts: np.ndarray, batch: TrainBatch) -> torch.Tensor | None:
     """Pack a per-token field of the branches into [t], 0 elsewhere."""
     values: np.ndarray | None = None
@@ -242,14 +234,15 @@ def _place(branches: Mapping[int, Branch], name: str, starts: np.ndarray, batch:
     return None if values is None else torch.from_numpy(values).to(batch.tokens.device)
 
 
-def _place_routes(branches: Mapping[int, Branch], batch: TrainBatch) -> torch.Tensor | None:
+def _place_routes(
+    branches: Mapping[int, Branch], ids: np.ndarray, positions: np.ndarray, device: torch.device
+) -> torch.Tensor | None:
     known = {index: branch.routes for index, branch in branches.items() if branch.routes is not None}
     if not known:
         return None
-    ids, positions = batch.sequence_ids.cpu().numpy(), batch.position_ids.cpu().numpy()
     routes = RouteShape.of(next(iter(known.values()))).unknown(len(ids))
     bounds = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
     for start, stop in pairwise(bounds):
         if (found := known.get(int(ids[start]))) is not None:
             routes[start:stop] = found[positions[start:stop]]
-    return torch.from_numpy(routes).to(batch.tokens.device)
+    return torch.from_numpy(routes).to(device)

@@ -88,8 +88,6 @@ def arrange_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int]]:
     Returns:
         The place of each branch, and the tokens that it shares with the previous place.
     """
-    if len(branches) == 1:
-        return [0], [0]
     order = sorted(
         range(len(branches)),
         key=lambda i: (-branches[i].num_prompt_tokens, branches[i].tokens.astype(">u4").tobytes()),

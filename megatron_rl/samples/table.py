@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_rl.parallel.collectives import gather_flat
 from megatron_rl.rewards.answers import name_answer
 from megatron_rl.samples.prefix import arrange_branches
-from megatron_rl.types import FAILED, SERVICE_FAILURES, Branch, Rollout, has_reward
+from megatron_rl.types import FAILED, SERVICE_FAILURES, Rollout, has_reward
 
 FINISH_REASONS = ("stop", "length", "turns", "timeout", "error")
 _CUT = ("length", "turns")
@@ -27,7 +27,7 @@ _CUT = ("length", "turns")
 HEADER = np.dtype(
     [
         ("prompt_id", np.int32),
-        ("answer", np.uint64),  # see `hash_answer`; 0 if not requested
+        ("answer", np.uint64),  # hash of the answer; 0 if not requested
         ("prompt_routes", np.uint64),  # hash of the prompt's routes; 0 if there are none
         ("reward", np.float64),
         ("earlier_reward", np.float64),  # part of the reward earned before the last token of this sequence
@@ -158,24 +158,26 @@ def build_headers(
         rollouts: pairs (index of the prompt in the step, rollout).
         holder: replica that holds their tokens.
         mask_truncated: exclude truncated responses from the loss; unrewarded ones always are.
-        with_answers: store `hash_answer` of each.
+        with_answers: store the hash of each answer.
     """
     found, rows = list(rollouts), []
     for group, rollout in found:
-        answer = hash_answer(name_answer(rollout.response)) if with_answers else 0
+        answer = _hash(name_answer(rollout.response).encode("utf-8", "backslashreplace")) if with_answers else 0
         is_cut = mask_truncated and rollout.finish_reason in _CUT
         in_loss = has_reward(rollout.finish_reason, rollout.reward_components) and not is_cut
         reason = FINISH_REASONS.index(rollout.finish_reason)
         earlier = 0.0
         for branch, place, num_shared in zip(rollout.branches, *arrange_branches(rollout.branches), strict=True):
-            earlier, before = earlier + _sum_rewards(branch), earlier + _sum_rewards(branch, len(branch.tokens) - 1)
+            rewards = np.zeros(1) if branch.rewards is None else branch.rewards
+            before = earlier + float(rewards[:-1].sum(dtype=np.float64))
+            earlier += float(rewards.sum(dtype=np.float64))
             versions = branch.versions[branch.sampled]
             first, last = (versions.min(), versions.max()) if len(versions) else (0, 0)
             rows.append(
                 (
                     rollout.prompt.prompt_id,
                     answer,
-                    _hash_routes(branch),
+                    0 if branch.routes is None else _hash(branch.routes[: branch.num_prompt_tokens].tobytes()),
                     rollout.reward,
                     before,
                     rollout.sample_index,
@@ -202,10 +204,6 @@ def build_headers(
     ]
     headers = Headers(np.array(rows, HEADER), names, np.array(table, np.float64).reshape(len(rows), len(names)))
     return _sort(headers)
-
-
-def _sum_rewards(branch: Branch, stop: int | None = None) -> float:
-    return 0.0 if branch.rewards is None else float(branch.rewards[:stop].sum(dtype=np.float64))
 
 
 def join_headers(parts: Sequence[Headers]) -> Headers:
@@ -247,16 +245,9 @@ def merge_names(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
     return tuple(merged)
 
 
-def hash_answer(answer: str) -> int:
-    """Hash an answer to 8 bytes, for comparisons by identity."""
-    return int.from_bytes(blake2b(answer.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "little")
-
-
-def _hash_routes(branch: Branch) -> int:
-    if branch.routes is None:
-        return 0
-    prompt = branch.routes[: branch.num_prompt_tokens]
-    return int.from_bytes(blake2b(prompt.tobytes(), digest_size=8).digest(), "little")
+def _hash(data: bytes) -> int:
+    """Hash to 8 bytes, for comparisons by identity."""
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
 def _components_by(names: Sequence[str], headers: Headers) -> np.ndarray:

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,28 +26,6 @@ from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.nf4 import QuantizedMatrix
 from megatron_rl.weights.placement_tables import PlacementTable
 from megatron_rl.weights.shard_box import ShardBox, box_slices, check_placements
-
-
-class FilledModel(Protocol):
-    """Model with allocated stages on its ranks."""
-
-    shape: ModelShape
-    adapters: AdapterShape | None
-    groups: ParallelGroups
-    stages: torch.nn.ModuleList
-
-    @property
-    def rank(self) -> int:
-        """This rank within the layout."""
-        ...
-
-    def placements(self, rank: int) -> PlacementTable:
-        """Return the placement table of a rank, without adapters: which part of each tensor it holds."""
-        ...
-
-    def shard_key(self, rank: int) -> Hashable:
-        """Return a key, equal for equal box tables."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -77,8 +55,8 @@ class Adapters:
         return next(iter(self.params.values())).dtype
 
     @classmethod
-    def of(cls, model: FilledModel, shape: AdapterShape) -> Adapters:
-        """Collect the adapters of a model."""
+    def of(cls, model: Any, shape: AdapterShape) -> Adapters:
+        """Collect the adapters of a `PackedModel`."""
         trained: Any = {name: p for name, p in list_matrices(model.stages, torch.detach).items() if is_trained(name)}
         return cls(
             shape,
@@ -135,8 +113,8 @@ def list_params(stages: torch.nn.Module) -> dict[str, torch.Tensor | QuantizedMa
     return {name: p for name, p in list_matrices(stages, local_values).items() if not name.endswith(HALVES)}
 
 
-def fill_adapted(model: FilledModel, params: SourceParams, spec: RoleSpec, seed: int) -> None:
-    """Load and freeze the base weights, and initialize the adapters."""
+def fill_adapted(model: Any, params: SourceParams, spec: RoleSpec, seed: int) -> None:
+    """Load and freeze the base weights of a `PackedModel`, and initialize its adapters."""
     assert model.adapters is not None and spec.lora is not None
     _load(Path(spec.path), model.shape, model.placements(model.rank), params, spec.may_lack)
     freeze_model(model.stages)
@@ -154,7 +132,8 @@ def _load(
     quantized = {name: param for name, param in params.items() if isinstance(param, QuantizedMatrix)}
     boxes: dict[str, list[ShardBox]] = {}
     for p in placements:
-        boxes.setdefault(_find_layer(p.param) if p.param in quantized else "", []).append(p)
+        layer = ".".join(p.param.split(".")[:4])
+        boxes.setdefault(layer if p.param in quantized else "", []).append(p)
     load_weights(path, shape, boxes.pop(""), whole, may_lack=may_lack)
     for mine in boxes.values():
         matrices = {p.param: quantized[p.param] for p in mine}
@@ -162,10 +141,6 @@ def _load(
         load_weights(path, shape, mine, read)
         for name, matrix in matrices.items():
             matrix.store(read[name])
-
-
-def _find_layer(param: str) -> str:
-    return ".".join(param.split(".")[:4])
 
 
 def merge_adapters(stages: torch.nn.Module) -> dict[str, MergedParam]:

@@ -11,6 +11,10 @@ graphs never run concurrently. Warm-up runs settle kernel selection, NCCL connec
 DDP must be built on the capture stream (`PackedModel.stream`), because gradients accumulate there. With
 `overlap_grad_reduce` the last microbatch has a separate graph that also reduces the gradients; all data parallel ranks
 capture it when any of them needs it.
+
+Each stage of a pipeline has separate graphs for forward and backward, with messages in between. Under 1F1B a stage has
+at most as many microbatches in flight as there are stages from it on, and they return in order: each of these slots has
+its own buffers, graphs and memory pool.
 """
 
 from __future__ import annotations
@@ -18,9 +22,10 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from functools import partial
+from itertools import cycle, takewhile
 from typing import Any
 
 import torch
@@ -97,21 +102,18 @@ class GraphStep(StaticStep):
             log.warning("the settings of the %s loss have changed: its graphs are captured again", loss.name)
             self._graphs = {key: found for key, found in self._graphs.items() if key[0] != loss.name}
             self._settings[loss.name] = loss.settings
-        missing = self._list_missing(minibatch, loss)
-        for key, microbatch in sorted(missing.items(), key=lambda item: -len(item[1].tokens)):
-            self._prepare_shape(key, microbatch, loss)
-        if self._finish is None:
-            self.optimizer.is_sound.fill_(False)  # Adam allocates its states and changes no weight
-            self._warm_up(self.optimizer.finish)
-            self._finish = self._record(self.optimizer.finish, "the end of the optimizer step")
-
-    def _list_missing(self, minibatch: TrainBatch, loss: StepLoss) -> dict[Key, TrainBatch]:
         needed = self._list_needed(minibatch, loss)
         missing = needed.keys() - self._graphs.keys() - self._uncaptured
         for key in filter(self._reduces, needed):
             if self._agree(key in missing, self.model.groups.dp):
                 missing.add(key)
-        return {key: needed[key] for key in needed if key in missing}  # equal order on all ranks
+        in_order = [(key, needed[key]) for key in needed if key in missing]  # equal on all ranks
+        for key, microbatch in sorted(in_order, key=lambda item: -len(item[1].tokens)):
+            self._prepare_shape(key, microbatch, loss)
+        if self._finish is None:
+            self.optimizer.is_sound.fill_(False)  # Adam allocates its states and changes no weight
+            self._warm_up(self.optimizer.finish)
+            self._finish = self._record(self.optimizer.finish, "the end of the optimizer step")
 
     def _list_needed(self, minibatch: TrainBatch, loss: StepLoss) -> dict[Key, TrainBatch]:
         marked = self._mark_last(minibatch.microbatches())
@@ -122,11 +124,14 @@ class GraphStep(StaticStep):
         return self.model.reduces_early and bool(key[-1])
 
     def _prepare_shape(self, key: Key, microbatch: TrainBatch, loss: StepLoss) -> None:
-        name = describe_shape(microbatch)
-        if self._is_full(key):
-            log.warning("no CUDA graph for microbatches of %s: the graphs hold all of graph_memory_gib", name)
-            self._uncaptured.add(key)
-            return
+        name, groups = describe_shape(microbatch), self.model.groups
+        if self._memory_limit is not None:
+            # Of the ranks in the capture's collectives.
+            group = groups.world if self._reduces(key) else groups.collection.tp_cp
+            if self._agree(self.memory_bytes >= self._memory_limit, group):
+                log.warning("no CUDA graph for microbatches of %s: the graphs hold all of graph_memory_gib", name)
+                self._uncaptured.add(key)
+                return
         self.optimizer.zero_grad()
         self._graphs[key] = self._capture_microbatch(key, microbatch, loss, f"a microbatch of {name}")
         log.info("captured a CUDA graph for microbatches of %s; all hold %.2f GiB", name, self.memory_bytes / _GIB)
@@ -140,15 +145,8 @@ class GraphStep(StaticStep):
         self._warm_up(forward_backward)
         return self._record(forward_backward, name)
 
-    def _is_full(self, key: Key) -> bool:
-        """Return whether any rank in the capture's collectives has reached the memory limit."""
-        if self._memory_limit is None:
-            return False
-        groups = self.model.groups
-        group = groups.world if self._reduces(key) else groups.collection.tp_cp
-        return self._agree(self.memory_bytes >= self._memory_limit, group)
-
     def _agree(self, found: bool, group: dist.ProcessGroup) -> bool:
+        """Return whether it is so on any rank of the group."""
         if group.size() == 1:
             return found
         anywhere = torch.tensor(int(found), device=self.model.device)
@@ -232,3 +230,126 @@ def explain_capture_failure(error: BaseException, last_op: str, name: str) -> Us
         expected="operations that do not look at values on the host and keep their shapes",
         hint="set step_mode=static (the same step without capture), and report the operation",
     )
+
+
+@dataclass
+class StageGraphs:
+    """Forward and backward graph of one shape in one slot.
+
+    Attributes:
+        forward_graph: returns the tensor to send, [t, 1, h], or the packed metrics on the last stage.
+        backward_graph: returns the gradient of `received`; a dummy on the first stage.
+        received: input of forward, [t, 1, h]; `None` on the first stage.
+        gradient: input of backward, [t, 1, h]; `None` on the last stage.
+    """
+
+    forward_graph: Captured
+    backward_graph: Captured
+    received: torch.Tensor | None
+    gradient: torch.Tensor | None
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, graphs: StageGraphs) -> torch.Tensor:
+        ctx.graphs = graphs
+        if graphs.received is not None:
+            graphs.received.copy_(hidden)
+        return graphs.forward_graph.replay()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        (gradient,) = gradients
+        graphs: StageGraphs = ctx.graphs
+        if graphs.gradient is not None:
+            graphs.gradient.copy_(gradient)
+        found = graphs.backward_graph.replay()
+        return None if graphs.received is None else found, None
+
+
+class StageGraphStep(GraphStep):
+    """`GraphStep` of one stage of a non-interleaved pipeline."""
+
+    def __init__(self, model: PackedModel, head: Head, optimizer: Optimizer, memory_gib: float | None) -> None:
+        super().__init__(model, head, optimizer, memory_gib)
+        assert model.buckets is not None
+        stage, num_stages = model.groups.at.pp, model.layout.pp_size
+        self._is_first, self._is_last, self._num_slots = stage == 0, stage == num_stages - 1, num_stages - stage
+        rows = model.count_rows(model.buckets.sizes[-1])
+        make = partial(torch.zeros, rows, 1, model.shape.hidden_size, dtype=model.dtype, device=model.device)
+        self._received = [make() for _ in range(0 if self._is_first else self._num_slots)]
+        self._sent, self._gradient, self._sent_back = make(), make(), make()
+        self._one = torch.ones((), device=model.device)
+        self._root = torch.zeros((), device=model.device, requires_grad=True)  # autograd root of a first stage
+
+    def run(self, minibatch: TrainBatch, loss: StepLoss) -> list[torch.Tensor]:
+        """Run forward and backward; return packed metrics per microbatch, empty before the last stage."""
+        slots = cycle(range(self._num_slots))
+        return self.model.run_microbatches(
+            minibatch.microbatches(), self._head, loss, partial(self._step_forward, loss, slots)
+        )
+
+    def _step_forward(
+        self, loss: StepLoss, slots: Iterator[int], batches: Iterator[TrainBatch], module: Any
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """See `PackedModel.forward_step`."""
+        microbatch, slot = next(batches), next(slots)
+        static = self._inputs.load(microbatch, slot)
+        graphs = self._graphs.get((loss.name, find_shape(microbatch), slot))
+        if graphs is None:
+            output, compute = self.model.forward_step(self._head, loss, iter((static,)), module)
+        else:
+            output: Any = _Replayed.apply(self._root if self._is_first else module.module.decoder.input_tensor, graphs)
+
+            def compute(metrics: torch.Tensor) -> Any:  # a dummy loss, a token count of 0, and the metrics
+                return metrics.sum(), torch.zeros((), dtype=torch.int, device=metrics.device), metrics.detach()
+
+        if not self._is_last:  # megatron-core calls `finish` on the last stage only
+            microbatch.take_updates(static)
+
+        def finish(output: torch.Tensor) -> Any:
+            found = compute(output)
+            microbatch.take_updates(static)
+            return found
+
+        return output, finish
+
+    def _list_needed(self, minibatch: TrainBatch, loss: StepLoss) -> dict[Key, TrainBatch]:
+        slots = cycle(range(self._num_slots))
+        return {(loss.name, find_shape(m), slot): m for m, slot in zip(minibatch.microbatches(), slots, strict=False)}
+
+    def _capture_microbatch(self, key: Key, microbatch: TrainBatch, loss: StepLoss, name: str) -> StageGraphs:
+        slot, rows = key[-1], self.model.count_rows(len(microbatch.tokens))
+        module: Any = self.model.ddp[0]
+        static = self._inputs.load(microbatch, slot)
+        received = None if self._is_first else self._received[slot][:rows]
+        gradient = None if self._is_last else self._gradient[:rows]
+        under_way: list[tuple[torch.Tensor | None, torch.Tensor]] = []
+
+        def forward() -> torch.Tensor:
+            module.train()
+            hidden = None if received is None else received.detach().requires_grad_()
+            module.module.set_input_tensor(hidden)
+            output, compute = self.model.forward_step(self._head, loss, iter((static,)), module)
+            if self._is_last:
+                output, _, result = compute(output)
+            else:
+                result = self._sent[:rows].copy_(output.detach())
+            under_way.append((hidden, output))
+            return result
+
+        def backward() -> torch.Tensor:
+            hidden, output = under_way.pop()
+            torch.autograd.backward(output, self._one if gradient is None else gradient)
+            if hidden is None:
+                return self._one
+            assert hidden.grad is not None, "backward reaches what was received"
+            return self._sent_back[:rows].copy_(hidden.grad)
+
+        self._warm_up(forward, backward)
+        return StageGraphs(
+            self._record(forward, f"the forward of {name}", slot),
+            self._record(backward, f"the backward of {name}", slot),
+            received,
+            gradient,
+        )

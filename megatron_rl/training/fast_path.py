@@ -83,8 +83,7 @@ def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwis
         "pip install 'transformer-engine[pytorch]'",
     )
     if not is_cpu:
-        from megatron_rl.models.delta_kernels import choose_delta_rule
-        from megatron_rl.models.delta_rule import apply_delta_rule
+        from megatron_rl.models.delta_rule import apply_delta_rule, choose_delta_rule
 
         rule = choose_delta_rule(device, DTYPES[dtype])
         yield FastPath(
@@ -110,7 +109,7 @@ def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Ite
     if transformer_impl != "local":
         broken["Transformer Engine"] = find_transformer_engine_failure(True)
     if dtype == "bfloat16":
-        from megatron_rl.models.delta_kernels import find_kernel_failure as find_delta_failure
+        from megatron_rl.models.delta_rule import find_kernel_failure as find_delta_failure
 
         broken["flash-linear-attention"] = find_delta_failure(device)
     for name, failure in broken.items():

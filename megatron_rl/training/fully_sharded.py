@@ -4,7 +4,7 @@
 Embedding, last norm and output layer stay gathered until the pass ends. Expert-parallel experts are gathered from their
 replicas only. Gradients are reduced in every microbatch's backward. Parameters without gradients (router biases, a few
 float32 values) are replicated. A trained bfloat16 model has float32 shards, cast to bfloat16 for the gather. For the
-placement of rows see `weights/row_shards.py`.
+placement of rows see `weights/megatron_layout.py`.
 """
 
 from __future__ import annotations
@@ -130,10 +130,16 @@ class ShardedAdam(FP32Optimizer):
         self._groups, self._has_copies = groups, is_tied and groups.layout.pp_size > 1
         self._sequence_parallel = cast(Any, stages[0]).config.sequence_parallel
         self._has_head_norms = cast(Any, stages[0]).config.qk_layernorm  # MLA's latent norms have the same names
-        self._shards = [(name, p, _make_shard(p)) for name, p in stages.named_parameters() if p.requires_grad]
+        self._shards: list[tuple[str, torch.nn.Parameter, torch.nn.Parameter]] = []
+        for name, p in stages.named_parameters():
+            if p.requires_grad:
+                shard = torch.nn.Parameter(local_values(p))
+                _note(shard, vars(p))
+                vars(p)["main_param"] = shard
+                self._shards.append((name, p, shard))
         matrices, vectors = ([shard for *_, shard in self._shards if (shard.ndim > 1) == n] for n in (True, False))
         adam = make_adam([_make_group(matrices, config, 1.0), _make_group(vectors, config, 0.0)])
-        super().__init__(adam, config, _keep)
+        super().__init__(adam, config, lambda optimizer, config: None)  # states are allocated in the first step
         self.tp_group, self.grad_stats_parallel_group = groups.tp, groups.world
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -160,13 +166,6 @@ class ShardedAdam(FP32Optimizer):
         return False
 
 
-def _make_shard(param: torch.nn.Parameter) -> torch.nn.Parameter:
-    shard = torch.nn.Parameter(local_values(param))
-    _note(shard, vars(param))
-    vars(param)["main_param"] = shard
-    return shard
-
-
 def _make_group(params: list[torch.nn.Parameter], config: OptimizerConfig, wd_mult: float) -> dict[str, Any]:
     return dict(
         params=params,
@@ -177,10 +176,6 @@ def _make_group(params: list[torch.nn.Parameter], config: OptimizerConfig, wd_mu
         lr_mult=1.0,
         wd_mult=wd_mult,
     )
-
-
-def _keep(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
-    """Do nothing: states are allocated in the first step."""
 
 
 def _sum(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.optimizer_states import StateShard
 from megatron_rl.checkpoint.pieces import MOMENTS, SavedModel
 from megatron_rl.parallel import pairs
 from megatron_rl.weights.families import is_layer_matrix
-from megatron_rl.weights.fused_experts import find_fused
+from megatron_rl.weights.packed_experts import find_fused
 from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices
 
 MOMENTUM = 0.95  # Nesterov momentum
@@ -55,16 +55,11 @@ class AdamAndMuon(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Parameter updated by Muon.
+    """Parameter updated by Muon."""
 
-    Attributes:
-        shard: elements that this rank updates.
-        tables: boxes per tensor parallel rank.
-    """
-
-    shard: StateShard
+    shard: StateShard  # elements that this rank updates
     param: Any
-    tables: Sequence[Sequence[ShardBox]]
+    tables: Sequence[Sequence[ShardBox]]  # boxes per tensor parallel rank
 
 
 class Muon:
@@ -125,7 +120,10 @@ class Muon:
     def _orthogonalize(self, matrix: _Matrix) -> None:
         shard, own = matrix.shard, matrix.tables[self._tp.rank()]
         local = matrix.param.main_grad
-        parts = self._gather(local) if any(not self._is_whole(box) for box in own) else [local] * self._tp.size()
+        parts = [local] * self._tp.size()
+        if any(box_shape(box.hf_box) != self._shapes[box.hf_name] for box in own):
+            parts = local.new_empty(self._tp.size(), *local.shape)
+            pairs.all_gather_into_tensor(parts, local.contiguous(), group=self._tp)
         update = torch.empty_like(local)
         for name in dict.fromkeys(box.hf_name for box in own):
             whole = local.new_empty(self._shapes[name])
@@ -140,14 +138,6 @@ class Muon:
                     update[box_slices(box.local_box)] = direction[box_slices(box.hf_box)]
         assert shard.main.grad is not None
         shard.main.grad.view(-1).copy_(update.view(-1)[shard.start : shard.start + shard.main.numel()])
-
-    def _is_whole(self, box: ShardBox) -> bool:
-        return box_shape(box.hf_box) == self._shapes[box.hf_name]
-
-    def _gather(self, local: torch.Tensor) -> list[torch.Tensor]:
-        found = local.new_empty(self._tp.size(), *local.shape)
-        pairs.all_gather_into_tensor(found, local.contiguous(), group=self._tp)
-        return list(found)
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:

@@ -85,14 +85,17 @@ class Optimizer:
         self.scheduler.num_steps = schedule["num_steps"]
         self.scheduler.step(0)  # recomputes the learning rate by the present config
 
+    def _list_buffers(self) -> list[Any]:
+        """List the gradient buffers to offload."""
+        modules = self._ddp if self._offloads_gradients else ()
+        return [buffer for module in modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
+
     def release(self) -> None:
         """Drop gradients and offload states for generation, as configured."""
-        if self._offloads_gradients:
-            if not self._ddp:
-                self.megatron.zero_grad()
-            for module in self._ddp:
-                for buffer in (*module.buffers, *module.expert_parallel_buffers):
-                    buffer.offload_to_cpu(move_params=False, move_grads=True)
+        if self._offloads_gradients and not self._ddp:
+            self.megatron.zero_grad()
+        for buffer in self._list_buffers():
+            buffer.offload_to_cpu(move_params=False, move_grads=True)
         if self._offloads_states and not self._is_released:
             states = self._list_states()
             for state, copy in zip(states, self._host_memory.store(states), strict=True):
@@ -106,10 +109,8 @@ class Optimizer:
         """Reload released memory, if any, before an update."""
         if not self._is_released:
             return
-        if self._offloads_gradients:
-            for module in self._ddp:
-                for buffer in (*module.buffers, *module.expert_parallel_buffers):
-                    buffer.reload_from_cpu(move_params=False, move_grads=True)
+        for buffer in self._list_buffers():
+            buffer.reload_from_cpu(move_params=False, move_grads=True)
         if self._offloads_states:
             states = self._list_states()
             for state, loaded in zip(states, self._host_memory.load(states), strict=True):
@@ -167,7 +168,10 @@ class Optimizer:
     def _compute_norm(self) -> torch.Tensor:
         by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
         for part in self._parts:
-            by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(_list_grads_of_norm(part))
+            # The method's name depends on the version of megatron-core.
+            newer = getattr(part, "get_grads_for_grad_norm", None)
+            grads = newer() if newer else part.get_main_grads_for_grad_norm()
+            by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(grads)
         total = torch.zeros((), dtype=torch.float32, device=self._device)
         for group, grads in by_group.items():
             square = torch.zeros((), dtype=torch.float32, device=self._device)
@@ -256,13 +260,6 @@ def _build_scheduler(optimizer: MegatronOptimizer, role: TrainedConfig, total_st
 
 def _list_parts(optimizer: MegatronOptimizer) -> list[Any]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-
-
-def _list_grads_of_norm(part: Any) -> list[torch.Tensor]:
-    """List gradients by the method that this megatron-core version has."""
-    if hasattr(part, "get_grads_for_grad_norm"):
-        return part.get_grads_for_grad_norm()
-    return part.get_main_grads_for_grad_norm()
 
 
 def _use_fused_adam(part: MegatronOptimizer, kind: type[torch.optim.AdamW], *, is_capturable: bool) -> None:

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-core model over packed batches, the base of all roles; heads (`token_heads.py`) follow its last stage."""
+"""Megatron-core model over packed batches, the base of all roles; heads (`token_heads.py`) follow its last stage.
+
+With `overlap_grad_reduce` gradients are reduced over data parallel ranks during the backward of the last microbatch.
+The end of the step waits for them in `step_mode` eager; in static and graph the function of the last microbatch does,
+since a CUDA graph must contain both send and wait.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.config.run_spec import RoleSpec
@@ -30,16 +37,14 @@ from megatron_rl.parallel.pairs import find_pair
 from megatron_rl.parallel.ulysses import shard_rows
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.host_memory import HostMemory
-from megatron_rl.training.laid_out import LaidOutModel
-from megatron_rl.training.reduction import EarlyReduction, wrap_stages
-from megatron_rl.training.setup import RoleSetup
-from megatron_rl.transfer.computed import SourceParams
+from megatron_rl.training.setup import LaidOutModel, RoleSetup
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
 from megatron_rl.weights.shard_box import check_placements
 
 if TYPE_CHECKING:
     from megatron_rl.training.adapted_model import Adapters
     from megatron_rl.training.router_replay import Routing
+    from megatron_rl.transfer.computed import SourceParams
 
 # (hidden states of the last stage, microbatch) -> tensors [t, ...] of the whole microbatch; see `token_heads.py`
 Head = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, ...]]
@@ -119,7 +124,7 @@ class PackedModel(LaidOutModel):
 
     @property
     def reduces_early(self) -> bool:
-        """Whether the last microbatch reduces the gradients; see `reduction.py`."""
+        """Whether the last microbatch reduces the gradients; see `EarlyReduction`."""
         return any(isinstance(stage, EarlyReduction) for stage in self.ddp)
 
     @property
@@ -328,6 +333,48 @@ class PackedModel(LaidOutModel):
             attention_mask=None,
             packed_seq_params=packed,
         )
+
+
+class EarlyReduction(DistributedDataParallel):
+    """DDP-wrapped stage whose gradients are reduced within the last microbatch."""
+
+    @contextmanager
+    def reduced(self) -> Iterator[None]:
+        """Send gradients during the backward in this block and wait for all of them at its end."""
+        for part in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
+            part.reset()  # bucket counters: a captured function runs several times
+        yield
+        super().finish_grad_sync()
+
+    def finish_grad_sync(self, *unused: Any, **options: Any) -> None:
+        """Do nothing: `reduced` has already waited."""
+
+
+def wrap_stages(
+    stages: Iterable[torch.nn.Module],
+    config: TransformerConfig,
+    training: TrainedConfig,
+    groups: ProcessGroupCollection,
+) -> list[DistributedDataParallel]:
+    """Wrap stages in DDP, which moves the parameters into contiguous buffers.
+
+    Gradients are summed (not averaged) over microbatches and DP, in float32; see `transformer_config`.
+    """
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=training.use_distributed_optimizer,
+        overlap_grad_reduce=training.overlap_grad_reduce,
+    )
+    is_early = training.overlap_grad_reduce and training.step_mode != "eager"
+    wrap = EarlyReduction if is_early else DistributedDataParallel
+    wrapped = [
+        wrap(config, options, stage, disable_bucketing=index > 0, pg_collection=groups)
+        for index, stage in enumerate(stages)
+    ]
+    if training.overlap_grad_reduce:
+        no_sync: Any = [stage.no_sync for stage in wrapped]  # one or a list of them: annotated as one
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
 
 
 class PlannedCommunicator(P2PCommunicator):

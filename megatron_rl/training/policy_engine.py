@@ -25,15 +25,19 @@ from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.truncation import add_gumbel_noise, truncate
 from megatron_rl.models.attention import PackedAttention
-from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.packed_sequences import CachedRows, PackedSequences, build_packed_sequences
 from megatron_rl.models.routing import RowRoutes
-from megatron_rl.models.stages import HiddenStatesModel
+from megatron_rl.models.stages import HiddenStatesModel, gather_for_shards
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.chunked_logprobs import scale_logits
 from megatron_rl.parallel.collectives import broadcast_tensors, gather_rows
-from megatron_rl.parallel.kept_sets import PackedKeptSets
-from megatron_rl.parallel.vocab_parallel import compute_summary, find_vocab_shard, gather_summaries, merge_summaries
+from megatron_rl.parallel.vocab_parallel import (
+    PackedKeptSets,
+    compute_summary,
+    find_vocab_shard,
+    gather_summaries,
+    merge_summaries,
+)
 from megatron_rl.samples.batch import MicrobatchSlice
 from megatron_rl.samples.prefix import SegmentKeys, move_to_device
 from megatron_rl.training.packed_model import PackedModel
@@ -66,7 +70,7 @@ def draw_next_tokens(
     assert isinstance(stage, HiddenStatesModel), "a language model"
     weight = stage.output_weight
     shard = find_vocab_shard(model.shape.vocab_size, len(weight), tp_group.rank())
-    whole = gather_for_vocab_shards(hidden, sequence_parallel=model.config.sequence_parallel, tp_group=tp_group)
+    whole = gather_for_shards(hidden, sequence_parallel=model.config.sequence_parallel, tp_group=tp_group)[:, 0]
     count, padding = len(last), max(0, MIN_ROWS - len(last))  # batch invariance
     z = scale_logits(whole[F.pad(last, (0, padding))], weight[: shard.width], sampling.temperature or 1.0)  # [b, v/tp]
     scores = z
@@ -177,39 +181,36 @@ class PolicyEngine:
         if not self.has_requests():
             return []
         rows = self._batch.plan(self._model.pad_multiple)  # padded as in training
-        used = self._make_room(rows)
+        used = None  # expert choices, [t, layers, choices], if routes are recorded
+        if self._route_shape is not None:
+            used = torch.from_numpy(self._route_shape.unknown(len(rows.tokens))).to(self._model.device)
         hidden = self._run_stages(rows, used)
         found, kept = torch.empty(2, len(rows.running), dtype=torch.float64), None  # exact for tokens and for float32
         if hidden is not None:
-            *values, kept = self._draw(hidden, rows)
+            *values, kept = draw_next_tokens(
+                self._model,
+                hidden,
+                move_to_device(rows.last, hidden.device),
+                rows.running[0].request.sampling,
+                [one.generator for one in rows.running],
+                [one.request.num_sampled + len(one.tokens) for one in rows.running],
+            )
             found = torch.stack([value.double().cpu() for value in values])
         broadcast_tensors([found], self._leader, self._group)
         if rows.running[0].request.sampling.is_truncated:
-            kept = self._share_kept(kept or KeptSets.whole(len(rows.running)))
+            kept = kept or KeptSets.whole(len(rows.running))
+            counts = torch.from_numpy(kept.counts)
+            broadcast_tensors([counts], self._leader, self._group)
+            size = int(counts.sum())
+            ids = torch.from_numpy(kept.ids) if len(kept.ids) == size else torch.empty(size, dtype=torch.int32)
+            broadcast_tensors([ids], self._leader, self._group)
+            kept = KeptSets(ids.numpy(), counts.numpy())
         tokens, logprobs = found.tolist()
         if used is not None:
-            self._batch.record_routes(rows, self._combine(used))
+            routes = used.int()  # "unknown" is the largest value
+            dist.all_reduce(routes, op=dist.ReduceOp.MIN, group=self._group)
+            self._batch.record_routes(rows, routes.to(used.dtype).cpu().numpy())
         return self._batch.record(rows, [int(token) for token in tokens], logprobs, kept)
-
-    def _make_room(self, rows: PagedRows) -> torch.Tensor | None:
-        """Allocate a buffer for expert choices, [t, layers, choices], if routes are recorded."""
-        if self._route_shape is None:
-            return None
-        return torch.from_numpy(self._route_shape.unknown(len(rows.tokens))).to(self._model.device)
-
-    def _combine(self, used: torch.Tensor) -> np.ndarray:
-        """Combine the ranks' expert choices; "unknown" is the largest value."""
-        found = used.int()
-        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
-        return found.to(used.dtype).cpu().numpy()
-
-    def _share_kept(self, kept: KeptSets) -> KeptSets:
-        counts = torch.from_numpy(kept.counts)
-        broadcast_tensors([counts], self._leader, self._group)
-        size = int(counts.sum())
-        ids = torch.from_numpy(kept.ids) if len(kept.ids) == size else torch.empty(size, dtype=torch.int32)
-        broadcast_tensors([ids], self._leader, self._group)
-        return KeptSets(ids.numpy(), counts.numpy())
 
     def _run_stages(self, rows: PagedRows, used: torch.Tensor | None) -> torch.Tensor | None:
         """Return hidden states [t, 1, h] ([t/tp, 1, h] under TP-SP) on the last pipeline stage, else `None`."""
@@ -249,17 +250,6 @@ class PolicyEngine:
         backend = self._model.attention_backend
         packed = build_packed_sequences(piece, positions, shape, dtype=self._dtype, backend=backend)
         return replace(packed, cache=CachedRows(self._layers, slots))
-
-    def _draw(self, hidden: torch.Tensor, rows: PagedRows) -> tuple[torch.Tensor, torch.Tensor, KeptSets | None]:
-        last = move_to_device(rows.last, hidden.device)
-        return draw_next_tokens(
-            self._model,
-            hidden,
-            last,
-            rows.running[0].request.sampling,
-            [one.generator for one in rows.running],
-            [one.request.num_sampled + len(one.tokens) for one in rows.running],
-        )
 
     def sleep(self) -> None:
         """Free the cache until the next step."""

@@ -32,12 +32,6 @@ class Routing:
         self._tp_size = groups.layout.tp_size if sequence_parallel else 1
         self._counts = RoutingCounts.zeros(self._shape.layers, self._shape.experts, device)
 
-    def own_rows(self, length: int) -> slice:
-        """Return this rank's rows of a microbatch of `length` rows."""
-        layout, at = self._groups.layout, self._groups.at
-        shard = shard_rows(length, layout.cp_size, at.cp)
-        return self.shard(shard.start, shard.stop)
-
     def shard(self, start: int, stop: int) -> slice:
         """Return this rank's part of rows [start, stop), split by TP under sequence parallelism."""
         part = shard_rows(stop - start, self._tp_size, self._groups.at.tp if self._tp_size > 1 else 0)
@@ -45,16 +39,15 @@ class Routing:
 
     def describe(self, microbatch: TrainBatch) -> RowRoutes:
         """Build the routing inputs of this rank's rows."""
-        mine, counts = self.own_rows(microbatch.num_computed), None if microbatch.flipped is None else self._counts
+        rows = shard_rows(microbatch.num_computed, self._groups.layout.cp_size, self._groups.at.cp)
+        mine, counts = self.shard(rows.start, rows.stop), None if microbatch.flipped is None else self._counts
         counted = None if counts is None else microbatch.computed(microbatch.loss_mask)[mine]
         if microbatch.slices[0].computed is not None:
             assert microbatch.replayed_routes is None and microbatch.routes_used is None, "config/idle.py"
             return RowRoutes(counted=counted, counts=counts)
 
-        def cut(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else values[mine]
-
-        given, used, flipped = map(cut, (microbatch.replayed_routes, microbatch.routes_used, microbatch.flipped))
+        columns = microbatch.replayed_routes, microbatch.routes_used, microbatch.flipped
+        given, used, flipped = (None if values is None else values[mine] for values in columns)
         return RowRoutes(given, used, counted, flipped, counts)
 
     def make_room(self, batch: TrainBatch) -> torch.Tensor:

@@ -1,15 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs from which a role is built."""
+"""A role before its construction: its inputs, shape and layout of its model, and its stand-in on other ranks."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from megatron_rl.config.algorithm import DistillationConfig
 from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.config.schema import ModelConfig
+from megatron_rl.config.schema import FULLY_SHARDED, ModelConfig
+from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.samples.batch import Buckets, TrainBatch, build_buckets
+from megatron_rl.samples.microbatches import compute_attention_ratio
+from megatron_rl.weights.adapters import AdapterShape, adapted_parameters, make_adapter_shape
 from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.megatron_layout import find_shard_key, training_placements
+from megatron_rl.weights.placement_tables import PlacementTable
+
+if TYPE_CHECKING:
+    from megatron_rl.transfer.computed import SourceParams
 
 
 @dataclass(frozen=True)
@@ -46,3 +61,137 @@ class RoleSetup:
     temperature: float = 1.0
     total_optimizer_steps: int = 0
     teacher: LearnedTeacher | None = None
+
+
+_NUM_SEQUENCES = 64  # per microbatch of a fixed shape; more take a buffer of twice, four times the size
+
+
+@dataclass(frozen=True)
+class LaidOutAdapters:
+    """Shape and layout of a model's adapters, without weights."""
+
+    shape: AdapterShape
+    layout: ParallelLayout
+
+
+class LaidOutModel:
+    """Shape and layout of a model: parameter placement and accepted microbatch shapes.
+
+    Attributes:
+        params: this rank's parameters by name, without adapters; empty outside of the role.
+        adapters: trained adapters; `None` without LoRA.
+        dp_rank: `None` outside of the role.
+        buckets: shapes accepted by the training step; `None` accepts any.
+        batch_invariant: the bits of a token's results do not depend on the rest of the batch.
+        is_fully_sharded: data parallel ranks shard the rows of every parameter (ZeRO-3).
+    """
+
+    def __init__(self, spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dp_rank: int | None = None) -> None:
+        self.shape, self.layout, self.dp_rank = shape, layout, dp_rank
+        self.batch_invariant, self._sequence_parallel = spec.batch_invariant, spec.settings.sequence_parallel
+        self.is_fully_sharded = spec.settings.zero_stage == FULLY_SHARDED
+        self.params: SourceParams = {}
+        self.adapters = make_adapter_shape(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
+        self.buckets: Buckets | None = None
+        if spec.trainable and spec.training.step_mode != "eager":
+            config = spec.training
+            self.buckets = build_buckets(
+                config.max_tokens_per_microbatch, config.bucket_tokens, self.pad_multiple, _NUM_SEQUENCES
+            )
+
+    def placements(self, rank: int) -> PlacementTable:
+        """Return a rank's `ShardBox` table, without adapters."""
+        return training_placements(self.shape, self.layout, rank, is_fully_sharded=self.is_fully_sharded)
+
+    @property
+    def trained(self) -> Any:
+        """Trained part: the model, or its adapters."""
+        return self if self.adapters is None else LaidOutAdapters(self.adapters, self.layout)
+
+    @property
+    def merged_params(self) -> frozenset[str]:
+        """Names of adapted parameters on any rank."""
+        if self.adapters is None:
+            return frozenset()
+        return adapted_parameters(self.adapters, self.placements(self.layout.first_rank))
+
+    @property
+    def quantized_params(self) -> frozenset[str]:
+        """Names of NF4 parameters on any rank."""
+        if self.adapters is None or not self.adapters.is_quantized:
+            return frozenset()
+        from megatron_rl.weights.nf4 import list_quantized
+
+        return list_quantized(self.placements(self.layout.first_rank))
+
+    def merge(self) -> SourceParams:
+        """Return this rank's parameters, with adapters merged lazily on read."""
+        return self.params
+
+    def scale_adapters(self) -> SourceParams:
+        """Return this rank's adapters, B multiplied by the LoRA scale."""
+        return {}
+
+    def shard_key(self, rank: int) -> Hashable:
+        """Return a key, equal for equal box tables."""
+        return find_shard_key(self.layout, rank, is_fully_sharded=self.is_fully_sharded)
+
+    @property
+    def pad_multiple(self) -> int:
+        """Divisor of every microbatch's token count."""
+        sp_size = self.layout.tp_size if self._sequence_parallel else 1
+        # Equal shards, each large enough for batch-invariant matrix products.
+        return self.layout.cp_size * math.lcm(sp_size, MIN_ROWS if self.batch_invariant else 1)
+
+    @property
+    def attention_ratio(self) -> float:
+        """Cost of attention relative to the linear layers, per token of length; see `compute_attention_ratio`."""
+        shape = self.shape
+        linear = shape.attention_elements + 3 * shape.hidden_size * shape.active_columns
+        return compute_attention_ratio(linear, shape.num_heads, shape.head_dim, shape.value_dim)
+
+    @property
+    def microbatch_count_multiple(self) -> int:
+        """Divisor of the number of microbatches, for interleaved schedules."""
+        return self.layout.pp_size if self.layout.vpp_size > 1 else 1
+
+
+class AbsentRole:
+    """Stand-in for a role on a rank outside of it, without weights.
+
+    Its methods are called nonetheless, because hang reports compare the phases of all ranks.
+    """
+
+    policy_version = -1  # no weights
+
+    def __init__(self, model: LaidOutModel) -> None:
+        self.model, self.optimizer = model, self
+        self.mtp: AbsentRole | None = None
+
+    def release(self) -> None:
+        """Do nothing."""
+
+    def attach_mtp(self, mtp: AbsentRole) -> None:
+        """Set the stand-in for the policy's MTP layer."""
+        self.mtp = mtp
+
+    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """Return an empty tensor, [0] float32."""
+        return torch.empty_like(batch.loss_weights)
+
+    compute_sum_pi_squared = compute_values = compute_logprobs
+
+    def compute_top_k(self, k: int, vocab_size: int, batch: TrainBatch) -> torch.Tensor:
+        """Return an empty tensor, [0, 2, k + 1]."""
+        return batch.loss_weights.new_empty(0, 2, k + 1)
+
+    def compute_hidden(self, batch: TrainBatch) -> torch.Tensor:
+        """Return an empty tensor, [0, h]."""
+        return batch.loss_weights.new_empty(0, self.model.shape.hidden_size)
+
+    def forward_backward(self, minibatch: TrainBatch, loss: Any = None) -> None:
+        """Do nothing."""
+
+    def optim_step(self) -> dict[str, float]:
+        """Return no metrics."""
+        return {}

@@ -10,19 +10,20 @@ Values that change between steps (KL coefficient, learning rate) are persistent 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.parallel.collectives import share_object
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.optimizer import Optimizer
-from megatron_rl.training.packed_model import Head, PackedModel
-from megatron_rl.training.reduction import reduce_early
+from megatron_rl.training.packed_model import EarlyReduction, Head, PackedModel
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 
@@ -50,7 +51,6 @@ class StepLoss:
         self.name, self._function = name, function
         self.settings: Any = None
         self.metric_names: tuple[str, ...] = ()
-        self.num_sums = 0
         self._are_names_shared = False
         self.is_pulled = torch.zeros((), dtype=torch.bool, device=device)
 
@@ -70,24 +70,24 @@ class StepLoss:
                 expected="the same metrics in each microbatch",
                 hint="report a tensor of zeros where a metric has nothing to say",
             )
-        self._set_names(names)
-        return loss, torch.stack([metrics[name].detach().double() for name in self.metric_names])
+        self.metric_names = names
+        return loss, torch.stack([metrics[name].detach().double() for name in names])
+
+    @property
+    def num_sums(self) -> int:
+        """Number of metrics that are sums."""
+        return sum(not name.startswith("max/") for name in self.metric_names)
 
     def share_names(self, group: dist.ProcessGroup, source: int) -> None:
         """Broadcast the metric names from the last stage, once per settings."""
         if not self._are_names_shared:
-            self._set_names(share_object(self.metric_names, group, source))
+            self.metric_names = share_object(self.metric_names, group, source)
             self._are_names_shared = True
-
-    def _set_names(self, names: tuple[str, ...]) -> None:
-        self.metric_names = names
-        self.num_sums = sum(not name.startswith("max/") for name in names)
 
     def set_settings(self, settings: Any) -> None:
         """Set the settings of the following steps."""
         if settings != self.settings:
-            self.settings, self.metric_names, self.num_sums = settings, (), 0
-            self._are_names_shared = False
+            self.settings, self.metric_names, self._are_names_shared = settings, (), False
 
     def _note_gradient(self, gradient: torch.Tensor) -> None:
         self.is_pulled.logical_or_(gradient.any())  # on the device: part of a captured step
@@ -165,7 +165,11 @@ class StaticInputs:
         assert microbatch.slices[0].is_bucketed, "step_mode static and graph take bucketed microbatches"
         key = (find_shape(microbatch), slot)
         if key not in self._buffers:
-            self._buffers[key] = _map_tensors(replace(microbatch, kept=None), torch.clone)
+            piece, keys = microbatch.slices[0], microbatch.slices[0].keys
+            if keys is not None:
+                keys = replace(keys, index=keys.index.clone(), cu_seqlens=keys.cu_seqlens.clone())
+            piece = replace(piece, cu_seqlens=piece.cu_seqlens.clone(), keys=keys)
+            self._buffers[key] = replace(microbatch.map_tensors(torch.clone), kept=None, slices=[piece])
         else:
             _copy(_list_tensors(microbatch), _list_tensors(self._buffers[key]))
         buffers, kept = self._buffers[key], microbatch.kept
@@ -198,14 +202,6 @@ def _list_tensors(microbatch: TrainBatch) -> list[torch.Tensor]:
     return [x for x in _list_optional(microbatch) if x is not None]
 
 
-def _map_tensors(microbatch: TrainBatch, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
-    piece, keys = microbatch.slices[0], microbatch.slices[0].keys
-    if keys is not None:
-        keys = replace(keys, index=function(keys.index), cu_seqlens=function(keys.cu_seqlens))
-    static = microbatch.map_tensors(function)
-    return replace(static, slices=[replace(piece, cu_seqlens=function(piece.cu_seqlens), keys=keys)])
-
-
 def _copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
     by_type: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for source, destination in zip(sources, destinations, strict=True):
@@ -214,6 +210,16 @@ def _copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor])
         pair[1].append(destination)
     for from_, to in by_type.values():
         torch._foreach_copy_(to, from_)  # pyright: ignore[reportPrivateImportUsage]  # one kernel
+
+
+@contextmanager
+def reduce_early(stages: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Complete the reduction of all `EarlyReduction` stages before the end of the block."""
+    with ExitStack() as stack:
+        for stage in stages:
+            if isinstance(stage, EarlyReduction):
+                stack.enter_context(stage.reduced())
+        yield
 
 
 def check_step_mode(spec: RoleSpec, shape: ModelShape, dtype: str) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.algorithms.distillation import compute_top_k_divergence
 from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.models.stages import HiddenStatesModel
 from megatron_rl.parallel.chunked_divergence import compute_linear_divergence, compute_linear_logprobs_of
@@ -55,6 +54,20 @@ class TeacherDivergence:
         assert self._weight is not None, "it is read for kind full"
         theirs = _take(microbatch.teacher_hidden, places, len(states)).to(self._weight.dtype)
         return compute_linear_divergence(states, weight, theirs, self._weight, self._direction, softmax)
+
+
+def compute_top_k_divergence(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, direction: str) -> torch.Tensor:
+    """Compute KL over the teacher's k likeliest tokens and "any other token", [n].
+
+        reverse: sum_i p_i log(p_i / q_i)        forward: sum_i q_i log(q_i / p_i)        i = 1 .. k + 1
+
+    Args:
+        logprobs: [n, k + 1] of the policy, differentiable; the last column is any other token.
+        teacher_logprobs: [n, k + 1].
+        direction: "reverse" (p is the policy) or "forward".
+    """
+    p, q = (teacher_logprobs, logprobs) if direction == "forward" else (logprobs, teacher_logprobs)
+    return (p.exp() * (p - q)).sum(-1)
 
 
 def _take(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:

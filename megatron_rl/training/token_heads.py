@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.models.heads import gather_for_vocab_shards
-from megatron_rl.models.stages import HiddenStatesModel, ScoreModel
+from megatron_rl.models.stages import HiddenStatesModel, ScoreModel, gather_for_shards
 from megatron_rl.parallel.batch_invariant import MIN_ROWS
 from megatron_rl.parallel.chunked_logprobs import (
     OutputSoftmax,
@@ -98,9 +97,9 @@ class LogprobHead:
 
     def _gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [t/cp, h]."""
-        return gather_for_vocab_shards(
+        return gather_for_shards(
             hidden, sequence_parallel=self._model.config.sequence_parallel, tp_group=self._model.groups.tp
-        )
+        )[:, 0]
 
 
 class ValueHead:

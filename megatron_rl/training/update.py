@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.ledger import check_ledger, is_ledger_met, ledger_metrics
+from megatron_rl.algorithms.aggregation import check_ledger, is_ledger_met, ledger_metrics
 from megatron_rl.config.schema import TrainedConfig
 from megatron_rl.parallel.collectives import broadcast_tensors, gather_objects
 from megatron_rl.parallel.groups import ParallelGroups
@@ -19,7 +18,7 @@ from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import Head, PackedModel
 from megatron_rl.training.step import EagerStep, StaticStep, StepLoss
-from megatron_rl.types import LossLedger, UserError
+from megatron_rl.types import UserError
 
 _GROWTH = (
     "lower {role}.lr or {role}.clip_grad, and look at the last lines of metrics.jsonl for a growing loss, "
@@ -40,24 +39,17 @@ _MOST_NAMED = 8
 
 
 def explain_unsound(
-    quantity: str,
-    value: float,
-    optimizer_step: int,
-    *,
-    role: str,
-    minibatch: TrainBatch,
-    losses: list[float],
-    groups: ParallelGroups,
+    message: str, role: str, minibatch: TrainBatch, losses: list[float], groups: ParallelGroups
 ) -> UserError:
-    """Build the error that names role, microbatches and sequences; collective over the role.
-
-    Args:
-        quantity: "loss" or "gradient norm", whichever is not finite.
-        optimizer_step: counted from 1.
-    """
-    found = _find_bad_inputs(minibatch) if groups.is_last_stage_leader else {}
-    bad = [index for index, loss in enumerate(losses) if not abs(loss) < float("inf")]
-    shares = gather_objects((found, bad if groups.is_last_stage_leader else [], groups.at.dp), groups.world)
+    """Build the error that names role, microbatches and sequences; collective over the role."""
+    found, bad = {}, []
+    if groups.is_last_stage_leader:
+        mask = minibatch.loss_mask
+        inputs = {name: values for name in _INPUTS if (values := getattr(minibatch, name)) is not None}
+        bad_ids = {name: minibatch.sequence_ids[mask & ~values.isfinite()] for name, values in inputs.items()}
+        found = {name: ids.unique().tolist() for name, ids in bad_ids.items() if len(ids)}
+        bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
+    shares = gather_objects((found, bad, groups.at.dp), groups.world)
     name = next((name for name in _INPUTS if any(name in inputs for inputs, _, _ in shares)), None)
     where = [f"microbatches {', '.join(map(str, indices))} of DP rank {dp}" for _, indices, dp in shares if indices]
     if name is not None:
@@ -66,7 +58,7 @@ def explain_unsound(
         where.append(f"{name} of {len(ids)} responses are not finite: {said}{' ...' if len(ids) > _MOST_NAMED else ''}")
     advice = _INPUTS.get(name or "") or _GROWTH
     return UserError(
-        f"the {quantity} of optimizer step {optimizer_step} is {value} (the weights are as before)",
+        message,
         source=", ".join([role, *where]),
         expected="a finite loss and a finite gradient norm",
         hint=advice.format(role=role),
@@ -85,23 +77,10 @@ def explain_lost_gradient(optimizer_step: int, role: str) -> UserError:
     )
 
 
-def _find_bad_inputs(minibatch: TrainBatch) -> dict[str, list[int]]:
-    """Map each non-finite input to the affected sequences."""
-    found = {}
-    for name in _INPUTS:
-        values: torch.Tensor | None = getattr(minibatch, name)
-        if values is not None:
-            bad = minibatch.loss_mask & ~values.isfinite()
-            if bad.any():
-                found[name] = minibatch.sequence_ids[bad].unique().tolist()
-    return found
-
-
 def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: TrainedConfig) -> EagerStep:
     """Build the microbatch runner for the configured `step_mode`."""
     if config.step_mode == "graph":
-        from megatron_rl.training.cuda_graph import GraphStep
-        from megatron_rl.training.stage_graphs import StageGraphStep
+        from megatron_rl.training.cuda_graph import GraphStep, StageGraphStep
 
         kind = StageGraphStep if model.layout.pp_size > 1 else GraphStep
         return kind(model, head, optimizer, config.graph_memory_gib)
@@ -174,7 +153,11 @@ class OptimizerStep:
             )
         (minibatch, loss, rows, totals), self._pending = self._pending, None
         optimizer, groups = self._step.optimizer, self._step.model.groups
-        optimizer.is_sound.copy_(_is_sound(totals, loss, minibatch.ledgers))
+        found = dict(zip(loss.metric_names, totals.unbind(), strict=True))
+        is_sound = found["loss"].isfinite()
+        for ledger in minibatch.ledgers:
+            is_sound = is_sound & is_ledger_met(ledger, found["tokens"], found["weights"])
+        optimizer.is_sound.copy_(is_sound)
         lr = optimizer.advance_schedule()
         grad_norm = self._step.finish()
         adapters: Any = self._step.model.trained
@@ -186,25 +169,18 @@ class OptimizerStep:
             check_ledger(ledger, found["tokens"], found["weights"])
         for quantity, value in (("loss", found["loss"]), ("gradient norm", norm)):
             if not math.isfinite(value):
-                raise explain_unsound(
-                    quantity,
-                    value,
-                    optimizer.steps + 1,
-                    role=self._role,
-                    minibatch=minibatch,
-                    groups=groups,
-                    losses=[float(row[loss.metric_names.index("loss")]) for row in rows],
+                message = (
+                    f"the {quantity} of optimizer step {optimizer.steps + 1} is {value} (the weights are as before)"
                 )
-        if norm == 0 and _is_pulled_anywhere(loss, groups.world):
-            raise explain_lost_gradient(optimizer.steps + 1, self._role)
+                losses = [float(row[loss.metric_names.index("loss")]) for row in rows]
+                raise explain_unsound(message, self._role, minibatch, losses, groups)
+        if norm == 0:
+            is_pulled = loss.is_pulled.int()
+            dist.all_reduce(is_pulled, op=dist.ReduceOp.MAX, group=groups.world)
+            if is_pulled:
+                raise explain_lost_gradient(optimizer.steps + 1, self._role)
         optimizer.count_step()
         return StepResult(found, norm, lr, loss, minibatch, *moved)
-
-
-def _is_pulled_anywhere(loss: StepLoss, group: dist.ProcessGroup) -> bool:
-    pulled = loss.is_pulled.int()
-    dist.all_reduce(pulled, op=dist.ReduceOp.MAX, group=group)
-    return bool(pulled)
 
 
 def _reduce(rows: list[torch.Tensor], loss: StepLoss, groups: ParallelGroups, device: torch.device) -> torch.Tensor:
@@ -224,14 +200,6 @@ def _reduce(rows: list[torch.Tensor], loss: StepLoss, groups: ParallelGroups, de
             totals = torch.empty(len(loss.metric_names), dtype=torch.float64, device=device)
         broadcast_tensors([totals], groups.last_stage_rank, groups.pp)
     return totals
-
-
-def _is_sound(totals: torch.Tensor, loss: StepLoss, ledgers: Sequence[LossLedger]) -> torch.Tensor:
-    found = dict(zip(loss.metric_names, totals.unbind(), strict=True))
-    sound = found["loss"].isfinite()
-    for ledger in ledgers:
-        sound = sound & is_ledger_met(ledger, found["tokens"], found["weights"])
-    return sound
 
 
 def describe_ledgers(result: StepResult) -> dict[str, float]:

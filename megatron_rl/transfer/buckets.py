@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import current_device
-from megatron_rl.transfer.computed import ComputedParam, SourceParams
 from megatron_rl.transfer.planner import TransferOp
 from megatron_rl.weights.shard_box import Box, box_shape, box_slices
+
+if TYPE_CHECKING:
+    from megatron_rl.transfer.computed import ComputedParam, SourceParams
 
 Bucket = list[TransferOp]
 

@@ -19,15 +19,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import gather_objects
 from megatron_rl.transfer.classes import Shard
-from megatron_rl.transfer.computed import SourceParams
 from megatron_rl.weights.placement_tables import as_table
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume
+
+if TYPE_CHECKING:
+    from megatron_rl.transfer.computed import SourceParams
 
 _BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 _CHUNK_ELEMENTS = 1 << 20

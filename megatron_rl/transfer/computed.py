@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_rl.weights.nf4 import QuantizedMatrix
-from megatron_rl.weights.row_quantization import CodeFormat, encode
+
+if TYPE_CHECKING:
+    from megatron_rl.weights.row_quantization import CodeFormat
 
 _BLOCK_ROWS = 256
 
@@ -94,6 +97,8 @@ class CodedParam:
 
     @torch.no_grad()
     def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
+        from megatron_rl.weights.row_quantization import encode
+
         return encode(self.weight[place], self.scales[place[0]], self.code_format)
 
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.parallel.collectives import connect, current_device, gather_objects
 from megatron_rl.transfer.buckets import BucketTransport, find_device
-from megatron_rl.transfer.computed import SourceParams
 from megatron_rl.transfer.planner import RankPlan, TransferOp
-from megatron_rl.transfer.pull import export_params, map_params, missing_shared_memory
 from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import box_slices
+
+if TYPE_CHECKING:
+    from megatron_rl.transfer.computed import SourceParams
 
 Copy = tuple[torch.Tensor, torch.Tensor]  # target, origin
 
@@ -211,6 +213,8 @@ def _map_peers(
 ) -> tuple[str, dict[int, dict[str, torch.Tensor]], set[int]]:
     if transport.name == "buckets" or group.size() == 1:
         return "buckets", {}, set()
+    from megatron_rl.transfer.pull import export_params, map_params, missing_shared_memory
+
     missing = gather_objects(missing_shared_memory(source, transport.ranks_per_node), group)
     if max(missing):
         if transport.name == "auto":

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,15 @@ from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import Process, reduce_scalars, share_object
 from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
 from megatron_rl.transfer.aliasing import gather_names
-from megatron_rl.transfer.computed import SourceParams
 from megatron_rl.transfer.executor import ReshardStats
 from megatron_rl.transfer.transfers import TensorSet, Transfer, TransferContext, split_types
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements, separate_placements
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement_tables import PlacementTable, as_table
-from megatron_rl.weights.row_quantization import CodeFormat, list_matrices
+
+if TYPE_CHECKING:
+    from megatron_rl.transfer.computed import SourceParams
+    from megatron_rl.weights.row_quantization import CodeFormat
 
 
 class SourceModel(Protocol):
@@ -132,6 +134,7 @@ class HybridEngine:
         tensor_sets = [split_types(tensors, context, wide) for tensors in self._list_tensor_sets(config, shared)]
         if code_format is not None:
             from megatron_rl.transfer.coding import split_coded
+            from megatron_rl.weights.row_quantization import list_matrices
 
             matrices = list_matrices(self.shape)
             tensor_sets = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,14 @@ from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.transfer.certificate import Certificate, CertifiedParams, count_once
 from megatron_rl.transfer.classes import Shard
-from megatron_rl.transfer.computed import SourceParams
 from megatron_rl.transfer.executor import Resharder, Transport
 from megatron_rl.transfer.planner import group_shards, plan_rank
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
 from megatron_rl.weights.placement_tables import as_table
 from megatron_rl.weights.shard_box import ShardBox
+
+if TYPE_CHECKING:
+    from megatron_rl.transfer.computed import SourceParams
 
 
 @dataclass(frozen=True)

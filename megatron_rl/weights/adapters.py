@@ -8,15 +8,14 @@ other half is whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from megatron_rl.config.sections import ALL_LINEAR, LoraConfig
 from megatron_rl.types import UserError
-from megatron_rl.weights.delta_nets import DeltaNetSizes
-from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, ModelShape
+from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, DeltaNetSizes, ModelShape
 from megatron_rl.weights.family import LatentSizes, SigmoidRouter
 from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, TableRows
 from megatron_rl.weights.rope import restore_rope_scaling
@@ -36,7 +35,7 @@ class AdapterShape:
     Attributes:
         scale: factor of the product B A.
         kinds: adapted kinds, in the order of `list_matrices`.
-        is_quantized: all matrices of the model are in NF4 (`weights/quantization.py`).
+        is_quantized: all matrices of the model are in NF4 (`weights/nf4.py`).
     """
 
     base: ModelShape
@@ -83,8 +82,7 @@ class AdapterShape:
 
 def list_matrices(shape: ModelShape) -> dict[str, str]:
     """Return PEFT name -> kind of matrices that can have adapters."""
-    names = FAMILIES[shape.family].experts
-    family = FAMILIES[shape.family]
+    family, names = FAMILIES[shape.family], FAMILIES[shape.family].experts
     if family.fuses or family.has_sinks or shape.latent is not None or shape.delta_layers:
         return {}
     if shape.router is not None:  # PEFT names cannot tell experts from other MLPs
@@ -151,7 +149,7 @@ def adapter_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTa
 def separate_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:
     """Return an engine rank's table of adapters, with `<matrix>.lora_A` and `.lora_B` for each matrix."""
     kinds = tuple((kind, base.boxes[kind]) for kind in shape.kinds)
-    return PlacementTable(_list_separate_rows(base.rows, shape.kinds), _cut(shape, kinds, is_stacked=False))
+    return PlacementTable(_list_rows(base.rows, shape.kinds, is_stacked=False), _cut(shape, kinds, is_stacked=False))
 
 
 def adapted_parameters(shape: AdapterShape, base: PlacementTable) -> frozenset[str]:
@@ -159,26 +157,17 @@ def adapted_parameters(shape: AdapterShape, base: PlacementTable) -> frozenset[s
     return frozenset(param for param, _, kind in base.rows if kind in shape.kinds)
 
 
-@lru_cache(maxsize=4)
-def _list_rows(base: TableRows, kinds: tuple[str, ...]) -> TableRows:
+@lru_cache(maxsize=8)
+def _list_rows(base: TableRows, kinds: tuple[str, ...], is_stacked: bool = True) -> TableRows:
     found = []
     for param, name, kind in base:
         if kind in kinds:
-            owner, matrix = param.removesuffix(".weight"), name.removesuffix(".weight")
+            matrix = name.removesuffix(".weight")
+            owner = param.removesuffix(".weight") if is_stacked else matrix
             found += [(f"{owner}.{half}", f"{matrix}.{half}.weight", f"{kind}.{half}") for half in ("lora_A", "lora_B")]
         elif name == SCORE_HEAD:
             found.append((param, name, kind))
     return TableRows(found)
-
-
-@lru_cache(maxsize=4)
-def _list_separate_rows(base: TableRows, kinds: tuple[str, ...]) -> TableRows:
-    matrices = [(name.removesuffix(".weight"), kind) for _, name, kind in base if kind in kinds]
-    return TableRows(
-        (f"{matrix}.{half}", f"{matrix}.{half}.weight", f"{kind}.{half}")
-        for matrix, kind in matrices
-        for half in ("lora_A", "lora_B")
-    )
 
 
 @lru_cache(maxsize=64)
@@ -191,14 +180,10 @@ def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]], is_stacked: b
             found[a] = columns(*local[1], (r, 0)), columns(*whole[1], (r, 0))
             found[b] = full_box(sizes[b]), full_box(sizes[b])
             continue
-        before = _parts_before(kind, shape.kinds) if is_stacked else []
+        fused = next(parts for parts in _FUSED if kind in parts) if is_stacked else (kind,)
+        before = [part for part in fused[: fused.index(kind)] if part in shape.kinds]
         start = sum(boxes[part][0][0][1] - boxes[part][0][0][0] for part in before)
         length = local[0][1] - local[0][0]
         found[a] = rows(len(before) * r, (len(before) + 1) * r, sizes[a]), full_box(sizes[a])
         found[b] = rows(start, start + length, sizes[b]), rows(*whole[0], sizes[b])
     return found
-
-
-def _parts_before(kind: str, adapted: Iterable[str]) -> list[str]:
-    fused = next(parts for parts in _FUSED if kind in parts)
-    return [part for part in fused[: fused.index(kind)] if part in adapted]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class ExpertNames:
         shared_gate: `<block>.<shared_gate>` scales the shared expert by a sigmoid; unscaled if `None`.
     """
 
-    block: str
-    gate: str
-    up: str
-    down: str
-    size_key: str
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    size_key: str = "moe_intermediate_size"
     shared: str | None = None
     bias: str | None = None
     router: str = "gate"
@@ -107,7 +107,7 @@ class Family:
         experts: names in a mixture of experts; `None` if dense.
         scoring: transformers class with a score head, if irregular.
         vllm_module: vLLM's module, if not named after the family.
-        image_text: `model_type` of image-text models with this text part (`weights/text_part.py`).
+        image_text: `model_type` of image-text models with this text part (`weights/model_config.py`).
     """
 
     architecture: str
@@ -142,28 +142,9 @@ class Family:
         return self.scoring or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
-# Sigmoid routers: shared experts, and a bias in the choice of experts.
-_SIGMOID_EXPERTS = ExpertNames(
-    "mlp",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    size_key="moe_intermediate_size",
-    shared="shared_experts",
-    bias="gate.e_score_correction_bias",
-)
-
-# A shared expert, scaled by a sigmoid.
-_GATED_EXPERTS = ExpertNames(
-    "mlp",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    size_key="moe_intermediate_size",
-    shared="shared_expert",
-    shared_gate="shared_expert_gate",
-)
-
+_SIGMOID_EXPERTS = ExpertNames(shared="shared_experts", bias="gate.e_score_correction_bias")
+_GATED_EXPERTS = ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate")
+_DELTA_NETS: dict[str, Any] = dict(qk_norm=True, partial_rotary=0.25, zero_centered_norms=True, has_delta_nets=True)
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, honors_head_dim=False),
@@ -219,53 +200,30 @@ FAMILIES: dict[str, Family] = {
             ("post_feedforward_layernorm", "mlp_output_norm"),
         ),
     ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        qk_norm=True,
-        experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", size_key="moe_intermediate_size"),
-    ),
-    "qwen3_next": Family(
-        "Qwen3NextForCausalLM",
-        qk_norm=True,
-        partial_rotary=0.25,
-        zero_centered_norms=True,
-        has_delta_nets=True,
-        experts=_GATED_EXPERTS,
-    ),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, experts=ExpertNames()),
+    "qwen3_next": Family("Qwen3NextForCausalLM", experts=_GATED_EXPERTS, **_DELTA_NETS),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
-        qk_norm=True,
-        partial_rotary=0.25,
-        zero_centered_norms=True,
-        has_delta_nets=True,
         splits_projections=True,
         scoring="Qwen3_5TextForSequenceClassification",
         vllm_module="qwen3_5",
         image_text="qwen3_5",
+        **_DELTA_NETS,
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
-        qk_norm=True,
-        partial_rotary=0.25,
-        zero_centered_norms=True,
-        has_delta_nets=True,
         splits_projections=True,
         experts=replace(_GATED_EXPERTS, packing="halves"),
         vllm_module="qwen3_5",
         image_text="qwen3_5_moe",
+        **_DELTA_NETS,
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
         honors_sliding_window=True,
-        experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", size_key="intermediate_size"),
+        experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", "intermediate_size"),
     ),
-    "glm4_moe": Family(
-        "Glm4MoeForCausalLM",
-        qkv_bias=None,
-        qk_norm=None,
-        partial_rotary=0.5,
-        experts=_SIGMOID_EXPERTS,
-    ),
+    "glm4_moe": Family("Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, partial_rotary=0.5, experts=_SIGMOID_EXPERTS),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         rotates_neighbors=True,
@@ -280,16 +238,7 @@ FAMILIES: dict[str, Family] = {
         activations=("clamped_silu", "silu"),
         rope_theta=1.5e5,
         has_sinks=True,
-        experts=ExpertNames(
-            "mlp",
-            "gate_proj",
-            "up_proj",
-            "down_proj",
-            size_key="intermediate_size",
-            router="router",
-            has_biases=True,
-            packing="turns",
-        ),
+        experts=ExpertNames(size_key="intermediate_size", router="router", has_biases=True, packing="turns"),
     ),
 }
 # Other values of `model_type` for the same architecture.

@@ -13,9 +13,8 @@ and vice versa: a *global tensor* per kind of parameter, layers stacked in front
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import FUSED_KINDS, SCORE_HEAD, ModelShape
@@ -88,34 +87,13 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
             table[prefix + name] = tuple(
                 piece
                 for part, cut in list_parts(kind)
-                for piece in place(
-                    cuts[cut],
-                    f"{ours}{fused.get(kind) or layer_parameter(name, part)}",
-                    stack,
-                    leading,
-                )
+                for piece in place(cuts[cut], f"{ours}{fused.get(kind) or layer_parameter(name, part)}", stack, leading)
             )
         for expert in range(shape.num_experts if shape.has_experts(layer) else 0):
             for name, kind in shape.expert_kinds(expert).items():
                 key = layer_parameter(name, kind).replace("mlp.", f"{ours}mlp.experts.experts.")
                 table[prefix + name] = _place(cuts[kind], key, (*stack, shape.num_experts), (*leading, expert))
     return table
-
-
-def place_drafts(
-    shape: ModelShape, tensors: Mapping[str, tuple[tuple[int, ...], Any]]
-) -> tuple[Table, dict[str, tuple[int, ...]]]:
-    """Place layers for multi-token prediction, unstacked under their own names.
-
-    Args:
-        tensors: name -> (shape, type), of these and other tensors.
-
-    Returns:
-        Placements, and shapes of all logical tensors.
-    """
-    sizes = {name: size for name, (size, _) in tensors.items() if shape.is_draft(name)}
-    table = {name: (GlobalPlacement(name, size, (), full_box(size), full_box(size)),) for name, size in sizes.items()}
-    return table, shape.logical_tensors() | sizes
 
 
 class _Cut(NamedTuple):

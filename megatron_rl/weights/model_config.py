@@ -1,22 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of config.json into a `ModelShape`."""
+"""Parsing of config.json into a `ModelShape`.
+
+Image-text models (published Qwen3.5) have a text part: a section of config.json, and tensors `model.language_model.*`;
+others are `model.visual.*`.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Container
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.types import UserError
-from megatron_rl.weights.config_checks import check_config, check_shape
-from megatron_rl.weights.config_values import OBJECT, TEXT, TEXTS, check_kinds, read_json, show
-from megatron_rl.weights.delta_nets import read_delta_nets
-from megatron_rl.weights.families import SCORE_HEAD, Head, ModelShape
+from megatron_rl.weights.config_checks import (
+    OBJECT,
+    TEXT,
+    TEXTS,
+    check_config,
+    check_kinds,
+    check_shape,
+    read_json,
+    show,
+)
+from megatron_rl.weights.families import DeltaNetSizes, Head, ModelShape
 from megatron_rl.weights.family import ALIASES, FAMILIES, Family, LatentSizes, SigmoidRouter
 from megatron_rl.weights.rope import compute_yarn_mscale, is_served, read_rope_scaling, rope_type_of
-from megatron_rl.weights.text_part import TEXT_PARTS, take_text_config
+
+# `model_type` of an image-text model -> family of its text part.
+TEXT_PARTS = {family.image_text: name for name, family in FAMILIES.items() if family.image_text is not None}
+_OUTER = ("tie_word_embeddings", "quantization_config")  # keys that config.json has outside the text section
+
+
+def take_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the text section of config.json, or the whole config of a text-only model."""
+    name, text = TEXT_PARTS.get(str(config.get("model_type"))), config.get("text_config")
+    if name is None or not isinstance(text, dict):
+        return dict(config)
+    classes = [
+        FAMILIES[name].architecture if architecture.endswith("ForConditionalGeneration") else architecture
+        for architecture in config.get("architectures") or ()
+    ]
+    outer = {key: config[key] for key in _OUTER if key in config}
+    return {"model_type": name} | text | outer | {"architectures": classes}
+
 
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # layers for multi-token prediction
 _MUST_BE_OFF = (
@@ -32,6 +60,20 @@ _OF_SINKS: dict[str, tuple[Any, ...]] = {
     "swiglu_alpha": (None, 1.702),
     "swiglu_limit": (None, 7.0),
     "quantization_config": (None,),
+}
+_OF_LATENTS: dict[str, tuple[Any, ...]] = {
+    "rms_norm_eps": (1e-6,),
+    "rope_interleave": (None, True),
+    "scoring_func": (None, "sigmoid"),
+    "topk_method": (None, "noaux_tc"),
+    "moe_layer_freq": (None, 1),
+}
+# Qwen3.5 options and the values for which transformers and vLLM agree.
+_OF_SPLIT_NETS: dict[str, tuple[Any, ...]] = {
+    "attn_output_gate": (None, True),
+    "output_gate_type": (None, "silu", "swish"),
+    "norm_topk_prob": (None, True),
+    "layer_scale": (None, False),
 }
 _SCORING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification")
 
@@ -53,13 +95,12 @@ def load_model_shape(directory: str | Path, head: Head = "lm") -> ModelShape:
             expected="a model directory in Hugging Face format",
             hint="tools/make_toy_task.py makes a small one; check for a typo or a missing download",
         )
-    config = read_json(file, "the file may be half downloaded: download config.json again")
-    return model_shape_from_config(config, source=str(file), head=head)
+    return model_shape_from_config(_read_config(file.parent), source=str(file), head=head)
 
 
 def check_mtp(directory: Path) -> None:
     """Refuse multi-token prediction for a model without exactly one such layer (UserError)."""
-    config = json.loads((directory / "config.json").read_bytes())
+    config = _read_config(directory)
     if (found := next((config[key] for key in MTP_KEYS if config.get(key)), 0)) != 1:
         raise UserError(
             f"actor.mtp_lr with a model that has {found} layers for multi-token prediction",
@@ -69,14 +110,13 @@ def check_mtp(directory: Path) -> None:
         )
 
 
-def find_head(tensors: Container[str]) -> Head:
-    """Return the head of a model with tensors of these names."""
-    return "score" if SCORE_HEAD in tensors else "lm"
-
-
 def is_image_text(directory: str | Path) -> bool:
     """Return whether a directory contains an image-text model."""
-    return json.loads((Path(directory) / "config.json").read_bytes()).get("model_type") in TEXT_PARTS
+    return _read_config(Path(directory)).get("model_type") in TEXT_PARTS
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    return read_json(directory / "config.json", "the file may be half downloaded: download config.json again")
 
 
 def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "lm") -> ModelShape:
@@ -113,8 +153,7 @@ def model_shape_from_config(config: dict[str, Any], source: str, head: Head = "l
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or family.rope_theta),
             max_position_embeddings=longest,
             rope_scaling=scaling,
-            rotary_dim=_read_rotary_dim(config, rope, family, head_dim),
-            unrotated_layers=_list_unrotated(config, family),
+            **_read_rotation(config, rope, family, head_dim),
             **experts,
             **_read_attention(config, family, source),
         )
@@ -166,7 +205,8 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
         "attention_bias": family.qkv_bias is not None and bool(config.get("attention_bias")),
         "quantization_config": bool(config.get("quantization_config")),
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
-        "sliding_window": family.honors_sliding_window and _cuts_attention(config),
+        "sliding_window": family.honors_sliding_window
+        and (config.get("sliding_window") or math.inf) < config.get("max_position_embeddings", 0),
         "attn_logit_softcapping": config.get("attn_logit_softcapping") is not None,
         "final_logit_softcapping": config.get("final_logit_softcapping") is not None,
         "rope_scaling": not is_served(rope, config),
@@ -184,92 +224,111 @@ def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any]
         )
 
 
-def _read_rotary_dim(config: dict[str, Any], rope: dict[str, Any], family: Family, head_dim: int) -> int | None:
-    if family.partial_rotary is None:
-        return None
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or family.partial_rotary
-    return int(head_dim * share) if share != 1.0 else None
-
-
-def _list_unrotated(config: dict[str, Any], family: Family) -> tuple[int, ...]:
-    """List layers without rotary positions; 1 in `no_rope_layers` means rotated."""
-    if not family.may_skip_rotary:
-        return ()
-    layers, interval = range(config["num_hidden_layers"]), config.get("no_rope_layer_interval", 4)
-    rotated = config.get("no_rope_layers") or [(layer + 1) % interval for layer in layers]
-    return tuple(layer for layer in layers if not rotated[layer])
+def _read_rotation(config: dict[str, Any], rope: dict[str, Any], family: Family, head_dim: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if family.partial_rotary is not None:
+        share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or family.partial_rotary
+        found["rotary_dim"] = int(head_dim * share) if share != 1.0 else None
+    if family.may_skip_rotary:
+        layers, interval = range(config["num_hidden_layers"]), config.get("no_rope_layer_interval", 4)
+        rotated = config.get("no_rope_layers") or [(layer + 1) % interval for layer in layers]  # 1 means rotated
+        found["unrotated_layers"] = tuple(layer for layer in layers if not rotated[layer])
+    return found
 
 
 def _read_attention(config: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
-    if family.alternates_windows:
-        return _read_windows(config)
-    if family.has_sinks:
-        return _read_sink_windows(config)
-    return read_delta_nets(config, source, is_split=family.splits_projections) if family.has_delta_nets else {}
-
-
-def _read_windows(config: dict[str, Any]) -> dict[str, Any]:
-    layers, pattern = range(config["num_hidden_layers"]), config.get("sliding_window_pattern", 6)
-    kinds = config.get("layer_types") or [
-        "sliding_attention" if (i + 1) % pattern else "full_attention" for i in layers
-    ]
-    rope = (config.get("rope_parameters") or {}).get("sliding_attention", {})
-    return dict(
-        sliding_layers=tuple(layer for layer in layers if kinds[layer] == "sliding_attention"),
-        sliding_window=config["sliding_window"],
-        sliding_rope_theta=float(rope.get("rope_theta") or config.get("rope_local_base_freq", 1e4)),
-        attention_scale=config["query_pre_attn_scalar"] ** -0.5,
-    )
-
-
-def _read_sink_windows(config: dict[str, Any]) -> dict[str, Any]:
+    if family.has_delta_nets:
+        return _read_delta_nets(config, source, is_split=family.splits_projections)
+    if not (family.alternates_windows or family.has_sinks):
+        return {}
     layers = range(config["num_hidden_layers"])
-    kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in layers]
-    return dict(
+    pattern = config.get("sliding_window_pattern", 6) if family.alternates_windows else 2
+    kinds = config.get("layer_types") or ["sliding_attention" if (i + 1) % pattern else "" for i in layers]
+    found: dict[str, Any] = dict(
         sliding_layers=tuple(layer for layer in layers if kinds[layer] == "sliding_attention"),
         sliding_window=config["sliding_window"],
     )
+    if family.alternates_windows:
+        rope = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+        theta = float(rope.get("rope_theta") or config.get("rope_local_base_freq", 1e4))
+        found |= dict(sliding_rope_theta=theta, attention_scale=config["query_pre_attn_scalar"] ** -0.5)
+    return found
+
+
+def _read_delta_nets(config: dict[str, Any], source: str, *, is_split: bool) -> dict[str, Any]:
+    if is_split:
+        _refuse_unserved(
+            _find_unserved(config, _OF_SPLIT_NETS),
+            source,
+            "Qwen3.5 as published: heads of attention with gates, SiLU gates in linear attention, shares of "
+            "experts that add up to 1, no scales of layers",
+        )
+    layers, interval = range(config["num_hidden_layers"]), config.get("full_attention_interval", 4)
+    types = config.get("layer_types") or [
+        "linear_attention" if (i + 1) % interval else "full_attention" for i in layers
+    ]
+    net = DeltaNetSizes(
+        config["linear_num_key_heads"],
+        config["linear_num_value_heads"],
+        config["linear_key_head_dim"],
+        config["linear_value_head_dim"],
+        config["linear_conv_kernel_dim"],
+        is_split,
+    )
+    wrong_types = set(types) - {"linear_attention", "full_attention"}
+    if wrong_types or len(types) != len(layers) or net.value_heads % net.key_heads:
+        raise UserError(
+            f"layer_types = {types}, with {net.value_heads} value heads for {net.key_heads} key heads",
+            source=source,
+            expected="linear_attention or full_attention for each layer, and equally many value heads for a key head",
+            hint="use a checkpoint without these options",
+        )
+    linear = tuple(layer for layer in layers if types[layer] == "linear_attention")
+    return dict(delta_net=net, delta_layers=linear) if linear else {}
+
+
+def _find_unserved(config: dict[str, Any], served: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    return {name: config.get(name) for name, values in served.items() if config.get(name) not in values}
+
+
+def _refuse_unserved(wrong: dict[str, Any], source: str, expected: str) -> None:
+    if wrong:
+        raise UserError(
+            f"option(s) {', '.join(f'{name}={value!r}' for name, value in wrong.items())} are not served",
+            source=source,
+            expected=expected,
+            hint="use a checkpoint without these options",
+        )
 
 
 def _refuse_sink_options(config: dict[str, Any], source: str) -> None:
     """Refuse gpt-oss options other than as published, and weight encodings but MXFP4."""
-    wrong = {name: config.get(name) for name, values in _OF_SINKS.items() if config.get(name) not in values}
+    wrong = _find_unserved(config, _OF_SINKS)
     encoding = wrong.pop("quantization_config", None)
     if encoding is not None and encoding.get("quant_method") != "mxfp4":
         wrong["quantization_config"] = encoding
     if not (config.get("rope_parameters") or config.get("rope_scaling")):  # transformers would default to yarn
         wrong["rope_scaling"] = None
-    if wrong:
-        raise UserError(
-            f"option(s) {', '.join(f'{name}={value!r}' for name, value in wrong.items())} are not served",
-            source=source,
-            expected="gpt-oss as published: biases, gates of 1.702 within 7, the scaling of positions written out, and "
-            "weights as they are or in MXFP4",
-            hint="use a checkpoint without these options",
-        )
+    _refuse_unserved(
+        wrong,
+        source,
+        "gpt-oss as published: biases, gates of 1.702 within 7, the scaling of positions written out, and "
+        "weights as they are or in MXFP4",
+    )
 
 
 def _refuse_latent_options(config: dict[str, Any], rope: dict[str, Any], source: str) -> None:
     """Refuse options on which transformers and vLLM disagree."""
-    served = {
-        "rms_norm_eps": (1e-6,),
-        "rope_interleave": (None, True),
-        "scoring_func": (None, "sigmoid"),
-        "topk_method": (None, "noaux_tc"),
-        "moe_layer_freq": (None, 1),
-    }
-    wrong = {name: config.get(name) for name, values in served.items() if config.get(name) not in values}
+    wrong = _find_unserved(config, _OF_LATENTS)
     if rope_type_of(rope) not in ("default", "yarn") or rope.get("attention_factor") is not None:
         wrong["rope_scaling"] = rope
-    if wrong:
-        raise UserError(
-            f"option(s) {', '.join(f'{name}={value!r}' for name, value in wrong.items())} are not served",
-            source=source,
-            expected="DeepSeek-V3 as published: norms with an epsilon of 1e-6 (which transformers takes for latents "
-            "whatever config.json says, and vLLM does not), rotated neighbors, a sigmoid router, positions unscaled "
-            "or with yarn without an attention_factor",
-            hint="use a checkpoint without these options",
-        )
+    _refuse_unserved(
+        wrong,
+        source,
+        "DeepSeek-V3 as published: norms with an epsilon of 1e-6 (which transformers takes for latents "
+        "whatever config.json says, and vLLM does not), rotated neighbors, a sigmoid router, positions unscaled "
+        "or with yarn without an attention_factor",
+    )
 
 
 def _read_latent(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
@@ -285,11 +344,6 @@ def _read_latent(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]
         rotary_dim=rotary,
         attention_scale=head_dim**-0.5 * growth**2,
     )
-
-
-def _cuts_attention(config: dict[str, Any]) -> bool:
-    window = config.get("sliding_window")
-    return window is not None and window < config.get("max_position_embeddings", 0)
 
 
 def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
@@ -322,11 +376,8 @@ def _read_experts(config: dict[str, Any], family: Family, source: str) -> dict[s
 
 
 def _read_sigmoid_experts(config: dict[str, Any], source: str) -> dict[str, Any]:
-    groups, groups_per_token, per_token = (
-        config["n_group"] or 1,
-        config["topk_group"] or 1,
-        config["num_experts_per_tok"],
-    )
+    groups, groups_per_token = config["n_group"] or 1, config["topk_group"] or 1
+    per_token = config["num_experts_per_tok"]
     if groups == groups_per_token:  # every group is chosen
         groups = groups_per_token = 1
     if not config.get("norm_topk_prob", True) or per_token == 1 or (groups > 1 and per_token // groups_per_token != 2):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NF4 matrices: four bits per element and a float32 per block of 64 (QLoRA, 2305.14314), by bitsandbytes.
+"""Matrices in NF4 (QLoRA, 2305.14314), by bitsandbytes: of attention and MLPs, not embedding, norms, router or head.
 
-Its CPU kernel silently returns wrong values unless the last dimension is a multiple of the block, so it only gets
-one-dimensional tensors, here and in `tests/weights/test_nf4.py`.
+Four bits per element, and a float32 scale per block of 64 neighboring elements of a row. Each block is on one rank, so
+that values are the same in every layout. bitsandbytes' CPU kernel silently returns wrong values unless the last
+dimension is a multiple of the block, so it only gets one-dimensional tensors, here and in `tests/weights/test_nf4.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,55 @@ from typing import Any
 
 import torch
 
-from megatron_rl.weights.quantization import BLOCK
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.placement_tables import PlacementTable
+
+BLOCK = 64
+KINDS = frozenset({"q.weight", "k.weight", "v.weight", "o", "gate", "up", "down", "qkv", "gate_up"})
+_PARAMETERS = tuple(f"linear_{name}.weight" for name in ("qkv", "proj", "fc1", "fc2"))
+
+
+def is_quantized(parameter: str) -> bool:
+    """Return whether a Megatron parameter is quantized."""
+    return parameter.endswith(_PARAMETERS)
+
+
+def list_quantized(placements: PlacementTable) -> frozenset[str]:
+    """Return the quantized parameters of a rank."""
+    return frozenset(param for param, _, _ in placements.rows if is_quantized(param))
+
+
+def count_bytes(numel: int) -> int:
+    """Return the bytes of a quantized matrix, scales included."""
+    return numel // 2 + numel // BLOCK * 4
+
+
+def check_quantization(shape: ModelShape, tp_size: int, section: str) -> None:
+    """Refuse a layout that splits blocks (UserError)."""
+    if shape.router is not None:
+        raise UserError(
+            f"{section}.quantization = nf4 with dense layers or shared experts beside a mixture of experts",
+            source=f"{section}.quantization",
+            expected="a dense model, or a mixture of experts without them",
+            hint=f"set {section}.quantization=none",
+        )
+    names = {kind: name for name, kind in reversed(shape.tensor_kinds().items())}  # the first of each kind
+    sizes = shape.kind_sizes()
+    for kind in sorted(KINDS & names.keys()):
+        width, parts = sizes[kind][1], tp_size if kind in ("o", "down") else 1
+        if width % (parts * BLOCK):
+            valid = max((n for n in range(1, parts) if width % (n * BLOCK) == 0), default=None)
+            raise UserError(
+                f"{section}.quantization = nf4: of {names[kind]} a rank has {width // parts} columns",
+                source=f"{section}.quantization, {section}.tensor_model_parallel_size and the model's config.json",
+                expected=f"whole blocks of {BLOCK}: those across ranks or rows would differ from layout to layout",
+                hint=f"set {section}." + (f"tensor_model_parallel_size={valid}" if valid else "quantization=none"),
+            )
 
 
 class QuantizedMatrix:
-    """A matrix [n, m] in NF4, m a multiple of 64; `matrix[rows, columns]` dequantizes a piece.
+    """A matrix [n, m] in NF4, m a multiple of 64; `matrix[rows, columns]` dequantizes a piece, `matrix[:]` all.
 
     Blocks are independent and within rows, so an element has the same bits in every piece.
 
@@ -54,10 +99,6 @@ class QuantizedMatrix:
             scales, shape=torch.Size([last - first]), dtype=self.dtype, blocksize=BLOCK, quant_type="nf4"
         )
         return _load().dequantize_4bit(self.codes[first // 2 : last // 2], state).view(-1, width)[:, columns]
-
-    def dequantize(self) -> torch.Tensor:
-        """Return the whole matrix [n, m]."""
-        return self[:]
 
     @property
     def nbytes(self) -> int:

@@ -12,8 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from megatron_rl.weights.delta_nets import CONV_PARTS
-from megatron_rl.weights.families import FUSED_KINDS, LATENT_KINDS, NORM_KINDS, ModelShape
+from megatron_rl.weights.families import CONV_PARTS, FUSED_KINDS, LATENT_KINDS, NORM_KINDS, ModelShape
 from megatron_rl.weights.shard_box import Box, ShardBox, columns, full_box, rows
 
 Row = tuple[str, str, Hashable]  # parameter, HF tensor, kind
@@ -58,11 +57,11 @@ class PlacementTable(Sequence[ShardBox]):
 
     def without(self, params: frozenset[str]) -> PlacementTable:
         """Drop parameters; shared rows stay shared."""
-        return PlacementTable(_drop(self.rows, params), self.boxes) if params else self
+        return PlacementTable(_select(self.rows, 0, params, keeps=False), self.boxes) if params else self
 
     def only(self, names: frozenset[str]) -> PlacementTable:
         """Keep these HF tensors; shared rows stay shared."""
-        return PlacementTable(_keep(self.rows, names), self.boxes)
+        return PlacementTable(_select(self.rows, 1, names, keeps=True), self.boxes)
 
 
 def as_table(placements: Iterable[ShardBox]) -> PlacementTable:
@@ -167,11 +166,6 @@ def list_parts(kind: str) -> list[tuple[str, str]]:
     return [(kind, "hidden" if kind in NORM_KINDS else kind)]
 
 
-@lru_cache(maxsize=1)
-def _keep(rows: TableRows, names: frozenset[str]) -> TableRows:
-    return TableRows(row for row in rows if row[1] in names)
-
-
-@lru_cache(maxsize=1)
-def _drop(rows: TableRows, params: frozenset[str]) -> TableRows:
-    return TableRows(row for row in rows if row[0] not in params)
+@lru_cache(maxsize=2)
+def _select(rows: TableRows, column: int, names: frozenset[str], *, keeps: bool) -> TableRows:
+    return TableRows(row for row in rows if (row[column] in names) == keeps)

@@ -96,23 +96,8 @@ def read_rope_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> tup
 
 
 def _read_original_length(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    for source in (rope, config):
-        if source.get("original_max_position_embeddings"):
-            return source["original_max_position_embeddings"]
-    return config["max_position_embeddings"]
-
-
-def _read_linear(rope: Mapping[str, Any], config: Mapping[str, Any]) -> LinearScaling:
-    return LinearScaling(float(rope["factor"]))
-
-
-def _read_llama3(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Llama3Scaling:
-    return Llama3Scaling(
-        rope["factor"],
-        rope["low_freq_factor"],
-        rope["high_freq_factor"],
-        _read_original_length(rope, config),
-    )
+    name = "original_max_position_embeddings"
+    return rope.get(name) or config.get(name) or config["max_position_embeddings"]
 
 
 def _read_yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> YarnScaling:
@@ -138,8 +123,10 @@ def _read_longrope(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Longro
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], RopeScaling]] = {
-    "linear": _read_linear,
-    "llama3": _read_llama3,
+    "linear": lambda rope, config: LinearScaling(float(rope["factor"])),
+    "llama3": lambda rope, config: Llama3Scaling(
+        rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], _read_original_length(rope, config)
+    ),
     "yarn": _read_yarn,
     "longrope": _read_longrope,
     "su": _read_longrope,  # its first name

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.extension.engines import find_engine, name_engines
+from megatron_rl.extension.registry import find_engine, name_engines
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
@@ -94,6 +94,7 @@ def check_training_layout(
         sequence_parallel: megatron-core needs it to train experts under TP.
     """
     _check_expert_layout(shape, tp_size, ep_size, sequence_parallel, section)
+    sizes = (shape.num_heads, shape.num_kv_heads, *_shared_sizes(shape))
     for what, size in (
         ("attention heads", shape.num_heads),
         ("KV heads", shape.num_kv_heads),
@@ -104,7 +105,8 @@ def check_training_layout(
             raise UserError(
                 f"tensor_model_parallel_size {tp_size} does not divide the {size} {what} of the model",
                 source=f"{section}.tensor_model_parallel_size and the model's config.json",
-                expected=f"one of {_tp_sizes(shape)}",
+                expected="one of "
+                f"{[n for n in range(1, shape.num_kv_heads + 1) if all(size % n == 0 for size in sizes)]}",
                 hint="use a smaller TP and more pipeline or data parallelism",
             )
     if shape.num_layers % (pp_size * vpp_size):
@@ -170,8 +172,3 @@ def _fits_engine(shape: ModelShape, tp_size: int) -> bool:
 
 def _shared_sizes(shape: ModelShape) -> list[int]:
     return [*shape.ffn_sizes().values(), *((shape.delta_net.key_heads,) if shape.delta_net else ())]
-
-
-def _tp_sizes(shape: ModelShape) -> list[int]:
-    sizes = (shape.num_heads, shape.num_kv_heads, *_shared_sizes(shape))
-    return [n for n in range(1, shape.num_kv_heads + 1) if all(size % n == 0 for size in sizes)]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.agents.episode import Answer, Setup
-from megatron_rl.agents.processes import AnyEpisodes, EpisodeProcesses, EpisodesInRank
+from megatron_rl.agents.in_rank import AnyEpisodes, EpisodeProcesses, EpisodesInRank
 from megatron_rl.types import Prompt, UserError
 from tools.make_toy_task import train_tokenizer
 

@@ -227,8 +227,8 @@ def test_what_the_server_offers_is_shown_to_the_policy(tmp_path):
         agents = AgentsConfig(environment=f"openenv:{url}")
         config = SimpleNamespace(data=data, agents=agents, algorithm=AlgorithmConfig(), teachers={})
         plan = build_reward_plan(RewardConfig(rule="exact"), 8)
-        found = read_prompts(config, write_chat_tokenizer(tmp_path, "qwen2.5"), plan)
-    assert '"name": "visit"' in found.train.prompts[0].text
+        train, _, _ = read_prompts(config, write_chat_tokenizer(tmp_path, "qwen2.5"), plan)
+    assert '"name": "visit"' in train.prompts[0].text
 
 
 def test_a_server_that_is_not_there_is_named():

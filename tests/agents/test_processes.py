@@ -24,7 +24,7 @@ import pytest
 from megatron_rl.agents.calculator import Calculator, calculate
 from megatron_rl.agents.environment import Done, Observation, Reply, ToolCall, check_answer, find_environment
 from megatron_rl.agents.episode import Opening, Setup
-from megatron_rl.agents.processes import EpisodeProcesses
+from megatron_rl.agents.in_rank import EpisodeProcesses
 from megatron_rl.types import Prompt, UserError
 from tools.make_toy_task import train_tokenizer
 
@@ -199,7 +199,7 @@ def test_no_process_outlives_a_rank_that_is_killed(setup, tmp_path):
     program = tmp_path / "rank.py"
     program.write_text(
         "import os, sys, pickle, signal\n"
-        "from megatron_rl.agents.processes import EpisodeProcesses\n"
+        "from megatron_rl.agents.in_rank import EpisodeProcesses\n"
         f"setup, prompts = pickle.loads(open({str(tmp_path / 'args')!r}, 'rb').read())\n"
         "processes = EpisodeProcesses(setup, 1, 30.0, 20.0)\n"
         "[processes.open(key, prompt) for key, prompt in enumerate(prompts)]\n"
@@ -222,7 +222,7 @@ def test_no_process_outlives_a_rank_that_is_killed(setup, tmp_path):
 
 HANGING = """
 import pickle, sys
-from megatron_rl.agents.processes import EpisodeProcesses
+from megatron_rl.agents.in_rank import EpisodeProcesses
 setup, prompt = pickle.loads(open(sys.argv[1], "rb").read())
 processes = EpisodeProcesses(setup, 1, 300.0, 200.0)
 processes.open(0, prompt)

@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from distributed import run_ranks
 from megatron_rl.agents.episode import Setup
-from megatron_rl.agents.processes import EpisodeProcesses
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.agents.in_rank import EpisodeProcesses
+from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig
 from megatron_rl.config.sections import AgentsConfig
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.order import SampleGroups
@@ -137,11 +137,14 @@ def soak(rank: int, world_size: int, directory: Path, seeds: Sequence[int], coun
         BuiltEngine(engine, engine, "scripted", engines),  # type: ignore[arg-type]
         weights,
         open_channel(engines, rank),
-        config=RolloutConfig(n=GROUP),
-        run_seed=1,
+        config=RunConfig(
+            model=ModelConfig(path=""),
+            data=DataConfig(train_files=[], train_batch_size=1),
+            actor=ActorConfig(),
+            agents=AgentsConfig(environment=setup.environment),
+        ),
         group=dist.group.WORLD,  # type: ignore[arg-type]
         progress=RolloutProgress(),
-        agents=AgentsConfig(environment=setup.environment),
         processes=processes,
     )
     found: list[Any] = []

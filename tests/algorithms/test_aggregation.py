@@ -10,11 +10,14 @@ import pytest
 
 from megatron_rl.algorithms.aggregation import (
     AggregationInputs,
+    LedgerError,
     aggregate,
+    build_ledger,
+    check_ledger,
+    ledger_metrics,
     register_loss_aggregation,
 )
-from megatron_rl.algorithms.ledger import LedgerError, build_ledger, check_ledger, ledger_metrics
-from megatron_rl.config.options import find_options
+from megatron_rl.config.fields import find_options
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.types import UserError

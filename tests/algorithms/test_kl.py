@@ -16,7 +16,6 @@ from megatron_rl.algorithms.kl import (
     KLController,
     build_kl_controller,
     compute_kl,
-    compute_kl_penalty,
     measure_for_target,
 )
 from megatron_rl.config.schema import AlgorithmConfig
@@ -99,15 +98,6 @@ def test_gradient_by_hand(kl_type: str, expected: float) -> None:
 def test_unknown_type_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown kl_type 'k4'"):
         compute_kl(torch.zeros(1), torch.zeros(1), "k4")
-
-
-@pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
-def test_penalty_is_the_kl_of_the_tokens_in_the_loss_without_a_gradient(kl_type: str) -> None:
-    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    ref_logprobs, mask = torch.tensor([float("nan"), -1.5, -4.0]), torch.tensor([False, True, True])
-    found = compute_kl_penalty(logprobs, ref_logprobs, mask, kl_type)
-    assert not found.requires_grad and found[0] == 0.0
-    torch.testing.assert_close(found[1:], compute_kl(logprobs.detach()[1:], ref_logprobs[1:], kl_type))
 
 
 @pytest.mark.parametrize(

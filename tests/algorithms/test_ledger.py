@@ -9,11 +9,17 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.algorithms.aggregation import aggregate
-from megatron_rl.algorithms.ledger import LedgerError, LossLedger, build_ledger, check_ledger, ledger_metrics
+from megatron_rl.algorithms.aggregation import (
+    LedgerError,
+    LossLedger,
+    aggregate,
+    build_ledger,
+    check_ledger,
+    ledger_metrics,
+)
 from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
-from megatron_rl.algorithms.value_loss import compute_value_loss
 from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.training.roles.critic import compute_value_loss
 
 MAX_RESPONSE_LENGTH = 16
 LENGTHS = [3, 16, 0, 7, 5]  # the third is masked as a whole
@@ -150,6 +156,6 @@ def test_value_term() -> None:
     _, metrics = compute_value_loss(zeros, zeros, zeros + 2, zeros == 0, weights, None)
     totals = {k: float(v) for k, v in metrics.items()}
     check_ledger(ledger, totals["tokens"], totals["weights"])
-    assert ledger_metrics(ledger, totals, prefix="books") == pytest.approx(
-        {"books/value/numerator": 62.0, "books/value/denominator": 31.0}, rel=1e-5
+    assert ledger_metrics(ledger, totals) == pytest.approx(
+        {"ledger/value/numerator": 62.0, "ledger/value/denominator": 31.0}, rel=1e-5
     )

@@ -16,7 +16,7 @@ from megatron_rl.algorithms.mismatch import (
     normalize_weights,
     sum_mismatch,
 )
-from megatron_rl.algorithms.segments import Responses
+from megatron_rl.algorithms.plugin_types import Responses
 from megatron_rl.config.schema import AlgorithmConfig
 
 IDS = torch.tensor([5, 5, 5, 5, 2, 2, 2, 7, 7, -1, -1, 9, 9, 9])

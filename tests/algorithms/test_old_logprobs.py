@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, RegisteredEstimator
-from megatron_rl.algorithms.old_logprobs import plan_old_logprobs
+from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS, RegisteredEstimator, plan_old_logprobs
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.resolve import resolve
+from megatron_rl.run.models import resolve
 from megatron_rl.types import UserError
 
 EPISODES = ["agents.environment=calculator"]

@@ -13,7 +13,7 @@ from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantage
 from megatron_rl.algorithms.catalog import POLICY_LOSSES
 from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.extension.plugins import load_plugins
+from megatron_rl.extension.user_code import load_plugins
 from megatron_rl.types import UserError
 
 PLUGIN = """\

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.algorithms.value_loss import compute_value_loss, finish_explained_variance
+from megatron_rl.training.roles.critic import compute_value_loss, finish_explained_variance
 
 COUNT = 30
 MASK = torch.arange(COUNT) % 3 > 0

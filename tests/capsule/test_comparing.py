@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatron_rl.capsule.fingerprints import Fingerprints, fingerprint_pieces
-from megatron_rl.capsule.record import Section, Values, decode_sections, encode_sections
+from megatron_rl.capsule.recorder import Section, Values, encode_sections
 from megatron_rl.checkpoint.pieces import Piece
 from tools.replay.comparing import Row, compare_sections, find_first, format_report, make_report
+from tools.replay.recording import decode_sections
 
 NAN = float("nan")
 

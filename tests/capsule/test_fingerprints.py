@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from megatron_rl.capsule.fingerprints import (
     Fingerprints,
     fingerprint_pieces,
-    locate_change,
     sample_places,
-    value_before,
 )
 from megatron_rl.checkpoint.pieces import Piece
+from tools.replay.comparing import locate_change, value_before
 
 SHAPES = st.one_of(st.tuples(st.integers(1, 200)), st.tuples(st.integers(1, 40), st.integers(1, 40)))
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])

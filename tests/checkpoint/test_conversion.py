@@ -38,8 +38,8 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.serving import generate
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES
-from megatron_rl.weights.fused_experts import split_huggingface_experts
 from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.packed_experts import split_huggingface_experts
 from megatron_rl.weights.shard_box import box_slices
 from shards import find_differences, make_empty_shards, place_megatron
 from tiny_models import ENGINE_SIZES, draw_tokens, save_tiny_model

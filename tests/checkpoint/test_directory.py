@@ -88,6 +88,14 @@ def test_nothing_valid(tmp_path: Path):
     assert result == type(result)(None, ())
 
 
+def test_what_a_kill_leaves_between_two_renames_is_found(tmp_path: Path):
+    """`publish` sets the old directory of a step aside before it names the new one."""
+    write_step(tmp_path, 1)
+    write_step(tmp_path, 3).rename(tmp_path / "step_3.replaced")
+    for result in run_ranks(lambda rank, size: find_newest_valid(tmp_path, dist.group.WORLD), 2):
+        assert result.directory == tmp_path / "step_3" and not result.skipped
+
+
 def test_shares_of_the_work_cover_all_files(tmp_path: Path):
     directory = write_step(tmp_path, 1)
     for name in read_digests(directory):

@@ -34,7 +34,7 @@ from megatron_rl.checkpoint.huggingface import (
     name_safetensors,
     save_huggingface,
 )
-from megatron_rl.checkpoint.safetensors_index import INDEX_FILE, index_safetensors
+from megatron_rl.checkpoint.model_files import INDEX_FILE, index_safetensors
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.planner import group_shards
 from megatron_rl.types import UserError

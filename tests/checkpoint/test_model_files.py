@@ -25,8 +25,8 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.transfer.planner import group_shards
 from megatron_rl.types import UserError
-from megatron_rl.weights.fused_experts import split_huggingface_experts
 from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.packed_experts import split_huggingface_experts
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from shards import find_differences
 from tiny_models import save_tiny_model

@@ -21,8 +21,8 @@ from distributed import run_ranks
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
 from megatron_rl.transfer.planner import group_shards
 from megatron_rl.types import UserError
-from megatron_rl.weights.fused_experts import split_huggingface_experts
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
+from megatron_rl.weights.packed_experts import split_huggingface_experts
 from shards import find_differences
 from tiny_models import draw_tokens, save_tiny_model
 from tools.conversion.conversion import CheckpointWeights, convert_to_huggingface, convert_to_megatron

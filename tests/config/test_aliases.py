@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.compat.verl.aliases import alias_names
-from megatron_rl.compat.verl.kinds import Renamed, SameAs
-from megatron_rl.compat.verl.name_groups import GROUPS
-from megatron_rl.compat.verl.name_tables import ALIASES, PATTERNS
+from megatron_rl.compat.aliases import alias_names
+from megatron_rl.compat.kinds import Renamed, SameAs
+from megatron_rl.compat.name_groups import GROUPS
+from megatron_rl.compat.name_tables import ALIASES, PATTERNS
 from megatron_rl.config.fields import list_fields
 from megatron_rl.config.sources import Setting
 from megatron_rl.run.inputs import plan_rl
@@ -524,7 +524,7 @@ def test_greedy_validation_overrules_its_temperature() -> None:
     [
         (f"{ACTOR}.kl_loss_type=k4", "one of 'low_var_kl'"),
         (f"{ACTOR}.kl_loss_type=full", "an estimate from the sampled tokens"),
-        (f"{ACTOR}.policy_loss.loss_mode=clip-cov", "one of 'vanilla', 'gspo'"),
+        (f"{ACTOR}.policy_loss.loss_mode=clip-cov", "one of 'vanilla', 'gpg'"),
         (f"{ACTOR}.loss_agg_mode=mean", "one of 'token-mean'"),
         (f"{ACTOR}.tis_imp_ratio_cap=2", "-1: set algorithm.importance_sampling"),
         (f"{ACTOR}.optim.betas=0.9", "two numbers"),
@@ -536,7 +536,7 @@ def test_greedy_validation_overrules_its_temperature() -> None:
         ("trainer.resume_mode=resume_path", "the directory of a checkpoint"),
         (f"{ROLLOUT}.name=sglang", "one of 'vllm', 'hf'"),
         ("reward_model.enable=true", "the directory of a reward model"),
-        ("data.truncation=both", "error, left, right or middle"),
+        ("data.truncation=both", "one of 'error', 'left', 'right', 'middle'"),
         ("data.reward_fn_key=ability", "it names the column that chooses the reward"),
         (f"{ACTOR}.use_kl_loss=1", "true or false"),
         ("actor_rollout_ref.model.enable_gradient_checkpointing=1", "one of True, False"),

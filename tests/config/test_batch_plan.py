@@ -20,7 +20,7 @@ from megatron_rl.config.schema import (
     RunConfig,
     TrainerConfig,
 )
-from megatron_rl.run.resolve import resolve
+from megatron_rl.run.models import resolve
 from megatron_rl.types import UserError
 
 

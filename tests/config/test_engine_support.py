@@ -18,15 +18,13 @@ from registries import restored_registries
 from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.engines.protocol import register_rollout_engine
-from megatron_rl.extension.engines import ABILITIES, ENGINES, RegisteredEngine, name_engines
+from megatron_rl.extension.registry import ABILITIES, ENGINES, RegisteredEngine, name_engines
 from megatron_rl.run.bitwise import check_bitwise
+from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.models import check_machine
-from megatron_rl.run.parts import Parts
-from megatron_rl.run.resolve import resolve
+from megatron_rl.run.models import check_machine, resolve
 from megatron_rl.types import UserError
-from megatron_rl.weights.delta_nets import DeltaNetSizes
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import DeltaNetSizes, ModelShape
 from megatron_rl.weights.support import check_engine
 
 MINIMAL = ["model.path=policy", "data.train_files=train.jsonl", "data.train_batch_size=8"]

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.compat.kinds import Renamed
 from megatron_rl.compat.trl import ALIASES, GROUPS
-from megatron_rl.compat.verl.kinds import Renamed
 from megatron_rl.config.fields import list_fields
 from megatron_rl.run.loading import LoadedConfig, load_config
 from megatron_rl.types import UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.compat.verl.aliases import format_names
+from megatron_rl.compat.aliases import format_names
 from megatron_rl.config.fields import list_fields
 from megatron_rl.config.rendering import config_to_dict, dump_yaml, format_help
 from megatron_rl.run.loading import load_config

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.config.data import DataConfig
+from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.pass_rates import select_by_pass_rate
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.types import Prompt, UserError
@@ -80,12 +80,6 @@ def test_an_episode_that_failed_says_nothing_about_its_prompt(tmp_path: Path) ->
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         with pytest.raises(UserError, match="has not been measured"):
             select(tmp_path, 0.6, 0.7)
-
-
-def test_without_pass_rates_everything_stays() -> None:
-    train = make_set()
-    found, notes = select_by_pass_rate(train, DataConfig(train_files=FILES, train_batch_size=1), shaping="overlong")
-    assert found is train and notes == [] and train.file_sizes == [3, 3]
 
 
 def test_what_was_not_measured_is_refused(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 from chat_templates import write_chat_tokenizer
 
-from megatron_rl.config.data import DataConfig
 from megatron_rl.config.schema import RewardConfig
+from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import load_prompts, name_files
 from megatron_rl.data.rows import read_rows
 from megatron_rl.extension.reasoning_gym import _open, identify, score_reasoning_gym

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.config.data import reduce_weights
+from megatron_rl.config.sections import reduce_weights
 from megatron_rl.data.prompt_order import PromptBatches, PromptStream, Turns
 from megatron_rl.types import Prompt, UserError
 

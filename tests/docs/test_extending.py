@@ -25,9 +25,9 @@ from megatron_rl.algorithms.advantages import AdvantageInputs
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.catalog import find_advantage_estimator, find_policy_loss
 from megatron_rl.algorithms.losses import PolicyLossInputs
-from megatron_rl.config.options import OPTIONS
+from megatron_rl.config.fields import OPTIONS
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.extension.plugins import load_plugins
+from megatron_rl.extension.user_code import load_plugins
 from megatron_rl.rewards.scoring import load_reward_function
 from rl_runs import make_task, overrides_for, train
 

@@ -21,10 +21,10 @@ from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig, DataConfig, HybridConfig, ModelConfig, RolloutConfig, RunConfig
 from megatron_rl.engines.protocol import EngineSpec, register_rollout_engine
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
-from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed
-from megatron_rl.run.engine import build_rollout
+from megatron_rl.run.building import build_rollout
 from megatron_rl.transfer.certificate import CertificateError
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.weights.model_config import load_model_shape

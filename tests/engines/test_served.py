@@ -24,7 +24,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.sections import ServerConfig
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.engines.servers.served import ServedEngine, Server, build_openai_server, build_vllm_server
+from megatron_rl.engines.servers.served import ServedEngine, Server
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.rollout.serving import generate
@@ -113,7 +113,7 @@ def interrupt_cut(engine: ServedEngine) -> tuple[list[int], list[list[list[int]]
 
 def probe_with_and_without_cache(served: ServedEngine) -> list[list[tuple[list[int], list[float], str]]]:
     """Return the server's log-probs of the probe after an update that keeps the prefix cache, and after a full one."""
-    server, found = served._known_server, []
+    server, found = served._server, []
     for param in served.params.values():
         param.normal_(std=0.15, generator=torch.Generator().manual_seed(4))
     served.write(served._directory)
@@ -171,8 +171,8 @@ def find_key(server: Server) -> list[str]:
 
 def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
     """Run every check on the server, and on the engine in the process."""
-    engine, served = VllmEngine(make_spec(model)), build_vllm_server(make_spec(model))
-    server = served._known_server
+    engine, served = VllmEngine(make_spec(model)), ServedEngine(make_spec(model, engine="vllm_server"))
+    server = served._server
     result: dict[str, Any] = {}
     draw_weights(served, engine, 1)
     result["ours"] = [to_lists(generate(engine, make_requests(sampling))) for sampling in (HOT, COLD)]
@@ -193,12 +193,12 @@ def work(rank: int, world_size: int, model: Path) -> dict[str, Any]:
     settings = ServerConfig(
         endpoints=[server.title], directory=str(model / "served"), on_update=HOOK.format(url=server.title)
     )
-    foreign = build_openai_server(make_spec(model, engine="openai", server=settings))
+    foreign = ServedEngine(make_spec(model, engine="openai", server=settings))
     draw_weights(foreign, engine, 3)
     result["ours"].append(to_lists(generate(engine, make_requests(HOT))))
     result["theirs"].append(to_lists(generate(foreign, make_requests(HOT))))
     foreign.close()
-    other = build_vllm_server(make_spec(model, engine="vllm_server", server=settings))
+    other = ServedEngine(make_spec(model, engine="vllm_server", server=settings))
     draw_weights(other, engine, 5)
     result["ours"].append(to_lists(generate(engine, make_requests(HOT))))
     result["theirs"].append(to_lists(generate(other, make_requests(HOT))))

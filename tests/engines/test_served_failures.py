@@ -28,7 +28,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.sections import ServerConfig
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, StopStrings
-from megatron_rl.engines.servers.served import ServedEngine, build_openai_server, build_vllm_server
+from megatron_rl.engines.servers.served import ServedEngine
 from megatron_rl.engines.servers.server_apis import Ask
 from megatron_rl.engines.servers.server_client import ServerFailure, ServerProcess
 from megatron_rl.parallel.collectives import Process
@@ -144,7 +144,7 @@ def build(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         settings = {"on_update": f"{endpoint.url}/update", "silent_seconds": 5.0, **server}
         config = ServerConfig(endpoints=[endpoint.url + "/"], directory=str(tmp_path / "weights"), **settings)
         engines.append(
-            build_openai_server(
+            ServedEngine(
                 EngineSpec(
                     model_path=str(tmp_path / "model"),
                     shape=SHAPE,
@@ -333,7 +333,7 @@ def test_interrupted_responses_whose_kept_sets_are_lost_begin_again(
 ) -> None:
     """The server does not return the sets its tokens were drawn from, and training needs them."""
     engine = build()
-    server = engine._known_server
+    server = engine._server
     engine.add(REQUESTS[:2])
     while engine.tokens_in_flight() < 10:
         time.sleep(0.01)
@@ -358,7 +358,7 @@ def test_request_with_the_key_of_one_that_was_interrupted_at_its_end_gets_its_ow
     engine = build()
     engine.add(REQUESTS[:1])
     deadline = time.monotonic() + 10
-    while engine._known_server.client._news.empty():
+    while engine._server.client._news.empty():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     (ended,) = engine.interrupt([0])
@@ -374,7 +374,7 @@ def test_engine_on_two_nodes_is_refused(tmp_path: Path) -> None:
     process = Process(1, 5, 1, 4, torch.device("cpu"))
     spec = EngineSpec(str(tmp_path), SHAPE, "float32", 40, 24, config, process, seed=0, ranks=range(1, 5))
     with pytest.raises(UserError, match="ranks 3 to 4 are one engine on two nodes"):
-        build_vllm_server(spec)
+        ServedEngine(spec)
 
 
 def test_server_that_is_started_ends_with_what_it_has_started(tmp_path: Path) -> None:

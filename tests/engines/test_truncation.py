@@ -21,8 +21,8 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from megatron_rl.engines.protocol import Request
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.truncation import truncate
-from megatron_rl.engines.vllm.vllm_truncation import KeptSetRecorder, list_extra_args
-from megatron_rl.parallel.kept_sets import OUTSIDE
+from megatron_rl.engines.vllm.vllm_recorders import KeptSetRecorder, list_extra_args
+from megatron_rl.parallel.vocab_parallel import OUTSIDE
 
 VOCAB_SIZE = 40
 

@@ -18,25 +18,25 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config.engine_options import REFUSED
+from megatron_rl.config.rollout_checks import REFUSED
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.modes import describe_modes
 from megatron_rl.engines.protocol import EngineSpec
-from megatron_rl.engines.vllm.vllm_arguments import list_engine_arguments, list_engine_environment
 from megatron_rl.engines.vllm.vllm_library import pack_experts, prepare_vllm, register_model
-from megatron_rl.engines.vllm.vllm_limits import (
+from megatron_rl.engines.vllm.vllm_settings import (
     CPU_HEAD_DIMS,
     check_cpu_limits,
     check_options,
     cpu_cache_bytes,
     list_arguments,
+    list_engine_arguments,
+    list_engine_environment,
 )
-from megatron_rl.extension.engines import ENGINES
+from megatron_rl.extension.registry import ENGINES
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.types import UserError
-from megatron_rl.weights.delta_nets import DeltaNetSizes
-from megatron_rl.weights.families import ModelShape
+from megatron_rl.weights.families import DeltaNetSizes, ModelShape
 
 SHAPE = ModelShape(
     family="qwen2",

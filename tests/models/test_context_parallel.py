@@ -23,8 +23,8 @@ from role_setups import make_setup
 
 from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig
-from megatron_rl.models.heads import gather_for_vocab_shards
 from megatron_rl.models.packed_sequences import build_packed_sequences
+from megatron_rl.models.stages import gather_for_shards
 from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_logprobs_and_entropy
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
@@ -124,9 +124,9 @@ def score(policy: PackedModel, batch: TrainBatch) -> torch.Tensor:
         piece, batch.position_ids, policy.shape, dtype=torch.float32, cp_size=groups.cp.size(), cp_rank=groups.cp.rank()
     )
     hidden = policy.stages[0](batch.tokens[None, mine], None, attention_mask=None, packed_seq_params=packed)
-    hidden = gather_for_vocab_shards(  # [t/cp, h]
+    hidden = gather_for_shards(  # [t/cp, h]
         hidden, sequence_parallel=policy.config.sequence_parallel, tp_group=groups.tp
-    )
+    )[:, 0]
     is_mine = batch.loss_mask & (batch.predecessors >= mine.start) & (batch.predecessors < mine.stop)
     index = is_mine.nonzero()[:, 0]
     logprobs, _ = compute_linear_logprobs_and_entropy(

@@ -7,6 +7,7 @@ which adds up in another order.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from megatron_rl.models.experts import GroupedExperts, RowCounts, multiply
 from megatron_rl.models.gated_activation import GatedActivation
 from megatron_rl.models.gpt import ColumnParallelLinear, RowParallelLinear
 from megatron_rl.models.transformer_config import build_transformer_config
+from megatron_rl.parallel import batch_invariant
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from shards import make_shape
@@ -93,8 +95,7 @@ def test_a_token_keeps_its_bits_whatever_else_its_expert_gets() -> None:
     torch.manual_seed(0)
     weight = torch.randn(2, 96, 64)
     x = torch.randn(40, 64)
-    together = experts._multiply_padded(x, weight, RowCounts([30, 10], x))
-    alone = [
-        experts._multiply_padded(x[i : i + 1], weight, RowCounts([1, 0] if i < 30 else [0, 1], x)) for i in range(40)
-    ]
+    multiply = partial(experts.multiply_in_turn, batch_invariant.multiply)
+    together = multiply(x, weight, RowCounts([30, 10], x))
+    alone = [multiply(x[i : i + 1], weight, RowCounts([1, 0] if i < 30 else [0, 1], x)) for i in range(40)]
     assert torch.equal(together, torch.cat(alone))

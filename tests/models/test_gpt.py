@@ -23,7 +23,7 @@ from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.models import gpt
 from megatron_rl.models.gpt import ColumnParallelLinear, ModuleSpec, build_gpt_stages, choose_transformer_impl
-from megatron_rl.models.heads import gather_for_vocab_shards
+from megatron_rl.models.stages import gather_for_shards
 from megatron_rl.models.transformer_config import build_transformer_config
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
@@ -244,7 +244,7 @@ def _run_policy(policy: PackedModel) -> list[torch.Tensor] | None:
     if not policy.groups.is_last_stage:
         return None
     hidden = [
-        gather_for_vocab_shards(x, sequence_parallel=policy.config.sequence_parallel, tp_group=policy.groups.tp)
+        gather_for_shards(x, sequence_parallel=policy.config.sequence_parallel, tp_group=policy.groups.tp)[:, 0]
         for x in caught
     ]  # [t, h] each
     with torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.models.heads import ScoreHead, gather_for_vocab_shards
+from megatron_rl.models.stages import ScoreHead, gather_for_shards
 from megatron_rl.models.transformer_config import build_transformer_config
 from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_logprobs_and_entropy
 from megatron_rl.parallel.layout import ParallelLayout
@@ -45,7 +45,7 @@ def test_gradients_of_a_split_output_layer(tp_size: int, sequence_parallel: bool
         x = take_rows(hidden, sequence_parallel, world_size, rank).requires_grad_()
         rows = weight.chunk(world_size)[rank].clone().requires_grad_()
         logprobs, entropy = compute_linear_logprobs_and_entropy(
-            gather_for_vocab_shards(x, sequence_parallel=sequence_parallel, tp_group=dist.group.WORLD),
+            gather_for_shards(x, sequence_parallel=sequence_parallel, tp_group=dist.group.WORLD)[:, 0],
             rows,
             targets,
             OutputSoftmax(vocab_size=VOCAB_SIZE, temperature=0.8, tp_group=dist.group.WORLD, chunk_tokens=3),

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.models.attention_backends import attend, build_segments
-from megatron_rl.models.tiled_attention import attend_in_tiles, build_tiles
+from megatron_rl.models.attention_backends import Segments, attend, attend_in_tiles, build_segments, build_tiles
 
 LENGTHS = [1, 5, 31, 32, 33, 64, 100, 257, 600]
 SHAPES = [(4, 2, 32), (8, 8, 64), (3, 1, 8)]  # heads of queries, of keys and values, and their dimension
@@ -23,21 +22,25 @@ def draw(heads: int, kv_heads: int, dim: int) -> list[torch.Tensor]:
     return [torch.randn(sum(LENGTHS), n, dim, generator=generator) for n in (heads, kv_heads, kv_heads)]
 
 
+def cut(ends_q: torch.Tensor, ends_k: torch.Tensor) -> Segments:
+    return Segments("tiled", ends_q, ends_k, 0, 0, tiles=build_tiles(ends_q, ends_k))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_tail_of_a_sequence_has_the_bits_of_the_whole(shape: tuple[int, int, int]) -> None:
     """Decoding one token, or any number of them behind their cache, alone or together with other sequences."""
     (query, key, value), ends = draw(*shape), find_ends(LENGTHS)
-    whole = attend_in_tiles(query, key, value, build_tiles(ends, ends), 0.2)
+    whole = attend_in_tiles(query, key, value, cut(ends, ends), 0.2)
     last_rows = []
     for start, length in zip(ends.tolist(), LENGTHS, strict=False):
         for stop in {1, length // 2 or 1, min(length, 32), min(length, 33), length}:
             for tail in {1, min(stop, 7), min(stop, 40)}:
                 rows = slice(start + stop - tail, start + stop)
-                tiles = build_tiles(find_ends([tail]), find_ends([stop]))
+                tiles = cut(find_ends([tail]), find_ends([stop]))
                 keys, values = key[start : start + stop], value[start : start + stop]
                 assert torch.equal(attend_in_tiles(query[rows], keys, values, tiles, 0.2), whole[rows])
         last_rows.append(start + length - 1)
-    tiles = build_tiles(find_ends([1] * len(LENGTHS)), ends)
+    tiles = cut(find_ends([1] * len(LENGTHS)), ends)
     assert torch.equal(attend_in_tiles(query[last_rows], key, value, tiles, 0.2), whole[last_rows])
 
 

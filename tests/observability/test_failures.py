@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.observability.failures import Scene, explain, is_lost_peer, is_out_of_memory
-from megatron_rl.observability.positions import Position
+from megatron_rl.observability.failures import Position, Scene, explain, is_lost_peer, is_out_of_memory
 from megatron_rl.types import UserError
 
 SCENE = Scene(3, 7, "update", Path("run/logs/rank3.log"))
@@ -100,7 +99,7 @@ def test_anything_else_names_its_place() -> None:
         Position.decode("not json")
     found = explain(caught.value, SCENE)
     assert found.found == "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
-    assert "decoder.py:" in found.source and "called from megatron_rl/observability/positions.py:" in found.source
+    assert "decoder.py:" in found.source and "called from megatron_rl/observability/failures.py:" in found.source
     assert "run/logs/rank3.log" in found.hint
     for error in (caught.value, ValueError("x"), ConnectionRefusedError("Connection refused")):
         assert not is_out_of_memory(error) and not is_lost_peer(error)

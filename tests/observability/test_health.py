@@ -19,7 +19,7 @@ import pytest
 
 from megatron_rl.config.sections import HealthConfig, ObservabilityConfig
 from megatron_rl.observability.health import CHECKS, Alarm, HealthMonitor
-from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log
+from megatron_rl.observability.progress import LOGGER_NAME, close_rank_log
 from megatron_rl.observability.run import Run
 
 SETTINGS = HealthConfig()

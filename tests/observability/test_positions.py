@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from megatron_rl.observability.positions import Position, explain, find_place, find_position
+from megatron_rl.observability.failures import Position, explain_wait, find_place, find_position
 from megatron_rl.observability.timers import PhaseTimers
 
 
@@ -56,7 +56,7 @@ def test_the_caller_is_named() -> None:
 
 def test_the_rank_that_is_in_no_collective_is_waited_for() -> None:
     ranks = tuple(range(4))
-    text = explain([position(rank, None if rank == 2 else "all_gather_object", ranks=ranks) for rank in ranks], [])
+    text = explain_wait([position(rank, None if rank == 2 else "all_gather_object", ranks=ranks) for rank in ranks], [])
     assert text.startswith("ranks 0-1,3 waited for rank 2 in step 3, phase reward, all_gather_object\n")
     assert "rank 2: step 3, phase reward: is in no collective for 60 s (a.py:1 in f)" in text
     assert "rank 0: step 3, phase reward: waits in all_gather_object of ranks 0-3 for 60 s" in text
@@ -64,15 +64,15 @@ def test_the_rank_that_is_in_no_collective_is_waited_for() -> None:
 
 def test_the_rank_that_is_phases_behind_is_waited_for() -> None:
     """Even if that rank waits itself, for a message that is never sent."""
-    text = explain([position(0, "barrier"), position(1, "recv", num_entered=4, phase="reshard")], [])
+    text = explain_wait([position(0, "barrier"), position(1, "recv", num_entered=4, phase="reshard")], [])
     assert text.startswith("rank 0 waited for rank 1 in step 3, phase reward, barrier")
 
 
 def test_a_rank_without_an_answer_is_waited_for() -> None:
-    text = explain([position(0, "barrier"), None, position(2, "barrier")], [1])
+    text = explain_wait([position(0, "barrier"), None, position(2, "barrier")], [1])
     assert text.startswith("ranks 0,2 waited for rank 1")
     assert "rank 1: no answer; its process is gone or stopped" in text.splitlines()[2]
 
 
 def test_all_waiting_alike_is_a_deadlock() -> None:
-    assert explain([position(0, "recv"), position(1, "all_reduce")], []).startswith("all ranks wait")
+    assert explain_wait([position(0, "recv"), position(1, "all_reduce")], []).startswith("all ranks wait")

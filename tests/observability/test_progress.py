@@ -19,8 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.observability.progress import LINE_SECONDS, Pace, ProgressDisplay
-from megatron_rl.observability.rollout_progress import RolloutCount, RolloutProgress
+from megatron_rl.observability.progress import LINE_SECONDS, Pace, ProgressDisplay, RolloutCount, RolloutProgress
 from megatron_rl.parallel.collectives import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +27,7 @@ PROGRAM = """
 import logging, sys, time
 from pathlib import Path
 from megatron_rl.config.schema import ObservabilityConfig
-from megatron_rl.observability.rollout_progress import RolloutCount
+from megatron_rl.observability.progress import RolloutCount
 from megatron_rl.observability.run import Run
 
 run = Run(Path(sys.argv[1]), "", 4, ObservabilityConfig(tensorboard=False), 0)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.config.schema import ObservabilityConfig
 from megatron_rl.observability.metrics import Sink
-from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log, open_rank_log, read_warnings
+from megatron_rl.observability.progress import LOGGER_NAME, close_rank_log, open_rank_log, read_warnings
 from megatron_rl.observability.run import Run
 
 

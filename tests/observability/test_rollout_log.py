@@ -18,13 +18,14 @@ import numpy as np
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_rl.capsule.rollouts import read_rollouts, write_rollouts
+from megatron_rl.capsule.recorder import write_rollouts
 from megatron_rl.config.schema import ObservabilityConfig
-from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log
+from megatron_rl.observability.progress import LOGGER_NAME, close_rank_log
 from megatron_rl.observability.rollout_log import TokenTexts, as_numbers, token_fields
 from megatron_rl.observability.run import Run
 from megatron_rl.samples.table import build_headers
 from megatron_rl.types import Prompt, Rollout
+from tools.replay.recording import read_rollouts
 from tools.viewer.rollout_page import write_page
 
 

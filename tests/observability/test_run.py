@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.schema import ObservabilityConfig
-from megatron_rl.observability.rank_log import log_path
+from megatron_rl.observability.progress import log_path
+from megatron_rl.observability.rollout_log import write_summary
 from megatron_rl.observability.run import Run
-from megatron_rl.observability.summary import write_summary
 
 OFF = ObservabilityConfig(tensorboard=False, progress_bar=False)
 WRITERS: dict[str, Callable[[Run], object]] = {

@@ -23,9 +23,8 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from megatron_rl.config.schema import ObservabilityConfig
-from megatron_rl.observability.positions import Position
-from megatron_rl.observability.rank_log import LOGGER_NAME, close_rank_log
-from megatron_rl.observability.rollout_progress import RolloutCount
+from megatron_rl.observability.failures import Position
+from megatron_rl.observability.progress import LOGGER_NAME, RolloutCount, close_rank_log
 from megatron_rl.observability.run import Run
 from megatron_rl.observability.status import StatusPage, thin
 from megatron_rl.types import UserError

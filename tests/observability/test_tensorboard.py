@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from megatron_rl.observability.tensorboard import MOST_CHARACTERS, TensorBoard, format_sample, is_due
+from megatron_rl.observability.metrics import MOST_CHARACTERS, TensorBoard, format_sample, is_due
 
 HOSTILE = (
     "<script>alert(1)</script>\n# title\r\n<img src=x onerror=alert(2)>\r* list\n\n<!-- [a](javascript:x) `code`"

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.algorithms.distillation import compute_top_k_divergence
 from megatron_rl.parallel.chunked_divergence import (
     compute_linear_divergence,
     compute_linear_logprobs_of,
     compute_linear_top_k,
 )
 from megatron_rl.parallel.chunked_logprobs import OutputSoftmax
+from megatron_rl.training.teacher_divergence import compute_top_k_divergence
 
 NUM_TOKENS, VOCAB_SIZE = 13, 21
 DIRECTIONS = ("reverse", "forward")

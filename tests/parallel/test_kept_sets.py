@@ -17,7 +17,7 @@ from megatron_rl.parallel.chunked_logprobs import (
     compute_linear_logprobs_and_entropy,
     compute_linear_sum_pi_squared,
 )
-from megatron_rl.parallel.kept_sets import PackedKeptSets
+from megatron_rl.parallel.vocab_parallel import PackedKeptSets
 from megatron_rl.types import KeptSets
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE, PADDED_SIZE, TEMPERATURE = 14, 8, 11, 16, 0.7

@@ -15,7 +15,7 @@ from megatron_rl.algorithms.catalog import ADVANTAGE_ESTIMATORS
 from megatron_rl.planning.admission import check_fits, find_shape, read_job
 from megatron_rl.planning.cluster import Cluster, describe_cluster, find_cluster
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.resolve import resolve
+from megatron_rl.run.models import resolve
 from megatron_rl.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +82,7 @@ def test_start_on_gpus_refuses(
     model.mkdir()
     (model / "config.json").write_bytes(find_shape(str(model), RECIPE).read_bytes())
     monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setattr("megatron_rl.run.preparing.find_cluster", lambda *_: describe_cluster(8, 80))
+    monkeypatch.setattr("megatron_rl.run.session.find_cluster", lambda *_: describe_cluster(8, 80))
     arguments = [f"model.path={model}", f"trainer.check_memory={str(is_checked).lower()}", *ONE_STAGE]
     assert start(arguments, monkeypatch) == 2
     error = capsys.readouterr().err

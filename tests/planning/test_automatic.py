@@ -19,10 +19,10 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.admission import list_candidates, read_job
 from megatron_rl.planning.cluster import Job, describe_cluster, find_host
 from megatron_rl.planning.steptime import Assumptions, build_workload
-from megatron_rl.run import preparing
+from megatron_rl.run import session
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.preparing import Prepared
-from megatron_rl.run.resolve import resolve
+from megatron_rl.run.models import resolve
+from megatron_rl.run.session import Prepared
 from megatron_rl.types import UserError
 from tools.planning import automatic
 from tools.planning.automatic import choose_layout
@@ -110,9 +110,9 @@ def test_hosts_share_their_memory_among_their_ranks() -> None:
 def test_ranks_that_choose_for_themselves_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes of different memory would otherwise wait for each other."""
     inputs = SimpleNamespace()
-    monkeypatch.setattr(preparing, "world", lambda: None)
-    monkeypatch.setattr(preparing, "gather_objects", lambda mine, _: [mine, ["layout auto: another"]])
-    prepared = Prepared(load_config(RECIPE).config, inputs, None, preparing.Parts(), ["layout auto: this"])  # pyright: ignore
+    monkeypatch.setattr(session, "world", lambda: None)
+    monkeypatch.setattr(session, "gather_objects", lambda mine, _: [mine, ["layout auto: another"]])
+    prepared = Prepared(load_config(RECIPE).config, inputs, None, session.Parts(), ["layout auto: this"])  # pyright: ignore
     with pytest.raises(UserError, match="the ranks come to different layouts"):
         prepared.agree()
     replace(prepared, chosen=[]).agree()

@@ -13,11 +13,10 @@ import pytest
 
 import megatron_rl.planning.memory as memory_module
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.planning.activations import count_passes_in_flight
 from megatron_rl.planning.admission import find_problem
 from megatron_rl.planning.cluster import GIB, Job
 from megatron_rl.planning.engine_weights import compute_engine_bytes, count_aliased_elements
-from megatron_rl.planning.memory import MemoryPhase, compute_memory, count_microbatches
+from megatron_rl.planning.memory import MemoryPhase, compute_memory, count_microbatches, count_passes_in_flight
 from megatron_rl.planning.parameters import compute_role_bytes
 from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.weights.megatron_layout import megatron_placements

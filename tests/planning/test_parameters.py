@@ -19,13 +19,14 @@ from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.config.sections import LoraConfig
-from megatron_rl.models.quantized import list_quantized_linears
+from megatron_rl.models.experts import list_matrices
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_bytes, list_chunks
 from megatron_rl.training.roles.actor import Actor
-from megatron_rl.training.roles.mtp_layer import Mtp
+from megatron_rl.training.roles.mtp import Mtp
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.nf4 import QuantizedMatrix
 from tiny_models import save_tiny_model
 
 ZERO_3 = dict(zero_stage=3)
@@ -113,7 +114,8 @@ def measure(actor: Actor | Mtp) -> RoleBytes:
             if actor.model.config.bf16:
                 assert param.dtype == torch.float32
                 states += param.nbytes
-    quantized = sum(matrix.nbytes for matrix in list_quantized_linears(actor.model.stages).values())
+    matrices = list_matrices(actor.model.stages, torch.detach).values()
+    quantized = sum(matrix.nbytes for matrix in matrices if isinstance(matrix, QuantizedMatrix))
     weights_bytes = quantized + sum(t.nbytes for t in in_buffers or weights)
     return RoleBytes(weights_bytes, sum(b.grad_data.nbytes for b in buffers), states)
 

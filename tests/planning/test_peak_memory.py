@@ -25,7 +25,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.cluster import Cluster, Job, build_job
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.resolve import resolve
+from megatron_rl.run.models import resolve
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch, expand_to_tokens
 from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.training.roles.actor import Actor

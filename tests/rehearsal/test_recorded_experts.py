@@ -21,8 +21,8 @@ from role_setups import take_step
 from distributed import run_ranks
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.config.sections import LoraConfig
-from megatron_rl.models.dispatcher import LocalDispatcher
 from megatron_rl.models.experts import GroupedExperts
+from megatron_rl.models.routing import LocalDispatcher
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError

@@ -25,7 +25,7 @@ from distributed import run_ranks
 from megatron_rl.parallel.groups import build_groups, list_gather_buffers
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.training import reduction
+from megatron_rl.training import packed_model
 from megatron_rl.types import UserError
 from step_runs import Setup, build_ragged_batch, build_role, compare_modes
 from tiny_models import save_tiny_model
@@ -74,7 +74,7 @@ LONG = {
 }
 
 
-_IN_PARTS = partial(reduction.DistributedDataParallelConfig, bucket_size=2000)  # an early reduction sends several
+_IN_PARTS = partial(packed_model.DistributedDataParallelConfig, bucket_size=2000)  # an early reduction sends several
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _compare_on_rank(rank: int, world_size: int, setups: dict[str, Setup], path: Path, num_steps: int) -> Any:
-    with recorded_graphs(), patch.object(reduction, "DistributedDataParallelConfig", _IN_PARTS):
+    with recorded_graphs(), patch.object(packed_model, "DistributedDataParallelConfig", _IN_PARTS):
         return {name: compare_modes(setup, path, world_size, num_steps, "graph") for name, setup in setups.items()}
 
 

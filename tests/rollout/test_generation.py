@@ -26,7 +26,7 @@ from megatron_rl.config.schema import (
     RunConfig,
 )
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
@@ -35,10 +35,8 @@ from megatron_rl.rewards.plan import build_reward_plan
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.order import SampleGroups
-from megatron_rl.run.engine import build_rollout
-from megatron_rl.run.models import RoleInputs
-from megatron_rl.run.resolve import resolve
-from megatron_rl.run.roles import build_role
+from megatron_rl.run.building import build_role, build_rollout
+from megatron_rl.run.models import RoleInputs, resolve
 from megatron_rl.types import Prompt, Rollout, UserError
 from megatron_rl.weights.model_config import load_model_shape
 from reward_samples import wait_for_file, write_function
@@ -108,8 +106,7 @@ def stream(rank: int, world_size: int, path: Path, engine: str, rollout_tp: int)
         generator._engine,
         generator._weights,
         generator._channel,
-        config=RolloutConfig(tensor_model_parallel_size=rollout_tp, dispatch="groups"),
-        run_seed=generator._run_seed,
+        config=generator._config.with_sections({"rollout": {"dispatch": "groups"}}),
         group=dist.group.WORLD,
         progress=RolloutProgress(),
     )

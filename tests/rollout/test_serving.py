@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatron_rl.engines.vllm.vllm_engine import VllmEngine
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
-from megatron_rl.rollout.serving import Channel, ControlMessage, close_batch, generate, open_channel, serve
+from megatron_rl.rollout.serving import Channel, ControlMessage, generate, open_channel, serve
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model
 from tools.benchmarks._scripted_engine import ScriptedEngine
@@ -72,6 +72,11 @@ def make_request(key: int, turn: int = 0, num_tokens: int = 3) -> Request:
     return Request(key, np.arange(num_tokens, dtype=np.int32) + 3, 1000 + key, SAMPLED, turn)
 
 
+def run_only(requests: Sequence[Request]) -> Callable[[bool], ControlMessage]:
+    """A `take` callback for `serve` that runs exactly these requests."""
+    return lambda is_idle: ControlMessage(requests=requests, stop=True)
+
+
 def script(lengths: Sequence[int], slots: int = 4) -> ScriptedEngine:
     return ScriptedEngine(dict(enumerate(lengths)), slots, COST)
 
@@ -109,7 +114,11 @@ def test_messages_arrive_as_they_were_sent(shared: list[list[list[ControlMessage
     for (message, *_), (found, empty, large, again) in zip(shared[0], shared[rank], strict=True):
         check_equal(found, message)
         check_equal(again, message)
-        assert empty.is_empty() and np.array_equal(large.requests[0].tokens, np.arange(1 << 22))
+        assert (
+            (*empty.interrupts, *empty.requests) == ()
+            and not empty.stop
+            and np.array_equal(large.requests[0].tokens, np.arange(1 << 22))
+        )
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +144,7 @@ def test_a_batch_comes_back_in_its_order() -> None:
     """Two run at once: the clock shows the waiting times."""
     engine = script([5, 2, 3, 1], slots=2)
     told: list[int] = []
-    assert serve(engine, close_batch([make_request(k) for k in range(4)]), lambda s: told.append(s.key)) is None
+    assert serve(engine, run_only([make_request(k) for k in range(4)]), lambda s: told.append(s.key)) is None
     assert told == [1, 0, 2, 3] and engine.seconds == pytest.approx(5 * 1.2 + 1 * 1.1)
     found = generate(script([5, 2, 3, 1], slots=2), [make_request(k) for k in (2, 0, 3)])
     assert [(s.key, len(s.tokens)) for s in found] == [(2, 3), (0, 5), (3, 1)]
@@ -204,7 +213,7 @@ def test_one_turn_engines_generate_what_waits() -> None:
     engine = OneTurn(Whole())
     engine.add([make_request(9)])
     assert [s.finish_reason for s in engine.interrupt([9, 10])] == ["interrupted"] and not engine.has_requests()
-    serve(engine, close_batch(requests), lambda s: told.append((s.key, len(s.tokens))))
+    serve(engine, run_only(requests), lambda s: told.append((s.key, len(s.tokens))))
     assert calls == [(2, 0.7), (1, 0.0)] and told == [(0, 3), (2, 1), (2, 1)]
 
 
@@ -234,7 +243,7 @@ def test_errors_leave_no_request_behind() -> None:
         raise ValueError("no listener")
 
     engine = script([2, 5])
-    error = serve(engine, close_batch([make_request(0), make_request(1)]), fail)
+    error = serve(engine, run_only([make_request(0), make_request(1)]), fail)
     assert str(error) == "no listener" and calls == [0] and engine.seconds == pytest.approx(2 * 1.2 + 3 * 1.1)
     inbox, engine = Inbox(), script([2, 5])
     inbox.put(ControlMessage(requests=[make_request(0), make_request(1)]))

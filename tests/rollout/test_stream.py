@@ -37,9 +37,8 @@ from megatron_rl.engines.protocol import Sampled
 from megatron_rl.engines.sampling import derive_seed
 from megatron_rl.rollout.episodes import Episodes
 from megatron_rl.rollout.order import SampleGroups
-from megatron_rl.rollout.phase import find_window
+from megatron_rl.rollout.phase import ScheduleTrace, find_window, read_trace
 from megatron_rl.rollout.stream import Taken
-from megatron_rl.rollout.trace import ScheduleTrace, read_trace
 from megatron_rl.types import KeptSets, Prompt, Rollout, UserError
 
 

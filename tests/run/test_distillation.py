@@ -15,9 +15,9 @@ import pytest
 from safetensors.torch import load_file
 
 from distributed import run_ranks
-from megatron_rl.run.changes import find_dependencies
 from megatron_rl.run.inputs import read_rl_inputs
 from megatron_rl.run.loading import load_config
+from megatron_rl.run.opening import find_dependencies
 from megatron_rl.types import UserError
 from rl_runs import make_task, overrides_for, read_records, train
 from tiny_models import ENGINE_SIZES, save_tiny_model

@@ -15,7 +15,7 @@ import pytest
 
 from distributed import run_ranks
 from megatron_rl.weights.family import FAMILIES
-from megatron_rl.weights.text_part import TEXT_PARTS
+from megatron_rl.weights.model_config import TEXT_PARTS
 from rl_runs import layout_overrides, overrides_for, read_records, train
 from tiny_models import engine_sizes, save_tiny_model
 

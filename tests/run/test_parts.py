@@ -21,11 +21,11 @@ from distributed import run_ranks
 from launch_runs import ROOT, assert_succeeded, fork_ranks, run_script
 from megatron_rl.algorithms.catalog import RegisteredEstimator
 from megatron_rl.engines.local.transformers import HuggingFaceEngine
+from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.parts import Parts
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.critic import Critic
-from megatron_rl.training.roles.reference import Reference
+from megatron_rl.training.roles.frozen import Reference
 from rl_runs import load_nested, overrides_for, read_records
 
 PROGRAM = """

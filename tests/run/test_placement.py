@@ -16,8 +16,8 @@ import pytest
 from distributed import run_ranks
 from golden_runs import compare, make_golden_task, observe
 from megatron_rl.run.grpo import Trainer
+from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.parts import Parts
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.critic import Critic

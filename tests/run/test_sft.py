@@ -15,7 +15,7 @@ import torch
 
 import megatron_rl.training.roles.on_samples as roles_module
 from distributed import run_ranks
-from megatron_rl.algorithms.ledger import LedgerError
+from megatron_rl.algorithms.aggregation import LedgerError
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.sft import train_sft
 from rl_runs import leave_out_curves, read_records

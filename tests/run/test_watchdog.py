@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.observability.rank_log import log_path, open_rank_log
+from megatron_rl.observability.progress import log_path, open_rank_log
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel import pairs
 from megatron_rl.parallel.collectives import broadcast_tensors, open_store, world
@@ -34,7 +34,7 @@ LIMIT = 1.0
 @pytest.fixture(autouse=True)
 def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl.run.watchdog._ANSWER_SECONDS", 1.0)
-    monkeypatch.setattr("megatron_rl.run.reports._SHOWN_SECONDS", 1.0)
+    monkeypatch.setattr("megatron_rl.run.watchdog._SHOWN_SECONDS", 1.0)
 
 
 def watch(

@@ -8,6 +8,7 @@ The formulas are tested in tests/algorithms; sequence weights in test_pack.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -101,18 +102,27 @@ def test_branches_change_no_baseline_and_no_metric() -> None:
         np.testing.assert_allclose(np.concatenate(cut[name]), np.concatenate(whole[name]), rtol=1e-6)
 
 
-def _measure_kl(rank: int, world_size: int) -> list[float]:
+def _measure_kl(rank: int, world_size: int) -> dict[str, list[float]]:
     samples = replicate(WHOLE, PROMPTS, dist.group.WORLD)
     batch, _ = _pack(samples, rank, world_size)
-    old_logprobs = -0.25 * (batch.tokens + 1) * batch.loss_mask
-    return measure_kl(samples.headers, replace(batch, old_logprobs=old_logprobs), "k1", dist.group.WORLD).tolist()
+    old_logprobs = torch.where(batch.loss_mask, -0.25 * (batch.tokens + 1), torch.nan)
+    batch = replace(batch, old_logprobs=old_logprobs)
+    return {
+        kl_type: measure_kl(samples.headers, batch, kl_type, dist.group.WORLD).tolist()
+        for kl_type in ("k1", "k2", "k3")
+    }
 
 
 def test_kl_is_summed_over_ranks() -> None:
-    """Of tokens 0, 1, 2 (and 3), every rank has that of all rollouts."""
-    expected = [-0.25 * n * (n + 1) / 2 for n in (4, 4, 4, 4, 3, 4)]
+    """Of tokens 0, 1, 2 (and 3), every rank has that of all rollouts; NaN outside of the loss does not count."""
+    log_ratios = [[0.25 * (token + 1) for token in range(n)] for n in (4, 4, 4, 4, 3, 4)]
+    expected = {
+        "k1": [-sum(mine) for mine in log_ratios],
+        "k2": [sum(x**2 / 2 for x in mine) for mine in log_ratios],
+        "k3": [sum(math.exp(x) - 1 - x for x in mine) for mine in log_ratios],
+    }
     for found in (*run_ranks(_measure_kl, 1), *run_ranks(_measure_kl, 2)):
-        assert found == pytest.approx(expected)
+        assert found == {name: pytest.approx(values) for name, values in expected.items()}
 
 
 def _penalize(rank: int, world_size: int, name: str) -> list[float]:

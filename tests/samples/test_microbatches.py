@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.samples import microbatches
+from megatron_rl.samples import balancing, microbatches
+from megatron_rl.samples.batch import Padding
 from megatron_rl.samples.microbatches import (
     MicrobatchPlan,
     compute_attention_ratio,
@@ -22,7 +23,7 @@ from megatron_rl.samples.microbatches import (
     plan_microbatches,
 )
 from megatron_rl.samples.prefix import SharedPrefixes, share_prompts
-from megatron_rl.training.laid_out import LaidOutModel
+from megatron_rl.training.setup import LaidOutModel
 from shards import make_shape
 
 MAX_TOKENS = 64
@@ -260,7 +261,7 @@ def test_attention_ratio_of_models() -> None:
 
 def test_metrics_by_hand() -> None:
     """Loads 9 and 3 in 2 x 2 microbatches of 10, padded to 10, 0 + 4 and 4 + 4."""
-    metrics = packing_metrics([[[0, 1], []], [[2], []]], [4, 5, 3], 10, pad_multiple=4)
+    metrics = packing_metrics([[[0, 1], []], [[2], []]], [4, 5, 3], 10, pad=Padding(4).find_size)
     assert metrics == {
         "packing/efficiency": pytest.approx(12 / 24),
         "packing/padded_efficiency": pytest.approx(12 / 15),
@@ -296,7 +297,7 @@ def test_goals_on_a_long_tail(dp_size: int) -> None:
     lengths = draw_long_tail(512)
     budget = 2 * max(lengths)
     plan = plan_microbatches(lengths, dp_size=dp_size, max_tokens=budget, attention_ratio=QWEN_1B5)
-    metrics = packing_metrics(plan, lengths, budget, pad_multiple=8, attention_ratio=QWEN_1B5)
+    metrics = packing_metrics(plan, lengths, budget, pad=Padding(8).find_size, attention_ratio=QWEN_1B5)
     assert max(lengths) > 7.5 * np.mean(lengths)
     assert metrics["packing/efficiency"] >= 0.95 and metrics["packing/imbalance"] <= 1.05
     assert metrics["packing/budget_use"] >= 0.95 and metrics["packing/padded_efficiency"] < 0.4
@@ -331,9 +332,9 @@ def test_planning_for_many_ranks_takes_few_plans(monkeypatch: pytest.MonkeyPatch
     Seconds depend on the machine: tools/benchmarks/bench_host_work.py measures them.
     """
     plans, tried = [], []
-    arrange, exchange = microbatches._plan_units, microbatches._exchange_best
+    arrange, exchange = microbatches._plan_units, balancing._exchange_best
     monkeypatch.setattr(microbatches, "_plan_units", lambda *a, **options: plans.append(a) or arrange(*a, **options))
-    monkeypatch.setattr(microbatches, "_exchange_best", lambda *a: tried.append(a) or exchange(*a))
+    monkeypatch.setattr(balancing, "_exchange_best", lambda *a: tried.append(a) or exchange(*a))
     lengths, shared = draw_long_tail(2048), share_prompts(np.arange(2048) // 8, [1] * 2048)
     for sharing in (None, shared):
         plan_microbatches(lengths, dp_size=1024, max_tokens=2 * max(lengths), shared=sharing)

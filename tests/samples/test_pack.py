@@ -85,7 +85,7 @@ def test_a_prompt_is_shared_where_the_engine_routed_it_alike() -> None:
         routes = shape.unknown(len(rollout.branches[0].tokens))
         routes[:-1] = 3 if sample == 2 else 5
         routes[rollout.branches[0].num_prompt_tokens : -1] = sample
-        rollouts.append((0, rollout.with_routes(routes)))
+        rollouts.append((0, replace(rollout, branches=[replace(rollout.branches[0], routes=routes)])))
     headers, packing = pack(rollouts, AlgorithmConfig())
     assert number_prompts(headers).tolist() in ([0, 0, 1], [1, 1, 2])
     batch, start = packing.batch, headers["num_prompt_tokens"][0]

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
+from megatron_rl.samples.batch import Buckets, Padding, TrainBatch, build_buckets, build_train_batch, double_until
+from megatron_rl.samples.pack import padding_metrics
 from megatron_rl.samples.prefix import share_prompts
-from megatron_rl.samples.shape_buckets import Buckets, build_buckets, padding_metrics
 from megatron_rl.types import Branch
 
 CPU = torch.device("cpu")
@@ -28,14 +28,13 @@ def test_default_ladder_has_sixteenths_that_are_multiples() -> None:
 def test_at_most_a_ninth_of_a_microbatch_that_is_half_full_is_padding(budget: int, share: float) -> None:
     """But for the rounding of sixteenths to whole tokens."""
     size = max(round(budget * share), -(-budget // 2))
-    padded = build_buckets(budget, [], 1, 8).find_size(size)
+    padded = Padding(1, build_buckets(budget, [], 1, 8)).find_size(size)
     assert size <= padded <= budget and padded - size <= budget / 16 + 1
 
 
 def test_room_is_doubled() -> None:
-    buckets = Buckets((64,), 8)
-    assert [buckets.find_slots(n) for n in (1, 8, 9, 33)] == [8, 8, 16, 64]
-    assert [buckets.find_num_keys(n, 64) for n in (3, 64, 65, 300)] == [64, 64, 128, 512]
+    assert [double_until(8, n) for n in (1, 8, 9, 33)] == [8, 8, 16, 64]
+    assert [double_until(64, n) for n in (3, 64, 65, 300)] == [64, 64, 128, 512]
 
 
 def test_padding_metrics_by_hand() -> None:

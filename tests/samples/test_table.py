@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from hashlib import blake2b
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from megatron_rl.samples.table import (
     Headers,
     build_headers,
     gather_headers,
-    hash_answer,
     join_headers,
     merge_names,
 )
@@ -30,7 +30,8 @@ def test_a_header_is_small_and_says_what_decides() -> None:
     assert headers["num_sampled"].tolist() == [4, 6, 3, 1] and headers.num_loss_tokens.tolist() == [4, 0, 3, 1]
     assert headers["last_version"].tolist() == headers["first_version"].tolist() == [7] * 4
     assert headers["reward"].tolist() == [0.5, 1.0, -1.0, 0.25] and set(headers["holder"]) == {2}
-    assert headers["answer"].tolist() == [hash_answer(text) for text in "1001"]
+    hashes = {text: int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") for text in "01"}
+    assert headers["answer"].tolist() == [hashes[text] for text in "1001"]
     assert headers.reported(1) == {"a": 2.0, "overlong": -1.0} and headers.reported(3) == {"b": 4.0, "overlong": 0.0}
     assert list(headers.reported(2)) == ["b", "overlong"], "in the order in which the reward reports them"
 

@@ -17,7 +17,7 @@ import pytest
 from distributed import run_ranks
 from launch_runs import assert_succeeded, run
 from megatron_rl.checkpoint.directory import find_weights
-from megatron_rl.config.data import DataConfig
+from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.pass_rates import select_by_pass_rate
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import load_tokenizer

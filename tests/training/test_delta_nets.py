@@ -22,8 +22,8 @@ from megatron_rl.models.experts import list_matrices
 from megatron_rl.run.inputs import read_rl_inputs
 from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
-from megatron_rl.weights.fused_experts import split_huggingface_experts
 from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.packed_experts import split_huggingface_experts
 from megatron_rl.weights.shard_box import box_slices
 from rl_runs import overrides_for
 from tiny_models import save_tiny_model

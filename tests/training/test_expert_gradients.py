@@ -21,7 +21,7 @@ from actor_runs import ALGORITHM, Case, build_actor, build_batch
 from distributed import run_ranks
 from megatron_rl.models.routing import RoutedRouter
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.fused_experts import name_expert, split_experts
+from megatron_rl.weights.packed_experts import name_expert, split_experts
 from megatron_rl.weights.shard_box import box_slices
 from tiny_models import save_tiny_model
 

@@ -31,7 +31,7 @@ from distributed import run_ranks
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.roles.reference import Reference
+from megatron_rl.training.roles.frozen import Reference
 from megatron_rl.weights.megatron_layout import ROUTER_BIAS
 from tiny_models import save_tiny_model
 

@@ -37,7 +37,7 @@ from distributed import run_ranks
 from megatron_rl.checkpoint.peft import check_adapters
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.config.sections import LoraConfig
-from megatron_rl.training.roles.reference import BaseOfActor, Reference
+from megatron_rl.training.roles.frozen import BaseOfActor, Reference
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.model_config import load_model_shape

@@ -29,10 +29,9 @@ from actor_runs import (
 from distributed import run_ranks
 from megatron_rl.parallel.collectives import world
 from megatron_rl.samples.batch import MicrobatchSlice, TrainBatch
-from megatron_rl.training.mtp import find_successors, shift_targets
-from megatron_rl.training.roles.mtp_layer import Mtp, _compute_loss
-from megatron_rl.weights.fused_experts import name_expert, split_experts, split_huggingface_experts
+from megatron_rl.training.roles.mtp import Mtp, _compute_loss, find_successors, shift_targets
 from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.packed_experts import name_expert, split_experts, split_huggingface_experts
 from megatron_rl.weights.shard_box import box_slices
 from tiny_models import draw_tokens
 

@@ -30,9 +30,9 @@ from actor_runs import (
 )
 from distributed import run_ranks
 from megatron_rl.training.muon import MOMENTUM, orthogonalize
-from megatron_rl.weights.fused_experts import split_huggingface_experts
 from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.model_config import load_model_shape, model_shape_from_config
+from megatron_rl.weights.packed_experts import split_huggingface_experts
 from tiny_models import VOCAB_SIZE, save_tiny_model
 
 UPDATES = 3

@@ -26,8 +26,8 @@ from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.serving import ControlMessage, generate, serve
-from megatron_rl.training.frozen_policy import build_policy, score_sequences
 from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.roles.frozen import build_policy, score_sequences
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import CONFIGS, save_tiny_model

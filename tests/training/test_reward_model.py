@@ -16,7 +16,7 @@ from distributed import run_ranks
 from megatron_rl.config.schema import RewardModelConfig
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.training.roles.reward_model import RewardModel
+from megatron_rl.training.roles.frozen import RewardModel
 from tiny_models import draw_tokens, save_tiny_model
 
 FAMILIES = ["qwen2", "llama"]

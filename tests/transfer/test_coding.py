@@ -30,17 +30,15 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.engines.protocol import Request
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.engine_weights import compute_engine_bytes
 from megatron_rl.rollout.serving import generate
-from megatron_rl.run.engine import build_rollout
-from megatron_rl.run.models import RoleInputs
-from megatron_rl.run.resolve import resolve
-from megatron_rl.run.roles import build_role
+from megatron_rl.run.building import build_role, build_rollout
+from megatron_rl.run.models import RoleInputs, resolve
 from megatron_rl.transfer.certificate import CertificateError
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.rollout_layout import huggingface_placements

@@ -35,16 +35,14 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.config.sections import LoraConfig
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.order import SampleGroups
-from megatron_rl.run.engine import build_rollout
-from megatron_rl.run.models import RoleInputs
-from megatron_rl.run.resolve import resolve
-from megatron_rl.run.roles import build_role
+from megatron_rl.run.building import build_role, build_rollout
+from megatron_rl.run.models import RoleInputs, resolve
 from megatron_rl.run.state import actor_export
 from megatron_rl.samples.batch import Padding, build_train_batch
 from megatron_rl.samples.microbatches import plan_microbatches

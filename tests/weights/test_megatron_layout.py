@@ -23,8 +23,8 @@ from megatron_rl.weights.megatron_layout import (
     megatron_placements,
     padded_vocab_size,
     stage_layers,
+    training_placements,
 )
-from megatron_rl.weights.row_shards import training_placements
 from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices, check_placements
 from shards import count_writes, cut_shards, make_full_tensors, make_shape, place_megatron
 

@@ -10,12 +10,11 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
-from megatron_rl.models.quantized import _Product
+from megatron_rl.models.lora_linears import multiply_quantized
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import model_shape_from_config
-from megatron_rl.weights.nf4 import QuantizedMatrix
-from megatron_rl.weights.quantization import check_quantization, count_bytes
+from megatron_rl.weights.nf4 import QuantizedMatrix, check_quantization, count_bytes
 from tiny_models import CONFIGS
 
 
@@ -39,7 +38,7 @@ def test_products_and_gradients_are_those_of_bitsandbytes(dtype: torch.dtype) ->
     theirs.weight = bnb.nn.Params4bit(weight.clone(), requires_grad=False, quant_type="nf4", compress_statistics=False)
     theirs.to("cpu")
     found = []
-    for product in (theirs, lambda x: _Product.apply(x, quantize(weight), None)):
+    for product in (theirs, lambda x: multiply_quantized(x, quantize(weight))):
         given = x.clone().requires_grad_()
         output = product(given)
         (output * draw(*output.shape).to(dtype)).sum().backward()
@@ -51,11 +50,11 @@ def test_products_and_gradients_are_those_of_bitsandbytes(dtype: torch.dtype) ->
 def test_every_piece_has_the_bits_of_the_whole(columns: int) -> None:
     """Shards of rows and of columns, as tensor parallel ranks have them, and any piece that is read."""
     weight = draw(24, columns)
-    whole = quantize(weight).dequantize()
+    whole = quantize(weight)[:]
     assert ((whole - weight).norm() / weight.norm()).item() == pytest.approx(0.092, abs=0.006)
-    assert torch.equal(torch.cat([quantize(part).dequantize() for part in weight.chunk(2, 0)]), whole)
+    assert torch.equal(torch.cat([quantize(part)[:] for part in weight.chunk(2, 0)]), whole)
     for parts in (n for n in (2, 3, 7) if columns % (64 * n) == 0):
-        shards = [quantize(part.contiguous()).dequantize() for part in weight.chunk(parts, 1)]
+        shards = [quantize(part.contiguous())[:] for part in weight.chunk(parts, 1)]
         assert torch.equal(torch.cat(shards, 1), whole)
     for place in ((slice(3, 17), slice(5, 41)), (slice(0, 24), slice(0, columns)), (slice(8, 8), slice(None))):
         assert torch.equal(quantize(weight)[place], whole[place])

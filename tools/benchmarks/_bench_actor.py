@@ -15,15 +15,13 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.algorithms.advantages import AdvantageInputs, compute_advantages, compute_token_rewards
-from megatron_rl.algorithms.aggregation import aggregate
-from megatron_rl.algorithms.ledger import build_ledger
+from megatron_rl.algorithms.aggregation import aggregate, build_ledger
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
+from megatron_rl.samples.batch import Buckets, Padding, TrainBatch, build_train_batch
 from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.samples.prefix import share_prompts
-from megatron_rl.samples.shape_buckets import Buckets
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.types import Branch

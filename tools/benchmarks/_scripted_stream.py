@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.observability.rollout_progress import RolloutProgress
+from megatron_rl.observability.progress import RolloutProgress
 from megatron_rl.parallel.collectives import open_store, world
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.rollout.generation import RolloutGenerator
@@ -74,6 +74,7 @@ class ScriptedStream:
                 f"rollout.dispatch={schedule.dispatch}",
                 *(f"schedule.{name}={getattr(schedule, name)}" for name in ("max_staleness", "updates", "order")),
                 f"schedule.steps_per_update={steps_per_update or 'null'}",
+                "trainer.seed=0",
                 "algorithm.importance_sampling=token-truncate",
             ],
         ).config
@@ -85,8 +86,7 @@ class ScriptedStream:
             BuiltEngine(self.engine, None, "ScriptedEngine", engines),
             self._weights,
             Channel(),
-            config=config.rollout,
-            run_seed=0,
+            config=config,
             group=dist.group.WORLD,
             progress=RolloutProgress(),
         )

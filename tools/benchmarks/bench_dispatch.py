@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 
 import numpy as np
 
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.schema import ActorConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig, derive_seed
 from megatron_rl.parallel.layout import EngineRanks
-from megatron_rl.rollout.dispatch import assign_engines
+from megatron_rl.rollout.order import assign_engines
 from megatron_rl.rollout.serving import generate
 from tools.benchmarks._scripted_engine import VOCAB_SIZE, ScriptedEngine
 from tools.planning.engine_clock import StepCost
@@ -121,7 +121,7 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
     """Return a run on all ranks with sleeping engines; collective."""
     import torch.distributed as dist
 
-    from megatron_rl.observability.rollout_progress import RolloutProgress
+    from megatron_rl.observability.progress import RolloutProgress
     from megatron_rl.rollout.generation import RolloutGenerator
     from megatron_rl.rollout.order import SampleGroups
     from megatron_rl.rollout.serving import Channel
@@ -136,12 +136,18 @@ def make_real_run(args: argparse.Namespace) -> Callable[[int, str], tuple[float,
             Prompt(number, request.tokens, "", "") for number, request in enumerate(requests[:: args.group_size])
         ]
         engine = ScriptedEngine(dict(enumerate(lengths.tolist())), args.slots, COST, time.sleep)
+        config = RunConfig(
+            model=ModelConfig(path=""),
+            data=DataConfig(train_files=[], train_batch_size=1),
+            actor=ActorConfig(),
+            rollout=RolloutConfig(dispatch=dispatch),
+            trainer=TrainerConfig(seed=seed),
+        )
         generator = RolloutGenerator(
             BuiltEngine(engine, None, "ScriptedEngine", EngineRanks.consecutive(range(dist.get_world_size()), 1)),
             weights,
             Channel(),
-            config=RolloutConfig(dispatch=dispatch),
-            run_seed=seed,
+            config=config,
             group=dist.group.WORLD,
             progress=RolloutProgress(),
         )

@@ -27,7 +27,7 @@ import torch
 
 from megatron_rl.config.schema import AlgorithmConfig, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rollout.dispatch import assign_engines
+from megatron_rl.rollout.order import assign_engines
 from megatron_rl.samples.describe import describe_rollouts
 from megatron_rl.samples.fetch import Holders, plan_fetch
 from megatron_rl.samples.pack import Packer

@@ -28,13 +28,13 @@ import torch.distributed as dist
 
 from megatron_rl import Trainer
 from megatron_rl.parallel.collectives import gather_objects, world
+from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.parts import Parts
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.experience import Experience
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.roles.critic import Critic
-from megatron_rl.training.roles.reference import Reference
+from megatron_rl.training.roles.frozen import Reference
 
 LIMIT, WARMUP = 1.15, 2
 # Calls that may overlap: (role, call), each on its own ranks.

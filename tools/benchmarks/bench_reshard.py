@@ -36,10 +36,9 @@ from megatron_rl.transfer.planner import group_shards, plan_rank
 from megatron_rl.transfer.pull import export_params, map_params
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.fused_experts import find_fused
-from megatron_rl.weights.megatron_layout import megatron_placements
+from megatron_rl.weights.megatron_layout import find_shard_key, megatron_placements
+from megatron_rl.weights.packed_experts import find_fused
 from megatron_rl.weights.rollout_layout import vllm_placements
-from megatron_rl.weights.row_shards import find_shard_key
 from megatron_rl.weights.shard_box import ShardBox, box_shape, box_slices
 from tools._layouts import read_layouts, read_shape
 

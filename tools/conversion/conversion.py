@@ -23,14 +23,16 @@ from megatron_rl.checkpoint.distributed import check_global_shapes
 from megatron_rl.checkpoint.files import DIGESTS_FILE, Unit, explain_write_error, split_units
 from megatron_rl.checkpoint.huggingface import check_checkpoint, finish_model, name_safetensors
 from megatron_rl.checkpoint.manifest import begin_manifest, finish_role, seal
-from megatron_rl.checkpoint.model_files import ModelFiles, WrittenTensor, list_copies, list_written
+from megatron_rl.checkpoint.model_files import ModelFiles, list_copies
 from megatron_rl.checkpoint.pieces import locate
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, find_mtp_weights, list_side_files
 from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter
 from megatron_rl.types import UserError
-from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements, place_drafts
-from megatron_rl.weights.model_config import find_head, load_model_shape
-from megatron_rl.weights.shard_box import Box, box_shape, box_slices, box_volume
+from megatron_rl.weights.families import SCORE_HEAD, ModelShape
+from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements
+from megatron_rl.weights.model_config import load_model_shape
+from megatron_rl.weights.packed_experts import FileTensor, join_turns, list_file_tensors
+from megatron_rl.weights.shard_box import Box, box_shape, box_slices, box_volume, full_box
 from tools.conversion.conversion_checks import (
     check_one_type_per_key,
     check_surplus,
@@ -63,11 +65,11 @@ def convert_to_megatron(
     Raises:
         UserError: unknown architecture, weights that do not match config.json, a failed write, ...
     """
-    shape = load_model_shape(source, head=find_head(ModelFiles(source)))
+    shape = load_model_shape(source, head="score" if SCORE_HEAD in ModelFiles(source) else "lm")
     check_checkpoint(source, shape)
     files = ModelFiles(source)
     check_surplus(files, shape, source)
-    drafts, shapes = place_drafts(shape, files.read_headers())
+    drafts, shapes = _place_drafts(shape, files.read_headers())
     dtypes = read_dtypes(files, shapes) if dtype is None else choose_dtypes(shape, dict.fromkeys(shapes, dtype), dtype)
     table, partial = megatron_global_placements(shape) | drafts, _claim(out, force)
     check_one_type_per_key(table, dtypes, source)
@@ -137,16 +139,20 @@ def convert_to_huggingface(
     if source.verify:
         workers.agree(_find_damage(weights, workers))
     reader, config = _RoleReader(weights), source.config or weights / CONFIG_DIR
-    shape = load_model_shape(config, head=find_head(reader.tensors))
-    drafts, sizes = place_drafts(shape, reader.tensors)
+    shape = load_model_shape(config, head="score" if SCORE_HEAD in reader.tensors else "lm")
+    drafts, sizes = _place_drafts(shape, reader.tensors)
     table, partial = megatron_global_placements(shape) | drafts, _claim(out, force)
     for copy, original in list_copies(shape).items() if reader.mtp is not None else ():
         drafts[copy] = table[copy] = table[original]
         sizes[copy] = sizes[original]
     check_global_shapes(reader, table, weights)
     dtypes = choose_dtypes(shape, {name: reader.tensors[p[0].key][1] for name, p in table.items()}, dtype)
-    written = list_written(shape, {name: sizes[name] for name in drafts}, dtypes)
-    units = split_units({name: tensor.num_bytes for name, tensor in written.items()}, file_bytes, name_safetensors)
+    written = {
+        name: (tensor, dtypes[tensor.experts[0][0] if tensor.experts else name])
+        for name, tensor in (list_file_tensors(shape) | {name: FileTensor(sizes[name]) for name in drafts}).items()
+    }
+    num_bytes = {name: torch.Size(one.size).numel() * dtype.itemsize for name, (one, dtype) in written.items()}
+    units = split_units(num_bytes, file_bytes, name_safetensors)
     digest = hashlib.sha256((weights / METADATA_FILE).read_bytes()).hexdigest()
     fingerprint = {
         "to": "huggingface",
@@ -170,6 +176,19 @@ def convert_to_huggingface(
         forget_notes(out)
 
     return _finish(out, finish, workers)
+
+
+def _place_drafts(
+    shape: ModelShape, tensors: Mapping[str, tuple[tuple[int, ...], Any]]
+) -> tuple[Table, dict[str, tuple[int, ...]]]:
+    """Place layers for multi-token prediction, unstacked under their own names, and list shapes of all tensors.
+
+    Args:
+        tensors: name -> (shape, type), of these and other tensors.
+    """
+    sizes = {name: size for name, (size, _) in tensors.items() if shape.is_draft(name)}
+    table = {name: (GlobalPlacement(name, size, (), full_box(size), full_box(size)),) for name, size in sizes.items()}
+    return table, shape.logical_tensors() | sizes
 
 
 class _RoleReader(ChunkReader):
@@ -282,17 +301,17 @@ def _write_safetensors(
     *,
     reader: ChunkReader,
     table: Table,
-    written: Mapping[str, WrittenTensor],
+    written: Mapping[str, tuple[FileTensor, torch.dtype]],
 ) -> Finished:
-    writer = SafetensorsWriter(path, {name: (written[name].size, written[name].dtype) for name in unit.tensors})
+    writer = SafetensorsWriter(path, {name: (written[name][0].size, written[name][1]) for name in unit.tensors})
     try:
         for name in unit.tensors:
-            tensor = written[name]
+            tensor, dtype = written[name]
             experts = (
-                tensor.join([torch.cat([*_read_rows(reader, table[part], tensor.dtype)]) for part in turns])
+                join_turns([torch.cat([*_read_rows(reader, table[part], dtype)]) for part in turns])
                 for turns in tensor.experts
             )
-            for data in experts if tensor.experts else _read_rows(reader, table[name], tensor.dtype):
+            for data in experts if tensor.experts else _read_rows(reader, table[name], dtype):
                 writer.write(data)
                 progress.advance(data.numel() * data.element_size())
         return Finished(writer.close())

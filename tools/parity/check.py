@@ -24,11 +24,11 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.protocol import EngineSpec, Request
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.extension.engines import find_engine
+from megatron_rl.extension.registry import find_engine
 from megatron_rl.parallel.collectives import Process, share_object, world
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.serving import generate
-from megatron_rl.training.frozen_policy import build_policy, score_sequences
+from megatron_rl.training.roles.frozen import build_policy, score_sequences
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.support import check_rollout_layout, check_training_layout
 from tools.parity.report import make_report, measure_gaps

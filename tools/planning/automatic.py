@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import yaml
+
+from megatron_rl.config.fields import coerce, list_fields
 from megatron_rl.config.placement import AutoLayoutConfig
 from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
@@ -16,7 +19,6 @@ from megatron_rl.planning.admission import Candidate, check_job, find_problem, l
 from megatron_rl.planning.cluster import GIB, Cluster, Job
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.planning.steptime import Assumptions, build_workload
-from megatron_rl.run.loading import override
 from megatron_rl.types import UserError
 from tools.planning.lengths import read_lengths
 from tools.planning.schedule_choice import Option, choose_schedule, recommend
@@ -88,7 +90,12 @@ def _describe(job: Job, best: Candidate, count: int) -> str:
 
 def _apply(job: Job, option: Option) -> RunConfig | None:
     """Return the config with a schedule; `None` if a check refuses it."""
-    config = override(job.config, option.overrides, _SOURCE)
+    config, fields = job.config, list_fields()
+    for text in option.overrides:
+        name, _, value = text.partition("=")
+        section, _, leaf = name.partition(".")
+        changed = coerce(fields[name], yaml.safe_load(value), _SOURCE, value)
+        config = config.with_sections({section: {leaf: changed}})
     try:
         check_job(replace(job, config=config, spec=job.spec.with_config(config)))
     except UserError:

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_rl.rollout.dispatch import assign_engines
+from megatron_rl.rollout.order import assign_engines
 from tools.planning.engine_clock import EngineClock, EngineModel, Response
 from tools.planning.lengths import LengthModel
 

@@ -8,9 +8,9 @@ from typing import Any
 from megatron_rl.parallel.groups import ParallelGroups, build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
+from megatron_rl.run.building import build_role
 from megatron_rl.run.models import RoleInputs
-from megatron_rl.run.roles import build_role
-from megatron_rl.training.roles.reference import BaseOfActor
+from megatron_rl.training.roles.frozen import BaseOfActor
 from megatron_rl.training.setup import LearnedTeacher
 from tools.rehearsal.ledger import Ledger
 

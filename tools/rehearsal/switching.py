@@ -18,7 +18,7 @@ from megatron_rl.parallel.collectives import Process, world
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.engine_weights import is_coded
-from megatron_rl.run.engine import find_shared
+from megatron_rl.run.building import find_shared
 from megatron_rl.transfer import executor, hybrid_engine
 from megatron_rl.transfer.hybrid_engine import HybridEngine
 from megatron_rl.weights.adapters import separate_placements

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.capsule.fingerprints import Fingerprints, locate_change, sample_places, value_before
-from megatron_rl.capsule.record import Section, Values
+from megatron_rl.capsule.fingerprints import INTEGERS, Fingerprints, sample_places
+from megatron_rl.capsule.recorder import Section, Values
 
 ReadTensor = Callable[[str, str], torch.Tensor]  # (section, logical tensor) -> value in the state's files
+_WRAP = 1 << 64
 _BITWISE, _CLOSE, _DIFFERENT, _MISSING = "bitwise", "within tolerance", "DIFFERENT", "MISSING"
 
 
@@ -232,3 +233,31 @@ def format_report(rows: Sequence[Row], title: str) -> str:
         f"verdict: {'different' if first else 'equal'}",
     ]
     return "\n".join(lines)
+
+
+def locate_change(before: Sequence[int], after: Sequence[int], shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """Locate the single element whose change explains the difference of two fingerprints.
+
+    Args:
+        before, after: digest and total.
+
+    Returns:
+        Its row-major position and the increase of its bits, or `None` if no single element explains it.
+    """
+    digest, total = (int(b) - int(a) & _WRAP - 1 for a, b in zip(before, after, strict=True))
+    if total == 0:
+        return None
+    twos = (total & -total).bit_length() - 1  # solves digest = total * (2 i + 1) modulo 2^(64 - twos)
+    modulus = _WRAP >> twos
+    factor = (digest >> twos) * pow(total >> twos, -1, modulus) % modulus
+    index, volume = factor // 2, int(np.prod(shape))
+    if not factor % 2 or digest % (1 << twos) or not index < volume <= modulus // 2:
+        return None
+    return index, total - _WRAP if total >> 63 else total
+
+
+def value_before(value: torch.Tensor, growth: int) -> float | None:
+    """Return an element's (0-d) value before its bits grew by `growth`, or `None` if out of range."""
+    kind = INTEGERS[value.element_size()]
+    old, limits = int(value.view(kind)) - growth, torch.iinfo(kind)
+    return torch.tensor(old, dtype=kind).view(value.dtype).item() if limits.min <= old <= limits.max else None

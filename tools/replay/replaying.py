@@ -14,10 +14,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from megatron_rl.capsule.fingerprints import Fingerprints, StoredRole
-from megatron_rl.capsule.record import Section, decode_sections
-from megatron_rl.capsule.recorder import CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE
-from megatron_rl.capsule.rollouts import CapturedRollouts, read_rollouts
+from megatron_rl.capsule.fingerprints import Fingerprints
+from megatron_rl.capsule.recorder import CAPSULE_KIND, ROLLOUTS_FILE, VALUES_FILE, Section
 from megatron_rl.checkpoint.directory import find_problems, find_problems_together, read_manifest
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.resuming import ResumedRun, load_training_state
@@ -29,6 +27,7 @@ from megatron_rl.run.loading import load_config
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tools.replay.comparing import compare_sections
+from tools.replay.recording import CapturedRollouts, StoredRole, decode_sections, read_rollouts
 
 _UNUSED_SECTIONS = ("reward", "reward_model", "hybrid", "checkpoint", "observability")
 _TRAINED = ("actor", "critic")

@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools that `agents.tools` names.
-
-calculator             see `calculator.py`
-python                 a program in a separate interpreter, sandboxed by `confinement`
-search:CORPUS.jsonl    passages of a local corpus by BM25
-mcp:COMMAND            tools of an MCP server over stdin and stdout; requires the package `mcp`. Each episode starts its
-                       own server at its first call; it ends with the episode's process.
-path.py:function       a user's function
-"""
+"""Tools named in `agents.tools`: functions, the calculator, Python, search in a corpus, and MCP servers."""
 
 from __future__ import annotations
 
@@ -36,13 +28,6 @@ from megatron_rl.types import UserError
 
 SETTING = "agents.tools"
 _EXPECTED = "calculator, python, search:CORPUS.jsonl, mcp:COMMAND, or path.py:function"
-_START_SECONDS = 60.0  # of an MCP server
-_SECONDS = 10  # of a program
-_LONGEST_OUTPUT = 4000  # bytes; longer output keeps its first and last half
-_K1, _B = 1.2, 0.75
-_WORD = re.compile(r"\w+")
-_MOST_PASSAGES = 10
-_LONGEST_PASSAGE = 2000  # characters
 
 
 def find_tools(names: Sequence[str]) -> list[Tool]:
@@ -86,6 +71,10 @@ def _find(name: str) -> list[Tool]:
     return [Tool(describe_function(function), lambda: function)]
 
 
+_SECONDS = 10
+_LONGEST_OUTPUT = 4000  # bytes; longer output keeps its first and last half
+
+
 def find_missing_layers() -> dict[str, str]:
     """Return layer of `confinement` -> reason why the kernel or the container does not allow it."""
     with tempfile.TemporaryDirectory() as directory:
@@ -122,14 +111,20 @@ def run_python(code: str) -> str:
     return text.decode(errors="replace") + end
 
 
+_K1, _B = 1.2, 0.75
+_WORD = re.compile(r"\w+")
+_MOST = 10  # results
+_LONGEST_PASSAGE = 2000  # characters
+
+
 class Bm25:
     """A BM25 index of texts (Robertson and Zaragoza 2009).
 
-    The score of a text d for a query is the sum over its words w of
+    The score of a passage d for a query is the sum over its words w of
 
         log(1 + (N - n_w + 0.5) / (n_w + 0.5)) * f * (k1 + 1) / (f + k1 * (1 - b + b * |d| / mean |d|))
 
-    with N texts, of which n_w contain w, and f occurrences of w in d.
+    with N passages, of which n_w contain w, and f occurrences of w in d.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -176,7 +171,7 @@ def find_search(corpus: str) -> Tool:
         index = Bm25(passages)
 
         def find(query: str, num_results: int = 3) -> str:
-            places = index.find(query, max(1, min(int(num_results), _MOST_PASSAGES)))
+            places = index.find(query, max(1, min(int(num_results), _MOST)))
             texts = [f"[{i}] {passages[place][:_LONGEST_PASSAGE]}" for i, place in enumerate(places, start=1)]
             return "\n\n".join(texts) or "nothing found"
 
@@ -185,8 +180,13 @@ def find_search(corpus: str) -> Tool:
     return Tool(describe_function(search), load)
 
 
+_START_SECONDS = 60.0
+
+
 def list_mcp_tools(command: str) -> list[Tool]:
-    """Start a server, list its tools, and stop it.
+    """Start an MCP server over stdin and stdout, list its tools, and stop it.
+
+    Each episode starts its own server at its first call; it ends with the episode's process.
 
     Raises:
         UserError: the package `mcp` is missing, or the server does not start.
@@ -201,11 +201,7 @@ def list_mcp_tools(command: str) -> list[Tool]:
             hint=f"try the command by hand: {command}; pip install mcp",
         ) from error
     server = _Server(command)
-    functions = [
-        {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema} for tool in found
-    ]
-    specs = [{"type": "function", "function": function} for function in functions]
-    return [Tool(spec, lambda name=spec["function"]["name"]: server.bind(name)) for spec in specs]
+    return [Tool(_write_spec(tool), lambda name=tool.name: server.bind(name)) for tool in found]
 
 
 class _Server:
@@ -242,6 +238,11 @@ def _open(command: str) -> Any:
 
     program, *arguments = shlex.split(command)
     return mcp.Client(mcp.StdioServerParameters(command=program, args=arguments))
+
+
+def _write_spec(tool: Any) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
 
 
 def _describe(error: BaseException) -> str:

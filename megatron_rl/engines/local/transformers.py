@@ -29,7 +29,7 @@ from megatron_rl.engines.waiting import WaitingRequests
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.parallel.vocab_parallel import compute_all_logprobs
 from megatron_rl.types import KeptSets
-from megatron_rl.weights.fused_experts import list_huggingface_tensors, split_huggingface_experts
+from megatron_rl.weights.packed_experts import list_huggingface_tensors, split_huggingface_experts
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
 

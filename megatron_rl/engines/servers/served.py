@@ -8,9 +8,13 @@ talks to the server and broadcasts results.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
+import secrets
 import shutil
+import socket
 import tempfile
 import time
 import uuid
@@ -18,31 +22,50 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
 from megatron_rl.engines.protocol import EngineSpec, Probed, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
-from megatron_rl.engines.servers.server_apis import OpenAiServer, ServerApi, VllmServer
-from megatron_rl.engines.servers.server_client import ServerClient, ServerFailure, ServerProcess, find_free_port
-from megatron_rl.engines.servers.server_key import KEY_VARIABLE, find_key
-from megatron_rl.engines.servers.staged_weights import StagedWeights
+from megatron_rl.engines.servers.server_apis import OpenAiServer, ServerApi, SglangServer, VllmServer
+from megatron_rl.engines.servers.server_client import ServerClient, ServerFailure, ServerProcess
+from megatron_rl.engines.servers.server_key import KEY_VARIABLE
 from megatron_rl.parallel.collectives import align_group_names, make_group, share_object
 from megatron_rl.types import UserError
+from megatron_rl.weights.rollout_layout import huggingface_placements
+from megatron_rl.weights.shard_box import ShardBox, box_shape
 
 T = TypeVar("T")
 _STEP_SECONDS = 0.05  # longest wait of a step for finished responses
 _POLL_SECONDS = 0.2
 _PROBE_PROMPT, _PROBE_RESPONSE = 64, 8  # tokens; the prompt fills whole blocks of the prefix cache
+_IS_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+_OWN = "megatron_rl_servers_"  # prefix of temporary directories
+_APIS: dict[str, type[ServerApi]] = {"vllm_server": VllmServer, "openai": OpenAiServer, "sglang": SglangServer}
 _log = logging.getLogger(__name__)
 
 
-class ServedEngine(StagedWeights):
-    """One rank of an engine that is a server."""
+class ServedEngine:
+    """One rank of an engine that is a server.
 
-    def __init__(self, spec: EngineSpec, api: ServerApi) -> None:
-        super().__init__(spec)
+    Attributes:
+        params: its share of the whole HF tensors, which are written to files for the server.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec, self._width = spec, spec.config.tensor_model_parallel_size
+        self._place = spec.find_place(spec.process.rank)
+        self.params = {
+            box.param: torch.zeros(
+                box_shape(box.local_box), dtype=getattr(torch, spec.dtype), device=spec.process.device
+            )
+            for box in self.placements(spec.process.rank)
+        }
+        self.shared_params: frozenset[str] = frozenset()
+        self.padded_params: tuple[str, ...] = ()
         if not spec.config.server.endpoints:
             _check_nodes(spec)
             _check_device(spec)
@@ -50,13 +73,11 @@ class ServedEngine(StagedWeights):
         first, index = rank - self._place, (rank - (spec.ranks or range(rank + 1)).start) // self._width
         if len(spec.ranks or range(spec.process.world_size)) == spec.process.world_size:
             align_group_names()  # otherwise done by all ranks before engines are built
-        self._first, self._group = (
-            first,
-            make_group(range(first, first + self._width), None) if self._width > 1 else None,
-        )
+        self._first = first
+        self._group = make_group(range(first, first + self._width), None) if self._width > 1 else None
         self._running: dict[int, Request] = {}
         self._directory = self._share(partial(_find_directory, spec, index))
-        self._server = Server(spec, api, self._directory, index) if rank == first else None
+        self._server = Server(spec, _APIS[spec.config.engine](spec), self._directory, index) if rank == first else None
         self._close = weakref.finalize(self, _close, self._server, self._directory)
 
     def _share(self, action: Callable[[], T]) -> T:
@@ -75,12 +96,24 @@ class ServedEngine(StagedWeights):
         return result
 
     def _tell(self, do: Callable[[Server], T]) -> T:
-        return self._share(lambda: do(self._known_server))
+        return self._share(lambda: do(cast(Server, self._server)))
 
-    @property
-    def _known_server(self) -> Server:
-        assert self._server is not None, "only the first rank of an engine speaks with its server"
-        return self._server
+    def shard_key(self, rank: int) -> int:
+        """Return a key shared by ranks with equal tables."""
+        return self._spec.find_place(rank)
+
+    def placements(self, rank: int) -> Sequence[ShardBox]:
+        """Return the table of any rank of the job."""
+        return self._list_tensors(self._spec.find_place(rank))
+
+    def _list_tensors(self, place: int) -> list[ShardBox]:
+        return huggingface_placements(self._spec.shape)[place :: self._width]
+
+    def begin_weight_update(self) -> None:
+        """Do nothing."""
+
+    def sleep(self) -> None:
+        """Do nothing."""
 
     def end_weight_update(self) -> None:
         """Write the tensors and load them; UserError after too many failures."""
@@ -89,6 +122,22 @@ class ServedEngine(StagedWeights):
         if self._group is not None:
             self._group.barrier().wait()
         self._tell(Server.load)
+
+    def write(self, directory: Path) -> None:
+        """Write this rank's file in HF format; the first rank adds index, config and tokenizer."""
+        directory.mkdir(parents=True, exist_ok=True)
+        name = _name_file(self._place, self._width)
+        partial = directory / f"{name}.partial"
+        save_file({name: tensor.cpu() for name, tensor in self.params.items()}, partial, metadata={"format": "pt"})
+        os.replace(partial, directory / name)
+        if self._place == 0:
+            for path in sorted(Path(self._spec.model_path).iterdir()):
+                if path.is_file() and not path.name.endswith(_IS_WEIGHTS):
+                    shutil.copyfile(path, directory / path.name)
+            places = range(self._width)
+            files = {box.param: _name_file(place, self._width) for place in places for box in self._list_tensors(place)}
+            index = {"metadata": {}, "weight_map": files}
+            (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
     def probe(self) -> Probed | None:
         """Continue a fixed prompt; `None` on all but the first rank."""
@@ -130,7 +179,8 @@ class Server:
 
     def __init__(self, spec: EngineSpec, api: ServerApi, directory: Path, index: int) -> None:
         self._spec, self._api, self._directory, self._config = spec, api, directory, spec.config.server
-        key = find_key(is_started=not self._config.endpoints)
+        # The user's key, or a new one for a server started here.
+        key = os.environ.get(KEY_VARIABLE) or (None if self._config.endpoints else secrets.token_urlsafe(32))
         self.client = ServerClient(self._config.silent_seconds, spec.stop, key)
         self._url = self._config.endpoints[index].rstrip("/") if self._config.endpoints else ""
         self._process: ServerProcess | None = None
@@ -219,14 +269,16 @@ class Server:
             )
         _log.warning("%s: %s; attempt %d of %d", self.title, failure, self._failures, self._config.restarts)
         self.client.cancel()
-        self.client.forget_news()
         self._is_open = False
 
     def _open(self) -> None:
         if not self._config.endpoints:
             self._start()
         deadline = time.monotonic() + self._config.silent_seconds
-        while not self._is_well():
+        while True:
+            with contextlib.suppress(ServerFailure, UserError):
+                self._ask(self._api.health, method="GET")
+                break
             if self._process is not None and self._process.has_ended:
                 raise ServerFailure("the server ended before it was ready")
             if time.monotonic() > deadline:
@@ -240,20 +292,15 @@ class Server:
     def _start(self) -> None:
         if self._process is not None:
             self._process.end()
-        port = find_free_port()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
         self._process = ServerProcess(
             self._api.make_command(self._directory, port),
             self._api.list_environment() | _list_devices(self._spec) | {KEY_VARIABLE: self.client.key or ""},
-            _log_file(self._directory),
+            self._directory.with_suffix(".log"),
         )
-
-    def _is_well(self) -> bool:
-        try:
-            self._ask(self._api.health, method="GET")
-        except (ServerFailure, UserError):
-            return False
-        return True
 
     def _load(self) -> None:
         self._api.load(self._ask, self._directory, f"{self._name}-{self._updates}")
@@ -269,14 +316,15 @@ class Server:
             self._process.end()
 
 
+def _name_file(place: int, width: int) -> str:
+    return f"model-{place + 1:05d}-of-{width:05d}.safetensors"
+
+
 def _close(server: Server | None, directory: Path) -> None:
     if server is not None:
         server.end()
         if directory.parent.name.startswith(_OWN):
             shutil.rmtree(directory.parent, ignore_errors=True)
-
-
-_OWN = "megatron_rl_servers_"
 
 
 def _check_nodes(spec: EngineSpec) -> None:
@@ -317,10 +365,6 @@ def _find_directory(spec: EngineSpec, index: int) -> Path:
     return directory
 
 
-def _log_file(directory: Path) -> Path:
-    return directory.with_suffix(".log")
-
-
 def _list_devices(spec: EngineSpec) -> dict[str, str]:
     if spec.process.device.type != "cuda":
         return {}
@@ -328,13 +372,3 @@ def _list_devices(spec: EngineSpec) -> dict[str, str]:
     devices = visible.split(",") if visible else [str(i) for i in range(spec.process.ranks_per_node)]
     first = spec.process.local_rank
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[first : first + spec.config.tensor_model_parallel_size])}
-
-
-def build_vllm_server(spec: EngineSpec) -> ServedEngine:
-    """Build the engine `vllm_server`, which samples from vLLM's own HTTP server."""
-    return ServedEngine(spec, VllmServer(spec))
-
-
-def build_openai_server(spec: EngineSpec) -> ServedEngine:
-    """Build the engine `openai`, which samples from a server with OpenAI's completions API."""
-    return ServedEngine(spec, OpenAiServer(spec))

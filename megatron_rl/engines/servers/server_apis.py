@@ -10,23 +10,43 @@ import shlex
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
 from megatron_rl.engines.servers.server_client import ServerAnswer, ServerFailure
+from megatron_rl.engines.servers.server_key import KEY_VARIABLE
+from megatron_rl.engines.vllm.vllm_recorders import list_extra_args
+from megatron_rl.engines.vllm.vllm_settings import list_engine_arguments, list_engine_environment, records_kept_sets
 from megatron_rl.types import KeptSets, UserError
 
 Ask = Callable[..., Any]  # (path, body=None, method="POST") -> JSON; ServerFailure, UserError
 _NAME = "policy"
 _ROOT = str(Path(__file__).resolve().parents[3])
 
+# Same as `-m sglang.launch_server`, which accepts its key only as an argument: it is added inside the process.
+_START_SGLANG = (
+    "import os, runpy, sys; "
+    f"sys.argv += ['--api-key', os.environ['{KEY_VARIABLE}']]; "
+    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
+)
+_SGLANG_ON_CPU = {
+    "--device": "cpu",
+    "--attention-backend": "torch_native",
+    "--sampling-backend": "pytorch",
+    "--grammar-backend": "none",
+    "--mem-fraction-static": "0.1",
+}
+_IDLE_SECONDS = 60
+_ROOM_FOR_TIES = 2  # kernels keep all tokens tied at the boundary; a larger set aborts the request
 
-class ServerApi(Protocol):
+
+class ServerApi:
     """The HTTP protocol of one kind of server.
 
     Attributes:
@@ -37,17 +57,20 @@ class ServerApi(Protocol):
     path: str
     health: str
 
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec, self._version = spec, ""
+
     def make_command(self, directory: Path, port: int) -> list[str]:
         """Return the command that starts a server on a directory."""
-        ...
+        raise AssertionError("servers of other kinds are started by the user")
 
     def list_environment(self) -> dict[str, str]:
         """Return variables in addition to the rank's."""
-        ...
+        return {}
 
     def make_body(self, request: Request) -> dict[str, Any]:
         """Return the JSON body of a request, answered by events."""
-        ...
+        raise NotImplementedError
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
         """Append an event to the answer.
@@ -56,28 +79,28 @@ class ServerApi(Protocol):
             ServerFailure: a failure, or another policy version.
             UserError: data that training needs is missing.
         """
+        raise NotImplementedError
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
         """Load weights and drop caches of older ones; ServerFailure otherwise."""
+        raise NotImplementedError
 
     def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
         """Add data outside the streams; ServerFailure if lost."""
-        ...
+        return sampled
 
 
-class VllmServer:
+class VllmServer(ServerApi):
     """vLLM's server (0.32), by its token-in/token-out and RL routes."""
 
     path, health = "/inference/v1/generate", "/health"
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._spec, self._version = spec, ""
+        super().__init__(spec)
         self._truncated: dict[int, tuple[str, Request]] = {}  # key -> (name of its kept sets in the server, request)
 
     def make_command(self, directory: Path, port: int) -> list[str]:
         """Use the in-process engine's arguments, so that both sample alike."""
-        from megatron_rl.engines.vllm.vllm_arguments import list_engine_arguments
-
         arguments = list_engine_arguments(self._spec)
         for name in ("load_format", "distributed_executor_backend", "enable_sleep_mode"):
             arguments.pop(name, None)
@@ -96,8 +119,6 @@ class VllmServer:
 
     def list_environment(self) -> dict[str, str]:
         """Enable development mode, which has the weight routes."""
-        from megatron_rl.engines.vllm.vllm_arguments import list_engine_environment
-
         return list_engine_environment(self._spec) | {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_PLUGINS": "",
@@ -112,8 +133,6 @@ class VllmServer:
 
     def make_body(self, request: Request) -> dict[str, Any]:
         """Build a body without text; a resent request is renamed, as the first may still run."""
-        from megatron_rl.engines.vllm.vllm_truncation import list_extra_args
-
         sampling, name = request.sampling, uuid.uuid4().hex
         if sampling.is_truncated:
             self._truncated[request.key] = name, request
@@ -152,8 +171,6 @@ class VllmServer:
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
         """Reload weights; the prefix cache needs an explicit reset."""
-        from megatron_rl.engines.vllm.vllm_arguments import records_kept_sets
-
         ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
         if not ask("/reset_prefix_cache")["success"]:
             raise ServerFailure("the server did not reset its prefix cache: somebody else's requests are running")
@@ -169,40 +186,17 @@ class VllmServer:
             return sampled
         wanted = [(name, len(request.tokens), len(one.tokens)) for one, name, request in known]
         answer = ask("/collective_rpc", {"method": "take_kept_sets", "args": [wanted]})["results"][0]
-        kept = {one.key: read_kept_sets(text) for (one, *_), text in zip(known, answer, strict=True)}
+        arrays = [[np.frombuffer(base64.b64decode(text), "<i4").astype(np.int32) for text in texts] for texts in answer]
+        kept = {one.key: KeptSets(*ids_and_counts) for (one, *_), ids_and_counts in zip(known, arrays, strict=True)}
         return [replace(one, kept=kept.get(one.key)) for one in sampled]
 
 
-def write_kept_sets(kept: KeptSets) -> list[str]:
-    """Encode ids and counts as base64 strings of little-endian int32."""
-    return [base64.b64encode(array.astype("<i4").tobytes()).decode() for array in (kept.ids, kept.counts)]
-
-
-def read_kept_sets(texts: Sequence[str]) -> KeptSets:
-    """Decode the output of `write_kept_sets`."""
-    ids, counts = (np.frombuffer(base64.b64decode(text), "<i4").astype(np.int32) for text in texts)
-    return KeptSets(ids, counts)
-
-
-class OpenAiServer:
+class OpenAiServer(ServerApi):
     """Any server whose `/v1/completions` returns token ids and log-probs; the user's hook loads weights."""
 
     path, health = "/v1/completions", "/v1/models"
 
-    def __init__(self, spec: EngineSpec) -> None:
-        self._spec, self._model = spec, ""
-
-    def make_command(self, directory: Path, port: int) -> list[str]:
-        """Fail: `config.rollout_checks` requires a server that the user started."""
-        raise AssertionError("servers of other kinds are started by the user")
-
-    def list_environment(self) -> dict[str, str]:
-        """Return no variables."""
-        return {}
-
-    def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
-        """Return the responses unchanged."""
-        return sampled
+    _model = ""
 
     def make_body(self, request: Request) -> dict[str, Any]:
         """Build a body with extensions of vLLM and SGLang."""
@@ -249,6 +243,87 @@ class OpenAiServer:
         done = subprocess.run(shlex.split(hook), capture_output=True, text=True, check=False)
         if done.returncode:
             raise ServerFailure(f"{hook} ends with {done.returncode}: {(done.stderr or done.stdout)[-500:]}")
+
+
+class SglangServer(ServerApi):
+    """The protocol of SGLang; on a CPU, seeds have no effect."""
+
+    path, health = "/generate", "/health"
+
+    def make_command(self, directory: Path, port: int) -> list[str]:
+        """Use `rollout.server.python`, which `config.rollout_checks` requires."""
+        spec, config = self._spec, self._spec.config
+        assert config.server.python is not None
+        seed = str(spec.seed % (1 << 32))  # NumPy's global seed has 32 bits
+        longest = spec.max_prompt_length + spec.max_response_length
+        command = [config.server.python, "-W", "ignore", "-c", _START_SGLANG, "--model-path", str(directory)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", spec.dtype, "--skip-tokenizer-init"]
+        command += ["--tp-size", str(config.tensor_model_parallel_size), "--context-length", str(longest)]
+        command += ["--max-running-requests", str(config.max_num_seqs), "--random-seed", seed]
+        command += ["--log-level", "warning", "--skip-server-warmup", "--incremental-streaming-output"]
+        command += ["--sampling-mask-max-tokens", str(_ROOM_FOR_TIES * config.max_kept_tokens)]
+        if spec.process.device.type == "cpu":
+            tokens = str(longest * (config.max_num_seqs + 1))
+            command += ["--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", tokens]
+            return [*command, *chain.from_iterable(_SGLANG_ON_CPU.items())]
+        return [*command, "--mem-fraction-static", str(config.gpu_memory_utilization)]
+
+    def list_environment(self) -> dict[str, str]:
+        """Set SGLang's CPU variables; without explicit cores, TP ranks must not outnumber NUMA nodes."""
+        if self._spec.process.device.type != "cpu":
+            return {}
+        cores = "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * self._spec.config.tensor_model_parallel_size)
+        return {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
+
+    def make_body(self, request: Request) -> dict[str, Any]:
+        """Build the body; SGLang's `ignore_eos` disables all stop tokens, and kept sets need `top_k`."""
+        sampling = request.sampling
+        limits: dict[str, Any] = {}
+        if sampling.is_truncated:
+            top_k = min(sampling.top_k, sampling.max_kept_tokens) if sampling.top_k > 0 else sampling.max_kept_tokens
+            limits = {"top_p": sampling.top_p, "top_k": top_k, "min_p": sampling.min_p}
+        return {
+            "input_ids": request.tokens.tolist(),
+            "stream": True,
+            "return_logprob": True,
+            "return_sampling_mask": sampling.is_truncated,
+            "sampling_params": limits
+            | {
+                "temperature": sampling.temperature,
+                "max_new_tokens": sampling.max_tokens,
+                "sampling_seed": request.seed & 0x7FFFFFFF,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": not sampling.stop_token_ids,
+            },
+        }
+
+    def read(self, event: Any, answer: ServerAnswer) -> None:
+        """Append the new tokens of an event, whose lists may be cumulative."""
+        check_event(event)
+        meta, reason = event["meta_info"], event["meta_info"]["finish_reason"]
+        if meta["weight_version"] != self._version:
+            raise ServerFailure(f"a response of weights {meta['weight_version']!r} instead of {self._version!r}")
+        if reason is not None and reason["type"] == "abort":
+            raise ServerFailure(f"the server gave a request up: {reason}")
+        answer.count_cached(meta.get("cached_tokens"))
+        new = meta["completion_tokens"] - len(answer.tokens)
+        tokens, logprobs, kept = [], [], []
+        if new and answer.request.sampling.is_truncated:  # `output_token_logprobs` ignore truncation
+            logprobs, kept = meta["output_token_sampling_logprobs"][-new:], meta["output_token_sampling_mask"][-new:]
+        elif new:
+            logprobs = [entry[0] for entry in meta["output_token_logprobs"][-new:]]
+        if new:
+            tokens = event["output_ids"][-new:]
+        answer.extend(tokens, logprobs, reason and reason["type"], kept)
+
+    def load(self, ask: Ask, directory: Path, version: str) -> None:
+        """Flush the prefix cache and load weights, which running requests block."""
+        ask(f"/flush_cache?timeout={_IDLE_SECONDS}")  # waits for health checks and closed connections
+        body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
+        answer = ask("/update_weights_from_disk", body)
+        if not answer["success"]:
+            raise ServerFailure(f"the server did not load its weights: {answer['message']}")
+        self._version = version
 
 
 def check_event(event: Any) -> None:

@@ -12,7 +12,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -78,13 +77,6 @@ class ServerProcess:
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-
-
-def find_free_port() -> int:
-    """Return a free loopback port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 T = TypeVar("T")
@@ -230,20 +222,17 @@ class ServerClient:
         return found
 
     def cancel(self, keys: Sequence[int] | None = None) -> list[ServerAnswer]:
-        """Cancel requests, all by default; return partial answers by key."""
-        keys = list(self._answers) if keys is None else keys
-        self._wait(self._end([self._tasks.pop(key) for key in keys if key in self._tasks]))
-        return [self._answers.pop(key) for key in keys if key in self._answers]
+        """Cancel requests, all with their queued events by default; return partial answers by key."""
+        chosen = list(self._answers) if keys is None else keys
+        self._wait(self._end([self._tasks.pop(key) for key in chosen if key in self._tasks]))
+        while keys is None and not self._news.empty():
+            self._news.get()
+        return [self._answers.pop(key) for key in chosen if key in self._answers]
 
     async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def forget_news(self) -> None:
-        """Discard queued events of cancelled requests."""
-        while not self._news.empty():
-            self._news.get()
 
     def count_tokens(self) -> int:
         """Count received tokens of unfinished requests."""

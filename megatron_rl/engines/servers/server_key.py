@@ -8,22 +8,10 @@ from __future__ import annotations
 
 import hmac
 import os
-import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 KEY_VARIABLE = "MEGATRON_RL_SERVER_KEY"
-# Same as `-m sglang.launch_server`, which accepts its key only as an argument: it is added inside the process.
-START_SGLANG = (
-    "import os, runpy, sys; "
-    f"sys.argv += ['--api-key', os.environ['{KEY_VARIABLE}']]; "
-    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
-)
-
-
-def find_key(is_started: bool) -> str | None:
-    """Return the user's key, or a new one for a server started here."""
-    return os.environ.get(KEY_VARIABLE) or (secrets.token_urlsafe(32) if is_started else None)
 
 
 class KeyGuard:

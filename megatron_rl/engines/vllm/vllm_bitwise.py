@@ -2,12 +2,11 @@
 """Batch-invariant vLLM models on CPU (rollout.bitwise), bitwise equal to the trainer.
 
 Replaces matrix products, paged attention and log-softmax; all else is bitwise equal already, including rotary
-embeddings without their C++ kernel (`ENGINE_ARGUMENTS`).
+embeddings without their C++ kernel (`list_engine_arguments`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,8 +16,6 @@ from megatron_rl.models.attention_backends import Segments, attend, build_segmen
 from megatron_rl.parallel.batch_invariant import multiply
 from megatron_rl.parallel.vocab_parallel import compute_all_logprobs
 from megatron_rl.samples.prefix import SegmentKeys
-
-ENGINE_ARGUMENTS: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 class _PagedAttention:
@@ -76,17 +73,6 @@ def _pack(metadata: Any, block_size: int, dtype: torch.dtype) -> tuple[torch.Ten
     return torch.cat(blocks), everywhere % block_size, segments
 
 
-def _sample_with(sample: Callable[..., Any], compute_logprobs: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Wrap vLLM's sampler to compute log-probs before it overwrites the logits."""
-
-    def sample_and_score(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = compute_logprobs(logits)
-        sampled, _ = sample(logits, *arguments)
-        return sampled, logprobs
-
-    return sample_and_score
-
-
 def make_batch_invariant(model: torch.nn.Module, sampler: Any, shard_columns: int) -> None:
     """Replace an engine's attention, linear layers and log-softmax.
 
@@ -104,4 +90,11 @@ def make_batch_invariant(model: torch.nn.Module, sampler: Any, shard_columns: in
             implementation.forward = attention.attend
     compute_logprobs = partial(compute_all_logprobs, num_columns=shard_columns)
     sampler.compute_logprobs = compute_logprobs
-    sampler.topk_topp_sampler.forward = _sample_with(sampler.topk_topp_sampler.forward, compute_logprobs)
+    sample = sampler.topk_topp_sampler.forward
+
+    def sample_and_score(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = compute_logprobs(logits)  # before vLLM's sampler overwrites the logits
+        sampled, _ = sample(logits, *arguments)
+        return sampled, logprobs
+
+    sampler.topk_topp_sampler.forward = sample_and_score

@@ -26,11 +26,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
-from megatron_rl.engines.vllm.vllm_arguments import list_engine_arguments, list_engine_environment, records_kept_sets
 from megatron_rl.engines.vllm.vllm_bitwise import make_batch_invariant
-from megatron_rl.engines.vllm.vllm_experts import RouteRecorder, find_packed_experts, list_params
 from megatron_rl.engines.vllm.vllm_library import (
-    find_world,
+    own_world,
     pack_experts,
     prepare_vllm,
     register_codes,
@@ -38,14 +36,25 @@ from megatron_rl.engines.vllm.vllm_library import (
     register_model,
     take_adapters,
 )
-from megatron_rl.engines.vllm.vllm_limits import check_cpu_limits, check_options
-from megatron_rl.engines.vllm.vllm_lora import list_adapter_params
-from megatron_rl.engines.vllm.vllm_truncation import KeptSetRecorder, list_extra_args
+from megatron_rl.engines.vllm.vllm_recorders import KeptSetRecorder, RouteRecorder, list_extra_args
+from megatron_rl.engines.vllm.vllm_settings import (
+    check_cpu_limits,
+    check_options,
+    list_engine_arguments,
+    list_engine_environment,
+    records_kept_sets,
+)
 from megatron_rl.parallel.random_streams import keep_random_streams
+from megatron_rl.weights.adapters import AdapterShape
+from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size
+from megatron_rl.weights.packed_experts import is_packed, split_experts, split_turns
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
 from megatron_rl.weights.row_quantization import SCALE_SUFFIX
 from megatron_rl.weights.shard_box import ShardBox, check_placements
+
+# Matrices that vLLM fuses, with their parts.
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 class VllmEngine:
@@ -69,7 +78,7 @@ class VllmEngine:
         self.padded_params = VLLM_PADDED_PARAMETERS
         shareable, shared = self._share_when_loaded(spec)
         os.environ |= list_engine_environment(spec)
-        with keep_random_streams(), find_world(spec, import_module("vllm.distributed.parallel_state")):
+        with keep_random_streams(), own_world(spec, import_module("vllm.distributed.parallel_state")):
             self._llm = vllm.LLM(**list_engine_arguments(spec))
         self._sampling_params = vllm.SamplingParams
         if launcher_world is not None:  # the CPU platform overwrites it with tp
@@ -99,7 +108,7 @@ class VllmEngine:
             where=f"vLLM on rank {spec.process.rank}",
             padded=VLLM_PADDED_PARAMETERS,
         )
-        self._lora_request = take_adapters(worker, spec) if spec.adapters is not None else None
+        self._lora_request = take_adapters(worker, spec.adapters.rank) if spec.adapters is not None else None
         for name, tensor in self.params.items():  # no transfer writes the vocabulary padding
             if name not in self.shared_params:
                 tensor.zero_()
@@ -259,3 +268,42 @@ class VllmEngine:
 
 def _short(name: str) -> str:
     return name.partition("-")[0]
+
+
+def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:
+    """Return fused weights that a CPU kernel needs packed, with its instruction set."""
+    if device.type != "cpu":
+        return []
+    packed = []
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if hasattr(module, "w13_weight"):
+            experts = module.quant_method.moe_kernel.fused_experts
+            if not experts._use_zentorch:  # that kernel needs no packing
+                packed += [(param.data, experts.isa) for param in (module.w13_weight, module.w2_weight)]
+    return packed
+
+
+def list_params(model: torch.nn.Module, shape: ModelShape, tp_rank: int) -> dict[str, torch.Tensor]:
+    """Return parameters by name, experts as matrices, without adapters."""
+    params = split_experts({name.replace(".base_layer.", "."): p.data for name, p in model.named_parameters()})
+    if not is_packed(shape):
+        return params
+    if tp_rank:  # results are summed over TP ranks: only the first one has this bias
+        for name in [name for name in params if ".w2_bias." in name]:
+            params.pop(name).zero_()
+    return split_turns(params)
+
+
+def list_adapter_params(model: torch.nn.Module, shape: AdapterShape) -> dict[str, torch.Tensor]:
+    """Return the slot's buffers, `<matrix>.lora_A` [R, in] and `<matrix>.lora_B` [out, R] with R >= the rank."""
+    found, modules = {}, set(shape.modules)
+    named: Any = model.named_modules()
+    for name, module in named:
+        if not hasattr(module, "lora_a_stacked"):
+            continue
+        owner, _, last = name.rpartition(".")
+        for part, a, b in zip(_FUSED.get(last, (last,)), module.lora_a_stacked, module.lora_b_stacked, strict=True):
+            if part in modules:
+                found |= {f"{owner}.{part}.lora_A": a[0, 0], f"{owner}.{part}.lora_B": b[0, 0]}
+    return found

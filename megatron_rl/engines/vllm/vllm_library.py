@@ -16,8 +16,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from types import ModuleType
@@ -29,55 +29,38 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_rl.engines.protocol import EngineSpec
-from megatron_rl.engines.vllm.vllm_arguments import LOAD_FORMAT
-from megatron_rl.engines.vllm.vllm_coding import register_method
-from megatron_rl.engines.vllm.vllm_limits import check_family
-from megatron_rl.engines.vllm.vllm_lora import take_slot
+from megatron_rl.engines.vllm.vllm_settings import CODED_METHOD, LOAD_FORMAT, check_family
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import FAMILIES
-from megatron_rl.weights.row_quantization import CodeFormat
+from megatron_rl.weights.row_quantization import SCALE_SUFFIX, CodeFormat, decode
 from megatron_rl.weights.support import check_engine
 
 
-def find_world(spec: EngineSpec, parallel_state: Any) -> AbstractContextManager[None]:
-    """Return a context that restricts vLLM to this engine's ranks, if not all ranks have engines."""
-    if spec.ranks is None or len(spec.ranks) == spec.process.world_size:
-        return nullcontext()
-    first = spec.process.rank - spec.find_place(spec.process.rank)
-    return _own_world(range(first, first + spec.config.tensor_model_parallel_size), parallel_state)
-
-
 @contextmanager
-def _own_world(ranks: range, parallel_state: Any) -> Iterator[None]:
-    """Show vLLM only `ranks`, which all enter after `align_group_names`."""
+def own_world(spec: EngineSpec, parallel_state: Any) -> Iterator[None]:
+    """Show vLLM only this engine's ranks, which all enter after `align_group_names`, if not all ranks have engines."""
+    if spec.ranks is None or len(spec.ranks) == spec.process.world_size:
+        yield
+        return
+    first = spec.process.rank - spec.find_place(spec.process.rank)
+    ranks = range(first, first + spec.config.tensor_model_parallel_size)
     new_group, get_world_size = dist.new_group, dist.get_world_size
-    init_world_group, init_model_parallel_group = (
-        parallel_state.init_world_group,
-        parallel_state.init_model_parallel_group,
-    )
+    init_world_group, init_groups = parallel_state.init_world_group, parallel_state.init_model_parallel_group
 
     def make_group(members: Sequence[int], **options: Any) -> Any:
         if dist.get_rank() not in members:
             return dist.GroupMember.NON_GROUP_MEMBER
         return new_group(members, use_local_synchronization=True, **options)
 
-    def count_ranks(group: dist.ProcessGroup | None = None) -> int:
-        return len(ranks) if group is None else get_world_size(group)
-
-    def make_world(_: Sequence[int], *arguments: Any) -> Any:
-        return init_world_group(list(ranks), *arguments)
-
     def make_groups(places: Sequence[Sequence[int]], *arguments: Any, **options: Any) -> Any:
-        return init_model_parallel_group([[ranks[place] for place in some] for some in places], *arguments, **options)
+        return init_groups([[ranks[place] for place in some] for some in places], *arguments, **options)
 
-    with ExitStack() as patches:
-        for module, name, stand_in in (
-            (dist, "new_group", make_group),
-            (dist, "get_world_size", count_ranks),
-            (parallel_state, "init_world_group", make_world),
-            (parallel_state, "init_model_parallel_group", make_groups),
-        ):
-            patches.enter_context(patch.object(module, name, stand_in))
+    with (
+        patch.object(dist, "new_group", make_group),
+        patch.object(dist, "get_world_size", lambda group=None: len(ranks) if group is None else get_world_size(group)),
+        patch.object(parallel_state, "init_world_group", lambda _, *rest: init_world_group(list(ranks), *rest)),
+        patch.object(parallel_state, "init_model_parallel_group", make_groups),
+    ):
         yield
 
 
@@ -111,11 +94,8 @@ def prepare_vllm(device: torch.device) -> ModuleType:
 
     import_module("vllm.entrypoints.llm")  # vllm imports this, and the worker, lazily
 
-    def keep_process_groups(*args: Any, **kwargs: Any) -> None:
-        """Replace the clean-up of process groups."""
-
     engine_core: Any = core  # the name is imported there, which type checkers reject
-    engine_core.cleanup_dist_env_and_memory = keep_process_groups
+    engine_core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
     if device.type == "cpu":
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
         from vllm.model_executor.layers import utils
@@ -165,13 +145,17 @@ def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
             bind(model)
 
 
-def take_adapters(worker: Any, spec: EngineSpec) -> Any:
-    """Activate vLLM's slot for the policy's adapters; return their LoRA request."""
+def take_adapters(worker: Any, rank: int) -> Any:
+    """Activate vLLM's one slot with adapters without matrices, which leave zeros; return their LoRA request.
+
+    vLLM would load adapters from files. Here the reshard writes the slot's buffers in place; B contains the scale.
+    """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.request import LoRARequest
 
-    assert spec.adapters is not None
-    take_slot(worker, LoRAModel(1, spec.adapters.rank, {}))
+    manager, adapters = worker.model_runner.lora_manager._adapter_manager, LoRAModel(1, rank, {})
+    manager._registered_adapters[adapters.id] = adapters  # `add_adapter` refuses adapters without matrices
+    manager.activate_adapter(adapters.id)
     return LoRARequest("policy", 1, "in memory")
 
 
@@ -204,11 +188,51 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
 
 
 def register_codes(spec: EngineSpec) -> CodeFormat | None:
-    """Register 8-bit matrices with vLLM if `rollout.quantization` is set."""
+    """Register linear layers over 8-bit codes with a scale per row, if `rollout.quantization` is set.
+
+    Parameters lie as in plain linear layers, to be written in place. Activations are not quantized, and outputs are
+    scaled in float32: only weights lose precision.
+    """
     if spec.config.quantization == "none":
         return None
-    layers = "vllm.model_executor.layers"
-    register_method(
-        spec.config.quantization, import_module(f"{layers}.quantization"), import_module(f"{layers}.linear")
-    )
-    return spec.config.quantization
+    code_format: CodeFormat = spec.config.quantization
+    quantization, linear = (import_module(f"vllm.model_executor.layers.{x}") for x in ("quantization", "linear"))
+
+    class CodedLinear(linear.LinearMethodBase):
+        def create_weights(
+            self, layer: Any, input_size_per_partition: int, output_partition_sizes: Sequence[int], **sizes: Any
+        ) -> None:
+            rows = sum(output_partition_sizes)
+            codes, scales = torch.zeros(rows, input_size_per_partition, dtype=torch.int8), torch.zeros(rows, 1)
+            for name, values in (("weight", codes), (f"weight{SCALE_SUFFIX}", scales.float())):
+                layer.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
+
+        def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            product = F.linear(x, decode(layer.weight, code_format, x.dtype))
+            scaled = (product.float() * layer.weight_scale[:, 0]).to(x.dtype)
+            return scaled if bias is None else scaled + bias
+
+    @quantization.register_quantization_config(CODED_METHOD)
+    class CodedConfig(quantization.QuantizationConfig):
+        def get_name(self) -> str:
+            return CODED_METHOD
+
+        def get_supported_act_dtypes(self) -> list[torch.dtype]:
+            return [torch.float32, torch.bfloat16]
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return 0
+
+        @staticmethod
+        def get_config_filenames() -> list[str]:
+            return []
+
+        @classmethod
+        def from_config(cls, config: Mapping[str, Any]) -> Any:
+            return cls()
+
+        def get_quant_method(self, layer: Any, prefix: str) -> Any:
+            return CodedLinear() if isinstance(layer, linear.LinearBase) else None
+
+    return code_format

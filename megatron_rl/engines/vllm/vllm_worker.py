@@ -6,14 +6,14 @@ It applies the in-process patches, without which a CPU update changes only embed
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron_rl.engines.servers.server_apis import write_kept_sets
 from megatron_rl.engines.vllm.vllm_library import prepare_vllm
-from megatron_rl.engines.vllm.vllm_truncation import KeptSetRecorder
+from megatron_rl.engines.vllm.vllm_recorders import KeptSetRecorder
 
 prepare_vllm(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -31,6 +31,7 @@ class ServedWorker:
         self.kept_sets.clear()
 
     def take_kept_sets(self, requests: Sequence[tuple[str, int, int]]) -> list[list[str]]:
-        """Return encoded kept sets for (name, position of the first token, number of tokens) of each request."""
+        """Return ids and counts, base64 of little-endian int32, for (name, first position, tokens) of each request."""
         assert self.kept_sets is not None, "record_kept_sets comes first"
-        return [write_kept_sets(self.kept_sets.take(*request)) for request in requests]
+        taken = [self.kept_sets.take(*request) for request in requests]
+        return [[base64.b64encode(x.astype("<i4").tobytes()).decode() for x in (one.ids, one.counts)] for one in taken]

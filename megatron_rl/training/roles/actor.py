@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.algorithms.losses import PolicyLossInputs, compute_policy_loss
 from megatron_rl.algorithms.mismatch import compute_importance_weights, has_importance_weights
-from megatron_rl.algorithms.segments import Responses
+from megatron_rl.algorithms.plugin_types import Responses
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.collectives import share_object
 from megatron_rl.samples.batch import TrainBatch
@@ -49,7 +49,7 @@ class Actor:
         self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
         self.mtp: Any = None
         if config.mtp_lr:
-            from megatron_rl.training.mtp import HiddenStatesKept
+            from megatron_rl.training.roles.mtp import HiddenStatesKept
 
             self._hidden = HiddenStatesKept(self.head)
         self.step = build_step(self.model, self._hidden or self.head, self.optimizer, config)
@@ -106,7 +106,7 @@ class Actor:
         self._update.forward_backward(minibatch, step_loss)
         hidden = [] if self._hidden is None else self._hidden.pop()
         if self.mtp is not None:
-            from megatron_rl.training.mtp import list_inputs
+            from megatron_rl.training.roles.mtp import list_inputs
 
             self.mtp.forward_backward(minibatch, list_inputs(self.model, hidden, minibatch))
 

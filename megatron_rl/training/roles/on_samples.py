@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rl.algorithms.catalog import find_early_reader_of_loss
 from megatron_rl.algorithms.losses import compute_sft_loss
-from megatron_rl.algorithms.old_logprobs import find_early_reader_of_loss
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.parallel.collectives import broadcast_tensors, share_object, world
 from megatron_rl.samples.batch import TrainBatch
@@ -64,7 +64,11 @@ class RoleOnSamples:
         """Apply a function to the role's batch; return a column."""
         return Column(function(self.read(samples)), samples.pack(self.packer))
 
-    def _read_minibatch(self, minibatch: Minibatch, names: Sequence[str] = ()) -> TrainBatch:
+    def optim_step(self) -> dict[str, float]:
+        """Update the weights of a trained role; return metrics, equal on the role's ranks."""
+        return self.role.optim_step()
+
+    def _read_minibatch(self, minibatch: Minibatch, names: Sequence[str]) -> TrainBatch:
         """Return this rank's share of a minibatch; empty outside of the role."""
         batch = self.read(minibatch.samples, *names)
         return batch.minibatch(minibatch.index) if self.is_here else batch
@@ -168,10 +172,6 @@ class ActorOnSamples(PolicyOnSamples):
             samples.update_logprobs = self.as_update(samples, nothing)
             samples.update_entropy = self.as_update(samples, nothing.clone())
 
-    def optim_step(self) -> dict[str, float]:
-        """Update the weights; return metrics, equal on the role's ranks."""
-        return self.role.optim_step()
-
 
 def sft(
     microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor
@@ -190,10 +190,6 @@ class CriticOnSamples(RoleOnSamples):
     def forward_backward(self, minibatch: Minibatch) -> None:
         """Compute the gradients of the value loss over a minibatch."""
         self.role.forward_backward(self._read_minibatch(minibatch, ("values", "returns")))
-
-    def optim_step(self) -> dict[str, float]:
-        """Update the weights; return metrics, equal on the role's ranks."""
-        return self.role.optim_step()
 
 
 class RewardModelOnSamples(RoleOnSamples):

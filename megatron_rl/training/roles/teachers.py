@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Teachers of a run as called by the main loop."""
+"""Teachers of a run as called by the main loop, for on-policy distillation: the policy learns on its own responses.
+
+sampled    the advantage of a token gets coef (teacher_logprobs - old_logprobs), whose mean over the policy's tokens
+           is -KL(policy || teacher) (Agarwal et al., "On-policy distillation of language models", arXiv 2306.13649;
+           the estimate per token as in Thinking Machines, "On-policy distillation", 2025)
+full       the loss of a token gets coef KL(policy || teacher), or KL(teacher || policy), over the vocabulary
+top_k      the same over k + 1 outcomes: the teacher's k likeliest tokens, and any other token; a lower bound of full
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.distillation import finish_divergences, mix_logprobs, sum_divergences
 from megatron_rl.config.algorithm import DistillationConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import choose_teachers
@@ -25,15 +31,11 @@ from megatron_rl.training.roles.on_samples import ActorOnSamples, RoleOnSamples
 
 @dataclass(frozen=True)
 class _Lesson:
-    """Output of one teacher for its part of the samples.
-
-    Attributes:
-        order: index of each sequence of `part` among all sequences.
-    """
+    """Output of one teacher for its part of the samples."""
 
     teacher: str
     part: Experience
-    order: np.ndarray
+    order: np.ndarray  # index of each sequence of `part` among all sequences
     column: Column
 
 
@@ -68,36 +70,52 @@ class TeachersOnSamples:
             `distill/kl`, the mean log-prob of the policy minus the teachers', also per teacher if there are several;
             empty if distributions are compared, whose divergence the update measures.
         """
-        packer = self._policy.packer
+        policy, distillation = self._policy, self._config.algorithm.distillation
         found = {
-            lesson.teacher: samples.take(lesson.column, lesson.order, lesson.part, packer) for lesson in samples.lessons
+            lesson.teacher: samples.take(lesson.column, lesson.order, lesson.part, policy.packer)
+            for lesson in samples.lessons
         }
-        kind = self._config.algorithm.distillation.kind
-        if kind != "sampled":  # each token has one teacher
-            column = self._policy.as_column(samples, _lay_together(list(found.values())).nan_to_num(0.0))
-            if kind == "full":
+        parts = list(found.values())
+        if distillation.kind != "sampled":  # each token has one teacher
+            column = policy.as_column(samples, _lay_together(parts).nan_to_num(0.0))
+            if distillation.kind == "full":
                 samples.teacher_hidden = column
             else:
                 samples.teacher_top_k = column
             return {}
-        samples.teacher_logprobs = self._policy.as_column(samples, self._mix(found))
-        return self._measure(samples, found)
-
-    def _mix(self, found: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        if self._config.algorithm.distillation.choose_by is not None:
-            return _lay_together(list(found.values()))
-        return mix_logprobs(list(found.values()), [self._config.teachers[name].weight for name in found])
-
-    def _measure(self, samples: Experience, found: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        batch = self._policy.read(samples, "old_logprobs", "teacher_logprobs")
-        if not self._policy.is_here:
+        weights = [self._config.teachers[name].weight for name in found]
+        mixed = _mix_logprobs(parts, weights) if distillation.choose_by is None else _lay_together(parts)
+        samples.teacher_logprobs = policy.as_column(samples, mixed)
+        batch = policy.read(samples, "old_logprobs", "teacher_logprobs")
+        if not policy.is_here:
             return {}
         each = found if len(self._teachers) > 1 else {}
-        sums = sum_divergences(
-            {**each, "kl": batch.column("teacher_logprobs")}, batch.column("old_logprobs"), batch.loss_mask
-        )
-        group = self._policy.model.groups.dp
-        return finish_divergences(reduce_scalars(sums, dist.ReduceOp.SUM, group, batch.tokens.device))
+        return _measure_divergences({**each, "kl": batch.column("teacher_logprobs")}, batch, policy.model.groups.dp)
+
+
+@torch.no_grad()
+def _mix_logprobs(logprobs: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Return the weighted mean of several teachers' log-probs [t], bitwise equal to the first if all are equal."""
+    # The reverse divergence to it is, up to a constant, the weighted mean of the divergences to the teachers.
+    mixed = first = logprobs[0]
+    for others, weight in zip(logprobs[1:], weights[1:], strict=True):
+        mixed = mixed + weight / sum(weights) * (others - first)
+    return mixed
+
+
+@torch.no_grad()
+def _measure_divergences(
+    teacher_logprobs: Mapping[str, torch.Tensor], batch: TrainBatch, group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Return means `distill/<name>` of the policy's log-probs minus [t] each, NaN where a teacher scores nothing."""
+    sums = {}
+    for name, logprobs in teacher_logprobs.items():
+        counted = batch.loss_mask & ~logprobs.isnan()
+        sums[f"{name}/sum"] = float((batch.column("old_logprobs") - logprobs)[counted].double().sum())
+        sums[f"{name}/count"] = float(counted.sum())
+    sums = reduce_scalars(sums, dist.ReduceOp.SUM, group, batch.tokens.device)
+    counted = [name for name in teacher_logprobs if sums[f"{name}/count"]]
+    return {f"distill/{name}": sums[f"{name}/sum"] / sums[f"{name}/count"] for name in counted}
 
 
 def ask_teacher(role: Any, distillation: DistillationConfig, vocab_size: int, batch: TrainBatch) -> torch.Tensor:

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the environments of a rank: each in its own process with deadlines, or all in the rank's process.
+
+Invariant of processes: each `open` or `tell` yields one `Answer`, possibly a failure. Failed episodes are killed at
+once. No process outlives its rank. In the rank's own process a debugger stops in them: random numbers are the same, but
+there are no deadlines, module variables are shared, and an environment that ends its process ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import socket
+import time
+from collections.abc import Callable, Generator, Hashable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.agents.environment import Environment
+from megatron_rl.agents.episode import Answer, Opening, Setup, play_environment
+from megatron_rl.agents.worker import find_environments, read_tokenizer
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.parallel.random_streams import keep_random_streams
+from megatron_rl.rewards.child import ChildProcess
+from megatron_rl.types import Prompt, UserError
+
+_Answers = Generator[Answer, tuple[list[int], str]]
+
+
+class _Episode:
+    def __init__(self, answers: _Answers, seed: int) -> None:
+        self._answers = answers
+        self._python, self._numpy = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
+
+    def ask(self, question: Callable[[_Answers], Answer]) -> Answer:
+        """Advance the episode under its own random state."""
+        with keep_random_streams():
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+            try:
+                return question(self._answers)
+            except (Exception, SystemExit):  # environments can raise anything
+                return Answer.of_error()
+            finally:
+                self._python, self._numpy = random.getstate(), np.random.get_state()
+
+
+class EpisodesInRank:
+    """A synchronous drop-in for `EpisodeProcesses` without support for programs."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._given = setup
+        self._found: tuple[Callable[[], Environment], Setup, Tokenizer] | None = None
+        self._episodes: dict[Hashable, _Episode] = {}
+        self._answers: dict[Hashable, Answer] = {}
+
+    def open(self, key: Hashable, prompt: Prompt) -> None:
+        """Start an episode and compute its first answer (UserError if the environment cannot be imported)."""
+        if self._found is None:
+            self._found = find_environments(self._given), *read_tokenizer(self._given)
+        opening = Opening.of(prompt, self._given.run_seed)
+        self._episodes[key] = _Episode(play_environment(*self._found, opening), opening.task.seed)
+        self._answers[key] = self._episodes[key].ask(next)
+
+    def send_reply(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
+        """Send a reply and compute the answer."""
+        self._answers[key] = self._episodes[key].ask(lambda answers: answers.send((tokens, finish_reason)))
+
+    def wait(self) -> dict[Any, Answer]:
+        """Return new answers, by key."""
+        found, self._answers = self._answers, {}
+        return found
+
+    def close(self, key: Hashable) -> None:
+        """Drop an episode."""
+        self._episodes.pop(key, None)
+        self._answers.pop(key, None)
+
+    def close_all(self) -> None:
+        """Drop all episodes."""
+        self._episodes.clear()
+        self._answers.clear()
+
+
+_START_SECONDS = 120.0  # includes imports of the user's file
+_GRACE_SECONDS = 5.0  # for a worker to end its episodes' processes on a busy machine
+_LARGEST_ANSWER = 64 << 20  # bytes
+
+
+class _Running:
+    """The rank's side of one episode's process."""
+
+    def __init__(self, worker: ChildProcess, seconds: float) -> None:
+        self.origin, self.seconds = worker, seconds
+        self.pid: int | None = None
+        self._asked = 0.0
+        ours, theirs = socket.socketpair()
+        self.connection = Connection(ours.detach())
+        with theirs:
+            worker.tell("begin", theirs.fileno())
+
+    def ask(self, message: object) -> None:
+        self._asked = time.monotonic()
+        self.connection.send(message)
+
+    def receive(self) -> Answer | None:
+        """Return an answer, or `None` for the process id that precedes the first one."""
+        message = pickle.loads(self.connection.recv_bytes(_LARGEST_ANSWER))
+        if isinstance(message, int):
+            self.pid = message
+            return None
+        self.seconds -= time.monotonic() - self._asked
+        return message
+
+    def deadline(self, turn_seconds: float) -> float:
+        return self._asked + min(self.seconds, turn_seconds)
+
+
+class EpisodeProcesses:
+    """A rank's episodes in separate processes; not thread-safe.
+
+    Args:
+        num_workers: number of processes from which episodes are forked.
+        episode_seconds: limit on the sum of an episode's answer times, including the first.
+        turn_seconds: limit for one answer.
+    """
+
+    def __init__(self, setup: Setup, num_workers: int, episode_seconds: float, turn_seconds: float) -> None:
+        self._setup, self._episode_seconds, self._turn_seconds = setup, episode_seconds, turn_seconds
+        self._workers: list[ChildProcess | None] = [None] * num_workers
+        self._running: dict[Hashable, _Running] = {}
+        self._waited_for: set[Hashable] = set()
+        self._failed: dict[Hashable, Answer] = {}
+        self._num_opened = 0
+
+    def open(self, key: Hashable, prompt: Prompt) -> None:
+        """Start an episode (UserError if a worker cannot import the environment)."""
+        number = self._num_opened % len(self._workers)
+        self._num_opened += 1
+        try:
+            self._running[key] = _Running(self._find_worker(number), self._episode_seconds)
+        except OSError:  # the worker was killed, and its running episodes with it
+            self._end_worker(number)
+            self._running[key] = _Running(self._find_worker(number), self._episode_seconds)
+        self._ask(key, Opening.of(prompt, self._setup.run_seed))
+
+    def send_reply(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
+        """Send a reply: its tokens and their log-probs."""
+        self._ask(key, (tokens, logprobs, finish_reason))
+
+    def wait(self) -> dict[Any, Answer]:
+        """Wait for the answers due since the last call; return them by key."""
+        found, self._failed = self._failed, {}
+        while self._waited_for:
+            of = {self._running[key].connection: key for key in self._waited_for}
+            times = {
+                key: self._running[key].deadline(self._turn_seconds) - time.monotonic() for key in self._waited_for
+            }
+            for connection in wait(list(of), max(min(times.values()), 0.0)):
+                assert isinstance(connection, Connection)
+                if (answer := self._receive(of[connection])) is not None:
+                    found[of[connection]] = answer
+            for key in [
+                key for key in self._waited_for if time.monotonic() >= self._running[key].deadline(self._turn_seconds)
+            ]:
+                is_turn = self._turn_seconds < self._running[key].seconds
+                setting = "turn_timeout_seconds" if is_turn else "episode_timeout_seconds"
+                seconds = self._turn_seconds if is_turn else self._episode_seconds
+                found[key] = self._fail(key, "timeout", f"no answer within agents.{setting} = {seconds:g}")
+        return found
+
+    def close(self, key: Hashable) -> None:
+        """End an episode's process."""
+        self._waited_for.discard(key)
+        running = self._running.pop(key, None)
+        if running is not None:
+            running.connection.close()
+            if running.pid is not None:
+                with contextlib.suppress(OSError):  # if the worker is gone, so is the episode's process
+                    running.origin.tell(running.pid)
+
+    def close_all(self) -> None:
+        """End all processes."""
+        for key in [*self._running]:
+            self.close(key)
+        for number in range(len(self._workers)):
+            self._end_worker(number)
+
+    def _find_worker(self, number: int) -> ChildProcess:
+        worker = self._workers[number]
+        if worker is None:
+            worker = self._workers[number] = ChildProcess("megatron_rl.agents.worker")
+            try:
+                error = worker.ask(self._setup, _START_SECONDS)
+            except (EOFError, OSError) as caught:
+                error = UserError(
+                    f"a process for environments did not start: {type(caught).__name__}",
+                    source=self._setup.source,
+                    expected=f"a file that is imported within {_START_SECONDS:g} s",
+                    hint="look at its messages on stderr",
+                )
+            if error is not None:
+                self._end_worker(number)
+                raise error
+        return worker
+
+    def _end_worker(self, number: int) -> None:
+        worker, self._workers[number] = self._workers[number], None
+        if worker is not None:
+            worker.dismiss()
+            worker.end(_GRACE_SECONDS)
+
+    def _ask(self, key: Hashable, message: object) -> None:
+        self._waited_for.add(key)
+        try:
+            self._running[key].ask(message)
+        except OSError:
+            self._failed[key] = self._fail(key, "error", "its process has ended")
+
+    def _receive(self, key: Hashable) -> Answer | None:
+        try:
+            answer = self._running[key].receive()
+        except (EOFError, OSError):
+            return self._fail(key, "error", "its process has ended, or has answered more than 64 MiB")
+        if answer is not None:
+            self._waited_for.discard(key)
+            if answer.finish_reason == "error":
+                return self._fail(key, "error", answer.failure)
+        return answer
+
+    def _fail(self, key: Hashable, reason: str, failure: str) -> Answer:
+        self.close(key)
+        return Answer(finish_reason=reason, failure=failure)
+
+
+AnyEpisodes = EpisodeProcesses | EpisodesInRank
+
+
+def choose_episodes(
+    config: RunConfig, tokenizer: str, stop_token_ids: tuple[int, ...], is_debugged: bool
+) -> AnyEpisodes:
+    """Return the rank's episode runner; programs run in separate processes even on a debugged rank."""
+    agents, data = config.agents, config.data
+    setup = Setup(
+        environment=agents.environment,
+        tokenizer=tokenizer,
+        options=data.apply_chat_template_kwargs,
+        stop_token_ids=stop_token_ids,
+        follows_template=agents.history == "template",
+        max_turns=agents.max_turns,
+        run_seed=config.trainer.seed,
+        program=agents.program,
+        tools=tuple(agents.tools),
+        temperature=config.rollout.temperature,
+        context_length=data.max_prompt_length + data.max_response_length,
+        tool_format=agents.tool_format,
+        reads_marks=data.special_tokens_in_contents,
+    )
+    if is_debugged and setup.program is None:
+        return EpisodesInRank(setup)
+    return EpisodeProcesses(setup, agents.workers, agents.episode_timeout_seconds, agents.turn_timeout_seconds)

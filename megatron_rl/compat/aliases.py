@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Translates verl and TRL setting names.
+
+verl's tables are in `name_tables.py` (single names) and `name_groups.py` (names read together), TRL's in `trl.py`.
+Invariant: nothing is dropped silently; a setting without effect yields a note, and one that would change the result
+raises.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megatron_rl.compat import name_groups, name_tables, trl
+from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs, each, note
+from megatron_rl.compat.loss_names import LOSS_MODE, MODEL_PATH
+from megatron_rl.compat.name_tables import PATTERNS
+from megatron_rl.config.checked import Mistakes
+from megatron_rl.config.fields import FieldInfo, unknown_key_error
+from megatron_rl.config.schema import ACTOR_DECIDES
+from megatron_rl.config.sources import ASSUMED, Setting, describe
+from megatron_rl.types import UserError
+
+# Hydra's mark for a mandatory value, and an empty section left by a reference.
+_NOTHING = ("???", {})
+_GONE = "the setting is gone, and what its default said is always done"
+_SHARDED = "set zero_stage=0 of the role for states that are not sharded"
+# Removed settings, which config.yaml files of earlier runs contain.
+_EARLIER = {
+    **each("actor.max_num_seqs critic.max_num_seqs", Only((64,), _GONE)),
+    **each("actor.use_distributed_optimizer critic.use_distributed_optimizer", Only((True,), _SHARDED)),
+    **{
+        f"{role}.{leaf}": SameAs(f"actor.{leaf}", strict=True)
+        for role in ("critic", "teachers.*")
+        for leaf in ACTOR_DECIDES
+    },
+    **each("agents.max_failed_share reward.max_failed_share", Only((0.5,), "set trainer.max_failed_share instead")),
+    **each("checkpoint.keep_best observability.status_token trainer.log_validation", Only((True,), _GONE)),
+    "checkpoint.max_failed_saves": Only((3,), _GONE),
+    "data.response_key": Renamed("data.answer_key"),
+    "data.validation_batch_size": Only((), _GONE),
+    "reward.service_backoff_seconds": Only((0.5,), _GONE),
+    "reward.service_fallback_reward": Only((0.0,), "nothing is learned from such a response, and 0 is logged"),
+    "reward.service_url": Only((), "give the URL as reward.function, or in reward.components"),
+    "reward.service_max_answer_bytes": Only((64 << 20,), _GONE),
+    "reward_model.logprob_chunk_tokens": Only((512,), "a reward model has no log-probs of tokens"),
+    "reward_model.share_prompts": Only((True,), _GONE),
+    "reward_model.recompute_granularity": Only(("none",), _GONE),
+    "rollout.server.start_seconds": Only((600.0,), "rollout.server.silent_seconds bounds the start as well"),
+}
+_PATTERNS = {**PATTERNS, "teachers.*.recompute_granularity": Ignored("only a backward pass recomputes")}
+_ALIASES = {**name_tables.ALIASES, **trl.ALIASES, **_EARLIER}
+_GROUPS = (*name_groups.GROUPS, *trl.GROUPS)
+
+
+def alias_names() -> list[str]:
+    """Return all accepted foreign names."""
+    return [*_ALIASES, *(name for group in _GROUPS for name in group.names)]
+
+
+def alias_target(name: str) -> str | None:
+    """Return the setting that a foreign name is a plain rename of, or `None` if it needs translation."""
+    alias = _ALIASES.get(name)
+    if isinstance(alias, Renamed):
+        return alias.target
+    return next((group.targets[name] for group in _GROUPS if name in group.targets), None)
+
+
+def find_ranks(settings: Sequence[Setting]) -> int | None:
+    """Return the ranks of a verl recipe, `trainer.nnodes * trainer.n_gpus_per_node`, or `None`."""
+    values = {setting.name: setting.value for setting in settings}
+    nodes, gpus = values.get("trainer.nnodes", 1), values.get("trainer.n_gpus_per_node")
+    counted = all(isinstance(number, int) and number > 0 for number in (nodes, gpus))
+    return nodes * gpus if counted else None
+
+
+def translate(
+    settings: Sequence[Setting], fields: Mapping[str, FieldInfo], mistakes: Mistakes
+) -> tuple[list[Setting], list[str]]:
+    """Translate foreign setting names; return the settings and a note per setting without effect.
+
+    Args:
+        settings: in order; the later of two equal names wins.
+    """
+    latest: dict[str, Setting] = {}
+    for setting in settings:
+        latest.pop(setting.name, None)  # so that a repeated name moves to its later position
+        if setting.value not in _NOTHING:
+            latest[setting.name] = replace(setting, value=_expand_home(setting.value))
+    lowest = min((setting.layer for setting in settings), default=ASSUMED)
+    if any(setting.name == MODEL_PATH and setting.layer == lowest for setting in settings):  # a recipe of verl's
+        latest.setdefault(LOSS_MODE, Setting(LOSS_MODE, "vanilla", "verl's default", ASSUMED))
+    translated: list[Setting] = []
+    notes: list[str] = []
+    for group in _GROUPS:
+        parts = {name: latest.pop(name) for name in group.names if name in latest}
+        reads = {name: latest[name] for name in group.reads if name in latest}
+        with mistakes.collect(*group.reads, *group.targets.values()):
+            for found in group.combine(parts | reads) if parts else ():
+                if isinstance(found, str):
+                    notes.append(found)
+                else:
+                    translated.append(found)
+    repeated: list[tuple[Setting, SameAs]] = []
+    below: dict[str, list[Setting]] = {}
+    for setting in latest.values():
+        alias = _ALIASES.get(re.sub(r"^teachers\.[^.]+", "teachers.*", setting.name))
+        with mistakes.collect(alias.target if isinstance(alias, Renamed) else setting.name):
+            if isinstance(alias, Renamed):
+                translated += _rename(setting, alias, fields)
+            elif isinstance(alias, SameAs):
+                repeated.append((setting, alias))
+            elif alias is not None:
+                notes += _ignore(setting, alias)
+            elif setting.name in fields:
+                translated.append(setting)
+            else:
+                pattern = next((pattern for pattern in _PATTERNS if fnmatchcase(setting.name, pattern)), None)
+                if pattern is None:
+                    raise unknown_key_error(setting.name, setting.source, fields, alias_names())
+                if setting.value is not None:
+                    below.setdefault(pattern, []).append(setting)
+    for setting, alias in repeated:
+        with mistakes.collect(alias.target):
+            notes += _compare(setting, alias, translated, fields)
+    for pattern, members in below.items():
+        reason = _PATTERNS[pattern].reason
+        several = f"ignored: {len(members)} settings {pattern} ({members[0].source} ff.), {reason}"
+        notes.append(note(members[0], reason) if len(members) == 1 else several)
+    return translated, notes
+
+
+def _expand_home(value: Any) -> Any:
+    """Expand `~/`, which stands for the user's home in verl's recipes."""
+    if isinstance(value, list):
+        return [_expand_home(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
+def _rename(setting: Setting, alias: Renamed, fields: Mapping[str, FieldInfo]) -> list[Setting]:
+    for theirs, ours in alias.values:
+        if _same(setting.value, theirs):
+            return [replace(setting, name=alias.target, value=ours, text=None)]
+    if setting.value is None and setting.name != alias.target and not fields[alias.target].accepts_none:
+        return []  # null means "not given" in verl
+    if alias.closed:
+        known = ", ".join(repr(theirs) for theirs, _ in alias.values)
+        raise UserError(
+            f"{setting.name} = {setting.value!r} is not known",
+            source=setting.source,
+            expected=f"one of {known} (read as {alias.target})",
+            hint=f"set {alias.target} instead, see --help",
+        )
+    return [replace(setting, name=alias.target)]
+
+
+def _ignore(setting: Setting, alias: Ignored | Only) -> list[str]:
+    if setting.value is None:
+        return []
+    if isinstance(alias, Ignored):
+        return [note(setting, alias.reason)]
+    if any(_same(setting.value, allowed) for allowed in alias.allowed):
+        return []
+    accepted = " or ".join(repr(allowed) for allowed in (alias.allowed or (None,)))
+    raise UserError(
+        f"{setting.name} = {setting.value!r} is not supported",
+        source=setting.source,
+        expected=f"{accepted}: {alias.reason}",
+        hint=f"remove {setting.name}",
+    )
+
+
+def _compare(
+    setting: Setting, alias: SameAs, translated: Sequence[Setting], fields: Mapping[str, FieldInfo]
+) -> list[str]:
+    value = next((ours for theirs, ours in alias.values if _same(setting.value, theirs)), setting.value)
+    strongest = max(
+        (other for other in translated if other.name == alias.target),
+        key=lambda other: (other.layer, not other.weak),
+        default=None,
+    )
+    if strongest is None and alias.strict:
+        strongest = Setting(alias.target, fields[alias.target].default, "its default", setting.layer)
+    if value is None or (strongest is not None and _same(value, strongest.value)):
+        return []
+    if strongest is None or strongest.layer != setting.layer:
+        return [note(setting, f"{alias.target} decides")]
+    raise UserError(
+        f"{setting.name} = {setting.value!r}, but {describe(strongest)}",
+        source=setting.source,
+        expected=f"the value of {alias.target}: both mean the same here",
+        hint=f"remove {setting.name}",
+    )
+
+
+def _same(value: Any, other: Any) -> bool:
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def format_names(width: int = 100) -> str:
+    """Format the verl names for `--help`."""
+    renamed = [(name, alias.target) for name, alias in name_tables.ALIASES.items() if isinstance(alias, Renamed)]
+    pairs = [(name, target) for name, target in renamed if name != target]
+    pairs += [(" + ".join(group.names), group.meaning) for group in name_groups.GROUPS]
+    lines = ["[verl names]  accepted in recipes and on the command line"]
+    for name, target in sorted(pairs):
+        lines += textwrap.wrap(f"{name} -> {target}", width - 2, initial_indent="  ", subsequent_indent="      ")
+    others = sorted(name for name, alias in name_tables.ALIASES.items() if not isinstance(alias, Renamed))
+    text = f"Without effect or with one value only (reasons: docs/verl_keys.md): {', '.join(others)}."
+    lines += textwrap.wrap(text, width - 2, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of translation of the names of another project, of single ones and of groups that are read together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from megatron_rl.config.sources import Setting, describe
+from megatron_rl.types import UserError
+
+Meaning = TypeVar("Meaning")
+Parts = dict[str, Setting]
+Combined = Iterator[Setting | str]  # translated settings and notes
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A name for `target`. `values` maps (verl value, our value); if `closed`, other values are errors."""
+
+    target: str
+    values: tuple[tuple[Any, Any], ...] = ()
+    closed: bool = False
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A name without effect, and the reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Only:
+    """A name accepted only with values that match the fixed behavior (or null), and the reason."""
+
+    allowed: tuple[Any, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """A second name of `target`, accepted with the value of that setting; `strict`: with its default if not given."""
+
+    target: str
+    values: tuple[tuple[Any, Any], ...] = ()
+    strict: bool = False
+
+
+Alias = Renamed | Ignored | Only | SameAs
+
+
+def each(names: str, meaning: Meaning) -> dict[str, Meaning]:
+    """Return one meaning for several names, which spaces separate."""
+    return dict.fromkeys(names.split(), meaning)
+
+
+@dataclass(frozen=True)
+class AliasGroup:
+    """Names that are read together."""
+
+    names: tuple[str, ...]
+    meaning: str  # resulting settings, for `--help` and docs
+    combine: Callable[[Parts], Combined]  # translates those that were given
+    reads: tuple[str, ...] = ()  # further names that `combine` reads; they keep their own meaning
+    targets: Mapping[str, str] = field(default_factory=dict)  # name -> equivalent setting, for flags without a value
+
+
+def put(setting: Setting, target: str, value: Any, *, layer: int | None = None, weak: bool = False) -> Setting:
+    """Return the setting `target` with a value that follows from another setting, at its place."""
+    layer = setting.layer if layer is None else layer
+    return replace(setting, name=target, value=value, layer=layer, text=None, weak=weak)
+
+
+def look_up(setting: Setting, target: str, values: Mapping[str, str], hint: str) -> Setting:
+    """Translate a value by a complete table of values (UserError for others)."""
+    if not isinstance(setting.value, str) or setting.value not in values:
+        raise UserError(
+            f"{setting.name} = {setting.value!r} is not known",
+            source=setting.source,
+            expected=f"one of {', '.join(map(repr, values))} (read as {target})",
+            hint=hint,
+        )
+    return put(setting, target, values[setting.value])
+
+
+def read_boolean(setting: Setting) -> bool:
+    """Return the value of a switch; null is false (UserError if not boolean)."""
+    if setting.value is None or isinstance(setting.value, bool):
+        return bool(setting.value)
+    raise UserError(
+        f"{setting.name} = {setting.value!r} is not accepted",
+        source=setting.source,
+        expected="true or false",
+        hint=f"write {setting.name}=true",
+    )
+
+
+def note(setting: Setting, reason: str) -> str:
+    """Format the note for a setting without effect."""
+    return f"ignored: {describe(setting)}, {reason}"

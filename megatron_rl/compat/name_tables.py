@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Translation table of single verl names; data only.
+
+Each name is `Renamed` (with a value table if values differ), `Ignored` with a reason, accepted `Only` with matching
+values, or the `SameAs` another setting. `PATTERNS` cover whole sections on Ray, FSDP or profilers. Names that depend on
+each other are in `name_groups.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from megatron_rl.compat.kinds import Alias, Ignored, Only, Renamed, SameAs, each
+from megatron_rl.compat.loss_names import AGGREGATIONS, ESTIMATORS
+from megatron_rl.config.schema import LayoutConfig
+
+OFF = ((-1, 0),)
+BUDGET = "max_tokens_per_microbatch bounds every forward pass"
+MEGATRON = "the models run on megatron-core"
+FSDP = f"{MEGATRON}; zero_stage=3 of a role shares its weights as FSDP does"
+_SHARED = "the engine uses the actor's weights while it generates, there is nothing to gain"
+STAGES = ((True, 3), (False, 1))  # of `reshard_after_forward`
+FUSED = "kernels are chosen by what is installed"
+_LR_STYLE = (("constant", "constant"), ("linear", "linear"), ("cosine", "cosine"))
+LAYOUT_LEAVES = tuple(item.name for item in fields(LayoutConfig) if item.name.endswith("_parallel_size"))
+
+
+def megatron_names(role: str) -> dict[str, Alias]:
+    """Return the aliases for `megatron.*` of a role with its own layout."""
+    return {f"megatron.{leaf}": Renamed(f"{role}.{leaf}") for leaf in LAYOUT_LEAVES} | {
+        **each("megatron.use_mbridge megatron.vanilla_mbridge", Ignored("weights are converted by this package")),
+        **each(
+            "megatron.use_dist_checkpointing megatron.dist_checkpointing_path megatron.dist_checkpointing_prefix",
+            Ignored("the first weights are read in HF format"),
+        ),
+        "megatron.forward_only": Ignored(MEGATRON),
+        "megatron.dtype": Ignored("model.dtype decides"),
+        "megatron.seed": Ignored("trainer.seed decides"),
+        "megatron.use_distributed_optimizer": Ignored("this role has no optimizer"),
+        "megatron.override_transformer_config.recompute_granularity": Ignored("only a backward pass recomputes"),
+        "megatron.override_transformer_config.recompute_modules": Ignored("selective recomputes the core attention"),
+        **each(
+            "megatron.override_transformer_config.recompute_method "
+            "megatron.override_transformer_config.recompute_num_layers",
+            Ignored("full recomputes every layer"),
+        ),
+        "megatron.override_transformer_config.attention_backend": Ignored(FUSED),
+        **each("fsdp_config.param_offload megatron.param_offload", Ignored(_SHARED)),
+        "strategy": Ignored(FSDP),
+        "fsdp_config.reshard_after_forward": Renamed(f"{role}.zero_stage", STAGES, closed=True),
+        "load_weight": Only((True,), "weights are always read"),
+        "ulysses_sequence_parallel_size": Renamed(f"{role}.context_parallel_size"),
+    }
+
+
+def lora_names(role: str) -> dict[str, Alias]:
+    """Return the aliases for a role's adapter settings, below `model`."""
+    names = {
+        **each("lora_rank lora.rank", "rank"),
+        **each("lora_alpha lora.alpha", "alpha"),
+        **each("lora_adapter_path lora.adapter_path", "path"),
+        "target_modules": "target_modules",
+    }
+    renamed: dict[str, Alias] = {name: Renamed(f"{role}.lora.{leaf}") for name, leaf in names.items()}
+    return renamed | {
+        "exclude_modules": Only((), f"name the matrices that get adapters in {role}.lora.target_modules"),
+        "lora.dropout": Only((0,), "dropout would make the policy that is trained another one than is sampled from"),
+        "lora.merge": Only((True,), "adapters are merged on their way to the engine"),
+    }
+
+
+def trainable_names(role: str) -> dict[str, Alias]:
+    """Return the aliases for a role with an optimizer."""
+    return megatron_names(role) | {
+        "optim.lr": Renamed(f"{role}.lr"),
+        "optim.min_lr": Renamed(f"{role}.min_lr"),
+        "optim.min_lr_ratio": Only((0,), f"give the final learning rate itself: {role}.min_lr"),
+        "optim.lr_warmup_steps": Renamed(f"{role}.lr_warmup_steps", OFF),
+        "optim.lr_warmup_steps_ratio": Only((0,), f"give the warm-up in steps: {role}.lr_warmup_steps"),
+        "optim.lr_warmup_init": Only((0,), "the warm-up starts from 0"),
+        "optim.lr_decay_steps": Only((), "the decay ends with the run"),
+        **each(
+            "optim.lr_decay_style optim.lr_scheduler_type optim.warmup_style",
+            Renamed(f"{role}.lr_decay_style", _LR_STYLE, True),
+        ),
+        "optim.num_cycles": Only((0.5,), "a cosine decay is half a period"),
+        **each("optim.lr_wsd_decay_style optim.lr_wsd_decay_steps", Ignored("there is no such schedule")),
+        "optim.weight_decay": Renamed(f"{role}.weight_decay"),
+        "optim.weight_decay_incr_style": Only(("constant",), "weight decay is constant"),
+        **each("optim.clip_grad grad_clip", Renamed(f"{role}.clip_grad")),
+        "optim.optimizer": Only(("adam", "AdamW", "adamw"), "the optimizer is AdamW"),
+        "optim.optimizer_impl": Ignored("the optimizer is megatron-core's AdamW"),
+        "optim.total_training_steps": Ignored("it follows from the batch plan"),
+        "optim.use_checkpoint_opt_param_scheduler": Ignored("schedules come from the config"),
+        "shuffle": Only((False,), "minibatches keep the order of the rollouts"),
+        "data_loader_seed": Ignored("trainer.seed decides"),
+        "ppo_micro_batch_size": Ignored(BUDGET),
+        **each("fsdp_config.optimizer_offload megatron.optimizer_offload", Renamed(f"{role}.offload_optimizer")),
+        "megatron.grad_offload": Renamed(f"{role}.offload_gradients"),
+        "megatron.override_transformer_config.recompute_granularity": Renamed(
+            f"{role}.recompute_granularity", (("selective", "selective"), ("full", "full")), closed=True
+        ),
+        "megatron.use_distributed_optimizer": Renamed(f"{role}.zero_stage", ((True, 1), (False, 0)), closed=True),
+    }
+
+
+_RUNS = "torchrun decides the number of ranks; a dry run plans for as many as this says"
+_SCORING = "log-probs are computed in the actor's microbatches"
+_PACKED = "sequences are always packed"
+_TRACKING = "metrics go to metrics.jsonl and TensorBoard; observability.wandb=online sends them to W&B too"
+_REFERENCE = "the reference model has the layout of the actor"
+_ENGINE = "the engine decides"
+_TEXT = "prompts are text"
+_CHECKPOINTING = ((True, "full"), (False, "none"))
+
+
+_ACTOR: dict[str, Alias] = trainable_names("actor") | {
+    "ppo_mini_batch_size": Renamed("actor.ppo_mini_batch_size"),
+    "ppo_epochs": Renamed("actor.ppo_epochs"),
+    "rollout_n": SameAs("rollout.n"),
+    "entropy_coeff": Renamed("algorithm.entropy_coef"),
+    "calculate_entropy": Ignored("the entropy is always measured"),
+    "tau_pos": Renamed("algorithm.sapo_tau_pos"),
+    "tau_neg": Renamed("algorithm.sapo_tau_neg"),
+    "policy_loss.clip_cov_lb": Renamed("algorithm.clip_cov_low"),
+    "policy_loss.clip_cov_ub": Renamed("algorithm.clip_cov_high"),
+    "policy_loss.ppo_kl_coef": Renamed("algorithm.kl_cov_coef"),
+    "loss_scale_factor": Renamed("algorithm.loss_scale_factor"),
+    "clip_ratio_low": Renamed("algorithm.clip_eps_low"),
+    "clip_ratio_high": Renamed("algorithm.clip_eps_high"),
+    "tis_imp_ratio_cap": Only((-1,), "set algorithm.importance_sampling=token-truncate and importance_high"),
+    "use_torch_compile": Ignored("the actor is not compiled"),
+    "use_fused_kernels": Ignored(FUSED),
+    "use_remove_padding": Ignored(_PACKED),
+    **each(
+        "entropy_from_logits_with_chunking entropy_checkpointing",
+        Ignored("log-probs and entropy are computed in chunks"),
+    ),
+    "freeze_vision_tower": Ignored(_TEXT),
+    "checkpoint.async_save": Renamed("checkpoint.async_save"),
+    "router_replay.mode": Renamed(
+        "actor.router_replay", (("disabled", "off"), ("R2", "trainer"), ("R3", "engine")), closed=True
+    ),
+}
+
+_CRITIC: dict[str, Alias] = trainable_names("critic") | {
+    "model.path": Renamed("critic.path"),
+    **{f"model.{name}": alias for name, alias in lora_names("critic").items()},
+    "model.enable_gradient_checkpointing": Renamed("critic.recompute_granularity", _CHECKPOINTING, closed=True),
+    "model.use_remove_padding": Ignored(_PACKED),
+    "model.tokenizer_path": Ignored("the critic reads the policy's tokens"),
+    **each("model.fsdp_config.param_offload megatron.param_offload", Ignored("critic weights stay on the device")),
+    "model.fsdp_config.optimizer_offload": Renamed("critic.offload_optimizer"),
+    "model.fsdp_config.reshard_after_forward": Renamed("critic.zero_stage", STAGES, closed=True),
+    "cliprange_value": Renamed("critic.value_clip"),
+    "ppo_mini_batch_size": SameAs("actor.ppo_mini_batch_size"),
+    "ppo_epochs": SameAs("actor.ppo_epochs"),
+    "rollout_n": SameAs("rollout.n"),
+    "loss_agg_mode": SameAs("algorithm.loss_agg_mode", AGGREGATIONS),
+    **each("forward_micro_batch_size forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu", Ignored(BUDGET)),
+    "nccl_timeout": Ignored("trainer.collective_timeout decides"),
+    **each("kl_ctrl.type kl_ctrl.kl_coef", Ignored("the critic has no KL term")),
+}
+
+_ROLLOUT: dict[str, Alias] = {
+    leaf: Renamed(f"rollout.{leaf}")
+    for leaf in (
+        "n",
+        "temperature",
+        "top_p",
+        "tensor_model_parallel_size",
+        "gpu_memory_utilization",
+        "enforce_eager",
+        "max_num_seqs",
+    )
+} | {
+    "name": Renamed("rollout.engine", (("vllm", "vllm"), ("hf", "hf")), closed=True),
+    "top_k": Renamed("rollout.top_k", ((0, -1),)),
+    "mode": Ignored("rollout and training alternate in one program"),
+    "val_kwargs.n": Renamed("rollout.validation_n"),
+    "val_kwargs.top_p": Renamed("rollout.validation_top_p"),
+    "val_kwargs.top_k": Renamed("rollout.validation_top_k", ((0, -1),)),
+    "prompt_length": SameAs("data.max_prompt_length"),
+    "response_length": SameAs("data.max_response_length"),
+    "do_sample": Only((True,), "rollouts are sampled"),
+    "ignore_eos": Only((False,), "a response ends with its EOS"),
+    "max_model_len": Ignored("it follows from the longest prompt and response"),
+    "dtype": Ignored("the engine takes model.dtype"),
+    "load_format": Ignored("the engine takes the weights of the actor"),
+    "data_parallel_size": Only((1,), "the number of engines is world_size / rollout.tensor_model_parallel_size"),
+    "expert_parallel_size": Only((1,), "the engine splits experts over its TP ranks"),
+    "pipeline_model_parallel_size": Only((1,), "the engine has one pipeline stage"),
+    "quantization": Renamed("rollout.quantization", ((None, "none"), (False, "none"), ("fp8", "fp8")), closed=True),
+    "repetition_penalty": Only((1.0,), "training scores a token without counting those before it"),
+    "use_fire_sampling": Only((False,), "sampling is plain temperature sampling"),
+    "over_sample_rate": Only((0,), "every response is waited for"),
+    "skip_rollout": Only((False,), "rollouts are made in every step"),
+    "chat_scheduler": Only((), "a prompt gets one response"),
+    "calculate_log_probs": Ignored("the engine's log-probs are always measured against the actor's"),
+    "update_weights_bucket_megabytes": Ignored("hybrid.bucket_bytes decides"),
+    "multi_turn.enable": Only((False,), "agents.environment, agents.tools or agents.program make several turns"),
+    "multi_turn.max_assistant_turns": Renamed("agents.max_turns"),
+    **each(
+        "free_cache_engine disable_log_stats enable_chunked_prefill enable_prefix_caching "
+        "max_num_batched_tokens cudagraph_capture_sizes multi_stage_wake_up layered_summon "
+        "skip_tokenizer_init skip_dump_dir use_block_quant_rollout",
+        Ignored(_ENGINE),
+    ),
+    **each(
+        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu "
+        "log_prob_use_dynamic_bsz",
+        Ignored(_SCORING),
+    ),
+}
+
+_REF: dict[str, Alias] = {
+    "model": Only((), "give the reference's directory in reference.path"),
+    "model.path": Renamed("reference.path"),
+    **each("fsdp_config.param_offload megatron.param_offload", Renamed("reference.offload")),
+    "sync_actor": Only((False,), "the reference stays as it is"),
+    **each(
+        "strategy ulysses_sequence_parallel_size use_torch_compile entropy_from_logits_with_chunking "
+        "entropy_checkpointing load_weight sync_actor_alpha sync_steps",
+        Ignored(_REFERENCE),
+    ),
+    **each(
+        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu "
+        "log_prob_use_dynamic_bsz",
+        Ignored(_SCORING),
+    ),
+    **{f"megatron.{leaf}": Ignored(_REFERENCE) for leaf in (*LAYOUT_LEAVES, "sequence_parallel")},
+}
+
+_MODEL: dict[str, Alias] = {
+    "path": Renamed("model.path"),
+    "enable_gradient_checkpointing": Renamed("actor.recompute_granularity", _CHECKPOINTING, closed=True),
+    "trust_remote_code": Only((False,), "code of a model directory is never run"),
+    "external_lib": Only((), "code is added with algorithm.plugins and reward.function"),
+    "custom_chat_template": Only((), "the tokenizer's own chat template is used"),
+    **lora_names("actor"),
+    "use_remove_padding": Ignored(_PACKED),
+    "use_shm": Ignored("weights are read by the ranks that need them"),
+    "enable_activation_offload": Ignored("activations are recomputed instead (actor.recompute_granularity)"),
+    **each(
+        "return_last_hidden_state override_config.attn_implementation use_liger use_fused_kernels use_fused_loss",
+        Ignored(FUSED),
+    ),
+    "override_config.moe_config.freeze_moe_router": Only((False,), "all weights are trained"),
+}
+
+_REWARD_MODEL: dict[str, Alias] = megatron_names("reward_model") | {
+    "model.fsdp_config.reshard_after_forward": Renamed("reward_model.zero_stage", STAGES, closed=True),
+    "model.input_tokenizer": Ignored("the reward model reads the policy's tokens"),
+    "model.use_remove_padding": Ignored(_PACKED),
+    "model.trust_remote_code": Only((False,), "code of a model directory is never run"),
+    **each("model.fsdp_config.param_offload megatron.param_offload", Renamed("reward_model.offload")),
+    **each("megatron.grad_offload megatron.optimizer_offload", Ignored("this role has no optimizer")),
+    "forward_max_token_len_per_gpu": Renamed("reward_model.max_tokens_per_microbatch"),
+    "reward_manager": Only(
+        ("naive", "dapo", "prime"), "rewards are made one by one; reward.workers computes them beside generation"
+    ),
+    "launch_reward_fn_async": Ignored("reward.workers decides"),
+    "max_length": Ignored("the longest prompt and response decide"),
+    "sandbox_fusion.url": Only((), "give its URL as reward.function"),
+    "sandbox_fusion.max_concurrent": Ignored("reward.service_concurrency decides"),
+    "sandbox_fusion.memory_limit_mb": Ignored("the service decides"),
+    "enable_resource_pool": Only((False,), "all roles share the ranks"),
+    "reward_kwargs.max_resp_len": SameAs("data.max_response_length"),
+    "nccl_timeout": Ignored("trainer.collective_timeout decides"),
+    **each("n_gpus_per_node nnodes", Ignored("all roles share the ranks")),
+    **each("micro_batch_size micro_batch_size_per_gpu use_dynamic_bsz", Ignored(BUDGET)),
+}
+
+_DATA: dict[str, Alias] = {
+    "val_files": Renamed("data.validation_files"),
+    "val_batch_size": Ignored("the prompts of a validation set are generated together"),
+    "val_max_samples": Renamed("data.validation_limit", ((-1, None),)),
+    "train_max_samples": Only((-1,), "all training prompts are used"),
+    "tokenizer": Renamed("model.tokenizer"),
+    "seed": Renamed("trainer.seed"),
+    "gen_batch_size": Ignored("dynamic sampling generates as many prompts as are missing"),
+    "return_raw_chat": Ignored("the chat template is applied when the prompts are read"),
+    "trust_remote_code": Only((False,), "code of a model directory is never run"),
+    "validation_shuffle": Only((False,), "validation prompts keep their order"),
+    "tool_config_path": Only((), "a prompt gets one response"),
+    **each(
+        "return_raw_input_ids return_full_prompt filter_overlong_prompts_workers use_shm dataloader_num_workers",
+        Ignored("prompts are read once, at the start"),
+    ),
+    **each("image_key video_key image_patch_size return_multi_modal_inputs", Ignored(_TEXT)),
+    **each(
+        "custom_cls.path custom_cls.name sampler.class_path sampler.class_name datagen.path datagen.name",
+        Only((), "prompts come from JSONL and parquet files"),
+    ),
+}
+
+_ALGORITHM: dict[str, Alias] = {
+    "adv_estimator": Renamed("algorithm.adv_estimator", ESTIMATORS),
+    "norm_adv_by_std_in_grpo": Renamed("algorithm.norm_adv_by_std"),
+    "lam": Renamed("algorithm.gae_lambda"),
+    "use_pf_ppo": Only((False,), "rollouts are not drawn again by their rewards"),
+    "filter_groups.enable": Renamed("algorithm.dynamic_sampling"),
+    "filter_groups.max_num_gen_batches": Renamed("algorithm.max_sampling_rounds", ((0, 1_000_000),)),
+    "filter_groups.metric": Renamed(
+        "algorithm.dynamic_sampling_metric", (("score", None), ("seq_reward", "reward"), ("seq_final_reward", "reward"))
+    ),
+    "rollout_correction.rollout_is": Renamed(
+        "algorithm.importance_sampling",
+        ((None, "none"), ("token", "token-truncate"), ("sequence", "product-truncate")),
+        closed=True,
+    ),
+    "rollout_correction.rollout_is_threshold": Renamed("algorithm.importance_high"),
+    "rollout_correction.rollout_is_batch_normalize": Renamed("algorithm.importance_normalize"),
+    "rollout_correction.rollout_rs": Only((), "set algorithm.reject_sequence_above or a mask mode"),
+    **each(
+        "rollout_correction.rollout_rs_threshold rollout_correction.rollout_rs_threshold_lower",
+        Ignored("it belongs to rollout_rs"),
+    ),
+    "rollout_correction.rollout_token_veto_threshold": Only((), "set algorithm.reject_sequence_above"),
+    "rollout_correction.bypass_mode": Only((False,), "set algorithm.importance_sampling=bypass"),
+    "rollout_correction.use_policy_gradient": Only((False,), "set algorithm.policy_loss=policy_gradient"),
+    "rollout_correction.loss_type": Only(("ppo_clip",), "algorithm.policy_loss decides"),
+}
+
+_TRAINER: dict[str, Alias] = {
+    "total_training_steps": Renamed("trainer.total_steps"),
+    "test_freq": Renamed("trainer.test_freq", OFF),
+    "save_freq": Renamed("trainer.save_freq", OFF),
+    "default_local_dir": Renamed("trainer.run_dir"),
+    **each("nnodes n_gpus_per_node", Ignored(_RUNS)),
+    "device": Ignored("the device is found at start"),
+    "balance_batch": Ignored("batches are always balanced over the DP ranks"),
+    "logger": Ignored(_TRACKING),
+    "default_hdfs_dir": Only((), "files are written to trainer.run_dir"),
+    "use_legacy_worker_impl": Ignored(MEGATRON),
+    "ray_wait_register_center_timeout": Ignored("there is no Ray in a run"),
+    "esi_redundant_time": Ignored("trainer.save_freq decides when to save"),
+    "project_name": Renamed("observability.wandb_project"),
+    "experiment_name": Renamed("observability.wandb_name"),
+    **each("log_val_generations rollout_data_dir validation_data_dir", Ignored("trainer.log_rollouts decides")),
+    **each(
+        "del_local_ckpt_after_load max_critic_ckpt_to_keep max_ref_ckpt_to_keep",
+        Ignored("checkpoint.keep_last decides for all roles"),
+    ),
+    "max_actor_ckpt_to_keep": Renamed("checkpoint.keep_last"),
+}
+
+_SECTIONS: dict[str, dict[str, Alias]] = {
+    "actor_rollout_ref.model": _MODEL,
+    "actor_rollout_ref.actor": _ACTOR,
+    "actor_rollout_ref.rollout": _ROLLOUT,
+    "actor_rollout_ref.ref": _REF,
+    "critic": _CRITIC,
+    "reward_model": _REWARD_MODEL,
+    "data": _DATA,
+    "algorithm": _ALGORITHM,
+    "trainer": _TRAINER,
+}
+
+ALIASES: Mapping[str, Alias] = {
+    "actor_rollout_ref.hybrid_engine": Only((True,), "training and rollout share the ranks"),
+    "actor_rollout_ref.nccl_timeout": Ignored("trainer.collective_timeout decides"),
+    **{f"{section}.{name}": alias for section, names in _SECTIONS.items() for name, alias in names.items()},
+}
+
+# Shell patterns of sections ignored as a whole, with one note each; ALIASES takes precedence.
+PATTERNS: Mapping[str, Ignored] = {
+    "*._target_": Ignored("it names a class of verl"),
+    **each(
+        "*.profiler.* *.profile.* global_profiler.*",
+        Ignored("there is nothing to configure about profiling"),
+    ),
+    **each("ray_init.* ray_kwargs.*", Ignored("there is no Ray in a run")),
+    "transfer_queue.*": Ignored("samples stay in the processes that made them"),
+    "*.checkpoint.*": Ignored("trainer.save_freq decides what is written and when"),
+    "*.fsdp_config.*": Ignored(FSDP),
+    "actor_rollout_ref.ref.megatron.*": Ignored(_REFERENCE),
+    "*.gradient_checkpointing_kwargs.*": Ignored("recompute_granularity decides"),
+    "actor_rollout_ref.model.fused_kernel_options.*": Ignored(FUSED),
+    "actor_rollout_ref.actor.policy_loss.*": Ignored("it belongs to losses that are not served"),
+    **each(
+        "actor_rollout_ref.rollout.multi_turn.* actor_rollout_ref.rollout.agent.*",
+        Ignored("the section agents has tools and environments of another form"),
+    ),
+    "actor_rollout_ref.rollout.engine_kwargs.*": Ignored(_ENGINE),
+    "actor_rollout_ref.rollout.trace.*": Ignored("trainer.log_rollouts writes rollouts"),
+    "actor_rollout_ref.rollout.prometheus.*": Ignored(_TRACKING),
+    "actor_rollout_ref.rollout.layer_name_map.*": Ignored("weights are placed by this package"),
+    "critic.model.*": Ignored("the critic's shape and options are the policy's"),
+    **each("critic.megatron.override_* reward_model.megatron.override_*", Ignored("shapes come from config.json")),
+    "reward_model.model.*": Ignored("its shape comes from its config.json"),
+    "algorithm.pf_ppo.*": Ignored("it belongs to algorithm.use_pf_ppo"),
+}

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorders of sampling in vLLM v1: the sets that tokens are drawn from, and the experts of every token.
+
+Truncation is our own definition, applied before vLLM's sampler. A request carries its limits in
+`SamplingParams.extra_args`, as it may come from another process. Sets are stored by request and position, so that the
+set of a token discarded by chunked prefill or preemption is overwritten.
+
+Hooks on the routers record routes, as vLLM's own output of them needs the v2 model runner. Routes are kept per KV-cache
+block, for prefix-cache hits, and per request, for preemption.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.engines.protocol import Request
+from megatron_rl.engines.sampling import SamplingConfig
+from megatron_rl.engines.truncation import truncate
+from megatron_rl.types import KeptSets, RouteShape
+
+_KEY = "kept_sets"
+
+
+def list_extra_args(name: str, request: Request) -> dict[str, Any]:
+    """Return a request's `extra_args`: name of its sets, start of its response, limits."""
+    cut = request.sampling
+    if not cut.is_truncated:
+        return {}
+    limits = cut.stop_token_ids, cut.top_p, cut.top_k, cut.min_p, cut.max_kept_tokens, cut.min_tokens
+    return {_KEY: [name, len(request.tokens) - request.num_sampled, *limits]}
+
+
+class KeptSetRecorder:
+    """A wrapper of a sampler that truncates logits and records kept sets, row by row in order of requests."""
+
+    def __init__(self, runner: Any) -> None:
+        self._requests, self._batch = runner.requests, runner.input_batch
+        self._sets: dict[str, dict[int, KeptSets]] = {}
+        sampler = runner.sampler.topk_topp_sampler
+        sample = sampler.forward
+        sampler.forward = lambda logits, *arguments: sample(self._cut(logits), *arguments)
+
+    def take(self, name: str, first: int, count: int) -> KeptSets:
+        """Remove a request; return `count` sets from position `first` on."""
+        sets = self._sets.pop(name, {})
+        return KeptSets.join([KeptSets.whole(0), *(sets[first + i] for i in range(count))])
+
+    def clear(self) -> None:
+        """Drop the sets of all requests."""
+        self._sets = {}
+
+    def _cut(self, logits: torch.Tensor) -> torch.Tensor:
+        """Truncate logits over the temperature, [b, v] -> [b, v]."""
+        names = self._batch.req_ids
+        assert len(names) == len(logits), f"{len(logits)} rows for {len(names)} requests"
+        rows_of: dict[tuple[Any, ...], list[tuple[int, str, int]]] = {}
+        for row, name in enumerate(names):
+            told = (self._requests[name].sampling_params.extra_args or {}).get(_KEY)
+            if told is not None:
+                set_name, first, stops, *limits = told
+                rows_of.setdefault((tuple(stops), *limits), []).append((row, set_name, first))
+        for limits, rows in rows_of.items():
+            index = torch.tensor([row for row, _, _ in rows], device=logits.device)
+            places = [int(self._batch.num_tokens_no_spec[row]) for row, _, _ in rows]
+            in_response = [place - first for place, (_, _, first) in zip(places, rows, strict=True)]
+            logits[index], kept = truncate(logits[index], SamplingConfig(1.0, 1, *limits), in_response)
+            for (_, name, _), place, kept_set in zip(rows, places, kept.split(), strict=True):
+                self._sets.setdefault(name, {})[place] = kept_set
+        return logits
+
+
+class RouteRecorder:
+    """A recorder of routes, by hooks on routers and on the v1 model runner."""
+
+    def __init__(self, model: torch.nn.Module, runner: Any, shape: RouteShape) -> None:
+        self._batch, self._shape = runner.input_batch, shape
+        self._step: dict[int, torch.Tensor] = {}  # layer -> experts of the current forward's rows
+        self._routes: dict[str, np.ndarray] = {}  # by request; allocated for its maximum length
+        self._known: dict[str, int] = {}  # by request: number of leading tokens with routes
+        self._blocks: dict[int, np.ndarray] = {}  # by number of the KV-cache block
+        modules: list[Any] = [*model.modules()]
+        routers = [module.router for module in modules if hasattr(getattr(module, "router", None), "set_capture_fn")]
+        assert len(routers) == shape.layers, f"{len(routers)} routers in {shape.layers} layers"
+        for layer, router in enumerate(routers):
+            router.set_capture_fn(partial(self._capture, layer))
+        self._execute, runner.execute_model = runner.execute_model, self._execute_and_collect
+
+    def expect(self, name: str, request: Request) -> None:
+        """Allocate the routes of a request, by vLLM's name."""
+        self._routes[name] = self._shape.unknown(len(request.tokens) + request.sampling.max_tokens)
+        self._known[name] = 0
+
+    def take(self, name: str, length: int) -> np.ndarray:
+        """Remove a request; return routes of `length` tokens."""
+        del self._known[name]
+        return self._routes.pop(name)[:length]
+
+    def clear(self) -> None:
+        """Drop all requests and blocks."""
+        self._routes, self._known, self._blocks = {}, {}, {}
+
+    def _capture(self, layer: int, experts: torch.Tensor) -> None:
+        self._step[layer] = experts.clone()
+
+    def _execute_and_collect(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
+        self._step.clear()
+        result = self._execute(scheduled, *arguments, **options)
+        if self._step:
+            rows = torch.stack([self._step[layer] for layer in range(self._shape.layers)], 1)
+            self._collect(scheduled.num_scheduled_tokens, rows.cpu().numpy().astype(self._shape.dtype))
+        return result
+
+    def _collect(self, counts: dict[str, int], rows: np.ndarray) -> None:
+        """Store a step's routes [rows, layers, choices]; `counts` has rows per request."""
+        table, at = self._batch.block_table[0], 0
+        for index, name in enumerate(self._batch.req_ids):
+            first, count = int(self._batch.num_computed_tokens_cpu[index]), counts[name]
+            size, numbers = table.block_size, table.block_table.np[index]
+            routes, found = self._routes.get(name), rows[at : at + count]
+            at += count
+            for place in range(first, first + count):
+                block = self._blocks.setdefault(int(numbers[place // size]), self._shape.unknown(size))
+                block[place % size] = found[place - first]
+            if routes is not None:
+                for place in range(self._known[name], first):  # from the prefix cache
+                    routes[place] = self._blocks[int(numbers[place // size])][place % size]
+                routes[first : first + count] = found
+                self._known[name] = first + count

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments and environment with which vLLM is started, and its limits; vllm itself is not imported."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engines.modes import fit_to_device
+from megatron_rl.engines.protocol import EngineSpec
+from megatron_rl.types import UserError
+from megatron_rl.weights.families import FAMILIES, ModelShape
+from megatron_rl.weights.support import LARGEST_RANK
+
+LOAD_FORMAT = "megatron_rl"
+CODED_METHOD = "megatron_rl"  # name of 8-bit matrices in vLLM's registry
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_EXPERT_MULTIPLE = 32  # vLLM pads smaller slices of experts; placement tables have no padding there
+CPU_BLOCK_SIZE = 32
+_MAX_CPU_CACHE_BYTES = 1 << 30
+_CPU_STEP_TOKENS = 4096  # vLLM's default
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)  # buffer sizes of vLLM
+
+
+def list_engine_environment(spec: EngineSpec) -> dict[str, str]:
+    """Return the settings that vLLM reads from the environment."""
+    runner = fit_to_device(spec.config, spec.process.device).model_runner
+    return {
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
+        # MLA caches products of weights, which a weight update would leave stale.
+        "VLLM_MLA_DISABLE": "1" if spec.shape.latent is not None else "0",
+    }
+
+
+def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM`, including `rollout.engine_options`."""
+    config, rank = fit_to_device(spec.config, spec.process.device), spec.process.rank
+    longest = spec.max_prompt_length + spec.max_response_length
+    arguments: dict[str, Any] = dict(
+        model=spec.model_path,
+        load_format=LOAD_FORMAT,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype=spec.dtype,
+        max_model_len=longest,
+        max_num_seqs=config.max_num_seqs,
+        tensor_parallel_size=config.tensor_model_parallel_size,
+        distributed_executor_backend="external_launcher",
+        enforce_eager=config.enforce_eager,
+        async_scheduling=config.async_scheduling,
+        seed=(spec.seed + rank // config.tensor_model_parallel_size) % (1 << 32),  # NumPy's global seed has 32 bits
+        # Log-probs after the temperature: the distribution that is sampled from.
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+    )
+    if config.quantization != "none":
+        arguments["quantization"] = CODED_METHOD
+    if spec.shape.latent is not None:  # transformers hard-codes these; vLLM defaults to DeepSeek-V2's
+        arguments["hf_overrides"] = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_router_dtype="float32")
+    if FAMILIES[spec.shape.family].has_sinks:  # weights arrive decoded
+        arguments["hf_overrides"] = dict(quantization_config=None)
+    if FAMILIES[spec.shape.family].image_text is not None:
+        arguments["hf_overrides"] = partial(_take_text_part, spec.shape)
+    if adapters := spec.adapters:
+        slot = next(size for size in _LORA_RANKS if size >= adapters.rank)
+        arguments |= dict(enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=slot)
+        arguments["lora_target_modules"] = adapters.modules
+    if spec.process.device.type == "cuda":
+        arguments |= dict(enable_sleep_mode=True, gpu_memory_utilization=config.gpu_memory_utilization)
+        if spec.shape.num_experts:
+            arguments["moe_backend"] = "triton"  # other kernels reorder the fused weights
+        if config.kv_cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
+    else:
+        arguments |= dict(
+            block_size=CPU_BLOCK_SIZE,
+            kv_cache_memory_bytes=cpu_cache_bytes(spec),
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max(_CPU_STEP_TOKENS, longest),
+        )
+        if config.bitwise or spec.shape.latent is not None:  # the C++ kernel misreads strided views of heads
+            arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    return arguments | config.engine_options
+
+
+def _take_text_part(shape: ModelShape, config: Any) -> Any:
+    """Reduce an image-text config to its text part, like `take_text_config`."""
+    config = config.get_text_config()
+    config.architectures = [FAMILIES[shape.family].architecture]
+    config.tie_word_embeddings = shape.tied_embeddings
+    return config
+
+
+def records_kept_sets(spec: EngineSpec) -> bool:
+    """Return whether this engine can record which tokens survive top-k and top-p: only with runner v1."""
+    return fit_to_device(spec.config, spec.process.device).model_runner == "v1"
+
+
+def check_cpu_limits(shape: ModelShape, config: RolloutConfig) -> None:
+    """Refuse a model or option that vLLM does not support on CPU (UserError)."""
+    if config.engine_options.get("enable_chunked_prefill"):
+        raise UserError(
+            "rollout.engine_options has enable_chunked_prefill",
+            source="rollout.engine_options",
+            expected="prompts that are computed whole: on a CPU vLLM cannot turn back the random numbers of a part",
+            hint="leave it out",
+        )
+    if shape.head_dim not in CPU_HEAD_DIMS:
+        raise UserError(
+            f"vLLM's CPU attention does not serve head_dim {shape.head_dim}",
+            source="model.path config.json",
+            expected=f"a head_dim of {CPU_HEAD_DIMS}",
+            hint="use rollout.engine=hf for this model on CPU",
+        )
+    if shape.delta_net is not None:
+        raise UserError(
+            f"rollout.engine = vllm on a CPU with a {shape.family} model: its kernels of gated delta nets take "
+            "bfloat16 only, and filters in an order of their own, which an update would not keep",
+            source="rollout.engine and the model's config.json",
+            expected="hf on a CPU",
+            hint="set rollout.engine=hf",
+        )
+    sizes = shape.hidden_size, shape.ffn_hidden_size // config.tensor_model_parallel_size
+    if shape.num_experts and any(n % CPU_EXPERT_MULTIPLE for n in sizes):
+        raise UserError(
+            f"vLLM's CPU experts do not serve hidden size {sizes[0]} with {sizes[1]} columns per rank",
+            source="model.path config.json and rollout.tensor_model_parallel_size",
+            expected=f"multiples of {CPU_EXPERT_MULTIPLE}",
+            hint="use a smaller rollout.tensor_model_parallel_size, or rollout.engine=hf",
+        )
+
+
+def check_installed(shape: ModelShape, config: RolloutConfig) -> None:
+    """Refuse a model or options that the installed vLLM, if any, lacks (UserError)."""
+    check_family(shape, config.engine)
+    check_options(config.engine_options)
+
+
+def check_server(shape: ModelShape, config: RolloutConfig) -> None:
+    """Refuse a model or options that the server's vLLM lacks, if it is the installed one (UserError)."""
+    if not config.server.endpoints and config.server.python is None:
+        check_installed(shape, config)
+
+
+def check_family(shape: ModelShape, engine: str) -> None:
+    """Refuse a model without native implementation in the installed vLLM, if any (UserError)."""
+    package, family = _find_package(), FAMILIES[shape.family]
+    name = f"model_executor/models/{family.vllm_module or shape.family}.py"
+    if package is not None and not (package / name).is_file():
+        raise UserError(
+            f"rollout.engine = {engine!r}, and vLLM has no {family.architecture} of its own",
+            source="rollout.engine and the model's config.json",
+            expected="hf or megatron for this family",
+            hint="set rollout.engine=hf",
+        )
+
+
+def check_options(options: Iterable[str]) -> None:
+    """Refuse options that the installed vLLM, if any, lacks (UserError)."""
+    package = _find_package()
+    known = set(options) if package is None or not options else list_arguments(package)
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise UserError(
+                f"this vLLM has no argument {name!r}",
+                source="rollout.engine_options",
+                expected="arguments of vllm.EngineArgs",
+                hint=f"did you mean {close[0]!r}?" if close else "leave it out",
+            )
+
+
+def list_arguments(package: Path) -> set[str]:
+    """Return the arguments of vLLM's `EngineArgs`, parsed from its source."""
+    source = (package / "engine" / "arg_utils.py").read_text(encoding="utf-8")
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    body = next(node.body for node in classes if node.name == "EngineArgs")
+    return {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+
+
+def _find_package() -> Path | None:
+    spec = importlib.util.find_spec("vllm")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def cpu_cache_bytes(spec: EngineSpec) -> int:
+    """Return the configured KV-cache bytes, else enough for `max_num_seqs` full sequences, at most 1 GiB."""
+    if spec.config.kv_cache_gib is not None:
+        return int(spec.config.kv_cache_gib * (1 << 30))
+    shape: ModelShape = spec.shape
+    itemsize = 4 if spec.dtype == "float32" else 2
+    kv_heads = max(1, shape.num_kv_heads // spec.config.tensor_model_parallel_size)
+    per_token = 2 * shape.num_layers * kv_heads * shape.head_dim * itemsize
+    length = spec.max_prompt_length + spec.max_response_length
+    blocks = -(-length // CPU_BLOCK_SIZE) * CPU_BLOCK_SIZE
+    wanted = per_token * blocks * (spec.config.max_num_seqs + 1)
+    return min(max(wanted, 4 << 20), max(_MAX_CPU_CACHE_BYTES, 2 * per_token * blocks))

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trained multi-token prediction (MTP) layer, which learns to draft the policy's samples.
+
+Row i of a sequence combines the hidden state of token i with the embedding of token i + 1 and predicts token i + 2
+(DeepSeek-V3, arXiv 2412.19437, section 2.2). The last row predicts nothing and, as attention is causal, affects no
+other. No gradient flows back into the policy, whose steps are bitwise equal with and without the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.algorithms.losses import compute_sft_loss
+from megatron_rl.config.schema import ActorConfig
+from megatron_rl.models.packed_sequences import PackedSequences
+from megatron_rl.models.stages import HiddenStatesModel, MtpModel
+from megatron_rl.samples.batch import TrainBatch
+from megatron_rl.training.optimizer import Optimizer
+from megatron_rl.training.packed_model import Head, PackedModel
+from megatron_rl.training.setup import RoleSetup
+from megatron_rl.training.step import StepLoss
+from megatron_rl.training.token_heads import LogprobHead
+from megatron_rl.training.update import OptimizerStep, build_step
+from megatron_rl.types import LossLedger
+
+_OF_ROWS = ("tokens", "position_ids", "sequence_ids", "rollout_logprobs")  # columns that `shift_targets` keeps
+
+
+class MtpInputs(NamedTuple):
+    """Inputs of the MTP layer, by microbatch; empty on all but the last stage.
+
+    Attributes:
+        hidden: [t/cp, 1, h] each, or [t/cp/tp, 1, h] under TP-SP.
+        embedded: embeddings of the next tokens, of equal shapes.
+        output_weight: [v/tp, h], the model's output layer.
+    """
+
+    hidden: Sequence[torch.Tensor]
+    embedded: Sequence[torch.Tensor]
+    output_weight: torch.Tensor | None
+
+
+class MtpPackedModel(PackedModel):
+    """MTP layer on the ranks of the last pipeline stage."""
+
+    def __init__(self, setup: RoleSetup) -> None:
+        super().__init__(setup)
+        self._inputs: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter(())
+
+    def take(self, inputs: MtpInputs) -> None:
+        """Set the inputs of the next pass."""
+        (stage,) = self.stages
+        assert isinstance(stage, MtpModel) and inputs.output_weight is not None, "it is on the model's last stage"
+        self._inputs = zip(inputs.hidden, inputs.embedded, strict=True)
+        stage.lend(inputs.output_weight)
+
+    def call_stage(self, module: torch.nn.Module, microbatch: TrainBatch, packed: PackedSequences) -> torch.Tensor:
+        """Return the output of `module` for the next inputs."""
+        hidden, embedded = next(self._inputs)
+        return module(hidden, embedded, packed)
+
+
+class HiddenStatesKept:
+    """Head wrapper that stores detached hidden states."""
+
+    def __init__(self, head: Head) -> None:
+        self._head, self._kept = head, list[torch.Tensor]()
+
+    def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:
+        """Store the hidden states and return the wrapped head's outputs."""
+        self._kept.append(hidden.detach())
+        return self._head(hidden, microbatch)
+
+    def pop(self) -> list[torch.Tensor]:
+        """Return the hidden states stored since the last call."""
+        kept, self._kept = self._kept, []
+        return kept
+
+
+def list_inputs(model: PackedModel, hidden: Sequence[torch.Tensor], minibatch: TrainBatch) -> MtpInputs:
+    """Collect the inputs of the MTP layer; collective over the model's pipeline."""
+    embedded, stage = _embed_successors(model, minibatch.microbatches()), model.stages[-1]
+    if not model.groups.is_last_stage:
+        return MtpInputs((), (), None)
+    assert isinstance(stage, HiddenStatesModel)
+    return MtpInputs(hidden, embedded, stage.output_weight)
+
+
+@torch.no_grad()
+def _embed_successors(model: PackedModel, microbatches: Iterable[TrainBatch]) -> list[torch.Tensor]:
+    """Send the embeddings of each row's next token from the first to the last stage."""
+    groups, found = model.groups, []
+    for microbatch in microbatches:
+        embedded = torch.empty(0)
+        if groups.at.pp == 0:
+            mine = model.own_rows(microbatch)
+            tokens = find_successors(microbatch.tokens, microbatch.predecessors)
+            embedding = model.stages[0].get_submodule("embedding")
+            embedded = embedding(tokens[None, mine], microbatch.position_ids[None, mine])
+            if not groups.is_last_stage:
+                dist.send(embedded.contiguous(), group=groups.pp, group_dst=groups.pp.size() - 1)
+        elif groups.is_last_stage:
+            size = model.count_rows(microbatch.num_computed), 1, model.shape.hidden_size
+            embedded = torch.empty(size, dtype=model.dtype, device=model.device)
+            dist.recv(embedded, group=groups.pp, group_src=0)
+        if groups.is_last_stage:
+            found.append(embedded)
+    return found
+
+
+def find_successors(tokens: torch.Tensor, predecessors: torch.Tensor) -> torch.Tensor:
+    """Return each token's successor in its sequence, [t]; 0 for the last one."""
+    rows = torch.arange(len(tokens) - 1, device=tokens.device)
+    return torch.cat([torch.where(predecessors[1:] == rows, tokens[1:], 0), tokens.new_zeros(1)])
+
+
+def shift_targets(minibatch: TrainBatch, group: dist.ProcessGroup) -> TrainBatch:
+    """Return the minibatch with the MTP layer's targets and loss weights; collective over DP.
+
+    The loss is the mean over tokens in the policy's loss from the third of a sequence on.
+
+    Args:
+        minibatch: must not share rows between sequences.
+    """
+    starts = [torch.full_like(minibatch.tokens[s.start : s.stop], s.start) for s in minibatch.slices]
+    offsets = torch.cat(starts)
+    before = minibatch.predecessors + offsets
+    mask = minibatch.loss_mask & (minibatch.position_ids >= 2)
+    count = mask.sum()
+    dist.all_reduce(count, group=group)
+    total = int(count)
+    nothing = {
+        item.name: None
+        for item in fields(minibatch)
+        if item.name not in _OF_ROWS and isinstance(getattr(minibatch, item.name), torch.Tensor)
+    }
+    shown = dict(
+        predecessors=before[before] - offsets,
+        loss_mask=mask,
+        loss_weights=mask.float() / max(total, 1),
+        kept=None,
+        ledgers=[LossLedger("token-mean", total, 0, max(total, 1), float(total > 0))],
+    )
+    return replace(minibatch, **{**nothing, **shown})
+
+
+class Mtp:
+    """MTP layer with its optimizer, on the policy's last pipeline stage; construction is collective."""
+
+    def __init__(self, setup: RoleSetup) -> None:
+        section = setup.spec.settings
+        assert isinstance(section, ActorConfig)
+        config = replace(section, lr=section.mtp_lr, min_lr=min(section.min_lr, section.mtp_lr))
+        self.model = MtpPackedModel(setup)
+        head = LogprobHead(self.model, setup.temperature, config.logprob_chunk_tokens)
+        self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
+        self._update = OptimizerStep(build_step(self.model, head, self.optimizer, config), "mtp")
+        self._loss = StepLoss("MTP", _compute_loss, self.model.device)
+
+    def forward_backward(self, minibatch: TrainBatch, inputs: MtpInputs) -> None:
+        """Compute the gradients of the negative log-likelihood of the tokens after the next."""
+        self.model.take(inputs)
+        self._update.forward_backward(shift_targets(minibatch, self.model.groups.dp), self._loss)
+
+    def optim_step(self) -> dict[str, float]:
+        """Update the weights and return metrics, equal on every rank of the layer."""
+        result = self._update.optim_step()
+        tokens = max(result.totals["tokens"], 1.0)
+        return {
+            "mtp/loss": result.totals["loss"],
+            "mtp/acceptance": result.totals["accepted"] / tokens,
+            "mtp/grad_norm": result.grad_norm,
+        }
+
+
+def _compute_loss(
+    settings: None, microbatch: TrainBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss, metrics = compute_sft_loss(logprobs, microbatch.loss_mask, microbatch.loss_weights)
+    # The acceptance rate of drafts is the sum of min(p, q), i.e. the mean of min(1, q / p) over tokens sampled from p.
+    accepted = (logprobs.detach() - microbatch.rollout_logprobs).clamp(max=0).exp()
+    return loss, metrics | {"accepted": torch.where(microbatch.loss_mask, accepted, 0.0).sum()}

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validate a model without training.
+
+A run with the same weights, seeds and settings has the same metrics: both use the same collector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.checkpoint.directory import find_weights
+from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, PlacementConfig, ReferenceConfig, RunConfig
+from megatron_rl.observability.rollout_log import TokenTexts, write_rows
+from megatron_rl.parallel.collectives import init_distributed, world
+from megatron_rl.rewards.answers import estimate_pass_at_k
+from megatron_rl.rollout.collector import correctness_of
+from megatron_rl.run.building import RunSinks, build_roles, build_rollout_members, group_timeout
+from megatron_rl.run.inputs import Parts, read_rl_inputs
+from megatron_rl.samples.describe import rollout_row
+from megatron_rl.samples.experience import Experience
+from megatron_rl.samples.table import FINISH_REASONS, Headers, join_headers
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.setup import RoleSetup
+from megatron_rl.types import UserError
+
+
+class EvaluatedPolicy:
+    """A policy without an optimizer whose weights an engine shares; building it is collective."""
+
+    def __init__(self, setup: RoleSetup, *, policy_version: int) -> None:
+        self.model = PackedModel(replace(setup, spec=replace(setup.spec, trainable=False)))
+        self.policy_version, self.optimizer = policy_version, self
+
+    def release(self) -> None:
+        """Do nothing: generation needs all its memory."""
+
+
+def without_training(config: RunConfig, world_size: int) -> RunConfig:
+    """Return the config with training settings that evaluation needs (UserError if there is no validation file)."""
+    data, rollout = config.data, config.rollout
+    if not data.validation_files:
+        raise UserError(
+            "data.validation_files names no file",
+            source="data.validation_files",
+            expected="a file to evaluate on",
+            hint="give data.validation_files=[FILE.jsonl]",
+        )
+    longest = data.max_prompt_length + data.max_response_length
+    return replace(
+        config,
+        critic=CriticConfig(),
+        placement=PlacementConfig(),
+        reference=ReferenceConfig(),
+        # An estimator that needs only the policy.
+        algorithm=AlgorithmConfig(plugins=config.algorithm.plugins, adv_estimator="reinforce_plus_plus"),
+        data=replace(data, train_files=data.validation_files, weights=None, pass_rates=None, train_batch_size=1),
+        rollout=replace(rollout, n=world_size),
+        actor=replace(
+            config.actor,
+            ppo_mini_batch_size=None,
+            step_mode="eager",
+            max_tokens_per_microbatch=max(longest, config.actor.max_tokens_per_microbatch),
+        ),
+        trainer=replace(config.trainer, debug_rank=None, breakpoint_step=None, total_steps=1),
+    )
+
+
+def describe_set(headers: Headers, group_size: int) -> dict[str, float]:
+    """Compute metrics of an evaluation set beyond `compute_validation_metrics`.
+
+    Returns:
+        "prompts", their number; "truncated", the share of truncated responses; pass@j for powers of two below
+        `group_size`.
+    """
+    rewards = correctness_of(headers).reshape(-1, group_size)
+    sizes = [2**power for power in range(group_size.bit_length()) if 2**power < group_size]
+    return {
+        "prompts": float(len(rewards)),
+        "truncated": float(np.mean(headers["finish_reason"] == FINISH_REASONS.index("length"))),
+        **{f"pass@{size}": estimate_pass_at_k(rewards, size) for size in sizes},
+    }
+
+
+def evaluate(config: RunConfig, world_size: int, rollouts_dir: Path | None = None) -> dict[str, Any]:
+    """Validate the model or the checkpoint at `model.path`, in the actor's layout; collective.
+
+    Args:
+        config: its training settings are ignored.
+        rollouts_dir: rank 0 writes all rollouts to `<rollouts_dir>/<set>/rollouts/step_<N>.jsonl`.
+
+    Returns:
+        Model, step, layout, engine, sampling and "metrics", on every rank: `validation/<set>/<metric>` as of a run,
+        and per set the number of "prompts", the share of responses "truncated" at `data.max_response_length`, and
+        pass@j for powers of two below the number of responses.
+
+    Raises:
+        UserError: bad input; on every rank alike, before any process group exists.
+    """
+    weights = find_weights(config.model.path)
+    config = without_training(replace(config, model=replace(config.model, path=str(weights.path))), world_size)
+    inputs = read_rl_inputs(config, world_size)
+    process, decode = init_distributed(group_timeout(config) / timedelta(minutes=1)), inputs.tokenizer.decode
+    actor = partial(EvaluatedPolicy, policy_version=weights.policy_version)
+    roles = build_roles(config, inputs, Parts(actor=actor))
+    members = build_rollout_members(config, inputs, roles, process, RunSinks())
+    sets: dict[str, list[Experience]] = {}
+    try:
+        with members.hybrid.rollout_mode():
+            metrics = members.collector.validate(inputs.validation, sets.__setitem__)
+    finally:
+        members.collector.close()
+    for name, parts in sets.items():
+        headers = join_headers([part.headers for part in parts]).rollouts
+        described = describe_set(headers, config.rollout.for_validation(name).n)
+        metrics |= {f"validation/{name}/{metric}": value for metric, value in described.items()}
+        if rollouts_dir is not None:
+            texts, rows = TokenTexts(decode), []
+            for part in parts:
+                found = part.fetch_rollouts(range(len(part.rewards)), decode)
+                rows += [rollout_row(rollout, texts, values) for rollout, values in found]
+            if world().rank() == 0:
+                write_rows(rollouts_dir / name, weights.step, rows)
+    engine_layout = config.actor if inputs.plan.engine_is_actor else config.rollout
+    return {
+        "model": str(weights.path),
+        "step": weights.step,
+        "policy_version": weights.policy_version,
+        "layout": inputs.roles["actor"].layout.describe(),
+        "engine": config.rollout.engine,
+        "engine_tp_size": engine_layout.tensor_model_parallel_size,
+        "samples": config.rollout.validation_n,
+        "temperature": config.rollout.validation_temperature,
+        "seed": config.trainer.seed,
+        "metrics": metrics,
+    }
