@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from megatron_rl.agents.environment import Done, Environment, Reply, Task, ToolCall, check_answer
+from megatron_rl.agents.environment import Done, Environment, Reply, Task, check_answer
 from megatron_rl.agents.tool_formats import AUTO, ToolReader
-from megatron_rl.agents.transcript import ChatTranscript, Message, Tail, TextTranscript, Transcript
+from megatron_rl.agents.transcript import ChatTranscript, Tail, TextTranscript
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import Prompt
 
 _LONGEST_TRACE = 2000
+
+Transcript = TextTranscript | ChatTranscript
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,12 @@ class Answer:
     max_tokens: int | None = None
 
     @classmethod
+    def of_done(cls, done: Done, seconds: float) -> Answer:
+        """Build the last answer of an episode."""
+        reward = None if done.reward is None else float(done.reward)
+        return cls(None, reward, {name: float(value) for name, value in done.components.items()}, seconds)
+
+    @classmethod
     def of_error(cls) -> Answer:
         """Build an answer from the exception being handled."""
         return cls(finish_reason="error", failure=traceback.format_exc()[-_LONGEST_TRACE:])
@@ -130,13 +138,18 @@ class Episode:
         found = check_answer(self._environment.step(reply))
         seconds = time.monotonic() - started
         self._num_turns += 1
-        reward = None if found.reward is None else float(found.reward)
         if isinstance(found, Done):
-            components = {name: float(value) for name, value in found.components.items()}
-            return Answer(None, reward, components, seconds)
+            return Answer.of_done(found, seconds)
+        reward = None if found.reward is None else float(found.reward)
         if self._num_turns == self._setup.max_turns:
             return Answer(None, reward, seconds=seconds, finish_reason="turns")
-        return Answer(self._transcript.extend(tokens, name_calls(found.messages, calls)), reward, seconds=seconds)
+        # The i-th message of role "tool" gets the id of the i-th call, which some chat templates require.
+        ids = iter([call.id for call in calls])
+        messages = [
+            {"tool_call_id": next(ids, ""), **message} if message["role"] == "tool" else message
+            for message in found.messages
+        ]
+        return Answer(self._transcript.extend(tokens, messages), reward, seconds=seconds)
 
 
 def play_environment(
@@ -147,14 +160,6 @@ def play_environment(
     reply = yield episode.begin(opening.task)
     while True:
         reply = yield episode.step(*reply)
-
-
-def name_calls(messages: Sequence[Message], calls: Sequence[ToolCall]) -> list[Message]:
-    """Give the i-th message of role "tool" the id of the i-th call, which some chat templates require."""
-    ids = iter([call.id for call in calls])
-    return [
-        {"tool_call_id": next(ids, ""), **message} if message["role"] == "tool" else message for message in messages
-    ]
 
 
 def build_transcript(tokenizer: Tokenizer, setup: Setup, opening: Opening) -> Transcript:

@@ -167,7 +167,10 @@ class EpisodeProcesses:
             for key in [
                 key for key in self._waited_for if time.monotonic() >= self._running[key].deadline(self._turn_seconds)
             ]:
-                found[key] = self._fail(key, "timeout", self._describe_deadline(key))
+                is_turn = self._turn_seconds < self._running[key].seconds
+                setting = "turn_timeout_seconds" if is_turn else "episode_timeout_seconds"
+                seconds = self._turn_seconds if is_turn else self._episode_seconds
+                found[key] = self._fail(key, "timeout", f"no answer within agents.{setting} = {seconds:g}")
         return found
 
     def close(self, key: Hashable) -> None:
@@ -193,7 +196,7 @@ class EpisodeProcesses:
             worker = self._workers[number] = ChildProcess("megatron_rl.agents.worker")
             try:
                 error = worker.ask(self._setup, _START_SECONDS)
-            except (TimeoutError, EOFError, OSError) as caught:
+            except (EOFError, OSError) as caught:
                 error = UserError(
                     f"a process for environments did not start: {type(caught).__name__}",
                     source=self._setup.source,
@@ -228,11 +231,6 @@ class EpisodeProcesses:
             if answer.finish_reason == "error":
                 return self._fail(key, "error", answer.failure)
         return answer
-
-    def _describe_deadline(self, key: Hashable) -> str:
-        is_turn = self._turn_seconds < self._running[key].seconds
-        setting = "turn_timeout_seconds" if is_turn else "episode_timeout_seconds"
-        return f"no answer within agents.{setting} = {self._turn_seconds if is_turn else self._episode_seconds:g}"
 
     def _fail(self, key: Hashable, reason: str, failure: str) -> Answer:
         self.close(key)

@@ -84,9 +84,7 @@ class _Rank:
         return found
 
     def end(self, done: Done) -> None:
-        components = {name: float(value) for name, value in done.components.items()}
-        reward = None if done.reward is None else float(done.reward)
-        self._connection.send(Answer(None, reward, components, time.monotonic() - self._since))
+        self._connection.send(Answer.of_done(done, time.monotonic() - self._since))
 
 
 def run_program(connection: Connection, program: Program, setup: Setup, tokenizer: Tokenizer, opening: Opening) -> None:

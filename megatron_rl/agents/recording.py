@@ -181,6 +181,9 @@ class _Context:
         if self._parts[0].tokens is not prompt:
             shared = tokens[:num_shared] == prompt[: len(tokens)]
             num_shared = len(shared) if shared.all() else int(shared.argmin())
+        rewards = np.zeros(stop, np.float32) if self.rewards else None
+        if rewards is not None:
+            rewards[[*self.rewards]] = [*self.rewards.values()]
         kept = KeptSets.join_known([(part.kept, len(part.tokens)) for part in self._parts])
         return Branch(
             tokens[:stop],
@@ -189,13 +192,6 @@ class _Context:
             versions[:stop],
             min(num_shared, stop - 1),
             kept and kept.cut(stop),
-            self._place_rewards(stop),
+            rewards,
             routes=None if self._routes is None else self._routes[:stop],
         )
-
-    def _place_rewards(self, stop: int) -> np.ndarray | None:
-        if not self.rewards:
-            return None
-        rewards = np.zeros(stop, np.float32)
-        rewards[[*self.rewards]] = [*self.rewards.values()]
-        return rewards

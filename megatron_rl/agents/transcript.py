@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rl.data.marks import remove_guards
 from megatron_rl.data.tokenizer import Tokenizer
@@ -33,12 +33,15 @@ class Tail:
     is_fork: bool = False
 
 
-class Transcript(Protocol):
-    """Interface of a conversation's transcript."""
+class TextTranscript:
+    """A transcript of plain text; contents never become special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
     def begin(self, messages: Sequence[Message]) -> Tail:
         """Return the tokens between the task's prompt and the first reply."""
-        ...
+        return self.extend([], messages)
 
     def extend(self, reply: Sequence[int], messages: Sequence[Message]) -> Tail:
         """Return the tokens between a reply and the next one.
@@ -47,21 +50,6 @@ class Transcript(Protocol):
             reply: sampled tokens, including the stop token.
             messages: the answer to the reply.
         """
-        ...
-
-
-class TextTranscript:
-    """A transcript of plain text; contents never become special tokens."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def begin(self, messages: Sequence[Message]) -> Tail:
-        """See `Transcript.begin`."""
-        return self.extend([], messages)
-
-    def extend(self, reply: Sequence[int], messages: Sequence[Message]) -> Tail:
-        """See `Transcript.extend`."""
         return Tail(self._tokenizer.encode_content("".join(message["content"] for message in messages)))
 
 
@@ -92,7 +80,7 @@ class ChatTranscript:
         self._text = remove_guards(self._render(self._task)) if follows_template else ""
 
     def begin(self, messages: Sequence[Message]) -> Tail:
-        """See `Transcript.begin`."""
+        """See `TextTranscript.begin`."""
         if not messages:
             return Tail([])
         self._task += messages
@@ -102,7 +90,7 @@ class ChatTranscript:
         return Tail(self._tokenizer.encode_rendered(whole), is_fork=True)
 
     def extend(self, reply: Sequence[int], messages: Sequence[Message]) -> Tail:
-        """See `Transcript.extend`; UserError as in `render_tail`."""
+        """See `TextTranscript.extend`; UserError as in `render_tail`."""
         text = render_tail(self._tokenizer, self._task, messages, self._options)
         if self._follows_template:
             said = self._tokenizer.decode(reply)

@@ -25,16 +25,18 @@ class EpochOrder:
     """The numbers 0 to size - 1, epoch after epoch, each in its own permutation (or in order without `shuffle`)."""
 
     def __init__(self, size: int, seed: Sequence[int], shuffle: bool) -> None:
-        self._size, self._seed, self._shuffle = size, tuple(seed), shuffle
-        self._permutation = lru_cache(maxsize=2)(self._permute)  # a batch may span the end of an epoch
+        self._size, self._shuffle = size, shuffle
+
+        @lru_cache(maxsize=2)  # a batch may span the end of an epoch
+        def permute(epoch: int) -> np.ndarray:
+            return np.random.default_rng([*seed, epoch]).permutation(size)
+
+        self._permutation = permute
 
     def at(self, position: int) -> int:
         """Return the number at a position, counted from the start of the first epoch."""
         epoch, offset = divmod(position, self._size)
         return int(self._permutation(epoch)[offset]) if self._shuffle else offset
-
-    def _permute(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([*self._seed, epoch]).permutation(self._size)
 
 
 class Turns:

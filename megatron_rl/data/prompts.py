@@ -13,7 +13,8 @@ refused, cut or dropped by the config.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -141,32 +142,15 @@ class PromptSet:
     @property
     def file_sizes(self) -> list[int]:
         """Return the number of prompts per file."""
-        return _count_by_file(self.prompts, self.file_starts)
+        edges = np.searchsorted([prompt.prompt_id for prompt in self.prompts], self.file_starts)
+        return np.diff([*edges, len(self.prompts)]).tolist()
 
 
 @dataclass(frozen=True)
-class SftSet:
-    """SFT examples of a list of files, with counts of truncated and dropped prompts.
-
-    Attributes:
-        examples: the response is the target, with EOS.
-        file_starts: `prompt_id` of each file's first row.
-    """
+class SftSet(PromptSet):
+    """SFT examples of a list of files: responses to the prompts, which are the targets, with EOS."""
 
     examples: list[Rollout]
-    num_truncated: int
-    num_dropped: int
-    file_starts: list[int]
-
-    @property
-    def file_sizes(self) -> list[int]:
-        """Return the number of examples per file."""
-        return _count_by_file([example.prompt for example in self.examples], self.file_starts)
-
-
-def _count_by_file(prompts: Sequence[Prompt], file_starts: Sequence[int]) -> list[int]:
-    edges = np.searchsorted([prompt.prompt_id for prompt in prompts], file_starts)
-    return np.diff([*edges, len(prompts)]).tolist()
 
 
 def name_files(files: Sequence[str]) -> dict[str, str]:
@@ -198,21 +182,8 @@ def load_prompts(
     Raises:
         UserError: a file or row is invalid, a prompt is too long under the policy "error", or no prompt is left.
     """
-    prompts: list[Prompt] = []
-    starts: list[int] = []
-    truncated = dropped = 0
-    for row in read_rows(files):
-        if limit is not None and len(prompts) >= limit:
-            break
-        if row.file == len(starts):
-            starts.append(row.index)
-        ground_truth = _ground_truth(row, cfg)
-        shown = read_tools(row) or list(tools)
-        fitted = _tokenize_prompt(row, tokenizer, cfg, shown)
-        dropped += fitted is None
-        if fitted is None:
-            continue
-        truncated += fitted.is_truncated
+    prompts, counts, starts = list[Prompt](), Counter[str](), list[int]()
+    for row, ground_truth, fitted in _fit_rows(files, tokenizer, cfg, counts, starts, _ground_truth, limit, tools):
         prompts.append(
             Prompt(
                 prompt_id=row.index,
@@ -223,11 +194,10 @@ def load_prompts(
                 extra_info=_extra_info(row, cfg),
                 row={name: value for name, value in row.columns.items() if name != cfg.prompt_key},
                 messages=fitted.messages,
-                tools=shown,
+                tools=fitted.tools,
             )
         )
-    _refuse_empty(len(prompts), dropped, files, cfg)
-    return PromptSet(prompts, truncated, dropped, starts)
+    return PromptSet(prompts, counts["truncated"], counts["dropped"], starts)
 
 
 def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -> SftSet:
@@ -236,15 +206,10 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
     Raises:
         UserError: as `load_prompts`; also a response longer than `max_response_length` with its EOS.
     """
-    column = cfg.answer_key
-    examples: list[Rollout] = []
-    starts: list[int] = []
-    truncated = dropped = 0
-    for row in read_rows(files):
-        if row.file == len(starts):
-            starts.append(row.index)
+
+    def encode_response(row: Row, cfg: DataConfig) -> list[int]:
         encode = tokenizer.encode_content if isinstance(row.columns.get(cfg.prompt_key), list) else tokenizer.encode
-        response = encode(row.scalar_text(column)) + [tokenizer.eos_token_id]
+        response = encode(row.scalar_text(cfg.answer_key)) + [tokenizer.eos_token_id]
         if len(response) > cfg.max_response_length:
             raise UserError(
                 f"the response has {len(response)} tokens with its EOS",
@@ -252,15 +217,14 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
                 expected=f"at most data.max_response_length = {cfg.max_response_length} tokens",
                 hint="raise data.max_response_length, or shorten the response",
             )
-        fitted = _tokenize_prompt(row, tokenizer, cfg, read_tools(row))
-        dropped += fitted is None
-        if fitted is None:
-            continue
-        truncated += fitted.is_truncated
+        return response
+
+    examples, counts, starts = list[Rollout](), Counter[str](), list[int]()
+    for row, response, fitted in _fit_rows(files, tokenizer, cfg, counts, starts, encode_response):
         prompt = Prompt(row.index, fitted.tokens, text="", ground_truth=None)
         examples.append(Rollout.from_response(prompt, 0, np.asarray(response, np.int32), None, "stop"))
-    _refuse_empty(len(examples), dropped, files, cfg)
-    return SftSet(examples, truncated, dropped, starts)
+    prompts = [example.prompt for example in examples]
+    return SftSet(prompts, counts["truncated"], counts["dropped"], starts, examples)
 
 
 @dataclass(frozen=True)
@@ -269,6 +233,38 @@ class _Fitted:
     tokens: np.ndarray
     is_truncated: bool
     messages: list[dict[str, Any]] | None
+    tools: list[Any]
+
+
+def _fit_rows(
+    files: list[str],
+    tokenizer: Tokenizer,
+    cfg: DataConfig,
+    counts: Counter[str],
+    starts: list[int],
+    read: Callable[[Row, DataConfig], T],
+    limit: int | None = None,
+    tools: Sequence[dict[str, Any]] = (),
+) -> Iterator[tuple[Row, T, _Fitted]]:
+    """Yield the rows that are kept, `read` of each, and its prompt; fill `counts`, and `starts` of the files."""
+    for row in read_rows(files):
+        if limit is not None and counts["kept"] >= limit:
+            break
+        if row.file == len(starts):
+            starts.append(row.index)
+        found = read(row, cfg)
+        fitted = _tokenize_prompt(row, tokenizer, cfg, read_tools(row) or list(tools))
+        counts["dropped" if fitted is None else "kept"] += 1
+        if fitted is not None:
+            counts["truncated"] += fitted.is_truncated
+            yield row, found, fitted
+    if not counts["kept"]:
+        raise UserError(
+            f"no prompt is left: all {counts['dropped']} are longer than {cfg.max_prompt_length} tokens",
+            source=", ".join(files),
+            expected="at least one prompt",
+            hint="raise data.max_prompt_length",
+        )
 
 
 def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: list[Any]) -> _Fitted | None:
@@ -308,7 +304,7 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: lis
     elif is_too_long:
         tokens = keep_tokens(tokens, limit, cfg.overlong_prompts)
         text = tokenizer.decode(tokens)
-    return _Fitted(text, np.asarray(tokens, dtype=np.int32), is_too_long, messages)
+    return _Fitted(text, np.asarray(tokens, dtype=np.int32), is_too_long, messages, tools)
 
 
 def _ground_truth(row: Row, cfg: DataConfig) -> Any:
@@ -324,16 +320,6 @@ def _extra_info(row: Row, cfg: DataConfig) -> dict[str, Any]:
     known = {cfg.prompt_key, cfg.answer_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
     further = {name: value for name, value in row.columns.items() if name not in known}
     return further | row.optional("extra_info", dict, {})
-
-
-def _refuse_empty(kept: int, dropped: int, files: list[str], cfg: DataConfig) -> None:
-    if not kept:
-        raise UserError(
-            f"no prompt is left: all {dropped} are longer than {cfg.max_prompt_length} tokens",
-            source=", ".join(files),
-            expected="at least one prompt",
-            hint="raise data.max_prompt_length",
-        )
 
 
 def choose_teachers(config: RunConfig, prompts: Sequence[Prompt]) -> dict[str, list[int]]:

@@ -96,9 +96,7 @@ class SentencePieceTokenizer:
         """See `Tokenizer.encode_content`."""
         return self._for_contents.encode(text)
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """See `Tokenizer.encode_rendered`; the template has no special tokens."""
-        return self._for_contents.encode(text)
+    encode_rendered = encode_content  # the template has no special tokens
 
     def read_vocabulary(self) -> dict[str, int]:
         """See `Tokenizer.read_vocabulary`."""
@@ -112,9 +110,7 @@ class SentencePieceTokenizer:
         """Write one "role: content" line per message, then "assistant: "; sentencepiece files have no template."""
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
-    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """See `Tokenizer.render`."""
-        return self.apply_chat_template(messages, **options)
+    render = apply_chat_template
 
 
 class HuggingFaceTokenizer:

@@ -73,22 +73,23 @@ def load_reward_function(
 
 def check_reward_function(function: Any, name: str, source: str) -> RewardFunction:
     """Return the object if it is a valid reward function (UserError otherwise)."""
-    cause = None
     if function is None:
-        found, hint = f'the file defines no "{name}"', "check the name"
-    elif not callable(function):
-        found, hint = f'"{name}" is a {type(function).__name__} and cannot be called', "name a function"
-    elif inspect.iscoroutinefunction(function):
-        found, hint = f'"{name}" is an async function', "write a plain function that waits inside"
-    else:
-        try:
-            further = find_further_arguments(cast(RewardFunction, function))
-            inspect.signature(function).bind(**dict.fromkeys((*_ARGUMENTS, *further)))
-            return cast(RewardFunction, function)
-        except (TypeError, ValueError) as error:
-            found, cause = f'"{name}" does not accept the four arguments by name: {error}', error
-            hint = "rename the parameters; further ones need defaults"
-    raise UserError(found, source=source, expected=_SIGNATURE, hint=hint) from cause
+        raise _refuse(f'the file defines no "{name}"', source, "check the name")
+    if not callable(function):
+        raise _refuse(f'"{name}" is a {type(function).__name__} and cannot be called', source, "name a function")
+    if inspect.iscoroutinefunction(function):
+        raise _refuse(f'"{name}" is an async function', source, "write a plain function that waits inside")
+    found = cast(RewardFunction, function)
+    try:
+        inspect.signature(found).bind(**dict.fromkeys((*_ARGUMENTS, *find_further_arguments(found))))
+    except (TypeError, ValueError) as error:
+        hint = "rename the parameters; further ones need defaults"
+        raise _refuse(f'"{name}" does not accept the four arguments by name: {error}', source, hint) from error
+    return found
+
+
+def _refuse(found: str, source: str, hint: str) -> UserError:
+    return UserError(found, source=source, expected=_SIGNATURE, hint=hint)
 
 
 def find_further_arguments(function: RewardFunction) -> list[str]:

@@ -81,11 +81,11 @@ class WorkerPool:
         except (EOFError, OSError) as error:
             self._of_this_thread.worker = None  # the thread's next rollout starts a new worker
             is_late = isinstance(error, TimeoutError)
-            code = self._end(worker, 0.0 if is_late else _GRACE_SECONDS)
-            late = f"was not done after {self._timeout_seconds:g} s"
+            end = _describe_end(self._end(worker, 0.0 if is_late else _GRACE_SECONDS))
             name, setting = self._functions[function]
             reply = UserError(
-                f"the reward function {late if is_late else f'ended its process ({_describe_end(code)})'}\n"
+                "the reward function "
+                f"{f'was not done after {self._timeout_seconds:g} s' if is_late else f'ended its process ({end})'}\n"
                 f"{describe_rollout(rollout)}",
                 source=f"{setting} = {name}",
                 expected=f"a score within reward.timeout_seconds = {self._timeout_seconds:g}",

@@ -134,11 +134,6 @@ def _enter_seccomp(directory: str) -> None:
     _call(_LIBC.prctl, _PR_SECCOMP, 2, struct.pack("HP", len(program) + 1, ctypes.addressof(code)), 0, 0)
 
 
-def _drop_capabilities() -> None:
-    """Drop all capabilities; root keeps only its file ownership."""
-    _call(_LIBC.capset, struct.pack("Ii", 0x20080522, 0), bytes(24))
-
-
 # Entered before the fork of the program's process, and inside it.
 LAYERS = {"namespaces": _enter_namespaces, "mounts": _enter_mounts}
 LAYERS_INSIDE = {"landlock": _enter_landlock, "seccomp": _enter_seccomp}
@@ -201,7 +196,7 @@ def main() -> None:
         _supervise(child, seconds)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     _call(_LIBC.prctl, _PR_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    _drop_capabilities()
+    _call(_LIBC.capset, struct.pack("Ii", 0x20080522, 0), bytes(24))  # drops all: root keeps only its file ownership
     _enter(LAYERS_INSIDE, directory)
     for name, value in {"CPU": math.ceil(seconds), **_LIMITS}.items():
         _limit(name, value)
