@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from distributed import run_ranks
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.transfer import buckets, executor
+from megatron_rl.transfer import buckets, executor, pull
 from megatron_rl.transfer.executor import Resharder, Transport
 from megatron_rl.transfer.planner import RankPlan, group_shards, plan_rank
 from megatron_rl.types import UserError
@@ -158,7 +158,7 @@ def refuse_to_map(rank: int, world_size: int, transport: str) -> str:
         raise RuntimeError("CUDA error: peer access is not supported between these two devices\nmore lines")
 
     if rank == 0:
-        executor.map_params = fail
+        pull.map_params = fail
     shape = make_shape()
     source = place_megatron(shape, ParallelLayout(world_size, tp_size=2))
     destination = place_vllm(shape, world_size, 1)
@@ -293,7 +293,7 @@ def test_pull_without_shared_memory_is_refused_everywhere() -> None:
     """One rank that lacks room is enough; `auto` takes buckets instead."""
 
     def work(rank: int, world_size: int) -> tuple[str, str]:
-        executor.missing_shared_memory = lambda params, ranks_per_node: (5 << 20) * (rank == 1)
+        pull.missing_shared_memory = lambda params, ranks_per_node: (5 << 20) * (rank == 1)
         shape = make_shape()
         source, destination = place_megatron(shape, ParallelLayout(2, pp_size=2)), place_vllm(shape, 2, 1)
         arguments = (
