@@ -46,9 +46,12 @@ def test_a_reset_reference_is_the_policy_and_is_resumed(task: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("extra", "found"),
     [
-        (["reference.offload=true"], "reference.offload = True moves the weights"),
-        (["actor.lora.rank=4"], "actor.lora.rank = 4 makes the reference the actor without adapters"),
-        (["placement.reference=1"], "placement.reference = '1' is apart from the actor"),
+        (["reference.offload=true"], "reference.offload = True with reference.reset_every = 2: it moves the weights"),
+        (
+            ["actor.lora.rank=4"],
+            "actor.lora.rank = 4 with reference.reset_every = 2: the reference is the actor without",
+        ),
+        (["placement.reference=1"], "reference.reset_every = 2: it is apart from the actor"),
         (["reference.reset_every=0"], "reference.reset_every = 0 is too small"),
     ],
 )
