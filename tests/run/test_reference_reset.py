@@ -49,7 +49,7 @@ def test_a_reset_reference_is_the_policy_and_is_resumed(task: Path, tmp_path: Pa
         (["reference.offload=true"], "reference.offload = True with reference.reset_every = 2: it moves the weights"),
         (
             ["actor.lora.rank=4"],
-            "actor.lora.rank = 4 with reference.reset_every = 2: the reference is the actor without",
+            "actor.lora.rank = 4 with reference.reset_every = 2: the reference is the actor",
         ),
         (["placement.reference=1"], "reference.reset_every = 2: it is apart from the actor"),
         (["reference.reset_every=0"], "reference.reset_every = 0 is too small"),
