@@ -160,7 +160,7 @@ def test_messages_before_the_first_reply_follow_those_of_the_task(chat):
 def test_a_template_without_contents_is_refused(tmp_path):
     tokenizer = write_chat_tokenizer(tmp_path, "qwen2.5")
     tokenizer._tokenizer.chat_template = "{% for message in messages %}{{ message.role }}{% endfor %}"
-    with pytest.raises(UserError, match="does not write what the assistant has said"):
+    with pytest.raises(UserError, match="does not render the assistant's messages"):
         render_tail(tokenizer, QUESTION, [], {})
 
 

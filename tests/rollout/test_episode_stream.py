@@ -165,7 +165,7 @@ def _load_as_responses(rank: int, world_size: int) -> str:
 
 def test_episodes_that_have_begun_are_not_taken_for_responses() -> None:
     (found,) = run_ranks(_load_as_responses, 1)
-    assert found == "the section agents asks for responses, and 3 prompts have begun as episodes"
+    assert found == "the section agents now selects responses, and 3 prompts have begun as episodes"
 
 
 PROMPT = Prompt(3, np.array([1, 2], np.int32), "", "")

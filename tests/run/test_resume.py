@@ -176,7 +176,7 @@ def test_what_does_not_fit_changes_nothing(task: Path, whole: Path, tmp_path: Pa
             ],
             r"train_files: .*; reward: (.|\n)*checkpoint.allow_changes=\[train_files,reward\]",
         ),
-        (["trainer.total_steps=2"], "has taken 4 steps, 2 are asked for"),
+        (["trainer.total_steps=2"], "has taken 4 steps, of 2 requested"),
         (["checkpoint.resume=never"], "already holds the metrics of a run"),
     ):
         errors = run_ranks(train, 2, overrides_for(task, whole, *SETTINGS, *extra), timeout=150)
