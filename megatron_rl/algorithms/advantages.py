@@ -92,7 +92,7 @@ def _leave_out_failed(inputs: AdvantageInputs, needs_group: bool) -> AdvantageIn
 
 
 def _average(value: float | torch.Tensor, inputs: AdvantageInputs, what: str) -> float:
-    """Return a number unchanged; average a tensor [t] over the tokens in the loss, collectively."""
+    """Reduce a metric to a number: a tensor [t] is averaged over all ranks' tokens in the loss; collective."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return float(value)
     sums = torch.stack([_finish(value, inputs, what).double().sum(), inputs.loss_mask.sum().double()])
@@ -123,12 +123,13 @@ def compute_token_rewards(
     sequence_ids: torch.Tensor,
     turn_rewards: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute token rewards (Ziegler et al., arXiv 1909.08593, eq. 2): the response's on its last token, minus KL.
+    """Compute token rewards: the sequence's reward on its last token, minus KL on every token.
 
-    A branch's last token also gets the rewards of later turns in other branches.
+    Ziegler et al., arXiv 1909.08593, eq. 2. A branch's last token also gets the rewards of later turns in other
+    branches.
 
     Args:
-        rewards: [num_sequences], from the sequence's last turn on.
+        rewards: [num_sequences], sum of the turn rewards from the sequence's last turn on.
         kl: [t], or `None` if KL is not in the reward.
         sequence_ids: [t] int64; -1 on padding.
         turn_rewards: [t], each turn's reward at its last token, except for a sequence's last turn.

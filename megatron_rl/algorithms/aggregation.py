@@ -85,7 +85,7 @@ class LedgerError(RuntimeError):
 def build_ledger(
     mode: str, response_lengths_in_loss: Sequence[int], max_response_length: int | float, options: Any = None
 ) -> LossLedger:
-    """Compute the ledger of one minibatch.
+    """Compute the counts and the weight sum that the losses of one minibatch must match.
 
     A fully masked response (length 0) still counts as a sequence, so it shrinks the loss in per-sequence modes. Modes
     from plugins have denominator 1.
@@ -126,7 +126,7 @@ def check_ledger(ledger: LossLedger, tokens: float, weight_sum: float) -> None:
 
 
 def is_ledger_met(ledger: LossLedger, tokens: torch.Tensor, weight_sum: torch.Tensor) -> torch.Tensor:
-    """Return the result of `check_ledger` as a 0-d bool tensor, without a device sync."""
+    """Return whether `check_ledger` would pass, as a 0-d bool tensor, without a device sync."""
     largest = weight_sum.abs().clamp(min=abs(ledger.weight_sum))
     same_weights = (weight_sum - ledger.weight_sum).abs() <= (_WEIGHT_TOLERANCE * largest).clamp(min=1e-12)
     return (tokens == ledger.num_tokens) & same_weights

@@ -180,7 +180,10 @@ def _register(
 
 
 def plan_old_logprobs(config: RunConfig, estimator: RegisteredEstimator) -> str:
-    """Return the reason why `old_logprobs` need their own pass, in words, or "".
+    """Return the reason, in words, why `old_logprobs` need a forward pass of their own before the update.
+
+    Returns:
+        "" if the first pass of the update can provide them.
 
     Raises:
         UserError: `importance_sampling` is bypass, but there is such a reason.
@@ -213,7 +216,7 @@ def _find_early_reader(config: RunConfig, estimator: RegisteredEstimator) -> str
 
 
 def find_early_reader_of_loss(algorithm: AlgorithmConfig, minibatches: int, *, has_branches: bool) -> str:
-    """Return the reason why a policy loss needs `old_logprobs` before its first pass, in words, or "".
+    """Return the reason, in words, why the loss needs `old_logprobs` earlier than from the update's first pass, or "".
 
     Args:
         minibatches: optimizer steps per epoch.

@@ -288,7 +288,14 @@ def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
 def _cut_outwards(
     inputs: PolicyLossInputs, config: AlgorithmConfig, moved: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the policy gradient with a truncated ratio, zero for tokens that would leave the trust region further."""
+    """Compute the policy gradient with a truncated ratio, zero for tokens that would leave the trust region further.
+
+    Args:
+        moved: [t] signed distance from the old policy, bounded by -clip_eps_low and clip_eps_high.
+
+    Returns:
+        Token losses and the tokens without gradient, [t] each.
+    """
     ratio = bounded_ratio(inputs.logprobs.detach() - inputs.old_logprobs)
     if config.dual_clip is not None:
         ratio = ratio.clamp(max=config.dual_clip)
@@ -360,7 +367,7 @@ def choose_tokens(inputs: PolicyLossInputs, config: AlgorithmConfig, group: dist
 
 
 def _find_first(columns: np.ndarray, wanted: int, group: dist.ProcessGroup) -> np.ndarray:
-    """Return this rank's rows among the first `wanted` rows of all ranks, in lexicographic order; collective."""
+    """Return the indices of this rank's rows among the `wanted` lexicographically smallest of all ranks; collective."""
     order = np.lexsort(columns.T[::-1])[:wanted]
     shares = gather_objects(columns[order], group)
     owners = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
@@ -369,7 +376,7 @@ def _find_first(columns: np.ndarray, wanted: int, group: dist.ProcessGroup) -> n
 
 
 def _hash(ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return pseudorandom numbers in [0, 1) by the finalizer of splitmix64."""
+    """Return a pseudorandom number in [0, 1) for each (id, position), by the finalizer of splitmix64."""
     x = (ids.astype(np.uint64) << np.uint64(32)) + positions.astype(np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)

@@ -20,7 +20,11 @@ from megatron_rl.config.schema import AlgorithmConfig
 def sum_mismatch(
     old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
 ) -> tuple[dict[str, float], float]:
-    """Return sums over this rank's tokens, to be added over DP ranks, and the maximum of |d|."""
+    """Sum this rank's terms of the mismatch metrics over its tokens in the loss.
+
+    Returns:
+        Sums, to be added over DP ranks for `finish_mismatch`, and the maximum of |old_logprobs - rollout_logprobs|.
+    """
     d = (old_logprobs - rollout_logprobs)[loss_mask].double()
     w = d.exp()
     sums = {"abs": d.abs().sum(), "k3": (torch.expm1(d) - d).sum(), "w": w.sum(), "w2": w.square().sum()}
@@ -29,7 +33,7 @@ def sum_mismatch(
 
 
 def finish_mismatch(sums: dict[str, float], maximum: float) -> dict[str, float]:
-    """Return metrics from the global sums and the global maximum."""
+    """Compute the metrics `mismatch/*` from the sums and the maximum over all ranks."""
     tokens = max(sums["tokens"], 1.0)
     return {
         "mismatch/max": maximum,
@@ -40,7 +44,7 @@ def finish_mismatch(sums: dict[str, float], maximum: float) -> dict[str, float]:
 
 
 def has_importance_weights(config: AlgorithmConfig) -> bool:
-    """Return whether a correction or a rejection is configured."""
+    """Return whether the config corrects for the mismatch with the engine by weights, or rejects responses by it."""
     return config.importance_sampling not in ("none", "bypass") or config.reject_sequence_above is not None
 
 
@@ -106,15 +110,22 @@ def compute_importance_weights(
 
 
 def normalize_weights(weights: torch.Tensor, sums: dict[str, float]) -> torch.Tensor:
-    """Divide by the step's mean of unmasked, truncated weights, from the global sums; unchanged if it is 0.
+    """Divide importance weights by their global mean over the step; unchanged if it is 0.
 
-    The mean is over tokens, or over responses in modes sequence and product.
+    The mean excludes masked weights and is taken after truncation, over tokens, or over responses in modes sequence and
+    product.
+
+    Args:
+        sums: from `compute_importance_weights`, added over all ranks.
     """
     return weights * (sums["normal_count"] / sums["normal"]) if sums["normal"] > 0 else weights
 
 
 def finish_importance_weights(sums: dict[str, float]) -> dict[str, float]:
-    """Return metrics from the global sums; the mean weight is the one before normalization."""
+    """Compute the metrics of importance weights from global sums.
+
+    These are the fractions of truncated, masked and rejected weights, and the mean before normalization.
+    """
     if not sums:
         return {}
     tokens, sequences = max(sums["tokens"], 1.0), max(sums["sequences"], 1.0)
