@@ -110,7 +110,7 @@ def _name_prefixes(messages: Sequence[Message], tools: list[Any]) -> list[str]:
 
 
 def _digest(name: str, message: Message) -> str:
-    """Hash the digest of a conversation and its next message.
+    """Return the key of a conversation extended by a message: the hash of its key so far and the message.
 
     White space of replies and the formatting of arguments are ignored, because programs change them.
     """

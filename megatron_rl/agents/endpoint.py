@@ -133,7 +133,7 @@ class Endpoint:
         return _Answered(len(self._answered), context.tokens, sample, message)
 
     def _require_tools(self) -> None:
-        """Refuse tools that the template does not show or replies cannot call (BadRequest)."""
+        """Refuse a request with tools (BadRequest) if the template does not show tools or replies cannot call them."""
         source, options = "the tools of a request to the endpoint (agents.program)", self._setup.options
         try:
             require_shown(shows_tools(self._tokenizer, options), source)
@@ -234,7 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
     wbufsize = -1  # headers and body in one packet
 
     def do_GET(self) -> None:
-        """Return one model, or the list of models."""
+        """Answer /v1/models with the list of models, and a path below it with the only model."""
         path = self.path.partition("?")[0]
         if self._read_body() is None:
             return
@@ -280,14 +280,17 @@ class _Handler(BaseHTTPRequestHandler):
         return cast(EndpointServer, self.server)
 
     def handle_expect_100(self) -> bool:
-        """Check the headers before the client sends the body."""
+        """Check the headers of a request with "Expect: 100-continue" before the client sends the body."""
         return self._is_welcome() and super().handle_expect_100()
 
     def _read_body(self) -> bytes | None:
         return self.rfile.read(int(self.headers.get("Content-Length") or 0)) if self._is_welcome() else None
 
     def _is_welcome(self) -> bool:
-        """Check the headers; close the connection if a body is left unread."""
+        """Return whether a request has the key and an allowed length; otherwise refuse it.
+
+        A refusal closes the connection if a body is left unread.
+        """
         length, is_chunked = self.headers.get("Content-Length") or "0", "Transfer-Encoding" in self.headers
         given, expected = self.headers.get("Authorization") or "", f"Bearer {self._served.token}"
         refusal = None

@@ -51,7 +51,7 @@ class Setup:
 
     @property
     def source(self) -> str:
-        """Return the setting that is used, with its value."""
+        """Return the one of environment, program and tools that is set, as "agents.NAME = value", for messages."""
         settings = {"environment": self.environment, "program": self.program, "tools": ", ".join(self.tools)}
         return next(f"agents.{name} = {value}" for name, value in settings.items() if value)
 
@@ -155,7 +155,10 @@ class Episode:
 def play_environment(
     make_environment: Callable[[], Environment], setup: Setup, tokenizer: Tokenizer, opening: Opening
 ) -> Generator[Answer, tuple[list[int], str]]:
-    """Yield the first answer, then one answer per (reply tokens, finish reason) received through `send`."""
+    """Play an episode as a generator: yield the first answer, then an answer to each reply sent to the generator.
+
+    A reply is sent as (tokens, finish reason).
+    """
     episode = Episode(setup, make_environment(), build_transcript(tokenizer, setup, opening), tokenizer)
     reply = yield episode.begin(opening.task)
     while True:

@@ -37,7 +37,11 @@ class _Episode:
         self._python, self._numpy = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
 
     def ask(self, question: Callable[[_Answers], Answer]) -> Answer:
-        """Advance the episode under its own random state."""
+        """Compute the episode's next answer under its own states of Python's and numpy's random generators.
+
+        Args:
+            question: advances the episode's generator of answers; its errors become a failed answer.
+        """
         with keep_random_streams():
             random.setstate(self._python)
             np.random.set_state(self._numpy)
@@ -50,7 +54,7 @@ class _Episode:
 
 
 class EpisodesInRank:
-    """A synchronous drop-in for `EpisodeProcesses` without support for programs."""
+    """The episodes of a rank, run in the rank's own process: a stand-in for `EpisodeProcesses`, without programs."""
 
     def __init__(self, setup: Setup) -> None:
         self._given = setup
@@ -67,11 +71,11 @@ class EpisodesInRank:
         self._answers[key] = self._episodes[key].ask(next)
 
     def send_reply(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
-        """Send a reply and compute the answer."""
+        """Pass the policy's reply to an episode and compute its answer."""
         self._answers[key] = self._episodes[key].ask(lambda answers: answers.send((tokens, finish_reason)))
 
     def wait(self) -> dict[Any, Answer]:
-        """Return new answers, by key."""
+        """Return the answers computed since the last call, by key."""
         found, self._answers = self._answers, {}
         return found
 
@@ -108,7 +112,7 @@ class _Running:
         self.connection.send(message)
 
     def receive(self) -> Answer | None:
-        """Return an answer, or `None` for the process id that precedes the first one."""
+        """Receive an answer, or the process id that precedes the first one (`None`)."""
         message = pickle.loads(self.connection.recv_bytes(_LARGEST_ANSWER))
         if isinstance(message, int):
             self.pid = message
@@ -149,11 +153,14 @@ class EpisodeProcesses:
         self._ask(key, Opening.of(prompt, self._setup.run_seed))
 
     def send_reply(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
-        """Send a reply: its tokens and their log-probs."""
+        """Send the policy's reply to an episode's process: tokens and their log-probs."""
         self._ask(key, (tokens, logprobs, finish_reason))
 
     def wait(self) -> dict[Any, Answer]:
-        """Wait for the answers due since the last call; return them by key."""
+        """Wait for the answers to all calls of `open` and `send_reply` since the last wait; return them by key.
+
+        An episode beyond its deadline is killed, and its answer is a failure.
+        """
         found, self._failed = self._failed, {}
         while self._waited_for:
             of = {self._running[key].connection: key for key in self._waited_for}

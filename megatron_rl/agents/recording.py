@@ -81,12 +81,13 @@ class Recording:
         *,
         is_whole: bool = True,
     ) -> None:
-        """Record the engine's reply to the last request, or its continuation.
+        """Record the engine's reply to the last request, or the continuation of an interrupted reply.
 
         Args:
             tokens, logprobs, kept, inserted: [s], new tokens only, as in `Sampled`.
             version: policy version.
             routes: of the whole context with the reply, as in `Sampled`.
+            is_whole: whether the reply ends here; if not, the next call continues it in the same turn.
         """
         context = self._contexts[self._current]
         start = context.length - self.interrupted
@@ -106,7 +107,10 @@ class Recording:
         return context.joined[start:].tolist(), context.logprobs[start:].tolist()
 
     def judge(self, reward: float) -> None:
-        """Add the last reply's reward. It becomes a turn reward only on the latest branch."""
+        """Add the last reply's reward to the episode's.
+
+        It becomes a turn reward only if the reply is on the latest branch.
+        """
         self.reward = (self.reward or 0.0) + reward
         if self._turns[-1].branch == self.num_forks:
             self._contexts[-1].rewards[self._turns[-1].stop - 1] = reward

@@ -129,7 +129,7 @@ def _read_deepseek(text: str) -> ToolCall:
 
 
 def _find_mistral(text: str, _: Schemas) -> list[_Found]:
-    """Find calls after one mark before a list, or one mark before each name."""
+    """Find calls as one JSON list after a mark [TOOL_CALLS], or as one name and its arguments after each mark."""
     found: list[_Found] = []
     for mark in re.finditer(re.escape(_MISTRAL), text):
         if found and mark.start() < found[-1][1]:  # inside an argument
@@ -145,7 +145,7 @@ def _find_mistral(text: str, _: Schemas) -> list[_Found]:
 
 
 def _find_llama(text: str, _: Schemas) -> list[_Found]:
-    """Find objects with a name and `parameters` (or `arguments`); stop after too many parse failures."""
+    """Find bare JSON objects with a name and `parameters` (or `arguments`); stop after too many parse failures."""
     found: list[_Found] = []
     failures, work, stop = 0, 0, 0
     while failures < _MOST_FAILURES and work <= _MOST_WORK * len(text) and (begun := _OBJECT.search(text, stop)):
@@ -237,7 +237,7 @@ def require_format(name: str | None, source: str) -> str:
 
 
 def require_shown(is_shown: bool, source: str) -> None:
-    """Refuse tools that the chat template does not show (UserError)."""
+    """Raise UserError unless the chat template shows tools."""
     if not is_shown:
         raise UserError(
             "the chat template does not show tools",

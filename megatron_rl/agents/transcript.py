@@ -110,7 +110,10 @@ class ChatTranscript:
 def render_tail(
     tokenizer: Tokenizer, task: Sequence[Message], messages: Sequence[Message], options: Mapping[str, Any]
 ) -> str:
-    """Render the template's text between a reply and the next one, with guards.
+    """Render the template's text between a reply and the next one.
+
+    Returns:
+        The text, with guards (`data.marks`) in the control tokens of the messages' contents.
 
     Raises:
         UserError: the template rejects the messages, or does not render contents verbatim.

@@ -157,12 +157,12 @@ def find_server(kind: str, url: str) -> Callable[[], Environment]:
 
 
 def read_schema(url: str) -> dict[str, Any]:
-    """Return the server's JSON schema of actions (OSError, ValueError, KeyError)."""
+    """Fetch the JSON schema of an OpenEnv server's actions; raises OSError, ValueError or KeyError."""
     return _fetch(f"{url.rstrip('/')}/schema")["action"]
 
 
 def takes_tools(schema: dict[str, Any]) -> bool:
-    """Return whether actions are MCP tool calls."""
+    """Return whether the actions of a schema are MCP tool calls."""
     return "tool_name" in schema["properties"]
 
 

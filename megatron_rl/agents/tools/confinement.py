@@ -66,7 +66,7 @@ def _call(function: Callable[..., int], *arguments: Any) -> int:
 
 
 def _limit(name: str, value: int) -> None:
-    """Lower a resource limit; keep a lower one."""
+    """Lower a resource limit to `value`; a limit that is already lower stays."""
     which = getattr(resource, f"RLIMIT_{name}")
     known = resource.getrlimit(which)[1]
     value = value if known == resource.RLIM_INFINITY else min(value, known)
@@ -74,7 +74,10 @@ def _limit(name: str, value: int) -> None:
 
 
 def _enter_namespaces(directory: str) -> None:
-    """Enter namespaces, permitted by an own user namespace; the next fork is pid 1 of the pid namespace."""
+    """Enter new user, process, network and IPC namespaces; the next fork becomes process 1.
+
+    The user namespace permits the others without root.
+    """
     identities = {"uid_map": f"{os.getuid()} {os.getuid()} 1", "gid_map": f"{os.getgid()} {os.getgid()} 1"}
     _call(_LIBC.unshare, _NEW_USERS | _NEW_PIDS | _NEW_NETWORK | _NEW_IPC)
     for name, text in {"setgroups": "deny", **identities}.items():

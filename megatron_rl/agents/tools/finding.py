@@ -31,7 +31,11 @@ _EXPECTED = "calculator, python, search:CORPUS.jsonl, mcp:COMMAND, or path.py:fu
 
 
 def find_tools(names: Sequence[str]) -> list[Tool]:
-    """Return the named tools, not loaded (UserError if one is missing, or two share a name)."""
+    """Find tools by the names in `agents.tools`, without loading their functions.
+
+    Raises:
+        UserError: a tool is missing, or two share a name.
+    """
     tools = [tool for name in names for tool in _find(name)]
     twice = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
     if twice:
@@ -47,7 +51,7 @@ def describe_tools(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def describe_gaps(names: Sequence[str]) -> list[str]:
-    """Return one line per sandbox layer of the tool `python` that the kernel does not allow."""
+    """Return one line per sandbox layer that the kernel does not allow, if the tool `python` is among the names."""
     missing = find_missing_layers() if "python" in names else {}
     return [f"the tool python runs without its layer {layer}: {reason}" for layer, reason in missing.items()]
 
@@ -76,7 +80,7 @@ _LONGEST_OUTPUT = 4000  # bytes; longer output keeps its first and last half
 
 
 def find_missing_layers() -> dict[str, str]:
-    """Return layer of `confinement` -> reason why the kernel or the container does not allow it."""
+    """Return the sandbox layers that the kernel or the container does not allow: layer of `confinement` -> reason."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-I", "-B", confinement.__file__, directory]
         said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
