@@ -56,7 +56,7 @@ Index = Literal["token", "rollout", "group", "update", "step"]
 
 @dataclass(frozen=True)
 class Values:
-    """One quantity.
+    """One quantity of a step, such as its log-probs or a metric.
 
     Attributes:
         index: owner of each element: a response token, rollout, group, optimizer step of a role, or the step.
@@ -70,7 +70,7 @@ class Values:
     lengths: np.ndarray | None = None
 
     def describe_place(self, position: int) -> str:
-        """Describe an element's owner for a message."""
+        """Describe the owner of the element at `position` for a message, such as "rollout 3, token 5"."""
         if self.index == "token":
             assert self.lengths is not None, "tokens have them"
             ends = np.cumsum(self.lengths)
@@ -94,7 +94,11 @@ class Section:
 
 
 class StepObserver:
-    """A collector of a step's sections for the trained roles, named alike on all ranks; methods are collective."""
+    """A collector of a step's sections; methods are collective.
+
+    Args:
+        roles: trained roles by name; the names are equal on all ranks.
+    """
 
     def __init__(self, roles: Mapping[str, SavedRole], group: dist.ProcessGroup) -> None:
         self._roles, self._group = roles, group
