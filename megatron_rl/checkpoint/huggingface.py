@@ -264,7 +264,7 @@ def _write_tensors(
 def gather_on_first(
     batch: Mapping[str, tuple[int, ...]], model: ShardedModel, bucket_bytes: int = 32 << 20
 ) -> dict[str, torch.Tensor]:
-    """Gather the logical tensors of `batch` on rank 0; empty elsewhere; collective."""
+    """Gather the logical tensors in `batch` (name -> shape) on rank 0; return {} on other ranks; collective."""
     group, device = model.group, next(iter(model.params.values())).device
 
     def allocate() -> dict[str, torch.Tensor]:

@@ -47,7 +47,10 @@ class RunContent:
 
 
 def make_manifest(content: RunContent, roles: Mapping[str, SavedRole], *, with_optimizer: bool) -> dict[str, Any]:
-    """Build the manifest of a checkpoint, independent of later training, for the roles whose first rank this is.
+    """Build this rank's part of a checkpoint's manifest, as a copy that later training does not change.
+
+    Args:
+        roles: the roles whose first rank this is.
 
     Raises:
         TypeError: `content.state` is not serializable as JSON.
@@ -113,7 +116,7 @@ def finish_directory(
     content: RunContent,
     parts: Sequence[tuple[dict[str, list[Chunk]], list[FileRecord], dict[str, Any]]],
 ) -> int:
-    """Complete the ranks' files to a checkpoint, rename its directory into place, and return its bytes.
+    """Complete a checkpoint from the files of all ranks, rename its directory into place, and return its size in bytes.
 
     Args:
         parts: per rank: chunks by role, written files, manifest entries of roles.

@@ -210,11 +210,11 @@ class ModelFiles(Mapping[str, Path]):
             yield OpenFile(self, stack)
 
     def find_part(self, name: str) -> PackedPart | None:
-        """Return the place of a logical tensor in a packed one, or `None`."""
+        """Return the part of a packed tensor that a logical tensor is, or `None` if it is stored on its own."""
         return self._parts.get(name)
 
     def find_stored(self, name: str) -> tuple[Path, str]:
-        """Return the file of an unpacked or packed tensor, and its name there."""
+        """Return the file of a tensor as it is stored (unpacked or packed), and its name in that file."""
         return self._stored[name], self._names[name]
 
 

@@ -69,7 +69,10 @@ def list_state_shards(stages: torch.nn.Module, whole: MegatronOptimizer) -> list
 
 
 def count_steps(role: SavedRole) -> int:
-    """Return this rank's optimizer steps; `role.optimizer.steps` if it has no parameters."""
+    """Return the number of steps that this rank's optimizer has taken.
+
+    A rank without optimized parameters returns `role.optimizer.steps`.
+    """
     found = set()
     for shard in list_state_shards(role.model.stages, role.optimizer.megatron):
         if role.optimizer.moments(shard.main) != MOMENTS:

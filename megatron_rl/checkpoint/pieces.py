@@ -61,11 +61,11 @@ class SavedOptimizer(Protocol):
     kind: str
 
     def moments(self, main: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of the states of a parameter."""
+        """Return the names of a parameter's optimizer states, such as "exp_avg"."""
         ...
 
     def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
-        """Continue from a saved schedule after `steps` steps."""
+        """Set the number of steps taken and the position in the learning-rate schedule to saved ones."""
 
 
 class SavedRole(Protocol):
@@ -115,13 +115,13 @@ def make_weight_pieces(
 
 
 def locate(place: GlobalPlacement, part: Box, data: torch.Tensor) -> Piece:
-    """Return `part` of a logical tensor as a piece of a global tensor."""
+    """Return `data`, the box `part` of a logical tensor, as a piece of the global tensor that contains it."""
     inner = tuple(start for start, _ in localize(part, (place.box, place.hf_box)))
     return Piece(place.key, place.shape, (*place.leading, *inner), data)
 
 
 def find_holders(role: SavedRole) -> Holders:
-    """Return (logical tensor, box) -> ranks that hold it."""
+    """Return the ranks that hold each box of a role's logical tensors: (name, box) -> ranks."""
     holders: Holders = {}
     for shard in group_shards(role.model.placements, role.model.shard_key, role.model.groups.layout.ranks):
         for p in shard.placements:
