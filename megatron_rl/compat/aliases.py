@@ -59,7 +59,7 @@ _GROUPS = (*name_groups.GROUPS, *trl.GROUPS)
 
 
 def alias_names() -> list[str]:
-    """Return all accepted foreign names."""
+    """Return the setting names of verl, TRL and earlier versions of this package that a recipe may use."""
     return [*_ALIASES, *(name for group in _GROUPS for name in group.names)]
 
 
@@ -82,7 +82,7 @@ def find_ranks(settings: Sequence[Setting]) -> int | None:
 def translate(
     settings: Sequence[Setting], fields: Mapping[str, FieldInfo], mistakes: Mistakes
 ) -> tuple[list[Setting], list[str]]:
-    """Translate foreign setting names; return the settings and a note per setting without effect.
+    """Translate settings with foreign names; return settings of this package, and a note per setting without effect.
 
     Args:
         settings: in order; the later of two equal names wins.
@@ -136,7 +136,7 @@ def translate(
 
 
 def _expand_home(value: Any) -> Any:
-    """Expand `~/`, which stands for the user's home in verl's recipes."""
+    """Expand a leading `~/` of a text, or of each text in a list, to the user's home, as verl does."""
     if isinstance(value, list):
         return [_expand_home(item) for item in value]
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
@@ -203,7 +203,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def format_names(width: int = 100) -> str:
-    """Format the verl names for `--help`."""
+    """Format the accepted verl names and their translations for `--help`."""
     renamed = [(name, alias.target) for name, alias in name_tables.ALIASES.items() if isinstance(alias, Renamed)]
     pairs = [(name, target) for name, target in renamed if name != target]
     pairs += [(" + ".join(group.names), group.meaning) for group in name_groups.GROUPS]

@@ -17,7 +17,10 @@ Combined = Iterator[Setting | str]  # translated settings and notes
 
 @dataclass(frozen=True)
 class Renamed:
-    """A name for `target`. `values` maps (verl value, our value); if `closed`, other values are errors."""
+    """A foreign name of our setting `target`.
+
+    `values` maps (verl value, our value); other values are kept, or errors if `closed`.
+    """
 
     target: str
     values: tuple[tuple[Any, Any], ...] = ()
@@ -26,14 +29,14 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Ignored:
-    """A name without effect, and the reason."""
+    """A foreign name that is accepted without effect, and the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Only:
-    """A name accepted only with values that match the fixed behavior (or null), and the reason."""
+    """A foreign name accepted only with values that match the fixed behavior here (or null), and the reason."""
 
     allowed: tuple[Any, ...]
     reason: str
@@ -41,7 +44,10 @@ class Only:
 
 @dataclass(frozen=True)
 class SameAs:
-    """A second name of `target`, accepted with the value of that setting; `strict`: with its default if not given."""
+    """A second foreign name of `target`, accepted with the value that `target` has.
+
+    If `target` is not given, any value is accepted without effect, or only its default if `strict`.
+    """
 
     target: str
     values: tuple[tuple[Any, Any], ...] = ()
@@ -52,13 +58,13 @@ Alias = Renamed | Ignored | Only | SameAs
 
 
 def each(names: str, meaning: Meaning) -> dict[str, Meaning]:
-    """Return one meaning for several names, which spaces separate."""
+    """Return a table that gives several names, separated by spaces in `names`, the same meaning."""
     return dict.fromkeys(names.split(), meaning)
 
 
 @dataclass(frozen=True)
 class AliasGroup:
-    """Names that are read together."""
+    """Foreign names that are translated together, because their meanings depend on each other."""
 
     names: tuple[str, ...]
     meaning: str  # resulting settings, for `--help` and docs
@@ -68,13 +74,13 @@ class AliasGroup:
 
 
 def put(setting: Setting, target: str, value: Any, *, layer: int | None = None, weak: bool = False) -> Setting:
-    """Return the setting `target` with a value that follows from another setting, at its place."""
+    """Return `setting` renamed to `target` with another value; its place in recipe or command line stays."""
     layer = setting.layer if layer is None else layer
     return replace(setting, name=target, value=value, layer=layer, text=None, weak=weak)
 
 
 def look_up(setting: Setting, target: str, values: Mapping[str, str], hint: str) -> Setting:
-    """Translate a value by a complete table of values (UserError for others)."""
+    """Translate a setting to `target` by a table of all accepted values (UserError for others)."""
     if not isinstance(setting.value, str) or setting.value not in values:
         raise UserError(
             f"{setting.name} = {setting.value!r} is not known",

@@ -46,7 +46,7 @@ _BY_SEQUENCE, _SEQUENCE_MEAN = ("gspo", "sapo", "geo_mean"), "seq-mean-token-mea
 
 
 def split_clip(given: Setting) -> Combined:
-    """Use one value for both sides; a side's own setting overrides it."""
+    """Translate a clip range given as one number to both clip bounds, unless a bound has a setting of its own."""
     return (replace(given, name=f"algorithm.clip_eps_{side}", weak=True) for side in ("low", "high"))
 
 

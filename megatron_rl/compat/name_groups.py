@@ -86,7 +86,10 @@ def _combine_overlong(parts: Parts) -> Combined:
 
 
 def _combine_reward_key(parts: Parts) -> Combined:
-    """Select verl's default reward; a reward function or service in the recipe overrides it."""
+    """Translate `data.reward_fn_key` to the rewards by data source, verl's default.
+
+    A reward function or service in the recipe takes precedence.
+    """
     key = parts[_REWARD_KEY]
     if key.value == "data_source":
         yield put(key, "reward.rule", "by_data_source", weak=True)
@@ -135,7 +138,7 @@ def _combine_resume(parts: Parts) -> Combined:
 
 
 def _budget_group(prefix: str, role: str) -> AliasGroup:
-    """Build the group of a role's token budget."""
+    """Build the translation of a role's micro-batch settings, in tokens or sequences, to its token budget."""
     tokens, dynamic = f"{prefix}.ppo_max_token_len_per_gpu", f"{prefix}.use_dynamic_bsz"
     sequences, target = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{role}.max_tokens_per_microbatch"
 
@@ -178,7 +181,7 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
 
 
 def _sequence_parallel_group(prefix: str, role: str) -> AliasGroup:
-    """Build the group of sequence parallelism, which verl enables even without TP."""
+    """Build the translation of a role's sequence parallelism, which is ignored without TP (verl enables it anyway)."""
     name, target = f"{prefix}.megatron.sequence_parallel", f"{role}.sequence_parallel"
     sizes = (f"{prefix}.megatron.tensor_model_parallel_size", f"{role}.tensor_model_parallel_size")
 
@@ -212,7 +215,7 @@ def _betas_group(prefix: str, role: str) -> AliasGroup:
 
 
 def _overlong_buffer_group(prefix: str) -> AliasGroup:
-    """Build the group of DAPO's overlong punishment; its place differs between verl versions."""
+    """Build the translation of DAPO's penalty for overlong responses, whose `prefix` differs between verl versions."""
     enable, length, penalty, log = (f"{prefix}.{leaf}" for leaf in ("enable", "len", "penalty_factor", "log"))
 
     def combine(parts: Parts) -> Combined:

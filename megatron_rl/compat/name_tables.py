@@ -27,7 +27,7 @@ LAYOUT_LEAVES = tuple(item.name for item in fields(LayoutConfig) if item.name.en
 
 
 def megatron_names(role: str) -> dict[str, Alias]:
-    """Return the aliases for `megatron.*` of a role with its own layout."""
+    """Return the translations of verl's `megatron.*` settings of a role with its own layout, by name."""
     return {f"megatron.{leaf}": Renamed(f"{role}.{leaf}") for leaf in LAYOUT_LEAVES} | {
         **each("megatron.use_mbridge megatron.vanilla_mbridge", Ignored("weights are converted by this package")),
         **each(
@@ -55,7 +55,7 @@ def megatron_names(role: str) -> dict[str, Alias]:
 
 
 def lora_names(role: str) -> dict[str, Alias]:
-    """Return the aliases for a role's adapter settings, below `model`."""
+    """Return the translations of verl's adapter settings of a role, by name below `model`."""
     names = {
         **each("lora_rank lora.rank", "rank"),
         **each("lora_alpha lora.alpha", "alpha"),
@@ -71,7 +71,7 @@ def lora_names(role: str) -> dict[str, Alias]:
 
 
 def trainable_names(role: str) -> dict[str, Alias]:
-    """Return the aliases for a role with an optimizer."""
+    """Return the translations of verl's settings of a role with an optimizer, by name."""
     return megatron_names(role) | {
         "optim.lr": Renamed(f"{role}.lr"),
         "optim.min_lr": Renamed(f"{role}.min_lr"),

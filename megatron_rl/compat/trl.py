@@ -133,7 +133,7 @@ _PROMPTS, _MINIBATCH = "data.train_batch_size", "actor.ppo_mini_batch_size"
 
 
 def _combine_correction(parts: Parts) -> Combined:
-    """Map TRL's importance-sampling correction, which has only an upper bound."""
+    """Translate TRL's importance-sampling correction, which has only an upper bound."""
     given = {name: setting for name, setting in parts.items() if setting.value is not None}
     switch, mode = given.get(_CORRECTION), given.get(_MODE)
     if switch is not None and not read_boolean(switch):
@@ -150,7 +150,7 @@ def _combine_correction(parts: Parts) -> Combined:
 
 
 def _combine_batches(parts: Parts) -> Combined:
-    """Require batch sizes in prompts, because per-device sizes depend on the number of processes."""
+    """Refuse TRL's batch sizes, which count completions, unless batch sizes in prompts are given and decide."""
     given = [part for name, part in parts.items() if name not in (_PROMPTS, _MINIBATCH) and part.value is not None]
     if given and not {_PROMPTS, _MINIBATCH} <= parts.keys():
         raise UserError(
