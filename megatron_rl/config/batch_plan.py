@@ -240,7 +240,7 @@ class BatchPlan:
 
 
 def count_steps(cfg: RunConfig, num_train_prompts: int | None) -> int | None:
-    """Return the steps of a run; None if they depend on unread data."""
+    """Return the number of steps of a run; None if it depends on data that is not read yet."""
     if cfg.trainer.total_steps is not None or num_train_prompts is None:
         return cfg.trainer.total_steps
     return -(-cfg.trainer.total_epochs * num_train_prompts // cfg.data.train_batch_size)  # ceil, exact
@@ -361,7 +361,7 @@ def _nearest_multiples(value: int, base: int) -> str:
 
 
 def check_debug_rank(cfg: RunConfig, world_size: int) -> None:
-    """Refuse a rank outside the job, for which no rank would wait (UserError)."""
+    """Refuse a `trainer.debug_rank` that is no rank of the job (UserError)."""
     rank = cfg.trainer.debug_rank
     if rank is not None and not 0 <= rank < world_size:
         raise UserError(

@@ -26,7 +26,7 @@ class Mistakes:
 
     @contextmanager
     def collect(self, *names: str) -> Iterator[None]:
-        """Record an error raised by the block, which ends it, and mark the settings `names` as invalid."""
+        """Record a UserError raised in the `with` block, which ends there, and mark the settings `names` as invalid."""
         try:
             yield
         except UserError as error:
@@ -53,7 +53,7 @@ class CheckedConfig:
     mistakes: Mistakes = field(default_factory=Mistakes)
 
     def apply(self, rule: Callable[..., None], *args: Any) -> None:
-        """Call a rule with this config; it ends at the first read of an invalid setting."""
+        """Call `rule(self, *args)`; the rule is cut off without an error when it reads an invalid setting."""
         with suppress(_Unknown):
             rule(self, *args)
 
@@ -76,11 +76,15 @@ class CheckedConfig:
         return attrgetter(leaf)(owner)
 
     def supports(self, ability: str) -> bool:
-        """Whether the engine has one of `extension.registry.ABILITIES`."""
+        """Return whether the configured engine has an ability, one of `extension.registry.ABILITIES`."""
         return find_engine(self.get("rollout.engine")).has(ability)
 
     def require(self, holds: bool, name: str, why: str, *, expected: str, hint: str) -> bool:
-        """Record a mistake in `name` unless `holds`, which is returned; `why` continues the sentence "name = value"."""
+        """Record a mistake in the setting `name` unless `holds`; return `holds`.
+
+        Args:
+            why: end of the error, after "name = value".
+        """
         if not holds:
             place = self.sources.get(name)
             source = f"{name} ({place})" if place else name
@@ -89,16 +93,20 @@ class CheckedConfig:
         return holds
 
     def allow(self, name: str, value: Any, why: str, otherwise: str) -> None:
-        """Record a mistake unless a setting has the only value that works; `otherwise`: how to keep another one."""
+        """Record a mistake unless a setting has `value`, the only one that works.
+
+        Args:
+            otherwise: alternative to setting `value`, for the hint.
+        """
         text = render(value)
         self.require(self.get(name) == value, name, why, expected=text, hint=f"set {name}={text}, or {otherwise}")
 
     def exclude(self, cause: str, *rows: tuple[str, Any, str]) -> None:
-        """Refuse settings beside another one.
+        """Record a mistake for each setting that does not work together with the setting `cause`.
 
         Args:
-            cause: the other setting, with its value after "=", or alone if any value but 0, false and null counts.
-            rows: name of a setting, the only value that works, and the reason.
+            cause: "name=value", or only a name if every value of it counts, except 0, false and null.
+            rows: name of a setting, the only value that works with `cause`, and the reason.
         """
         name, _, text = cause.partition("=")
         with suppress(_Unknown):
@@ -109,7 +117,7 @@ class CheckedConfig:
                     self.apply(CheckedConfig.allow, other, needed, f"{beside}: {why}", f"leave out {name}")
 
     def need(self, ability: str, name: str, value: Any, why: str) -> None:
-        """Record a mistake unless a setting has the only value that works without an ability, or the engine has it."""
+        """Record a mistake unless the engine has `ability`, or a setting has the only `value` that works without it."""
         self.require(
             self.supports(ability) or self.get(name) == value,
             name,

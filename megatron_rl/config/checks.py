@@ -147,7 +147,7 @@ def _check_weights(config: CheckedConfig) -> None:
 
 
 def _check_step_mode(config: CheckedConfig, section: str) -> None:
-    """Check fixed shapes and graphs; `training/step.py` checks for a GPU."""
+    """Check the settings that fixed shapes and CUDA graphs restrict; `training/step.py` checks for a GPU."""
     mode, budget = config.get(f"{section}.step_mode"), config.get(f"{section}.max_tokens_per_microbatch")
     if mode == "eager":
         return
@@ -175,7 +175,7 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
 
 
 def _check_quantization(config: CheckedConfig, section: str) -> None:
-    """Refuse gradients for four-bit matrices, and different quantization of two models with one path."""
+    """Refuse four-bit weights without adapters to train, and a separate reference with the actor's path in full precision."""
     name = f"{section}.quantization"
     if config.get(name) == "none":
         return
@@ -199,7 +199,7 @@ def _check_quantization(config: CheckedConfig, section: str) -> None:
 
 
 def _check_zero_stages(config: CheckedConfig) -> None:
-    """Refuse settings that do not work with weights in parts."""
+    """Refuse settings that do not work with weights sharded over DP (`zero_stage` 3)."""
     for section in (*TRAINED, "reward_model", *(f"teachers.{teacher}" for teacher in config.config.teachers)):
         cause = f"{section}.zero_stage={FULLY_SHARDED}"
         if section in TRAINED:
@@ -223,7 +223,7 @@ def _check_zero_stages(config: CheckedConfig) -> None:
 
 
 def _check_layers(config: CheckedConfig) -> None:
-    """Refuse settings under which routers do not learn, or not only adapters, or the MTP layer cannot be trained."""
+    """Refuse updates of router biases with adapters, and settings that do not work with training of the MTP layer."""
     config.exclude("actor.lora.rank", ("actor.router_bias_rate", 0, "the weights of the model stay as they are"))
     why = "its layer is trained beside the policy's whole weights, microbatch by microbatch"
     needed = (("actor.step_mode", "eager"), ("actor.lora.rank", 0), ("actor.zero_stage", 1))
@@ -339,7 +339,7 @@ def _check_importance(config: CheckedConfig) -> None:
 
 
 def _check_packages(config: CheckedConfig) -> None:
-    """Check that the optional packages are installed, on every rank."""
+    """Check that the optional packages that the settings need are installed, on every rank."""
     for name, off, package in (
         ("observability.wandb", "off", "wandb"),
         ("trainer.debug_rank", None, "debugpy"),

@@ -120,7 +120,7 @@ class FieldInfo:
 
 
 def list_fields(teachers: Iterable[str] = ("NAME",)) -> dict[str, FieldInfo]:
-    """Return every setting of every section by full name, in order; by default one teacher stands for all."""
+    """Return every setting of every section by full name, in order; by default NAME stands for the teachers' names."""
     table: dict[str, FieldInfo] = {}
     for section, section_class in section_classes().items():
         for prefix in [f"{TEACHERS}.{name}" for name in teachers] if section == TEACHERS else [section]:
@@ -159,7 +159,7 @@ def build_section(declaration: Any, prefix: str, values: Mapping[str, Any]) -> A
 
 
 def section_classes() -> dict[str, type]:
-    """Return section name -> dataclass, in order of declaration; for the teachers, the class of each."""
+    """Return section name -> dataclass, in order of declaration; for `teachers`, the dataclass of one teacher."""
     hints = _read_hints(RunConfig)
     classes = {item.name: hints[item.name] for item in dataclasses.fields(RunConfig)}
     return classes | {TEACHERS: typing.get_args(classes[TEACHERS])[1]}
@@ -372,7 +372,11 @@ def list_options() -> dict[str, FieldInfo]:
 
 
 def build_options(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """Build the options of every name from checked values by full name, and their places.
+    """Build the options of every registered plugin: plugin name -> instance of its options dataclass.
+
+    Args:
+        values: checked values by full name; missing ones get their defaults.
+        sources: full name -> place of each value, for errors.
 
     Raises:
         UserError: the dataclass itself refuses the values, in its `__post_init__`.
@@ -396,7 +400,7 @@ def build_options(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict
 
 
 def find_options(config: AlgorithmConfig, name: str) -> Any:
-    """Return the options of a name in this run; None if it has declared none."""
+    """Return the options of the plugin `name` in this run; None if it has declared none."""
     if name in config.options or name not in OPTIONS:
         return config.options.get(name)
     return OPTIONS[name]()  # a config that was not read from settings

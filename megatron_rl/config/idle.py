@@ -14,7 +14,7 @@ from megatron_rl.config.schema import TRAINED, RunConfig
 
 
 def put_aside(config: RunConfig, sources: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
-    """Return the config with settings that have no effect reset, and a note for each, with its place."""
+    """Reset settings without effect; return the config, and a note with the place of each reset setting."""
     notes = []
     for is_idle, name, why, *instead in list(_find_idle(config)):
         section, _, leaf = name.partition(".")
@@ -30,7 +30,12 @@ def put_aside(config: RunConfig, sources: Mapping[str, str]) -> tuple[RunConfig,
 
 
 def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
-    """Yield whether a setting is idle, its name, the reason, and the value instead of it unless that is the default."""
+    """Find settings that another setting leaves without effect.
+
+    Yields:
+        (is idle, full name, reason, optional replacement) of every candidate. An idle setting is reset to the
+        replacement, or to its default if there is none.
+    """
     for section in (*TRAINED, "reward_model"):
         yield from _find_in_layout(config, section)
     for section in TRAINED:

@@ -63,7 +63,7 @@ class PlacementConfig:
         return self._resolve(world_size).get(role, range(world_size))
 
     def _resolve(self, world_size: int) -> dict[str, range]:
-        """Return the ranks of all named roles."""
+        """Return the ranks of all roles in `placed`, by role."""
         found, end = {}, 0  # a share begins after the role named before it, or at rank 0 if too few ranks are left
         for role in self.placed:
             text = self.text_of(role).strip()
@@ -88,7 +88,7 @@ class PlacementConfig:
         return found
 
     def text_of(self, role: str) -> str:
-        """Return the setting's text for a placed role."""
+        """Return a placed role's ranks as the config gives them, such as "0-3" or "1/2"."""
         section, _, teacher = role.partition(".")
         return str(self.teachers[teacher] if teacher else getattr(self, section))
 

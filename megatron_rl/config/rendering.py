@@ -83,7 +83,7 @@ def format_help(width: int = 100) -> str:
 
 
 def render(value: Any) -> str:
-    """Format a value as in a recipe."""
+    """Format a setting's value as a recipe spells it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if dataclasses.is_dataclass(value):

@@ -101,7 +101,7 @@ def _check_engine(config: CheckedConfig) -> None:
 
 
 def _check_server(config: CheckedConfig) -> None:
-    """Require the settings for servers that the run does not start."""
+    """Check the settings of rollout servers: addresses, shared directory, update hook and interpreter."""
     engine, supports = config.get("rollout.engine"), config.supports
     if not supports("is_server"):
         return
@@ -144,7 +144,7 @@ def _check_server(config: CheckedConfig) -> None:
 
 
 def _check_precision(config: CheckedConfig) -> None:
-    """Check engine options, and the settings that engines with lower precision than training need."""
+    """Refuse reserved engine options, and low-precision engines without importance sampling and merged adapters."""
     options, is_coded = config.get("rollout.engine_options"), config.get("rollout.quantization") != "none"
     for name in [name for name in options if name in REFUSED]:
         config.require(
@@ -227,7 +227,7 @@ def _check_thinking(config: CheckedConfig) -> None:
 
 
 def _check_sampling(config: CheckedConfig) -> None:
-    """Check numbers of tokens, and refuse truncated sampling where a part of the vocabulary cannot be scored."""
+    """Check `top_k` and `min_tokens`; refuse truncated sampling if the step mode or the engine does not support it."""
     for name in ("rollout.top_k", "rollout.validation_top_k"):
         value = config.get(name)
         config.require(value == -1 or value > 0, name, "is no number of tokens", expected="> 0, or -1", hint="-1: all")
@@ -252,7 +252,7 @@ def _check_sampling(config: CheckedConfig) -> None:
 
 
 def _check_routes(config: CheckedConfig) -> None:
-    """Refuse replayed routes unless the engine's forward is observable, one step at a time."""
+    """Refuse the replay of engine routes unless the engine can report the experts of each forward."""
     if config.get("actor.router_replay") != "engine":
         return
     trainer = "actor.router_replay=trainer, which asks nothing of the engine"
@@ -270,7 +270,7 @@ def _check_routes(config: CheckedConfig) -> None:
 
 
 def _check_schedule(config: CheckedConfig) -> None:
-    """Check the settings that samples of older weights need, and the replay of a schedule."""
+    """Refuse stale samples without importance sampling, and the replay of a schedule that does not depend on time."""
     is_timed = config.get("schedule.updates") == "in_flight" and config.get("schedule.steps_per_update") is None
     config.require(
         config.get("schedule.replay") is None or is_timed and config.get("schedule.max_staleness") > 0,

@@ -78,12 +78,12 @@ class RunSpec:
 
     @property
     def laid_out(self) -> list[RoleSpec]:
-        """Roles with their own layout."""
+        """Roles with a config section of their own, and so a layout of their own."""
         return [role for role in self.roles.values() if role.section == role.name]
 
     @property
     def laid_out_alike(self) -> list[RoleSpec]:
-        """Roles that share the planner's layout; a teacher keeps that of its section."""
+        """Roles to which the planner gives one common layout; a teacher keeps the layout of its section."""
         return [role for role in self.laid_out if not role.is_teacher]
 
     @property

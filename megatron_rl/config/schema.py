@@ -172,7 +172,7 @@ class CriticConfig(TrainedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(SamplingSettings):
-    """Generation."""
+    """Generation: engine, its servers, layout and memory, and sampling."""
 
     engine: str = option(
         "vllm",
@@ -296,7 +296,7 @@ class RewardModelConfig(LayoutConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """The main loop."""
+    """The main loop: its length, validation, saving, seeds and debugging."""
 
     total_steps: int | None = option(None, "Steps of the main loop; default: from total_epochs.", "steps", ge=1)
     total_epochs: int = option(1, "Passes over the prompts, when total_steps is not given.", "passes", ge=1)
@@ -378,7 +378,7 @@ class RunConfig:
     observability: ObservabilityConfig = dataclasses.field(default_factory=ObservabilityConfig)
 
     def share_settings(self) -> RunConfig:
-        """Return the config with the actor's `ACTOR_DECIDES` in the critic and in teachers."""
+        """Return the config in which critic and teachers have the actor's values of the settings `ACTOR_DECIDES`."""
         roles = ["critic", *(f"teachers.{name}" for name in self.teachers)]
         return self.with_sections(
             {

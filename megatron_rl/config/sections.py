@@ -186,7 +186,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """Limits of the alarms about the curves of a run, keys of one setting; null turns one off."""
+    """Thresholds of the alarms on a run's curves, keys of one setting; null turns an alarm off."""
 
     window: int = option(10, "Steps whose mean is looked at.", "steps", ge=1)
     entropy_floor: float | None = option(0.1, "Alarm when the entropy is below this share of the first steps'.", ge=0)
@@ -222,7 +222,7 @@ class HealthConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservabilityConfig:
-    """Logging."""
+    """Logging: TensorBoard, W&B, console, status page, alarms."""
 
     tensorboard: bool = option(True, "Write TensorBoard event files to <run_dir>/tensorboard.")
     histograms_every: int = option(
@@ -260,7 +260,7 @@ LONGEST_PERIOD = 100_000  # prompts after which a mixture of files repeats
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Prompts."""
+    """Prompts: files and their columns, batch size, lengths, chat template."""
 
     train_files: list[str] = option(MISSING, "JSONL or parquet files with training prompts, or reasoning-gym:NAME.")
     weights: list[float] | None = option(
@@ -301,7 +301,7 @@ class DataConfig:
 
 
 def reduce_weights(weights: Sequence[float]) -> list[int]:
-    """Return the smallest integers in the proportion of positive weights, taken as decimals."""
+    """Return the smallest integers in the proportion of positive weights, taken as decimals: [0.5, 1.5] -> [1, 3]."""
     shares = [Fraction(repr(weight)) for weight in weights]
     unit = math.lcm(*(share.denominator for share in shares))
     whole = [int(share * unit) for share in shares]
@@ -403,12 +403,12 @@ class SamplingSettings:
 
     @property
     def is_ever_truncated(self) -> bool:
-        """Whether rollouts or validation responses are."""
+        """Whether rollouts or validation responses are drawn from a part of the vocabulary."""
         sets = (self.for_validation(name) for name in (*self.validation_sets, ""))
         return self.is_truncated or any(one.top_p < 1.0 or one.top_k > 0 for one in sets)
 
     def for_validation(self, name: str) -> ValidationSampling:
-        """Return the sampling of a validation set."""
+        """Return the sampling of a validation set: the settings of all, replaced by the set's own."""
         common = ValidationSampling(
             self.validation_n,
             self.validation_temperature,

@@ -136,7 +136,7 @@ class _Walker:
 
 
 def _refuse_repeated(settings: list[Setting], mistakes: Mistakes) -> None:
-    """Catch `actor: {lr: 1}` next to `actor.lr: 2`, which are different keys to YAML."""
+    """Record a mistake for each setting given as two different YAML keys, `actor: {lr: 1}` and `actor.lr: 2`."""
     seen: dict[str, Setting] = {}
     for setting in settings:
         if setting.name in seen:
@@ -163,7 +163,7 @@ def read_overrides(
 
     Args:
         fields: the settings, for the Megatron spelling `--leaf value`.
-        aliases: imports the names of other projects, whose flags apply if no leaf has that name.
+        aliases: returns `compat.aliases`, whose names count as flags if no leaf has that name.
     """
     settings = []
     rest = deque(arguments)
@@ -240,6 +240,6 @@ def _parse_value(name: str, text: str) -> Any:
 
 
 def describe(setting: Setting) -> str:
-    """Format as `name=value (place)`."""
+    """Format a setting as `name=value (place)`."""
     text = repr(setting.value)
     return f"{setting.name}={text if len(text) <= 60 else text[:57] + '...'} ({setting.source})"
