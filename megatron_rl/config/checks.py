@@ -175,7 +175,10 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
 
 
 def _check_quantization(config: CheckedConfig, section: str) -> None:
-    """Refuse four-bit weights without adapters to train, and a separate reference with the actor's path in full precision."""
+    """Refuse four-bit weights without adapters to train.
+
+    Also refuse an unquantized reference with the actor's path, which would be another model than the actor starts from.
+    """
     name = f"{section}.quantization"
     if config.get(name) == "none":
         return
