@@ -72,7 +72,7 @@ class Marks:
         self._normalize = tokenizer.normalizer.normalize_str if folded and tokenizer.normalizer is not None else None
 
     def guard(self, value: Any) -> Any:
-        """Return a message, a tool, or a list of them with guards in marks and in a partial mark at the end of a text.
+        """Insert guards into marks in a message, a tool, or a list of them, and into a partial mark at a text's end.
 
         Field names and roles that are plain words are kept.
         """
@@ -104,7 +104,7 @@ class Marks:
 
     @cached_property
     def _controls(self) -> set[int]:
-        """Return tokens that only the template may write; excludes the unknown token, which is no mark."""
+        """Return the ids of marks, which only the template may write; excludes the unknown token, which is no mark."""
         return set(self._marks.values()) - {piece.id for piece in self._encoder.model.tokenize(GUARD)}
 
     def _spell(self, token: int) -> list[int]:
@@ -122,7 +122,11 @@ class Marks:
         return GUARD.join(text[start:stop] for start, stop in pairwise([0, *(i + 1 for i in places), len(text)]))
 
     def _begins_mark(self, text: str, place: int, end: int) -> bool:
-        """Return whether a mark starts here, or may be completed by the next text."""
+        """Return whether a mark starts at index `place`, or a partial mark does that the next text may complete.
+
+        Args:
+            end: index after the last character that is no white space.
+        """
         is_whole = any(text[place : place + length] in self._marks for length in self._lengths)
         return is_whole or (end - place < self._lengths[-1] and text[place:end] in self._begun)
 
@@ -132,7 +136,7 @@ def _keep_word(text: Any) -> str | None:
 
 
 def _rename(token: AddedToken, name: str) -> AddedToken:
-    """Return the token under another name; secret names match before normalization."""
+    """Return a copy of a token under the name `name`; a token with a new name is matched before normalization."""
     normalized = token.normalized and name == token.content
     strips = {"lstrip": token.lstrip, "rstrip": token.rstrip}
     return AddedToken(name, single_word=token.single_word, normalized=normalized, special=token.special, **strips)

@@ -246,7 +246,16 @@ def _fit_rows(
     limit: int | None = None,
     tools: Sequence[dict[str, Any]] = (),
 ) -> Iterator[tuple[Row, T, _Fitted]]:
-    """Yield the rows that are kept, `read` of each, and its prompt; fill `counts`, and `starts` of the files."""
+    """Read rows and tokenize their prompts, under the policy for long ones.
+
+    Args:
+        counts: incremented: "kept", "dropped" and "truncated" prompts.
+        starts: receives the index of the first row of each file.
+        read: reads the rest of a row.
+
+    Yields:
+        Each kept row, the result of `read`, and the prompt.
+    """
     for row in read_rows(files):
         if limit is not None and counts["kept"] >= limit:
             break
@@ -316,7 +325,7 @@ def _ground_truth(row: Row, cfg: DataConfig) -> Any:
 
 
 def _extra_info(row: Row, cfg: DataConfig) -> dict[str, Any]:
-    """Merge columns without a meaning of their own with verl's `extra_info`, which takes precedence."""
+    """Merge a row's columns without a meaning of their own with verl's `extra_info`, which takes precedence."""
     known = {cfg.prompt_key, cfg.answer_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
     further = {name: value for name, value in row.columns.items() if name not in known}
     return further | row.optional("extra_info", dict, {})

@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_content(self, text: str) -> list[int]:
-        """Encode a text in which special tokens are plain text."""
+        """Encode the content of a message: the text of a special token stays text."""
         ...
 
     def encode_rendered(self, text: str) -> list[int]:
@@ -273,7 +273,7 @@ def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer) -> None:
 
 
 def _without_marks(model: sentencepiece.SentencePieceProcessor) -> sentencepiece.SentencePieceProcessor:
-    """Return the model without user-defined symbols that are marks."""
+    """Return the model with its user-defined symbols that are marks disabled, so that they are encoded as text."""
     if not any(is_mark(model.id_to_piece(i), is_special=False) for i in range(model.vocab_size())):
         return model
     messages: Any = import_module("sentencepiece.sentencepiece_model_pb2")
@@ -310,7 +310,11 @@ def _special_tokens(directory: Path) -> dict[str, str]:
 
 
 def _require_eos(eos: int | None, pad: int | None, source: str) -> tuple[int, int]:
-    """Return EOS and padding; sentencepiece uses -1 for undefined tokens."""
+    """Return the ids of EOS and padding; EOS replaces an undefined padding (`None` or -1).
+
+    Raises:
+        UserError: EOS is undefined.
+    """
     if eos is None or eos < 0:
         raise UserError(
             "the tokenizer defines no end-of-sequence token",
