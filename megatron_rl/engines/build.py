@@ -59,11 +59,11 @@ class AbsentEngine(WaitingRequests):
         self.padded_params: tuple[str, ...] = ()
 
     def shard_key(self, rank: int) -> Hashable:
-        """Return an engine rank's key."""
+        """Return the shard key of an engine rank."""
         return self._known.keys[rank]
 
     def placements(self, rank: int) -> PlacementTable:
-        """Return an engine rank's table."""
+        """Return the placement table of an engine rank."""
         return self._known.tables[self._known.keys[rank]]
 
     def step(self) -> list[Sampled]:
@@ -102,12 +102,12 @@ class BuiltEngine(NamedTuple):
     route_shape: RouteShape | None = None
 
     def describe(self) -> tuple[str, EngineRanks, RouteShape | None, EngineTables]:
-        """Return the arguments of `absent`."""
+        """Return the arguments with which other ranks build a stand-in by `absent`."""
         return self.kind, self.ranks, self.route_shape, EngineTables.of(self.weights, self.ranks)
 
     @classmethod
     def absent(cls, kind: str, ranks: EngineRanks, route_shape: RouteShape | None, tables: EngineTables) -> BuiltEngine:
-        """Build the stand-in."""
+        """Build the stand-in for a rank without an engine."""
         stand_in = AbsentEngine(tables)
         return cls(stand_in, stand_in, kind, ranks, route_shape)
 
@@ -120,7 +120,10 @@ class OneTurn(WaitingRequests):
         self._engine = engine
 
     def step(self) -> list[Sampled]:
-        """Generate a batch; surplus responses repeat the last key, for the caller to refuse."""
+        """Generate the responses to a batch of waiting requests.
+
+        Surplus responses of the engine repeat the last key, so that the caller refuses them.
+        """
         batch = self.take_batch()
         if not batch:
             return []
@@ -138,7 +141,7 @@ class OneTurn(WaitingRequests):
 
 
 def import_library(name: str, device: torch.device) -> None:
-    """Import the engine's library, before the models (see `kept_imports`)."""
+    """Import vLLM, if it is the engine, before the models; its objects are exempt from garbage collection."""
     with kept_imports():
         if name == "vllm":
             from megatron_rl.engines.vllm.vllm_library import prepare_vllm

@@ -79,7 +79,7 @@ def _check_values(response: Sampled, vocab_size: int, source: str) -> None:
 
 
 def miscounted(num_responses: int, num_requests: int, source: str) -> UserError:
-    """Return the error of a wrong number of responses."""
+    """Build the error for a number of responses that differs from the number of requests."""
     return UserError(
         f"{num_responses} responses to {num_requests} requests",
         source=source,

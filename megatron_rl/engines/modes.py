@@ -15,7 +15,7 @@ _ON_CPU: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False, "mo
 
 
 def fit_to_device(config: RolloutConfig, device: torch.device) -> RolloutConfig:
-    """Replace modes that a CPU does not support."""
+    """Replace vLLM's execution modes that a CPU does not support."""
     return replace(config, **_ON_CPU) if device.type == "cpu" else config
 
 

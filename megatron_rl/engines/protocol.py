@@ -58,7 +58,7 @@ class Request:
         return self.num_sampled + len(sampled) > self.sampling.min_tokens and stop.ends(self.response(sampled))
 
     def continued(self, tokens: np.ndarray, seed: int) -> Request:
-        """Return the request that continues after `tokens`."""
+        """Return the request that continues this one after `tokens` were sampled."""
         return replace(
             self,
             tokens=np.concatenate([self.tokens, tokens]),
@@ -148,7 +148,7 @@ class EngineSpec:
         return self.shape.route_shape if self.records_routes else None
 
     def find_place(self, rank: int) -> int:
-        """Return a job rank's TP rank in its engine."""
+        """Return the TP rank that a job rank has in its engine."""
         return (rank - (self.ranks.start if self.ranks else 0)) % self.config.tensor_model_parallel_size
 
 
@@ -191,11 +191,11 @@ class EngineWeights(Protocol):
     padded_params: tuple[str, ...]  # may hold padding, which no logical tensor fills
 
     def shard_key(self, rank: int) -> Hashable:
-        """Return a key shared by ranks with equal tables."""
+        """Return a key that ranks with equal placement tables share."""
         ...
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """Return the table of any rank of the job."""
+        """Return the placement table of any rank of the job."""
         ...
 
     def begin_weight_update(self) -> None:
@@ -233,7 +233,7 @@ class ProbedEngine(Protocol):
     """An engine with inaccessible weights, such as a server."""
 
     def probe(self) -> Probed | None:
-        """Continue a fixed prompt; `None` on all but the first rank."""
+        """Continue a fixed prompt, so that the trainer can verify the weights; `None` on all but the first rank."""
         ...
 
 
@@ -270,9 +270,12 @@ def register_rollout_engine(name: str, supports: Collection[str] = ()) -> Callab
 
 
 def share_params(params: Mapping[str, torch.Tensor], shareable: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Rebind parameters to shareable storage of equal shape, dtype and device; return the names.
+    """Rebind parameters to the actor's tensors of equal shape, dtype and device; return the names of these parameters.
 
     Fused experts must be contiguous in the actor in the same order. Must precede anything that captures addresses.
+
+    Args:
+        shareable: tensors of the actor by engine-side name.
     """
     shared: set[str] = set()
     for name, param in params.items():

@@ -87,7 +87,10 @@ class StopStrings:
         return self._decode(tokens)[:end]
 
     def _find(self, tokens: list[int]) -> int | None:
-        """Return the start of the string that the last token completes; of several, the first to end."""
+        """Return the index in the text of the stop string that the last token completes, or `None`.
+
+        Of several, the first to end counts.
+        """
         before, text = len(self._decode(tokens[:-1]).rstrip(_BROKEN)), self._decode(tokens)
         starts = {string: text.find(string, max(0, before - len(string) + 1)) for string in self._strings}
         found = [string for string, start in starts.items() if start >= 0]
@@ -134,11 +137,11 @@ class SamplingConfig:
 
     @property
     def keeps_likely(self) -> bool:
-        """True if every token's set is restricted to likely ones."""
+        """True if top-p, top-k or min-p restricts the tokens to draw from."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def draws_like(self, other: SamplingConfig) -> bool:
-        """Return whether both draw tokens from the same distribution."""
+        """Return whether both draw tokens from the same distribution; length limits and stop tokens may differ."""
         return self == replace(other, max_tokens=self.max_tokens, stop_token_ids=self.stop_token_ids)
 
 

@@ -55,7 +55,7 @@ class ThinkingBudget:
         return self._engine.has_requests()
 
     def tokens_in_flight(self) -> int:
-        """Count tokens of both parts."""
+        """Count the tokens of unfinished responses, including first parts that are done."""
         return self._engine.tokens_in_flight() + sum(len(begun.tokens) for begun in [*self._begun.values()])
 
     def close(self) -> None:
@@ -63,7 +63,10 @@ class ThinkingBudget:
         self._engine.close()
 
     def _limit(self, request: Request) -> Request:
-        """Return a request's first part, or all of it if the budget is spent or closing tokens do not fit."""
+        """Limit a request to its remaining thinking budget.
+
+        Return it unchanged if the budget is spent or the closing tokens would not fit.
+        """
         budget, most = request.sampling.thinking_budget, request.sampling.max_tokens
         left = most if budget is None else budget - request.num_sampled
         if left < 1 or left + len(self._thoughts.closing) >= most:

@@ -36,7 +36,7 @@ class WaitingRequests:
         return bool(self._waiting)
 
     def take_batch(self, size: int | None = None) -> list[Request]:
-        """Dequeue leading requests with equal sampling, at most `size`."""
+        """Dequeue the leading requests that have equal sampling settings, at most `size`."""
         first = self._waiting[:size]
         batch = list(takewhile(lambda request: request.sampling == first[0].sampling, first))
         del self._waiting[: len(batch)]

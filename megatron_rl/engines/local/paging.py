@@ -41,7 +41,7 @@ class Running:
     routes: list[np.ndarray] = field(default_factory=list)
 
     def finish(self, reason: str) -> Sampled:
-        """Return the response."""
+        """Build the engine's response; `reason` is its finish reason."""
         return Sampled(
             self.request.key,
             np.array(self.tokens, np.int32),
@@ -52,7 +52,7 @@ class Running:
         )
 
     def _join_routes(self) -> np.ndarray | None:
-        """Append the unknown routes of the last token, which is never fed."""
+        """Join the recorded routes, and append unknown ones for the last token, which is never fed to the model."""
         if not self.routes:
             return None
         shape = RouteShape.of(self.routes[0])
@@ -82,7 +82,7 @@ class PagedRows:
 
     @property
     def last(self) -> np.ndarray:
-        """[responses] int64, rows that predict the next tokens."""
+        """Indices of the rows that predict the next tokens, [responses] int64."""
         return self.bounds[1 : len(self.running) + 1].astype(np.int64) - 1
 
 
@@ -138,7 +138,8 @@ class ContinuousBatch:
         """Admit requests that fit, and lay out the next forward; requires at least one request.
 
         Args:
-            multiple: rows are padded to it by a segment that attends to itself, in slots behind the last block.
+            multiple: rows are padded to a multiple of it by a segment that attends to itself, in slots behind the last
+                block.
         """
         self._admit()
         running = list(self._running)
@@ -189,7 +190,10 @@ class ContinuousBatch:
         return -(-(len(request.tokens) + request.sampling.max_tokens - 1) // self._block_size)
 
     def _admit(self) -> None:
-        """Admit requests in order, while their sampling distribution is that of the running ones."""
+        """Admit waiting requests in order, until one does not fit or draws from another distribution.
+
+        All running requests have one sampling distribution.
+        """
         rows = len(self._running)
         while self._waiting and len(self._running) < self._max_num_seqs:
             request = self._waiting[0]

@@ -58,7 +58,7 @@ class _SeededGumbel(LogitsProcessor):
 
 
 class _Stopping(StoppingCriteria):
-    """A criterion that ends rows at stop strings; `lengths` maps them to response tokens."""
+    """A criterion that ends rows at stop strings; `lengths` maps an ended row to its number of response tokens."""
 
     def __init__(self, stop: StopStrings, requests: Sequence[Request], width: int) -> None:
         self._stop, self._requests, self._width = stop, requests, width
@@ -118,7 +118,7 @@ class HuggingFaceEngine(WaitingRequests):
         """Do nothing: no cache survives a step."""
 
     def _listen_to_routers(self) -> int:
-        """Record the experts [b * s, choices] of each forward."""
+        """Add hooks that record the experts [b * s, choices] of each router; return the number of routers."""
         routers = [
             module for name, module in self._model.named_modules() if name.endswith((".mlp.gate", ".mlp.router"))
         ]
@@ -132,7 +132,7 @@ class HuggingFaceEngine(WaitingRequests):
         return len(routers)
 
     def _take_routes(self, num_rows: int) -> list[Any]:
-        """Return routes [s - 1, layers, choices] per left-padded row."""
+        """Return and clear the recorded routes, [s - 1, layers, choices] per left-padded row, or `None`."""
         shape, chosen = self._route_shape, self._chosen
         if shape is None or chosen is None:
             return [None] * num_rows
@@ -143,7 +143,7 @@ class HuggingFaceEngine(WaitingRequests):
         return list(routes.cpu().numpy().astype(shape.dtype))
 
     def _cut_routes(self, routes: np.ndarray | None, start: int, stop: int) -> np.ndarray | None:
-        """Return the routes of tokens [start, stop), the last of which may be unknown."""
+        """Return the routes of tokens [start, stop), unknown for the last, or `None` if not recorded."""
         if routes is None or self._route_shape is None:
             return None
         found = routes[start : stop - 1]

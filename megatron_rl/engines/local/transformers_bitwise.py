@@ -20,7 +20,7 @@ ATTENTION = "megatron_rl_tiled"
 
 
 class _PaddedAttention:
-    """`attend` for left-padded rows."""
+    """An attention function for transformers that computes left-padded rows by the trainer's `attend`."""
 
     def __init__(self) -> None:
         self._mask: torch.Tensor | None = None
@@ -47,7 +47,7 @@ class _PaddedAttention:
 
 
 def _pack(mask: torch.Tensor, num_queries: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Segments]:
-    """Return indices of real queries [t] and keys [k], and their segments."""
+    """Return flat indices of the queries [t] and keys [k] that are no padding, and their segments for `attend`."""
     is_key, is_query = mask.bool(), mask[:, -num_queries:].bool()
     cu_q, cu_k = (torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).int() for real in (is_query, is_key))
     index = is_key.flatten().nonzero()[:, 0]

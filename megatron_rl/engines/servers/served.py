@@ -81,7 +81,7 @@ class ServedEngine:
         self._close = weakref.finalize(self, _close, self._server, self._directory)
 
     def _share(self, action: Callable[[], T]) -> T:
-        """Run an action on the first rank; share its result or error with the engine's ranks."""
+        """Run an action on the engine's first rank; return its result, or raise its error, on all its ranks."""
         outcome: Any = None
         if self._spec.process.rank == self._first:
             try:
@@ -99,11 +99,11 @@ class ServedEngine:
         return self._share(lambda: do(cast(Server, self._server)))
 
     def shard_key(self, rank: int) -> int:
-        """Return a key shared by ranks with equal tables."""
+        """Return a key that ranks with equal placement tables share."""
         return self._spec.find_place(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """Return the table of any rank of the job."""
+        """Return the placement table of any rank of the job."""
         return self._list_tensors(self._spec.find_place(rank))
 
     def _list_tensors(self, place: int) -> list[ShardBox]:
@@ -116,7 +116,7 @@ class ServedEngine:
         """Do nothing."""
 
     def end_weight_update(self) -> None:
-        """Write the tensors and load them; UserError after too many failures."""
+        """Write the tensors to files and make the server load them; UserError after too many failures."""
         assert not self._running, "weights change between responses only"
         self.write(self._directory)
         if self._group is not None:
@@ -140,7 +140,7 @@ class ServedEngine:
             (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
     def probe(self) -> Probed | None:
-        """Continue a fixed prompt; `None` on all but the first rank."""
+        """Continue a fixed prompt, so that the trainer can verify the weights; `None` on all but the first rank."""
         probed = self._tell(Server.probe)
         return probed if self._server is not None else None
 
@@ -157,7 +157,7 @@ class ServedEngine:
         return finished
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Close connections, which stops the server; return partial responses."""
+        """Close the connections of requests, which ends their generation; return partial responses."""
         known = [key for key in keys if self._running.pop(key, None) is not None]
         return self._tell(lambda server: server.interrupt(known)) if known else []
 
@@ -194,7 +194,7 @@ class Server:
         return self._url or f"the server of {self._directory}"
 
     def load(self) -> None:
-        """Load the weights; the first call starts the server."""
+        """Make the server load the weight files; the first call starts the server."""
         self._updates += 1
         self._try(self._load if self._is_open else lambda: None)  # opening the server loads them
 
@@ -224,8 +224,9 @@ class Server:
             return [Sampled(one.key, one.tokens[:0], one.logprobs[:0], "interrupted") for one in partial]
 
     def probe(self) -> Probed:
-        """Continue a prompt greedily and at the temperature; it fills blocks, so the next probe exposes a stale prefix
-        cache.
+        """Continue a fixed prompt greedily and at the rollout temperature.
+
+        It fills blocks of the prefix cache, so that the next probe exposes a cache from before a weight update.
         """
         assert not self._running, "the answers would mix"
         spec = self._spec
@@ -244,7 +245,7 @@ class Server:
         return Probed(prompt, [found[key] for key in sorted(found)], temperatures)
 
     def _try(self, action: Callable[[], T]) -> T:
-        """Run an action; reopen the server after each failure until there are too many (UserError)."""
+        """Run an action, and again after a failure, with the server reopened; too many failures are a UserError."""
         while True:
             try:
                 if not self._is_open:
@@ -328,7 +329,7 @@ def _close(server: Server | None, directory: Path) -> None:
 
 
 def _check_nodes(spec: EngineSpec) -> None:
-    """Refuse engines across nodes: a server reads files of its ranks."""
+    """Refuse engines that span nodes, since a server reads weight files of all ranks of its engine."""
     ranks, width = spec.ranks or range(spec.process.world_size), spec.config.tensor_model_parallel_size
     per_node = spec.process.ranks_per_node
     for first in ranks[::width]:

@@ -61,19 +61,19 @@ class ServerApi:
         self._spec, self._version = spec, ""
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """Return the command that starts a server on a directory."""
+        """Return the command that starts a server of the model in `directory`."""
         raise AssertionError("servers of other kinds are started by the user")
 
     def list_environment(self) -> dict[str, str]:
-        """Return variables in addition to the rank's."""
+        """Return the server's environment variables in addition to the rank's."""
         return {}
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Return the JSON body of a request, answered by events."""
+        """Build the JSON body of a request whose answer is a stream of events."""
         raise NotImplementedError
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Append an event to the answer.
+        """Append an event of the stream to the answer.
 
         Raises:
             ServerFailure: a failure, or another policy version.
@@ -82,11 +82,15 @@ class ServerApi:
         raise NotImplementedError
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Load weights and drop caches of older ones; ServerFailure otherwise."""
+        """Make the server load weight files and drop caches of older weights (ServerFailure if it does not).
+
+        Args:
+            version: name of the policy version.
+        """
         raise NotImplementedError
 
     def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
-        """Add data outside the streams; ServerFailure if lost."""
+        """Add data that the streams do not contain to responses; ServerFailure if it is lost."""
         return sampled
 
 
@@ -100,7 +104,7 @@ class VllmServer(ServerApi):
         self._truncated: dict[int, tuple[str, Request]] = {}  # key -> (name of its kept sets in the server, request)
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """Use the in-process engine's arguments, so that both sample alike."""
+        """Build the command with the in-process engine's arguments, so that both sample alike."""
         arguments = list_engine_arguments(self._spec)
         for name in ("load_format", "distributed_executor_backend", "enable_sleep_mode"):
             arguments.pop(name, None)
@@ -118,7 +122,7 @@ class VllmServer(ServerApi):
         return [python, "-m", "vllm.entrypoints.openai.api_server", *_as_flags(arguments)]
 
     def list_environment(self) -> dict[str, str]:
-        """Enable development mode, which has the weight routes."""
+        """Return vLLM's variables; development mode enables the routes that load weights."""
         return list_engine_environment(self._spec) | {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_PLUGINS": "",
@@ -132,7 +136,7 @@ class VllmServer(ServerApi):
         }
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Build a body without text; a resent request is renamed, as the first may still run."""
+        """Build a request in tokens; its kept sets get a new name, as an earlier attempt may still run."""
         sampling, name = request.sampling, uuid.uuid4().hex
         if sampling.is_truncated:
             self._truncated[request.key] = name, request
@@ -170,7 +174,7 @@ class VllmServer(ServerApi):
         answer.extend(choice["token_ids"], [entry["logprob"] for entry in scored], choice["finish_reason"])
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Reload weights; the prefix cache needs an explicit reset."""
+        """Reload weights, and reset the prefix cache, which vLLM would keep."""
         ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
         if not ask("/reset_prefix_cache")["success"]:
             raise ServerFailure("the server did not reset its prefix cache: somebody else's requests are running")
@@ -199,7 +203,7 @@ class OpenAiServer(ServerApi):
     _model = ""
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Build a body with extensions of vLLM and SGLang."""
+        """Build a request with the extensions by which vLLM and SGLang return token ids."""
         sampling = request.sampling
         return {
             "model": self._model,
@@ -216,7 +220,7 @@ class OpenAiServer(ServerApi):
         }
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Append token ids and log-probs, which text cannot replace."""
+        """Append an event's token ids and log-probs; UserError if it has text only."""
         check_event(event)
         if not event["choices"]:  # usage
             return
@@ -234,7 +238,7 @@ class OpenAiServer(ServerApi):
         answer.extend(tokens or [], logprobs or [], choice["finish_reason"])
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Run the user's hook `rollout.server.on_update`."""
+        """Run the user's hook `rollout.server.on_update`, a URL or a command, by which the server loads the weights."""
         self._model = ask("/v1/models", method="GET")["data"][0]["id"]
         hook = (self._spec.config.server.on_update or "").format(directory=directory)
         if hook.startswith(("http://", "https://")):
@@ -251,7 +255,7 @@ class SglangServer(ServerApi):
     path, health = "/generate", "/health"
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """Use `rollout.server.python`, which `config.rollout_checks` requires."""
+        """Build the command with the interpreter `rollout.server.python`, which `config.rollout_checks` requires."""
         spec, config = self._spec, self._spec.config
         assert config.server.python is not None
         seed = str(spec.seed % (1 << 32))  # NumPy's global seed has 32 bits
@@ -269,14 +273,20 @@ class SglangServer(ServerApi):
         return [*command, "--mem-fraction-static", str(config.gpu_memory_utilization)]
 
     def list_environment(self) -> dict[str, str]:
-        """Set SGLang's CPU variables; without explicit cores, TP ranks must not outnumber NUMA nodes."""
+        """Return SGLang's variables for a CPU.
+
+        They name all cores for each TP rank; without them, TP ranks must not outnumber NUMA nodes.
+        """
         if self._spec.process.device.type != "cpu":
             return {}
         cores = "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * self._spec.config.tensor_model_parallel_size)
         return {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Build the body; SGLang's `ignore_eos` disables all stop tokens, and kept sets need `top_k`."""
+        """Build the body; `ignore_eos` only without stop tokens, all of which it would disable.
+
+        Kept sets need `top_k`.
+        """
         sampling = request.sampling
         limits: dict[str, Any] = {}
         if sampling.is_truncated:
@@ -317,7 +327,7 @@ class SglangServer(ServerApi):
         answer.extend(tokens, logprobs, reason and reason["type"], kept)
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Flush the prefix cache and load weights, which running requests block."""
+        """Flush the prefix cache, which waits for running requests, and load weights."""
         ask(f"/flush_cache?timeout={_IDLE_SECONDS}")  # waits for health checks and closed connections
         body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
         answer = ask("/update_weights_from_disk", body)
@@ -327,7 +337,10 @@ class SglangServer(ServerApi):
 
 
 def check_event(event: Any) -> None:
-    """Raise the error in an event, which occurred after the HTTP status was sent."""
+    """Raise the error that a streamed event contains, if any, as ServerFailure (transient) or UserError.
+
+    It occurred after the HTTP status was sent.
+    """
     if "error" not in event:
         return
     said = json.dumps(event["error"])[:300]

@@ -112,7 +112,7 @@ class ServerAnswer:
         finish_reason: str | None,
         kept: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Append the contents of an event."""
+        """Append the tokens of an event, and set the finish reason."""
         self.tokens += tokens
         self.logprobs += logprobs
         self.kept += [KeptSets(np.array(ids, np.int32), np.array([len(ids)], np.int32)) for ids in kept]
@@ -123,7 +123,7 @@ class ServerAnswer:
         self.num_cached = num_tokens
 
     def completes_text(self, stop: StopStrings, first: int) -> bool:
-        """Return whether a token from `first` on completes a stop string; drop later tokens."""
+        """Return whether a token from index `first` on completes a stop string; if so, end the answer there."""
         for end in range(first + 1, len(self.tokens) + 1):
             if self.request.ends_by(stop, self.tokens[:end]):
                 del self.tokens[end:], self.logprobs[end:], self.kept[end:]
@@ -222,7 +222,10 @@ class ServerClient:
         return found
 
     def cancel(self, keys: Sequence[int] | None = None) -> list[ServerAnswer]:
-        """Cancel requests, all with their queued events by default; return partial answers by key."""
+        """Cancel requests and return their partial answers, in order of `keys`.
+
+        By default, cancel all requests and drop queued events.
+        """
         chosen = list(self._answers) if keys is None else keys
         self._wait(self._end([self._tasks.pop(key) for key in chosen if key in self._tasks]))
         while keys is None and not self._news.empty():

@@ -19,7 +19,10 @@ from megatron_rl.samples.prefix import SegmentKeys
 
 
 class _PagedAttention:
-    """`attend` on vLLM's cache [blocks, heads, block size, 2 d], key beside value; layers share a step's indices."""
+    """A replacement of vLLM's CPU attention by the trainer's `attend` on the paged KV cache.
+
+    The cache is [blocks, heads, block size, 2 d], key beside value; all layers share the indices of a step.
+    """
 
     def __init__(self) -> None:
         self._metadata: Any = None
@@ -28,7 +31,7 @@ class _PagedAttention:
     def write(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Store key and value [t, heads, d]; negative slots are padding."""
+        """Write new keys and values [t, heads, d] to their slots of the cache; negative slots are padding."""
         slots = slots[: len(key)].long()
         is_real = slots >= 0
         block, place = slots[is_real] // kv_cache.shape[2], slots[is_real] % kv_cache.shape[2]
@@ -44,7 +47,12 @@ class _PagedAttention:
         metadata: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Attend with query [t, n, d] to the cache; write options["output"]."""
+        """Attend from query [t, n, d] to the cached keys and values; write and return options["output"].
+
+        Args:
+            key, value: not used; `write` has stored them.
+            metadata: vLLM's lengths and block table of the step; `None` in the warm-up, which computes nothing.
+        """
         output: torch.Tensor = options["output"]
         if metadata is None:  # warming up
             return output
@@ -59,7 +67,7 @@ class _PagedAttention:
 
 
 def _pack(metadata: Any, block_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Segments]:
-    """Return block and offset of every key [k], by sequence, and the segments."""
+    """Return cache block and offset of every key [k], sequence by sequence, and the segments for `attend`."""
     lengths = metadata.seq_lens.tolist()
     positions = [torch.arange(length) for length in lengths]
     blocks = [

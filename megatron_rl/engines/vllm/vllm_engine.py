@@ -116,7 +116,11 @@ class VllmEngine:
         self.params |= self._adapters
 
     def _share_when_loaded(self, spec: EngineSpec) -> tuple[Mapping[str, torch.Tensor], set[str]]:
-        """Return the actor's shareable tensors, and a set of names that loading fills."""
+        """Register a loader by which vLLM's parameters share storage with the actor's tensors.
+
+        Returns:
+            The tensors that may be shared, and the set of shared names, which is filled when vLLM loads the model.
+        """
         shareable, shared = spec.shareable(self.placements(spec.process.rank)), set[str]()
         if spec.process.device.type == "cpu":  # packing in place would corrupt the actor's experts
             shareable = {name: tensor for name, tensor in shareable.items() if ".experts." not in name}
@@ -124,11 +128,11 @@ class VllmEngine:
         return shareable, shared
 
     def shard_key(self, rank: int) -> int:
-        """Return a key shared by ranks with equal tables."""
+        """Return a key that ranks with equal placement tables share."""
         return self._place(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """Return the table of any rank of the job."""
+        """Return the placement table of any rank of the job."""
         return vllm_placements(self._shape, tp_size=self._tp_size, tp_rank=self._place(rank))
 
     def begin_weight_update(self) -> None:
@@ -188,7 +192,7 @@ class VllmEngine:
         return finished + (self._stop_early() if self._stop else [])
 
     def _stop_early(self) -> list[Sampled]:
-        """End responses at stop strings; vLLM has no tokenizer here."""
+        """End and return the responses that complete a stop string, which vLLM without a tokenizer cannot detect."""
         states = self._llm.llm_engine.output_processor.request_states
         keys = [
             key
@@ -285,7 +289,7 @@ def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tu
 
 
 def list_params(model: torch.nn.Module, shape: ModelShape, tp_rank: int) -> dict[str, torch.Tensor]:
-    """Return parameters by name, experts as matrices, without adapters."""
+    """Return vLLM's parameters by name, with a matrix per expert, without adapters."""
     params = split_experts({name.replace(".base_layer.", "."): p.data for name, p in model.named_parameters()})
     if not is_packed(shape):
         return params
@@ -296,7 +300,10 @@ def list_params(model: torch.nn.Module, shape: ModelShape, tp_rank: int) -> dict
 
 
 def list_adapter_params(model: torch.nn.Module, shape: AdapterShape) -> dict[str, torch.Tensor]:
-    """Return the slot's buffers, `<matrix>.lora_A` [R, in] and `<matrix>.lora_B` [out, R] with R >= the rank."""
+    """Return the buffers of vLLM's adapter slot: `<matrix>.lora_A` [R, in] and `<matrix>.lora_B` [out, R].
+
+    R is the slot's rank, at least the adapters'.
+    """
     found, modules = {}, set(shape.modules)
     named: Any = model.named_modules()
     for name, module in named:

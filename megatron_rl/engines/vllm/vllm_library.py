@@ -38,7 +38,10 @@ from megatron_rl.weights.support import check_engine
 
 @contextmanager
 def own_world(spec: EngineSpec, parallel_state: Any) -> Iterator[None]:
-    """Show vLLM only this engine's ranks, which all enter after `align_group_names`, if not all ranks have engines."""
+    """Restrict vLLM's view of the job to the ranks of this engine, unless all ranks have engines.
+
+    All ranks of the engine enter, after `align_group_names`.
+    """
     if spec.ranks is None or len(spec.ranks) == spec.process.world_size:
         yield
         return
@@ -131,14 +134,14 @@ def _pack_reloaded_experts() -> None:
 
 
 def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
-    """Register a loader that calls `bind` before anything is compiled or captured."""
+    """Register a vLLM weight loader that calls `bind` on the model, before anything is compiled or captured."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     @register_model_loader(LOAD_FORMAT)
     class BindingLoader(BaseModelLoader):
         def download_model(self, model_config: Any) -> None:
-            """Nothing to fetch: the actor has the weights."""
+            """Do nothing: the actor has the weights."""
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             """Bind shareable tensors; the first reshard writes the rest."""
@@ -146,7 +149,7 @@ def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
 
 
 def take_adapters(worker: Any, rank: int) -> Any:
-    """Activate vLLM's one slot with adapters without matrices, which leave zeros; return their LoRA request.
+    """Activate adapters of zeros in vLLM's only adapter slot; return their LoRA request.
 
     vLLM would load adapters from files. Here the reshard writes the slot's buffers in place; B contains the scale.
     """
@@ -160,14 +163,14 @@ def take_adapters(worker: Any, rank: int) -> Any:
 
 
 def pack_experts(param: torch.Tensor, instructions: str) -> None:
-    """Reorder a fused parameter [E, rows, columns] in place; not idempotent."""
+    """Reorder fused experts [E, rows, columns] in place for vLLM's CPU kernel; not idempotent."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     param.copy_(cpu_prepack_moe_weight(param, instructions))
 
 
 def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
-    """Register the class itself: by name, vLLM would inspect it in a subprocess for 8 to 16 seconds.
+    """Register vLLM's class of the model with vLLM: by name, vLLM would inspect it in a subprocess for 8 to 16 seconds.
 
     Raises:
         UserError: vLLM's implementation is missing, keeps weights in another order, or needs a missing package.

@@ -26,7 +26,10 @@ _KEY = "kept_sets"
 
 
 def list_extra_args(name: str, request: Request) -> dict[str, Any]:
-    """Return a request's `extra_args`: name of its sets, start of its response, limits."""
+    """Return vLLM's `extra_args` of a request with truncated sampling, else {}.
+
+    They are the name under which its sets are recorded, the position where its response starts, and the limits.
+    """
     cut = request.sampling
     if not cut.is_truncated:
         return {}
@@ -45,7 +48,7 @@ class KeptSetRecorder:
         sampler.forward = lambda logits, *arguments: sample(self._cut(logits), *arguments)
 
     def take(self, name: str, first: int, count: int) -> KeptSets:
-        """Remove a request; return `count` sets from position `first` on."""
+        """Remove a request; return the kept sets of `count` tokens from position `first` on."""
         sets = self._sets.pop(name, {})
         return KeptSets.join([KeptSets.whole(0), *(sets[first + i] for i in range(count))])
 
@@ -90,12 +93,12 @@ class RouteRecorder:
         self._execute, runner.execute_model = runner.execute_model, self._execute_and_collect
 
     def expect(self, name: str, request: Request) -> None:
-        """Allocate the routes of a request, by vLLM's name."""
+        """Prepare to record the routes of a request that vLLM calls `name`."""
         self._routes[name] = self._shape.unknown(len(request.tokens) + request.sampling.max_tokens)
         self._known[name] = 0
 
     def take(self, name: str, length: int) -> np.ndarray:
-        """Remove a request; return routes of `length` tokens."""
+        """Remove a request; return the routes of its first `length` tokens."""
         del self._known[name]
         return self._routes.pop(name)[:length]
 
@@ -115,7 +118,11 @@ class RouteRecorder:
         return result
 
     def _collect(self, counts: dict[str, int], rows: np.ndarray) -> None:
-        """Store a step's routes [rows, layers, choices]; `counts` has rows per request."""
+        """Store the routes [rows, layers, choices] of a forward per request and per KV-cache block.
+
+        Args:
+            counts: rows of each request.
+        """
         table, at = self._batch.block_table[0], 0
         for index, name in enumerate(self._batch.req_ids):
             first, count = int(self._batch.num_computed_tokens_cpu[index]), counts[name]

@@ -190,7 +190,10 @@ def _find_package() -> Path | None:
 
 
 def cpu_cache_bytes(spec: EngineSpec) -> int:
-    """Return the configured KV-cache bytes, else enough for `max_num_seqs` full sequences, at most 1 GiB."""
+    """Return the configured bytes of the KV cache on a CPU, or by default enough for `max_num_seqs` full sequences.
+
+    The default is limited to 1 GiB, or to two full sequences if they need more.
+    """
     if spec.config.kv_cache_gib is not None:
         return int(spec.config.kv_cache_gib * (1 << 30))
     shape: ModelShape = spec.shape
