@@ -99,7 +99,7 @@ class Environment(Protocol):
         ...
 
     def step(self, reply: Reply) -> Observation | Done:
-        """Answer a reply."""
+        """Answer a reply of the policy with an observation, or end the episode with `Done`."""
         ...
 
 

@@ -60,7 +60,7 @@ class Recording:
         return sum(turn.stop - turn.start for turn in self._turns)
 
     def record_request(self, tokens: np.ndarray) -> None:
-        """Record a request."""
+        """Record a request: it continues the longest branch that its tokens begin with, or starts a branch."""
         known = [i for i, context in enumerate(self._contexts) if context.begins(tokens)]
         if not known:
             begun = _Context(_Part(tokens))

@@ -63,7 +63,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether to stream the answer, and its usage; raises BadRequest."""
+    """Return whether to stream the answer, and whether to stream its token counts; raises BadRequest."""
     options = _get(body, "stream_options") or {}
     return bool(_get(body, "stream")), bool(_get(options, "include_usage"))
 
