@@ -233,7 +233,7 @@ def compute_dppo_tv_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> t
 
 
 def compute_dppo_kl_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `dppo_tv` with the binary KL divergence (DPPO, arXiv 2602.04879).
+    """Compute the loss of `compute_dppo_tv_loss` with the binary KL divergence as distance (DPPO, arXiv 2602.04879).
 
     D_t = p_old,t log(p_old,t / p_t) + (1 - p_old,t) log((1 - p_old,t) / (1 - p_t))
     """

@@ -110,13 +110,10 @@ def compute_importance_weights(
 
 
 def normalize_weights(weights: torch.Tensor, sums: dict[str, float]) -> torch.Tensor:
-    """Divide importance weights by their global mean over the step; unchanged if it is 0.
+    """Divide importance weights by their mean over the step, from sums over all ranks; unchanged if it is 0.
 
     The mean excludes masked weights and is taken after truncation, over tokens, or over responses in modes sequence and
     product.
-
-    Args:
-        sums: from `compute_importance_weights`, added over all ranks.
     """
     return weights * (sums["normal_count"] / sums["normal"]) if sums["normal"] > 0 else weights
 

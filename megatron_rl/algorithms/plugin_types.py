@@ -134,7 +134,7 @@ def number_segments(sequence_ids: torch.Tensor) -> torch.Tensor:
 
 
 def sum_per_segment(values: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-    """Give every token the sum over its segment, [t] float64: float32 would show the GPU's order of additions."""
+    """Give every token the sum over its segment, [t] float64, in which the GPU's order of additions does not show."""
     sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)
     return sums.index_add(0, segments, values.double())[segments]
 
