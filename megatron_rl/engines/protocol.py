@@ -273,9 +273,6 @@ def share_params(params: Mapping[str, torch.Tensor], shareable: Mapping[str, tor
     """Rebind parameters to the actor's tensors of equal shape, dtype and device; return the names of these parameters.
 
     Fused experts must be contiguous in the actor in the same order. Must precede anything that captures addresses.
-
-    Args:
-        shareable: tensors of the actor by engine-side name.
     """
     shared: set[str] = set()
     for name, param in params.items():

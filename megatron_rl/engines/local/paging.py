@@ -190,10 +190,7 @@ class ContinuousBatch:
         return -(-(len(request.tokens) + request.sampling.max_tokens - 1) // self._block_size)
 
     def _admit(self) -> None:
-        """Admit waiting requests in order, until one does not fit or draws from another distribution.
-
-        All running requests have one sampling distribution.
-        """
+        """Admit waiting requests in order, until one does not fit or has another sampling distribution."""
         rows = len(self._running)
         while self._waiting and len(self._running) < self._max_num_seqs:
             request = self._waiting[0]

@@ -191,7 +191,7 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
 
 
 def register_codes(spec: EngineSpec) -> CodeFormat | None:
-    """Register linear layers over 8-bit codes with a scale per row, if `rollout.quantization` is set.
+    """Register vLLM linear layers with 8-bit weights and a scale per row, if `rollout.quantization` is set.
 
     Parameters lie as in plain linear layers, to be written in place. Activations are not quantized, and outputs are
     scaled in float32: only weights lose precision.

@@ -31,7 +31,10 @@ class ServedWorker:
         self.kept_sets.clear()
 
     def take_kept_sets(self, requests: Sequence[tuple[str, int, int]]) -> list[list[str]]:
-        """Return ids and counts, base64 of little-endian int32, for (name, first position, tokens) of each request."""
+        """Remove and return the kept sets of (name, first position, number of tokens) of each request.
+
+        They are ids and counts, as base64 of little-endian int32.
+        """
         assert self.kept_sets is not None, "record_kept_sets comes first"
         taken = [self.kept_sets.take(*request) for request in requests]
         return [[base64.b64encode(x.astype("<i4").tobytes()).decode() for x in (one.ids, one.counts)] for one in taken]
