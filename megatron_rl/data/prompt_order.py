@@ -34,7 +34,7 @@ class EpochOrder:
         self._permutation = permute
 
     def at(self, position: int) -> int:
-        """Return the number at a position, counted from the start of the first epoch."""
+        """Return the number, from 0 to size - 1, at a position counted from the start of the first epoch."""
         epoch, offset = divmod(position, self._size)
         return int(self._permutation(epoch)[offset]) if self._shuffle else offset
 
