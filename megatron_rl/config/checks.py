@@ -175,10 +175,7 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
 
 
 def _check_quantization(config: CheckedConfig, section: str) -> None:
-    """Refuse four-bit weights without adapters to train.
-
-    Also refuse an unquantized reference with the actor's path, which would be another model than the actor starts from.
-    """
+    """Refuse four-bit weights without adapters to train, and with an unquantized reference of the actor's path."""
     name = f"{section}.quantization"
     if config.get(name) == "none":
         return

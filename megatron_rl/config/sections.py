@@ -79,7 +79,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Policy version of each sample (docs/schedules.md)."""
+    """Staleness of samples, and times of weight updates (docs/schedules.md)."""
 
     max_staleness: int = option(
         0,

@@ -30,7 +30,7 @@ _SYNTAX = "section.key=value, --section.key=value, --section.key value, or --lea
 
 @dataclass(frozen=True)
 class Setting:
-    """One `name = value` as given."""
+    """One `name = value` as given in a recipe or on the command line."""
 
     name: str  # full name, native or another project's
     value: Any  # as YAML reads it
