@@ -50,7 +50,6 @@ class _PagedAttention:
         """Attend from query [t, n, d] to the cached keys and values; write and return options["output"].
 
         Args:
-            key, value: not used; `write` has stored them.
             metadata: vLLM's lengths and block table of the step; `None` in the warm-up, which computes nothing.
         """
         output: torch.Tensor = options["output"]
