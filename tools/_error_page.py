@@ -267,7 +267,7 @@ class _ModuleReader:
         return Row(self._path, line, tuple(self._say(parts[part], values) for part in _PARTS))
 
     def _say(self, node: ast.expr, values: Mapping[str, ast.expr]) -> str:
-        """Render an expression with marked placeholders."""
+        """Render an expression as text, with a marked placeholder for each value that is computed at run time."""
         if isinstance(node, ast.Name) and node.id in values:
             return self._say(values[node.id], {})
         if isinstance(node, ast.Name) and node.id in self._constants:
@@ -287,7 +287,7 @@ class _ModuleReader:
 
 
 def _name(node: ast.expr) -> str:
-    """Name an expression's placeholder."""
+    """Return the name of an expression's placeholder."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -307,7 +307,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _name_call(node: ast.Call) -> str:
-    """Name a call by its arguments, which are usually more specific than the callee."""
+    """Return the name of a call's placeholder: mostly its first argument's, which is more specific than the callee's."""
     function = node.func
     if isinstance(function, ast.Name) and function.id == "len":
         return f"number of {_name(node.args[0])}"

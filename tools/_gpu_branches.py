@@ -115,7 +115,7 @@ class _Finder:
             yield from self._visit(node, function)
 
     def _visit_expressions(self, node: ast.AST, function: str) -> Iterator[Branch]:
-        """Yield branches of a statement itself."""
+        """Yield branches of a statement's own expressions, without the statements nested in it."""
         if isinstance(node, ast.Import | ast.ImportFrom) and function:
             module = node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
             if module.startswith(_GPU_LIBRARIES):

@@ -110,7 +110,7 @@ class Batch:
         )
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """[t] -> the tokens in the loss, in verl's order."""
+        """Return the values of the tokens in the loss, [t] -> [tokens], in verl's order."""
         return packed[self.packed_mask]
 
     @property

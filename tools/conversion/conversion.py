@@ -214,7 +214,11 @@ class _RoleReader(ChunkReader):
 
 
 def _claim(out: Path, force: bool) -> Path:
-    """Return the temporary output name."""
+    """Return the temporary name for the output `out`.
+
+    Raises:
+        UserError: `out` exists, without `force`.
+    """
     if out.exists() and not force:
         raise UserError(
             f"{out} exists",

@@ -58,7 +58,7 @@ def measure_logprobs(scores: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, 
 def explain(
     reference: ModelShape, other: ModelShape, wrong: Mapping[str, Sequence[WrongTensor]], divergence: Gap | None
 ) -> list[str]:
-    """List causes, most certain first."""
+    """List the likely causes of differences as sentences, most certain first."""
     causes = []
     for item in dataclasses.fields(ModelShape):
         values = getattr(reference, item.name), getattr(other, item.name)
@@ -75,7 +75,7 @@ def explain(
 
 
 def _hint(tensor: str) -> str:
-    """Suggest a cause for a wrong result of equal inputs."""
+    """Suggest, as the end of a sentence, why `tensor` is the first wrong result, although its inputs are equal."""
     if "(heads)" in tensor:
         return ": rotary positions, order of the heads, or the mask, as its inputs agree"
     if tensor == "lm_head":

@@ -101,7 +101,10 @@ def trace_megatron(policy: PackedModel, tokens: np.ndarray) -> Trace:
 
 
 def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) -> Iterator[_Catch]:
-    """Yield a model chunk's hooks, equal on TP ranks, because hooks gather."""
+    """Yield the modules of a model chunk, each with the hook that traces its output.
+
+    Modules are equal on TP ranks, because hooks gather over TP.
+    """
     shape, tp_size = policy.shape, policy.groups.layout.tp_size
     norms = {kind: name for name, kind in FAMILIES[shape.family].norms}
 

@@ -55,11 +55,11 @@ class Response:
     version: int = -1
 
     def join(self, version: int) -> None:
-        """Set the policy version of the first token."""
+        """Set the policy version of the first token to `version`, unless it is set."""
         self.version = version if self.version < 0 else self.version
 
     def leave(self, passes: int) -> None:
-        """Add passes."""
+        """Add the tokens of the decoding passes since the response joined its engine."""
         self.done += passes
 
 

@@ -107,7 +107,10 @@ def simulate(schedule: Schedule, costs: Costs, lengths: LengthModel, *, steps: i
 
 @dataclass(frozen=True)
 class _Step:
-    """Seconds in total, waited, trained, of engines; ages of responses; carried tokens."""
+    """The results of a step: seconds in total, of waiting for samples, of training and of engines, and more.
+
+    Staleness of each response (`ages`), and tokens of unfinished responses (`carried`).
+    """
 
     seconds: float
     waited: float
@@ -188,7 +191,7 @@ class _Run:
             engine.fill()
 
     def _find_due(self) -> int:
-        """Return the first prompt that need not be in the batch."""
+        """Return the number of the first prompt that the next batch does not wait for."""
         return (self._version + 1) * self._costs.batch_size - self._passed
 
     def _draw(self, ordinal: int) -> list[int]:

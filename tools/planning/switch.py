@@ -79,7 +79,7 @@ def plan_switch(job: Job) -> SwitchPlan:
 
 
 def _list_flows(job: Job) -> Iterator[Flow]:
-    """Yield senders, receivers and bytes."""
+    """Yield the flows of the weight transfer: sending ranks, receiving ranks and bytes."""
     for select, itemsize in _list_parts(job):
         source, destination = build_shards(
             job.shape,
@@ -97,7 +97,7 @@ def _list_flows(job: Job) -> Iterator[Flow]:
 
 
 def _list_parts(job: Job) -> list[tuple[Callable[[Sequence[ShardBox]], Sequence[ShardBox]], int]]:
-    """List parts that are transferred separately, with bytes per element."""
+    """List the parts of the tables that are transferred separately, each with its bytes per element."""
     itemsize = DTYPE_BYTES[job.config.model.dtype]
     if not is_coded(job):
         return [(as_table, itemsize)]

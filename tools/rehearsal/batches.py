@@ -60,7 +60,7 @@ def find_lengths(job: Job, spec: RoleSpec) -> tuple[list[int], int, bool]:
 
 
 def count_rehearsed(job: Job, spec: RoleSpec) -> int:
-    """Count the micro-batches of a pipeline's peak, and one more."""
+    """Return the number of micro-batches to rehearse: enough to reach a pipeline's peak, and one more."""
     layout = job.layout_of(spec)
     number = count_microbatches(job, layout, spec.settings)
     return min(number, max(2, layout.pp_size + 1) if layout.vpp_size == 1 else 2 * layout.pp_size * layout.vpp_size)

@@ -30,7 +30,7 @@ _NUMBERS = ("current_device", "memory_allocated", "max_memory_allocated", "memor
 
 
 def _answer(value: Any) -> Any:
-    """Return a new constant function: torch's compiler registers functions by identity."""
+    """Return a new function that returns `value`: torch's compiler registers functions by identity."""
 
     def function(*args: Any, **options: Any) -> Any:
         return value

@@ -96,7 +96,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def of_others(self) -> Iterator[None]:
-        """Attribute the block's memory to other ranks."""
+        """Attribute memory that is allocated within the block to other ranks."""
         self._is_elsewhere = True
         yield
         self._is_elsewhere = False
@@ -307,7 +307,10 @@ def _find_whole(operation: str, args: Any, tensors: list[torch.Tensor]) -> int:
 
 
 def _find_share(operation: str, size: int) -> float:
-    """Return a rank's sent bytes over the whole tensor's (rings; see `planning/communication.py`)."""
+    """Return the bytes that a rank sends in a collective, relative to the bytes of the whole tensor.
+
+    Collectives are rings; see `planning/communication.py`.
+    """
     if operation.startswith(("send", "recv")):
         return float(operation.startswith("send"))
     return (2 if operation.startswith("allreduce") else 1) * (size - 1) / size
@@ -322,7 +325,7 @@ def _make_list(shape: Any, value: Any) -> Any:
 
 
 def _check_shapes(func: Any, args: Any) -> None:
-    """Check elementwise operands for equal shapes."""
+    """Check lists of tensors, operands of a fused elementwise operation, for equal shapes."""
     lists = [x for x in args if isinstance(x, list | tuple) and x and all(isinstance(y, torch.Tensor) for y in x)]
     for first, *others in zip(*lists, strict=False):
         for other in others:

@@ -61,7 +61,7 @@ class Pool:
         self.captured, self.num_bytes[graph] = graph, num_bytes
 
     def clear(self, graph: RecordedGraph, kept: Set[int]) -> None:
-        """Overwrite all memory except storages `kept`."""
+        """Overwrite the memory of all graphs except storages `kept`, before a replay of `graph`."""
         self.replayed = graph
         for memory in (memory for graph in self.num_bytes for memory in graph.memory):
             if _storage_of(memory) not in kept:
@@ -132,7 +132,10 @@ class RecordedGraph:
                 old.copy_(new)
 
     def keep(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record an operation with aliases, since `tensor.data = ...` moves a tensor."""
+        """Record an operation of the capture for replay.
+
+        Its tensors are kept as aliases, since `tensor.data = ...` moves a tensor.
+        """
         read = {_storage_of(tensor) for tensor in _list_tensors((args, kwargs))}
         for tensor in _list_tensors(result):
             key = _storage_of(tensor)
@@ -175,7 +178,7 @@ class _Recorder(TorchDispatchMode):
             self._is_seen = before
 
     def note_on_host(self, tensor: torch.Tensor) -> None:
-        """Mark a tensor that a GPU run has on the host."""
+        """Mark a tensor that would be on the host in a run on a GPU."""
         self._on_host[_storage_of(tensor)] = tensor
 
     def _is_on_host(self, tensor: torch.Tensor) -> bool:

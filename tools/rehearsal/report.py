@@ -123,7 +123,7 @@ def _compare_traffic(job: Job, rank: int, found: Found) -> Iterator[dict[str, An
 
 
 def _find_share_of_ends(layout: ParallelLayout, stage: int, passes: int, trainings: int) -> float:
-    """Return a stage's traffic over an inner stage's: the ends send a chunk less in one direction."""
+    """Return a stage's traffic relative to an inner stage's: the ends send a chunk less in one direction."""
     forward, back, chunks = passes + trainings, trainings, layout.vpp_size
     if layout.pp_size == 1:
         return 1.0

@@ -70,7 +70,10 @@ def counted_experts(job: Job, ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def counted_loads(ledger: Ledger) -> Iterator[None]:
-    """Count loads from the host: a fake tensor moved to the host still claims to be on the device."""
+    """Report loads of host memory to the ledger within the block.
+
+    The ledger cannot see them: a fake tensor moved to the host still claims to be on the device.
+    """
     real = HostMemory.load
 
     def load(this: HostMemory, copies: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -83,7 +86,7 @@ def counted_loads(ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def known_messages(ledger: Ledger, find_message: Callable[[], list[int]]) -> Iterator[None]:
-    """Return shapes that interleaved pipeline stages exchange before messages."""
+    """Replace, within the block, the exchange of message shapes between interleaved pipeline stages by known shapes."""
 
     def communicate(this: Any, to_next: Any, to_previous: Any, from_previous: bool, from_next: bool) -> Any:
         ledger.note_wait("megatron/core/pipeline_parallel/p2p_communication.py")
