@@ -307,7 +307,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _name_call(node: ast.Call) -> str:
-    """Return the name of a call's placeholder: mostly its first argument's, which is more specific than the callee's."""
+    """Return the name of a call's placeholder: mostly its first argument's, since that is more specific."""
     function = node.func
     if isinstance(function, ast.Name) and function.id == "len":
         return f"number of {_name(node.args[0])}"

@@ -101,10 +101,7 @@ def trace_megatron(policy: PackedModel, tokens: np.ndarray) -> Trace:
 
 
 def _catch_chunk(policy: PackedModel, model: Any, numbers: range, trace: Trace) -> Iterator[_Catch]:
-    """Yield the modules of a model chunk, each with the hook that traces its output.
-
-    Modules are equal on TP ranks, because hooks gather over TP.
-    """
+    """Yield modules of a chunk and hooks that trace their outputs; equal on TP ranks, because hooks gather."""
     shape, tp_size = policy.shape, policy.groups.layout.tp_size
     norms = {kind: name for name, kind in FAMILIES[shape.family].norms}
 
