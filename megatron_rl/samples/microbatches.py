@@ -87,7 +87,7 @@ class _Workload:
 
 
 class _Units(NamedTuple):
-    """Joined members of units that stay together, with tokens and costs [num_units]."""
+    """Sets of sequences that stay together ("units"): concatenated `members`, tokens and costs [num_units]."""
 
     members: np.ndarray
     bounds: np.ndarray

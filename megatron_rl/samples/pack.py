@@ -222,7 +222,7 @@ def list_replicas(layout: ParallelLayout) -> np.ndarray:
 
 
 def _place(branches: Mapping[int, Branch], name: str, starts: np.ndarray, batch: TrainBatch) -> torch.Tensor | None:
-    """Pack a per-token field of the branches into [t], 0 elsewhere."""
+    """Pack field `name` of the tokens after the prompts into [t, ...], 0 elsewhere; `None` if all branches lack it."""
     values: np.ndarray | None = None
     for index, branch in branches.items():
         found = getattr(branch, name)
