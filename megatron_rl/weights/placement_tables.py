@@ -160,7 +160,7 @@ def _split_delta_net(
 
 
 def list_parts(kind: str) -> list[tuple[str, str]]:
-    """Return (kind, kind of boxes) of each matrix in a tensor."""
+    """Return the kind of each matrix in a possibly fused checkpoint tensor, and the key of its boxes."""
     if kind in FUSED_KINDS:
         return [(part, f"{kind}.{part}") for part in FUSED_KINDS[kind]]
     return [(kind, "hidden" if kind in NORM_KINDS else kind)]
