@@ -67,7 +67,7 @@ def find_entry(table: dict[str, Entry], name: str, setting: str, place: str | No
 
     Args:
         setting: config setting that contains the name, for the error.
-        place: origin of the setting (file:line or "command line"), for the error.
+        place: origin of the setting, such as file:line, for the error.
     """
     if name not in table:
         close = difflib.get_close_matches(name, table, n=1)
