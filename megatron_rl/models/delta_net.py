@@ -133,14 +133,7 @@ class GatedDeltaNet(MegatronModule):
         a_log: torch.Tensor,
         dt_bias: torch.Tensor,
     ) -> torch.Tensor:
-        """Apply convolution and delta rule to this rank's heads, over all tokens of the row.
-
-        Args:
-            inputs: [t, key heads, ...] from `_arrange`.
-
-        Returns:
-            [t, value heads, d_v].
-        """
+        """Apply convolution and delta rule to all tokens of this rank's heads: [t, value heads, d_v]."""
         sizes = self._sizes
         query, key, value, strength, speed = inputs.split(
             [sizes.key_dim, sizes.key_dim, sizes.values_of_key, sizes.num_logits // 2, sizes.num_logits // 2], -1

@@ -148,7 +148,6 @@ class GroupedLinear(AdaptedLinear):
         """Create a parameter with the attributes that megatron-core's optimizer and TP read.
 
         Args:
-            fill: `torch.empty` or `torch.zeros`.
             split_dim: dimension split over expert TP; `None` marks a replica, whose gradient is summed over TP.
         """
         parameter = torch.nn.Parameter(fill(size, dtype=self._dtype, device=current_device()))
@@ -217,11 +216,7 @@ class GroupedExperts(torch.nn.ModuleDict):
 def list_matrices(
     stages: torch.nn.Module, read: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor | QuantizedMatrix]:
-    """Return the parameters by their names in weight tables: one matrix per expert, and NF4 matrices.
-
-    Args:
-        read: applied to each parameter, such as `local_values`.
-    """
+    """Return parameters, after `read`, and NF4 matrices by their names in weight tables: one matrix per expert."""
     found: dict[str, torch.Tensor | QuantizedMatrix] = {}
     found |= split_experts({name: read(parameter) for name, parameter in stages.named_parameters()}, name_expert)
     for name, module in stages.named_modules():
