@@ -216,7 +216,7 @@ def explain(error: BaseException, scene: Scene, find_silent: FindSilent = tuple)
     """Convert any exception to the `UserError` that is reported.
 
     Args:
-        find_silent: returns the last positions of ranks that are gone; takes seconds, so only called if a rank may be.
+        find_silent: returns the last positions of ranks that are gone; takes seconds.
     """
     if isinstance(error, UserError):
         return error

@@ -174,7 +174,7 @@ class Run:
 
         Args:
             series: values by metric; ignored for a metric that this rank has counted.
-            times: from `PhaseTimers.seen`; the longer time (and larger memory) of each phase is kept.
+            times: from `PhaseTimers.seen`; the larger value of each phase is kept.
         """
         for name, values in series.items():
             self._counts.setdefault(name, list(values))
