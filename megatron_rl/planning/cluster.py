@@ -279,7 +279,7 @@ def find_cluster(world_size: int, ranks_per_node: int) -> Cluster | None:
 
 
 def find_host(world_size: int, ranks_per_node: int) -> Cluster:
-    """Return this process's cluster for a run without GPUs, with rough speeds that only serve to compare layouts."""
+    """Return the cluster of a run without GPUs, with rough speeds that only serve to compare layouts."""
     import psutil
 
     per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size

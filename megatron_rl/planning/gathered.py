@@ -92,7 +92,7 @@ def _hold_backward(dense: int, experts: int, size: int) -> int:
     """Return the bytes of gathered weights and float32 gradients during a layer's backward, if its neighbors are equal.
 
     Args:
-        dense, experts: elements of the layer's units.
+        dense, experts: elements.
         size: bytes per gathered element.
     """
     reduced, reduced_experts = dense * _FLOAT, experts * _FLOAT
