@@ -44,11 +44,7 @@ def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callab
 
 
 def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., Any], setting: str) -> str:
-    """Return the name under which a registry has an equal entry; else add it under the function's name.
-
-    Raises:
-        UserError: another entry has this name.
-    """
+    """Return the name of an equal entry; without one, add it under the function's name (UserError if taken)."""
     for name, known in table.items():
         if known == entry:
             return name
@@ -114,11 +110,7 @@ ABILITIES = {
 
 @dataclass(frozen=True)
 class RegisteredEngine:
-    """Registry entry of a rollout engine: constructor, declared abilities (keys of `ABILITIES`), checks of a model.
-
-    Raises:
-        UserError: an ability is not in `ABILITIES`.
-    """
+    """A rollout engine: constructor, abilities (UserError if not in `ABILITIES`), and checks of models."""
 
     make: Callable[[Any], Any]  # builds the engine from an `EngineSpec`
     supports: Collection[str] = ()
@@ -173,6 +165,6 @@ def find_engine(name: str, place: str | None = None) -> RegisteredEngine:
 
 
 def name_engines(ability: str) -> str:
-    """Return the names of the engines with an ability as a text for a message: "vllm, hf or megatron"."""
+    """Return the names of engines with an ability, for a message: "vllm, hf or megatron"."""
     *others, last = [name for name, engine in ENGINES.items() if engine.has(ability)]
     return f"{', '.join(others)} or {last}" if others else last

@@ -27,7 +27,7 @@ IMPORT_SECONDS = 300.0  # heavy libraries take a minute on a busy machine
 
 
 class ProcessExit(BaseException):
-    """Exception raised in place of a call of `os._exit` in the user's code, which would end the process silently."""
+    """Exception in place of the user's `os._exit`, which would end the process silently."""
 
 
 class ImportTimeout(BaseException):
