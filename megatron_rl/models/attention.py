@@ -35,8 +35,7 @@ def build_projection(
     """Build a bias-free linear of class `linear`, split over TP.
 
     Args:
-        name: megatron-core's name of the communication buffer; "proj" (output projection) makes the linear
-            row-parallel, any other name column-parallel.
+        name: megatron-core's buffer name; "proj" makes the linear row-parallel, others column-parallel.
     """
     options: dict[str, Any] = dict(init_method=config.init_method, gather_output=False, skip_bias_add=False)
     if name == "proj":

@@ -48,7 +48,7 @@ class RowCounts:
 
     @cached_property
     def on_host(self) -> list[int]:
-        """Rows per expert as a list; a copy from the device waits for it, which a CUDA graph cannot capture."""
+        """Rows per expert as a list; may wait for the device, which a CUDA graph cannot capture."""
         return self._counts.tolist()
 
     @cached_property

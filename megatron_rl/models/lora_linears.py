@@ -183,7 +183,7 @@ def _make(
 
     Args:
         split_dim: dimension split over TP; replicated if `None`.
-        partial: each TP rank's gradient covers only its own tokens, so megatron-core must sum it.
+        partial: each TP rank's gradient covers only its own tokens; megatron-core sums it.
     """
     parameter = torch.nn.Parameter(torch.zeros(rows, columns, dtype=weight.dtype, device=weight.device))
     is_split = split_dim is not None
