@@ -88,7 +88,7 @@ class Position:
         return Position(**fields | lists)
 
     def describe(self) -> str:
-        """Return one line of a report."""
+        """Return the position as one line of a report."""
         group = "" if self.ranks is None else f" of ranks {_short(self.ranks)}"
         doing = f"waits in {self.operation}{group}" if self.operation else "is in no collective"
         where = f"step {self.step}, phase {self.phase}"
