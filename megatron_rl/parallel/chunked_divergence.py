@@ -73,7 +73,7 @@ def compute_linear_logprobs_of(
         ids: [t, k] int64, distinct in each row.
 
     Returns:
-        [t, k + 1]; the last column is the log of the remaining probability.
+        [t, k + 1]; all other tokens last.
     """
     return _LinearLogprobsOf.apply(hidden, weight, ids, softmax)
 
@@ -104,7 +104,7 @@ class _LinearLogprobsOf(torch.autograd.Function):
         shard = ctx.softmax.find_shard(weight)
 
         def find_gradient(z: torch.Tensor, part: slice) -> torch.Tensor:
-            """d logprob_i / d z_v = 1[v = i] - p_v, and d log_rest / d z_v = p_v / p_rest - p_v, but - p_i at an i."""
+            """d logprob_i / d z_v = 1[v = i] - p_v, and d log_rest / d z_v = p_v / p_rest - p_v, at ids -p_v."""
             (columns, is_mine), slope = _locate(ids[part], shard), grad[part]
             probs = z.sub_(lse[part, None]).exp_()
             gradient = probs * -slope.sum(-1, keepdim=True)

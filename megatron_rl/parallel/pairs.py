@@ -58,7 +58,7 @@ class Pair:
         self._tell(_TENSOR)
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the next received tensor, like `like`, valid until the next call; the next send acknowledges it."""
+        """Return the next received tensor, shaped as `like`, valid until the next call; the next send confirms it."""
         while self._arrived == self._read:
             self._listen()
         slot = self._theirs[self._read % _SLOTS]
