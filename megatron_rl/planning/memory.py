@@ -333,7 +333,7 @@ class ActivationBytes:
 def count_layer_elements(
     shape: ModelShape, layout: ParallelLayout, sequence_parallel: bool, fused: bool, repeats_heads: bool = False
 ) -> float:
-    """Count the elements per token that autograd saves in one layer on a rank; terms in the module's docstring."""
+    """Count the elements per token that autograd saves in one layer; terms in the module's docstring."""
     tp = layout.tp_size
     s = tp if sequence_parallel else 1
     h, f, d = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim

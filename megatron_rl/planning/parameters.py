@@ -157,8 +157,8 @@ def _building_blocks(
 ) -> tuple[tuple[Parameter, ...], ...]:
     """Return the parameters of four blocks, from which a stage of any depth is assembled.
 
-    The blocks, read from the tables of a two-layer model, are the embedding, a layer of the other kind, if any (dense
-    before experts, delta net), a layer, and the model's end.
+    The blocks, read from the tables of a two-layer model, are the embedding, a layer of the other kind (dense before
+    experts, delta net), a layer, and the model's end.
     """
     model = shape.base if isinstance(shape, AdapterShape) else shape
     assert not (model.dense_layers and model.delta_layers), "two sorts of layers"
