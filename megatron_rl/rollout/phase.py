@@ -101,7 +101,7 @@ class ByStore(PhaseEnd):
 
     A phase ends for all engines as soon as every engine has finished its samples of the first `needed` groups, and
     enough of the other, optional groups are finished by all of their `holders` for `wanted` complete groups in total.
-    Engines without unfinished samples of needed groups poll the store every 20 ms.
+    Engines with finished needed groups poll the store every 20 ms.
     """
 
     def __init__(self, store: Store, num_engines: int) -> None:
@@ -276,7 +276,7 @@ class Phase:
 
 
 def open_phase_end(every: int | None, engines: Sequence[Sequence[int]], timeout: timedelta | None) -> PhaseEnd:
-    """Create the end of all phases, every `every` decode steps, or by wall clock if `None`; collective over the job."""
+    """Create the end condition of all phases: `StepCount`, `ByStore` if `every` is `None`; collective over the job."""
     if every is None:
         return ByStore(open_store("phases", world()), len(engines))
     if len(engines) == 1:

@@ -88,7 +88,7 @@ class RolloutStream:
         self._open: list[int] = []  # positions of begun, untaken prompts
 
     def next_batch(self) -> list[Prompt] | None:
-        """Return the next prompts to generate within a step; `None` if samples begin ahead of it, or still remain."""
+        """Return the next prompts to generate within a step; `None` if samples are begun ahead of it, or still open."""
         return None if self._schedule.max_staleness > 0 or self._open else next(self._order.prompts)
 
     def take(
