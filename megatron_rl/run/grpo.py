@@ -165,7 +165,7 @@ class Trainer(Session):
             self.reference.role.become(self.policy.model)
 
     def describe(self, step: int, samples: Experience) -> None:
-        """Record a step's metrics and some rollouts; collective."""
+        """Count a step's metrics and write some of its rollouts; collective."""
         headers = samples.headers
         reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
         self.run.count(describe_rollouts(headers) | samples.metrics | self.policy.describe_packing(samples))
