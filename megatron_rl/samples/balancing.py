@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges of units between DP ranks until their costs are even (pure).
 
-With many ranks nearly all plans need few exchanges, so that ranks become lists only for the search.
+Nearly all plans need few exchanges, so ranks are converted to lists only when units are exchanged.
 """
 
 from __future__ import annotations
