@@ -292,7 +292,7 @@ class StageGraphStep(GraphStep):
     def _step_forward(
         self, loss: StepLoss, slots: Iterator[int], batches: Iterator[TrainBatch], module: Any
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """See `PackedModel.forward_step`."""
+        """Replay the forward graph of the next microbatch and slot; otherwise as `PackedModel.forward_step`."""
         microbatch, slot = next(batches), next(slots)
         static = self._inputs.load(microbatch, slot)
         graphs = self._graphs.get((loss.name, find_shape(microbatch), slot))
