@@ -35,7 +35,7 @@ class _SameBoxes(dict[Any, BoxPair]):
 
 
 class PlacementTable(Sequence[ShardBox]):
-    """The shard boxes of a rank, created during iteration.
+    """A rank's placement table: a sequence of shard boxes, created during iteration.
 
     Args:
         boxes: kind -> boxes in the parameter and in the HF tensor.
@@ -56,11 +56,11 @@ class PlacementTable(Sequence[ShardBox]):
             yield ShardBox(param, local_box, hf_name, hf_box)
 
     def without(self, params: frozenset[str]) -> PlacementTable:
-        """Drop parameters; shared rows stay shared."""
+        """Return the table without these parameters; ranks that share rows still do."""
         return PlacementTable(_select(self.rows, 0, params, keeps=False), self.boxes) if params else self
 
     def only(self, names: frozenset[str]) -> PlacementTable:
-        """Keep these HF tensors; shared rows stay shared."""
+        """Return the table of these HF tensors only; ranks that share rows still do."""
         return PlacementTable(_select(self.rows, 1, names, keeps=True), self.boxes)
 
 
