@@ -88,7 +88,7 @@ def score_math_dapo(response: str, truth: str) -> dict[str, float]:
 
 
 def score_search(response: str, truth: dict[str, Any]) -> float:
-    """Return 1.0 if the last <answer> is in truth["target"], ignoring articles and punctuation; 0.25 if tags repeat."""
+    """Return 1.0 if the last <answer> is in truth["target"] without articles and punctuation; 0.25 if over 10 tags."""
     answers = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
     targets = [truth["target"]] if isinstance(truth["target"], str) else truth["target"]
     if not answers or _normalize_words(answers[-1]) not in map(_normalize_words, targets):
