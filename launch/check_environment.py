@@ -106,7 +106,7 @@ def check_flashinfer() -> str:
 
 
 def check_megatron_core() -> str:
-    """Find megatron.core without importing it, which on a CPU needs the package's own runtime."""
+    """Find megatron.core without importing it, since the import on a CPU needs this package's runtime."""
     if find_spec("megatron.core") is None:
         raise RuntimeError("megatron.core is not importable")
     return metadata.version("megatron-core")

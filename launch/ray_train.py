@@ -35,7 +35,7 @@ def train_worker(settings: dict[str, Any]) -> None:
 
 
 def train(loaded: LoadedConfig, recipe: Path | None, *, options: argparse.Namespace) -> None:
-    """Start the workers and wait.
+    """Start a Ray worker per rank and wait for their end.
 
     Raises:
         UserError: Ray is missing, or restarts lack a run directory.

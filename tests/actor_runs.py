@@ -81,7 +81,7 @@ class Measured:
 
 
 def draw_ref_logprobs() -> list[torch.Tensor]:
-    """[s] per rollout: a reference policy near the uniform one."""
+    """Draw log-probs [s] of each rollout under a reference policy near the uniform one."""
     rng = np.random.default_rng(7)
     return [torch.from_numpy(0.3 * rng.normal(size=n) - np.log(VOCAB_SIZE)).float() for n in LENGTHS]
 
@@ -133,13 +133,13 @@ def build_batch(model: PackedModel, case: Case, advantages: list[float] | None =
 
 
 def split_by_rollout(values: torch.Tensor, batch: TrainBatch) -> dict[int, torch.Tensor]:
-    """[t] -> rollout -> [tokens of the response]."""
+    """Split values [t] into the values of each rollout's response tokens."""
     ids = sorted(set(batch.sequence_ids.tolist()) - {-1})
     return {i: values[(batch.sequence_ids == i) & batch.loss_mask].clone() for i in ids}
 
 
 def cut_responses(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """[s - 1] of each rollout, from its second token on -> [tokens of the response]."""
+    """Cut values [s - 1] of each rollout, from its second token on, to its response tokens."""
     return [x[NUM_PROMPT_TOKENS - 1 :] for x in values]
 
 
@@ -180,7 +180,7 @@ def train(case: Case, path: Path) -> Measured:
 
 
 def assert_same(found: Measured, expected: Measured) -> None:
-    """Two runs did the same, up to rounding."""
+    """Assert that two runs measured the same, up to rounding."""
     for name in ("before", "after"):
         pairs = zip(getattr(found, name), getattr(expected, name), strict=True)
         gap = max((a - b).abs().max().item() for a, b in pairs)

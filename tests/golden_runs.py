@@ -294,7 +294,7 @@ def carry_out(run: GoldenRun, task: Path, run_dir: Path, *extra: str) -> Recordi
 
 
 def observe(run_dir: Path) -> Recording:
-    """The recording of a run directory."""
+    """Read the recording of a run directory."""
     return {
         "machine": describe_machine(),
         "metrics": _read_metrics(run_dir),
@@ -319,7 +319,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def _read_metrics(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """Key -> step -> value."""
+    """Read metrics.jsonl: key -> step -> value."""
     found: dict[str, dict[str, Any]] = {}
     for record in read_records(run_dir):
         for key in sorted(record):
@@ -445,7 +445,7 @@ def _flatten(tree: dict[str, Any], *path: str) -> Iterator[tuple[tuple[str, ...]
 
 
 def _is_left_out(path: tuple[str, ...], flip: int | None) -> bool:
-    """Whether another machine need not give this value."""
+    """Return whether a value may differ on another machine."""
     if path[1] in ROUNDING:
         return True
     if path[-1] == "sha256":

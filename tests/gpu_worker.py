@@ -80,7 +80,7 @@ class Llm:
 
     @property
     def held_bytes(self) -> int:
-        """Of the GPU."""
+        """Bytes of the GPU that are in use."""
         return KEPT_BYTES + sum(x.nbytes for tag, held in self._pool.items() if tag not in self._asleep for x in held)
 
     def sleep(self, level: int) -> None:
@@ -118,7 +118,7 @@ class Llm:
 
 
 def install(shape: ModelShape) -> None:
-    """Put it in the place of vLLM, in this process."""
+    """Replace vLLM by `Llm` in this process."""
     Llm.shape = shape
     register = {"register_model_loader": lambda name: lambda made: Llm.loaders.setdefault(name, made)}
     members: dict[str, dict[str, Any]] = {

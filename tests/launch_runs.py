@@ -49,7 +49,7 @@ def write_recipe(task: Path, path: Path, *extra: str) -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a launch script: this interpreter's tools, no leftovers of a launcher that we may run under ourselves."""
+    """Return the environment of a launch script: this interpreter's tools, and no variables of an outer launcher."""
     foreign = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "SLURM", "GROUP_", "ROLE_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return clean | {"PYTHON_BIN": str(Path(sys.executable).parent), "OMP_NUM_THREADS": "1"} | more

@@ -47,7 +47,7 @@ class Blow:
     pause: float = 0.0
 
     def strike(self) -> None:
-        """Send it to this process."""
+        """Send the signal to this process."""
         if self.pause:
             subprocess.Popen(["sh", "-c", f"sleep {self.delay + self.pause}; kill -CONT {os.getpid()}"])
         if self.delay:

@@ -220,7 +220,7 @@ class Job:
         )
 
     def take(self, told: list[Rollout] | None = None) -> Taken:
-        """One step."""
+        """Take the samples of one step."""
         return self.stream.take(SAMPLING, None if told is None else lambda rollout, step: told.append(rollout))
 
     def collect(self, step: int) -> tuple[dict[str, float], list[tuple[Any, ...]]]:
@@ -245,7 +245,7 @@ class Job:
         return self.prompts.state_dict(), self.stream.state_dict(), [state for state in states if state]
 
     def load(self, saved: tuple[Any, ...]) -> None:
-        """Continue from it."""
+        """Restore the contents of a checkpoint."""
         self.prompts.load_state_dict(saved[0])
         self.stream.load_state_dict(saved[1])
         self.stream.load_rank_states(saved[2])

@@ -119,7 +119,7 @@ def build_ragged_batch(model: PackedModel, buckets: Buckets | None, step: int, *
 
 
 def replay_any(batch: TrainBatch, model: PackedModel, step: int) -> TrainBatch:
-    """With experts that are drawn at random, and unknown for some rows, and for all of padding."""
+    """Return the batch with replayed experts, drawn at random; unknown for some rows and for all padding."""
     shape, rng = model.shape.route_shape, np.random.default_rng(1000 + step)
     routes = rng.random((1000, LONGEST, shape.layers, shape.experts)).argsort(-1)[..., : shape.choices]
     found = shape.unknown(len(batch.tokens))

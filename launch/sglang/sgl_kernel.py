@@ -17,7 +17,7 @@ __version__ = "99.0"
 
 
 class _Missing:
-    """A kernel without a build."""
+    """Stand-in for a kernel without a build, which raises an error if called."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name

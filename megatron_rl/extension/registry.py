@@ -21,18 +21,18 @@ Entry = TypeVar("Entry")
 
 @dataclass(frozen=True)
 class Deferred:
-    """A function or class of the package, imported when called."""
+    """Callable that stands for a function or class of this package and imports its module only when called."""
 
     module: str
     name: str
 
     def __call__(self, *args: Any) -> Any:
-        """Import it and call it."""
+        """Import the function or class, call it with `args`, and return its result."""
         return getattr(importlib.import_module(self.module), self.name)(*args)
 
 
 def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callable[..., Any], setting: str) -> None:
-    """Add an entry under a free name (UserError if taken, with the place of the function)."""
+    """Add an entry to a registry under a new name (UserError if taken, with file:line of `function`)."""
     if name in table:
         raise UserError(
             f'"{name}" is registered already',
@@ -44,7 +44,7 @@ def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callab
 
 
 def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., Any], setting: str) -> str:
-    """Return an entry's name; add it under the function's name if new (UserError if taken)."""
+    """Return the name of an equal entry; without one, add it under the function's name (UserError if taken)."""
     for name, known in table.items():
         if known == entry:
             return name
@@ -54,12 +54,17 @@ def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., 
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function, or a callable's class."""
+    """Return the `__name__` of a function; for another callable object, that of its class."""
     return getattr(inspect.unwrap(function), "__name__", type(function).__name__)
 
 
 def find_entry(table: dict[str, Entry], name: str, setting: str, place: str | None = None) -> Entry:
-    """Return the entry that `setting`, at `place`, names (UserError if unknown)."""
+    """Return a registry's entry of a name (UserError if unknown).
+
+    Args:
+        setting: config setting that contains the name, for the error.
+        place: origin of the setting, such as file:line, for the error.
+    """
     if name not in table:
         close = difflib.get_close_matches(name, table, n=1)
         meant = f'did you mean "{close[0]}"? ' if close else ""
@@ -105,7 +110,7 @@ ABILITIES = {
 
 @dataclass(frozen=True)
 class RegisteredEngine:
-    """A rollout engine with its abilities and model checks; UserError if an ability does not exist."""
+    """A rollout engine: constructor, abilities (UserError if not in `ABILITIES`), and checks of models."""
 
     make: Callable[[Any], Any]  # builds the engine from an `EngineSpec`
     supports: Collection[str] = ()
@@ -155,11 +160,11 @@ ENGINES: dict[str, RegisteredEngine] = {
 
 
 def find_engine(name: str, place: str | None = None) -> RegisteredEngine:
-    """Return the engine of a name, set at `place`; UserError if unknown."""
+    """Return the registered engine of a name (UserError if unknown); `place`: origin of the setting, for the error."""
     return find_entry(ENGINES, name, "rollout.engine", place)
 
 
 def name_engines(ability: str) -> str:
-    """List engines with an ability, for a message: "vllm, hf or megatron"."""
+    """Return the names of engines with an ability, for a message: "vllm, hf or megatron"."""
     *others, last = [name for name, engine in ENGINES.items() if engine.has(ability)]
     return f"{', '.join(others)} or {last}" if others else last

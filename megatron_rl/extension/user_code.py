@@ -27,15 +27,15 @@ IMPORT_SECONDS = 300.0  # heavy libraries take a minute on a busy machine
 
 
 class ProcessExit(BaseException):
-    """The user's code called `os._exit`, which would end the process silently."""
+    """Exception in place of the user's `os._exit`, which would end the process silently."""
 
 
 class ImportTimeout(BaseException):
-    """A file's import took too long. A BaseException, so that the file does not catch it."""
+    """Exception for a file whose import took too long; a BaseException, so that the file does not catch it."""
 
 
 class StreamClosed(Exception):
-    """The user's code closed stdout or stderr."""
+    """Exception for user code that closed stdout or stderr."""
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ def import_file(path: str | Path, setting: str, expected: str) -> ModuleType:
 
 
 def locate(error: BaseException, file: str) -> str:
-    """Return file:line of the deepest frame in the user's file, else of the error."""
+    """Return file:line of the traceback's deepest frame in the user's file; without one, of its deepest frame."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename == file] or frames
     return f"{inside[-1].filename}:{inside[-1].lineno}"

@@ -32,7 +32,11 @@ from megatron_rl.parallel.ulysses import exchange_to_heads, exchange_to_tokens
 def build_projection(
     linear: Any, config: TransformerConfig, inputs: int, outputs: int, name: str, tp_group: dist.ProcessGroup
 ) -> Any:
-    """Build a projection without a bias: split by rows, or by columns if its buffer's `name` is "proj"."""
+    """Build a bias-free linear of class `linear`, split over TP.
+
+    Args:
+        name: megatron-core's buffer name; "proj" makes the linear row-parallel, others column-parallel.
+    """
     options: dict[str, Any] = dict(init_method=config.init_method, gather_output=False, skip_bias_add=False)
     if name == "proj":
         options = dict(init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True)

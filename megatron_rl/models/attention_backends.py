@@ -35,13 +35,15 @@ TILE = 32  # positions
 
 @dataclass(frozen=True)
 class TileBatch:
-    """All tiles of one number: the queries of a tile of 32 positions attend to all keys up to the tile's end.
+    """Tiles (blocks of 32 query positions) at the same place of their sequences, computed in one sdpa call.
+
+    The queries of a tile attend to all keys up to the tile's end.
 
     The shape of the sdpa call depends only on the number (missing rows are masked fillers), so decoding, a response
     behind a shared prompt, and a whole sequence have equal bits.
 
     Attributes:
-        number: 0 for positions 0 to 31.
+        number: index of the tile in its sequence; 0 for positions 0 to 31.
         queries: [b * 32] int64, query rows of b tiles.
         first_key, last_key: [b] int64, first and last key row of each tile's sequence.
     """
@@ -97,7 +99,7 @@ class Segments:
 
     @property
     def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Arguments of the kernels over all segments."""
+        """Arguments of a variable-length kernel: cu_seqlens and maximum lengths of queries and of keys."""
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
 
 
@@ -116,7 +118,7 @@ def list_kernels(dtype: torch.dtype) -> list[str]:
 
 @cache
 def find_kernel_failure(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compare one of `KERNELS` with "sdpa" on short segments; see `find_failure`."""
+    """Run one of `KERNELS` on short segments, and return its failure or deviation from "sdpa" as in `find_failure`."""
 
     def call() -> None:
         cu_seqlens_q, cu_seqlens_k = (
@@ -328,7 +330,7 @@ def _add_sink(
 
 
 def _see(num_queries: int, num_keys: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return the mask of visible keys, [queries, keys] bool."""
+    """Return the causal mask [queries, keys] bool, true for visible keys; the last query sees the last key."""
     last = num_keys - num_queries
     seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(last)
     return seen.triu(last - window + 1) if window else seen
@@ -346,7 +348,7 @@ def _cut_mask(segments: Segments, num_queries: int, num_keys: int, device: torch
 
 
 def build_tiles(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Tiles:
-    """Cut segments into tiles.
+    """Cut the queries of all segments into tiles of 32 positions (see `TileBatch`); reads lengths on the host.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: [num_segments + 1]; n queries of a segment have positions k - n to k - 1 of its k
@@ -376,7 +378,7 @@ def build_tiles(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Tiles
 def attend_in_tiles(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
 ) -> torch.Tensor:
-    """Compute softmax attention of [t, n, d] queries to [k, ng, d] keys and values: [t, n, d]."""
+    """Compute softmax attention tile by tile: [t, n, d] queries, [k, ng, d] keys and values -> [t, n, d]."""
     assert segments.tiles is not None and not segments.window, "prepared for this backend, and not bitwise"
     outputs = []
     for batch in segments.tiles.batches:
@@ -406,7 +408,7 @@ _BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def find_failure(module: str, call: Callable[[], object]) -> str | None:
-    """Try a library once.
+    """Try an optional library on this machine, and return the reason why it cannot be used.
 
     Args:
         call: imports the library and uses it on tensors of a few elements.

@@ -108,7 +108,11 @@ class GatedDeltaNet(MegatronModule):
         return self.get_submodule("linear_proj")(output.flatten(1).unsqueeze(1))
 
     def _arrange(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split [t, columns] into convolution inputs with logits [t, key heads, ...], and gates."""
+        """Split the projection's output [t, columns] by head.
+
+        Returns:
+            [t, key heads, query, key and values, then their logits], and the output gates.
+        """
         sizes, num_logits = self._sizes, len(self.A_log)
         if sizes.is_split:
             parts = mixed.split([*self._parts, self._parts[-1], num_logits, num_logits], 1)
@@ -129,7 +133,7 @@ class GatedDeltaNet(MegatronModule):
         a_log: torch.Tensor,
         dt_bias: torch.Tensor,
     ) -> torch.Tensor:
-        """Map [t, key heads, ...] to [t, value heads, d_v]: all tokens, this rank's heads."""
+        """Apply convolution and delta rule to all tokens of this rank's heads: [t, value heads, d_v]."""
         sizes = self._sizes
         query, key, value, strength, speed = inputs.split(
             [sizes.key_dim, sizes.key_dim, sizes.values_of_key, sizes.num_logits // 2, sizes.num_logits // 2], -1

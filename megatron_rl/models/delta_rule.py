@@ -181,7 +181,7 @@ def choose_delta_rule(device: torch.device, dtype: torch.dtype) -> DeltaRule:
 
 @cache
 def find_kernel_failure(device: torch.device) -> str | None:
-    """Compare the kernel with plain torch on two short sequences; see `find_failure`."""
+    """Return the failure of flash-linear-attention's kernel or its deviation from plain torch, as in `find_failure`."""
 
     def call() -> None:
         ends = torch.tensor([0, 70, 75], dtype=torch.int32, device=device)

@@ -48,7 +48,7 @@ class RowCounts:
 
     @cached_property
     def on_host(self) -> list[int]:
-        """Rows per expert; may wait for the device, which no CUDA graph can capture."""
+        """Rows per expert as a list; may wait for the device, which a CUDA graph cannot capture."""
         return self._counts.tolist()
 
     @cached_property
@@ -71,7 +71,8 @@ class GroupedLinear(AdaptedLinear):
         groups: process groups; parameters are marked if experts have other replicas than the dense parameters.
         split_dim: the dimension of (n, k) that is split over expert tensor parallel ranks.
         batch_invariant: make the output bits of a row independent of its expert's other rows.
-        adapter: of all experts: A [E, n r, k] and B [E, rows of the parts, r], split over TP like the weight.
+        adapter: adapters of every expert, stacked as A [E, n r, k] and B [E, rows of the parts, r] for n adapted parts
+            of the weight, and split over TP like the weight.
 
     Attributes:
         weight: [E, n, k], or E matrices in NF4.
@@ -109,7 +110,7 @@ class GroupedLinear(AdaptedLinear):
             self.lora_B = self._make(torch.zeros, (num_experts, sum(lengths), r), of_rows)
 
     def list_matrices(self, name: str) -> list[AdaptedMatrix]:
-        """Return one adapted matrix per expert; none without adapters."""
+        """Return the weight of each expert with its adapters (`name`: of this layer); empty without adapters."""
         if (adapter := self._parts) is None:
             return []
         lengths = [stop - start for start, stop in adapter.parts]
@@ -144,7 +145,11 @@ class GroupedLinear(AdaptedLinear):
     def _make(
         self, fill: Callable[..., torch.Tensor], size: tuple[int, ...], split_dim: int | None
     ) -> torch.nn.Parameter:
-        """Make a parameter with megatron-core's attributes; without `split_dim`, a TP replica (partial gradient)."""
+        """Create a parameter with the attributes that megatron-core's optimizer and TP read.
+
+        Args:
+            split_dim: dimension split over expert TP; `None` marks a replica, whose gradient is summed over TP.
+        """
         parameter = torch.nn.Parameter(fill(size, dtype=self._dtype, device=current_device()))
         is_copy = split_dim is None and self._has_copies
         dim = -1 if split_dim is None else split_dim + 1
@@ -211,7 +216,7 @@ class GroupedExperts(torch.nn.ModuleDict):
 def list_matrices(
     stages: torch.nn.Module, read: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor | QuantizedMatrix]:
-    """Return the model's matrices as weight tables list them, NF4 ones included."""
+    """Return parameters, after `read`, and NF4 matrices by their names in weight tables: one matrix per expert."""
     found: dict[str, torch.Tensor | QuantizedMatrix] = {}
     found |= split_experts({name: read(parameter) for name, parameter in stages.named_parameters()}, name_expert)
     for name, module in stages.named_modules():

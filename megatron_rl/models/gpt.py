@@ -57,7 +57,7 @@ def choose_transformer_impl(requested: str) -> str:
 
 @cache
 def find_transformer_engine_failure(has_cuda: bool) -> str | None:
-    """Try Transformer Engine and megatron-core's wrappers; see `find_failure`."""
+    """Return the reason why Transformer Engine or megatron-core's wrappers fail here, as in `find_failure`."""
 
     def call() -> None:
         import transformer_engine.pytorch as engine  # pyright: ignore[reportMissingImports]  # optional dependency
@@ -214,7 +214,7 @@ def _complete_weights(model: GPTModel, device: torch.device) -> None:
 
 
 def choose_mixer(shape: ModelShape, layer: int) -> tuple[type, dict[str, Any]]:
-    """Return a layer's attention class and its parameters beyond megatron-core's."""
+    """Return a layer's class of self-attention (or delta net), and arguments of it that megatron-core does not pass."""
     if layer in shape.delta_layers:
         from megatron_rl.models.delta_net import GatedDeltaNet
 

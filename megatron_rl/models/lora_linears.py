@@ -34,7 +34,7 @@ HALVES = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class LinearAdapter:
-    """Configuration of one linear's adapters on a TP rank; `parts` are the rows [start, stop) of the weight's shard."""
+    """Adapters of one linear on a TP rank; `parts`: per adapter, rows [start, stop) of this rank's weight."""
 
     rank: int
     scale: float
@@ -134,7 +134,7 @@ class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
 
 
 def find_adapter(shape: AdapterShape, parts: dict[str, int]) -> LinearAdapter | None:
-    """Return a linear's adapter configuration, or `None`.
+    """Return the adapter configuration of a linear, `None` if none of its matrices is adapted.
 
     Args:
         parts: kind of each matrix fused in the weight, in order -> rows on a TP rank.
@@ -179,7 +179,12 @@ def without_adapters(stages: torch.nn.Module) -> Iterator[None]:
 def _make(
     weight: torch.Tensor | QuantizedMatrix, rows: int, columns: int, split_dim: int | None = None, partial: bool = False
 ) -> torch.nn.Parameter:
-    """Make a zero matrix like `weight`; `partial` means that each TP rank's gradient covers only its own tokens."""
+    """Create an adapter parameter of zeros, with dtype and device of `weight`.
+
+    Args:
+        split_dim: dimension split over TP; replicated if `None`.
+        partial: each TP rank's gradient covers only its own tokens; megatron-core sums it.
+    """
     parameter = torch.nn.Parameter(torch.zeros(rows, columns, dtype=weight.dtype, device=weight.device))
     is_split = split_dim is not None
     set_tensor_model_parallel_attributes(parameter, is_parallel=is_split, dim=split_dim if is_split else -1, stride=1)

@@ -55,7 +55,7 @@ def compute_rotary_table(
 def _compute_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
 ) -> tuple[torch.Tensor, float]:
-    """Return a head's frequencies [d/2] in float32, and the factor of its cosines and sines."""
+    """Return the scaled rotary frequencies [d/2] in float32, and the factor of all cosines and sines."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
     periods = theta**exponents
     match scaling:

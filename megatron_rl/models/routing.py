@@ -154,7 +154,7 @@ class RoutedRouter(TopKRouter):
     router_replay: Any
 
     def take(self, layer: int, routes: RowRoutes | None) -> None:
-        """Set the next forward's routes; `layer` indexes them from the end."""
+        """Set the routes that the next forward replays and records; `layer`: negative index into their layers."""
         self.router_replay = None if routes is None else _Selection(layer, routes)
 
     def routing(

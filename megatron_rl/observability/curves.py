@@ -68,7 +68,7 @@ def plot_curves(run_dir: Path) -> Path:
 
 
 def read_points(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of the records that have the metric."""
+    """Return the steps and values of metric `key`, without records that lack it."""
     pairs = [(step_of(record), record[key]) for record in records if record.get(key) is not None]
     return [step for step, _ in pairs], [float(value or 0.0) for _, value in pairs]
 

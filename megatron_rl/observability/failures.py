@@ -61,7 +61,7 @@ _CRITIC_PHASES = ("values", "update_critic")
 
 @dataclass(frozen=True)
 class Position:
-    """Place of a rank in the program."""
+    """Heartbeat of a rank: step, phase and collective in which its main thread was last observed."""
 
     rank: int
     step: int
@@ -88,7 +88,7 @@ class Position:
         return Position(**fields | lists)
 
     def describe(self) -> str:
-        """Return one line of a report."""
+        """Return the position as one line of a report."""
         group = "" if self.ranks is None else f" of ranks {_short(self.ranks)}"
         doing = f"waits in {self.operation}{group}" if self.operation else "is in no collective"
         where = f"step {self.step}, phase {self.phase}"
@@ -96,7 +96,7 @@ class Position:
 
 
 def find_place(frame: FrameType) -> tuple[str | None, tuple[int, ...] | None, str]:
-    """Return `operation`, `ranks` and `caller` of a `Position`, given the innermost frame of a thread."""
+    """Walk outward from a thread's innermost frame, and return `operation`, `ranks` and `caller` of its `Position`."""
     operation, ranks = None, None
     outer: FrameType | None = frame
     while outer is not None and _module(outer).startswith(_WAITING):
@@ -163,7 +163,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _ranks_of(frame: FrameType) -> tuple[int, ...] | None:
-    """Return the global ranks of a collective's group."""
+    """Return the global ranks of the group that a frame of a collective received; `None` if it has none."""
     distributed = sys.modules[_DISTRIBUTED]
     values = frame.f_locals
     if "group" not in values and "pg" not in values:
@@ -181,7 +181,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _short(ranks: Sequence[int]) -> str:
-    """Return runs of numbers: "0-3,6"."""
+    """Format ranks as runs: "0-3,6"."""
     pairs = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])  # constant along a run
     runs = [[rank for _, rank in run] for _, run in pairs]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
@@ -189,7 +189,7 @@ def _short(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Scene:
-    """Place of a failure in the program."""
+    """Circumstances of a failure, for its report: rank, step, phase, and log with the traceback."""
 
     rank: int | None  # `None` if every rank may have raised
     step: int  # 0 before the first step
@@ -213,7 +213,11 @@ FindSilent = Callable[[], Sequence[Position]]
 
 
 def explain(error: BaseException, scene: Scene, find_silent: FindSilent = tuple) -> UserError:
-    """Return the error as a `UserError`; `find_silent` searches, for seconds, the last positions of lost ranks."""
+    """Convert any exception to the `UserError` that is reported.
+
+    Args:
+        find_silent: returns the last positions of ranks that are gone; takes seconds.
+    """
     if isinstance(error, UserError):
         return error
     if is_out_of_memory(error):
@@ -243,14 +247,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return True if an absent rank may be the cause."""
+    """Return True for an error of NCCL, gloo or the network that an ended process on another rank may have caused."""
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
         return True
     return isinstance(error, RuntimeError) and _NO_PEER.search(text_of(error)) is not None  # gloo's
 
 
 def explain_lost(lost: Sequence[Position], scene: Scene, what: str) -> UserError:
-    """Return the error about ranks that left without an exception, noticed by the error `what`."""
+    """Build the error about ranks whose processes ended without an exception; `what`: this rank's own error."""
     who = name_ranks([p.rank for p in lost])
     seen = "; ".join(f"rank {p.rank} in step {p.step}, phase {p.phase} ({p.caller})" for p in lost)
     logs = ", ".join(str(scene.log_file.with_name(f"rank{p.rank}.log")) for p in lost[:4])
@@ -305,7 +309,7 @@ def _first_lines(error: BaseException) -> str:
 
 
 def _locate(error: BaseException) -> str:
-    """Return the innermost frame, and that of this package if it differs; timers and registries only forward calls."""
+    """Return the place of an error: the innermost frame, and this package's innermost one (no timer or registry)."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "an unknown place"

@@ -25,7 +25,7 @@ _RISES, _PARTS = 2.0, 6.0
 
 @dataclass(frozen=True)
 class Alarm:
-    """A check that has begun to fail in a step of the main loop, with a sentence as evidence."""
+    """Message about a health check that failed in a step and had passed before, with a sentence of evidence."""
 
     name: str
     step: int
@@ -36,7 +36,7 @@ class Alarm:
 
 
 class _Courses:
-    """Values of each metric so far, and windows of them."""
+    """History of every metric, and the windows of `window` steps that the checks compare."""
 
     def __init__(self, window: int) -> None:
         self.window, self.series = window, dict[str, list[float]]()
@@ -50,15 +50,15 @@ class _Courses:
                 self.series.setdefault(key, []).append(value)
 
     def now(self, key: str) -> list[float]:
-        """Return the last window; empty if the metric has fewer values."""
+        """Return the metric's last `window` values; empty if it has fewer."""
         return self.series.get(key, [])[-self.window :] if len(self.series.get(key, ())) >= self.window else []
 
     def mean(self, key: str) -> float:
-        """Return the mean of the last window, NaN without one: no comparison with it holds."""
+        """Return the mean of the last window; without one NaN, with which every comparison is false."""
         return fmean(self.now(key) or [math.nan])
 
     def first(self, key: str) -> list[float]:
-        """Return the first window; empty if it overlaps the last."""
+        """Return the metric's first `window` values; empty if they overlap the last window."""
         values = self.series.get(key, [])
         return values[: self.window] if len(values) >= 2 * self.window else []
 
@@ -113,7 +113,7 @@ def _gradient(courses: _Courses, growth: float, key: str) -> str | None:
 
 
 def _components(courses: _Courses, is_wanted: bool, *keys: str) -> str | None:
-    """Check whether one component of the reward rises while another falls."""
+    """Return the alarm's sentence if one component of the reward rises while another falls, else `None`."""
     trends = {name: courses.trend(key, _PARTS) for key in keys if "/" not in (name := key.removeprefix("reward/"))}
     rising, falling = ([name for name in trends if trends[name] == way] for way in (1, -1))
     if not is_wanted or not rising or not falling:

@@ -27,7 +27,7 @@ class Metric:
     alarm: str = ""  # check of `health.py` that watches the metric
 
     def match(self, key: str) -> re.Match[str] | None:
-        """Match a key with the name; the groups are the texts of the placeholders."""
+        """Match a key of a record with `name`; the named groups contain the texts for its `<word>` placeholders."""
         return re.fullmatch(re.sub("<(\\w+)>", r"(?P<\1>.+)", re.escape(self.name)), key)
 
 
@@ -188,13 +188,13 @@ ROWS: tuple[Metric, ...] = (
 
 @cache
 def find_metric(key: str) -> Metric | None:
-    """Return the declaration of a key of a record, the one with the fewest placeholders; `None` if it has none."""
+    """Return the declaration of a record's key, of several the one with the fewest placeholders; `None` without any."""
     found = [metric for metric in ROWS if metric.match(key) is not None]
     return min(found, key=lambda metric: metric.name.count("<"), default=None)
 
 
 def format_columns(record: Mapping[str, float]) -> list[str]:
-    """Return the console columns of the metrics of a record."""
+    """Format the metrics of a record that have a console column, in the table's order."""
     return [
         metric.console.format(value, **found.groupdict())
         for metric in ROWS
@@ -205,6 +205,6 @@ def format_columns(record: Mapping[str, float]) -> list[str]:
 
 
 def accuracy_set(key: str) -> str | None:
-    """Return the set of a key `validation/<set>/accuracy`, `None` for any other key."""
+    """Return <set>, the validation set's name, of a key `validation/<set>/accuracy`; `None` for any other key."""
     found = re.fullmatch("validation/(.+)/accuracy", key)
     return None if found is None else found[1]

@@ -185,7 +185,7 @@ class TensorBoard(Sink):
                 self._writer.add_histogram(name, finite, step)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the texts if they are due."""
+        """Write the texts of rollouts in every `samples_every`-th step."""
         if is_due(step, self._samples_every):
             for number, row in enumerate(rows, 1):
                 self._writer.add_text(f"samples/{number}", format_sample(row), step)

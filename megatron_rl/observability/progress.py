@@ -73,7 +73,7 @@ class RolloutProgress:
 
     @contextmanager
     def follow(self, total: int, tokens_in_flight: Callable[[], int] | None) -> Iterator[None]:
-        """Follow the generation in the block.
+        """Report progress while the block generates, by a thread that sums the counts of all engines.
 
         Args:
             total: responses of all engines.
@@ -175,7 +175,7 @@ class Pace:
 
 
 class ProgressDisplay(Sink):
-    """Sink that shows the progress of a run, unless it is not wanted, on a stream or on stdout."""
+    """Sink that shows the progress of a run: bars on a terminal, else plain lines; nothing unless `is_wanted`."""
 
     def __init__(self, pace: Pace, *, is_wanted: bool = True, stream: TextIO | None = None) -> None:
         self._pace, self._is_wanted, self._stream = pace, is_wanted, stream
@@ -260,7 +260,7 @@ class ProgressDisplay(Sink):
 
 
 class _Remaining(ProgressColumn):
-    """Column with the time until the run ends; empty for a rollout, which has no estimate."""
+    """Column of the display with the estimated time until the run ends; empty in the row of a rollout."""
 
     max_refresh = 0.5
 

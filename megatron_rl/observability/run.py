@@ -170,7 +170,12 @@ class Run:
             self._counts.setdefault(name, []).append(float(value))
 
     def complete(self, series: Mapping[str, Sequence[float]], times: Mapping[str, float]) -> None:
-        """Add metrics that only another rank counted in this step, and its times where they are longer."""
+        """Merge another rank's metrics and times of this step into the record.
+
+        Args:
+            series: values by metric; ignored for a metric that this rank has counted.
+            times: from `PhaseTimers.seen`; the larger value of each phase is kept.
+        """
         for name, values in series.items():
             self._counts.setdefault(name, list(values))
         self.timers.complete(times)
@@ -181,7 +186,7 @@ class Run:
         return self._counts
 
     def counted(self) -> dict[str, float]:
-        """Return the record of this step so far, without its times."""
+        """Return the metrics counted in this step so far: their means, or first values if `Metric.first_only`."""
         return {
             name: values[0] if (metric := find_metric(name)) and metric.first_only else sum(values) / len(values)
             for name, values in self._counts.items()
@@ -243,7 +248,7 @@ class Run:
             display.show_rollout("validation" if "validation" in self.timers.phases else "rollout", count)
 
     def _describe_now(self) -> dict[str, Any]:
-        """Return the live part of the status page."""
+        """Return the status page's data that change within a step (phase, times, warnings), and the config."""
         phase, seconds = self.timers.current()
         pace, rollout = self._pace, self._rollout
         return {

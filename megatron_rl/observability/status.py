@@ -179,7 +179,7 @@ class StatusFile(Sink):
 
 
 class _Ranks:
-    """Heartbeats and silent seconds of the ranks, read once a second at most."""
+    """Cache of the ranks' heartbeats and of the seconds since each changed, refreshed at most once a second."""
 
     def __init__(self, positions: Positions) -> None:
         self._positions, self._lock = positions, threading.Lock()
@@ -188,7 +188,7 @@ class _Ranks:
         self._looked_at = -math.inf
 
     def look(self) -> list[dict[str, Any]]:
-        """Return one entry per rank."""
+        """Return per rank its step, phase, collective and silent seconds, for status.json."""
         with self._lock:
             now = time.monotonic()
             if now - self._looked_at >= _LOOK_SECONDS:

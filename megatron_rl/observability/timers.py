@@ -32,7 +32,7 @@ class PhaseTimers:
     def attach(
         self, memory_probe: Callable[[], int], annotate: Callable[[str], AbstractContextManager[None]] | None
     ) -> None:
-        """Set `memory_probe` and `annotate`."""
+        """Set `memory_probe` (returns bytes in use) and `annotate` (opens a profiler's range), for every phase."""
         self.memory_probe, self.annotate = memory_probe, annotate
 
     def begin_step(self, step: int) -> None:
@@ -81,7 +81,7 @@ class PhaseTimers:
         return record | {f"memory/{name}": value for name, value in self._bytes.items()}
 
     def complete(self, seen: Mapping[str, float]) -> None:
-        """Take the maximum with another rank's values: it may have a role that this rank lacks."""
+        """Raise the values of this step to another rank's, where larger: it may have a role that this rank lacks."""
         for name, value in seen.items():
             kind, _, phase = name.partition("/")
             table: dict[str, Any] = self._seconds if kind == "time" else self._bytes

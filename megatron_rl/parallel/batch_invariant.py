@@ -30,7 +30,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 @torch.no_grad()
 def find_variance(shapes: Iterable[tuple[int, ...]]) -> str | None:
-    """Return the first product of weights [n, h] that changes a row's bits on this machine, or `None`.
+    """Return a sentence on the first size of weights for which batch or split changes a row's bits; `None` without any.
 
     Args:
         shapes: h, n and widths of parts that the engine multiplies separately (query, key, value), if any.

@@ -48,7 +48,11 @@ def compute_linear_top_k(hidden: torch.Tensor, weight: torch.Tensor, k: int, sof
 
 
 def _summarize_top_k(z: torch.Tensor, k: int, shard: VocabShard) -> torch.Tensor:
-    """Return [2 + 2 k, t] of one shard: maximum, sum of all other exponentials, ids and logits of its k largest."""
+    """Summarize one shard's logits [t, width] by its k largest.
+
+    Returns:
+        [2 + 2 k, t]: maximum m, sum of exp(z - m) without the k largest, their k ids, their k logits.
+    """
     summary = z.new_zeros(2 + 2 * k, len(z))
     summary[0] = summary[2 + k :] = torch.finfo(z.dtype).min
     if shard.width:
@@ -62,11 +66,14 @@ def _summarize_top_k(z: torch.Tensor, k: int, shard: VocabShard) -> torch.Tensor
 def compute_linear_logprobs_of(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, softmax: OutputSoftmax
 ) -> torch.Tensor:
-    """Compute log-probs of k tokens of each distribution, and of any other token: [t, k + 1]; collective over TP.
+    """Compute log-probs of k given tokens of each distribution, and of all other tokens together; collective over TP.
 
     Args:
         hidden, weight: as in `compute_linear_top_k`; differentiable.
         ids: [t, k] int64, distinct in each row.
+
+    Returns:
+        [t, k + 1]; all other tokens last.
     """
     return _LinearLogprobsOf.apply(hidden, weight, ids, softmax)
 
@@ -97,7 +104,7 @@ class _LinearLogprobsOf(torch.autograd.Function):
         shard = ctx.softmax.find_shard(weight)
 
         def find_gradient(z: torch.Tensor, part: slice) -> torch.Tensor:
-            """d logprob_i / d z_v = 1[v = i] - p_v, and d log_rest / d z_v = p_v / p_rest - p_v, but - p_i at an i."""
+            """d logprob_i / d z_v = 1[v = i] - p_v, and d log_rest / d z_v = p_v / p_rest - p_v, at ids -p_v."""
             (columns, is_mine), slope = _locate(ids[part], shard), grad[part]
             probs = z.sub_(lse[part, None]).exp_()
             gradient = probs * -slope.sum(-1, keepdim=True)
@@ -177,7 +184,11 @@ class _LinearDivergence(torch.autograd.Function):
 
 
 def _summarize_chosen(z: torch.Tensor, columns: torch.Tensor, is_mine: torch.Tensor) -> torch.Tensor:
-    """Return [2 + k, t] of one shard: maximum, sum of exponentials that are not chosen, chosen logits."""
+    """Summarize one shard's logits by chosen columns.
+
+    Returns:
+        [2 + k, t]: maximum m, sum of exp(z - m) without the chosen columns, chosen logits (0 in other shards).
+    """
     if z.shape[1] == 0:
         return torch.cat([_sum_up(z), z.new_zeros(columns.t().shape)])
     high = z.amax(-1)

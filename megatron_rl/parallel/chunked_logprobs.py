@@ -44,7 +44,7 @@ class OutputSoftmax:
     chunk_tokens: int
 
     def find_shard(self, weight: torch.Tensor) -> VocabShard:
-        """Return the tokens of this rank's rows of the weight."""
+        """Return the range of token ids whose output rows `weight` [v/tp, h] contains."""
         return find_vocab_shard(self.vocab_size, len(weight), self.tp_group.rank())
 
 

@@ -83,7 +83,7 @@ def init_distributed(timeout_minutes: float) -> Process:
 
 
 def allow_connections(world_size: int) -> None:
-    """Raise this process's limit of open files for gloo, which connects every two ranks of a new group.
+    """Raise this process's soft limit of open files, as gloo opens a connection between every two ranks of a group.
 
     Raises:
         UserError: the hard limit is lower.
@@ -135,7 +135,7 @@ def align_group_names() -> None:
 
 
 def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Connect a group's communicator; collective.
+    """Connect the communicator of a group by a first all-reduce; collective.
 
     NCCL would otherwise connect at the first point-to-point batch, and wait forever for ranks without messages.
     """
@@ -221,7 +221,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def failing_together(group: dist.ProcessGroup, explain: Callable[[OSError], UserError] | None = None) -> Iterator[None]:
-    """`raise_together` for a user error of the block, or for an OSError as `explain` puts it; collective at its end."""
+    """Raise a UserError of the block on every rank, an OSError likewise after conversion by `explain`; collective."""
     error: UserError | None = None
     try:
         yield

@@ -25,7 +25,7 @@ class ParallelGroups:
     """This rank's process groups in one role.
 
     Attributes:
-        at, expert_at: this rank's coordinates, and those in expert layers.
+        at, expert_at: this rank's coordinates in dense layers and in expert layers.
         world: all ranks of the role.
         tp, pp, cp, dp: groups along one axis each.
         collection: the groups for megatron-core.
@@ -59,7 +59,7 @@ class ParallelGroups:
 
 
 def list_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
-    """Return the ranks of one rank's groups by megatron-core's names; `rank` is in all but "embd"."""
+    """Return the members of all groups of one rank by megatron-core's names; "embd" may exclude `rank` itself."""
     found = {
         "_".join(axes): layout.group_of(rank, *axes)
         for axes in (("tp",), ("pp",), ("cp",), ("dp",), ("tp", "pp"), ("dp", "cp"), ("tp", "cp"))

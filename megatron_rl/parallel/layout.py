@@ -130,7 +130,7 @@ class ParallelLayout:
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp)
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Invert `coordinates`."""
+        """Return the job's rank at these coordinates."""
         return self.first_rank + tp + self.tp_size * (cp + self.cp_size * (dp + self.dp_size * pp))
 
     def expert_coordinates(self, rank: int) -> ExpertCoordinates:
@@ -160,7 +160,7 @@ class ParallelLayout:
         return ranks
 
     def model_copies(self) -> EngineRanks:
-        """Group the ranks into copies of the model."""
+        """Return the groups of ranks (TP x EP x PP) that each hold one copy of the model, as engines."""
         found: dict[int, tuple[int, ...]] = {}
         for rank in self.ranks:
             if rank not in found:

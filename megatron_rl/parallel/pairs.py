@@ -25,9 +25,10 @@ _PATIENCE = timedelta(minutes=30)  # torch's default
 
 
 class Pair:
-    """One end of a pair; both ranks make the same calls in the same order.
+    """One rank's end of a shared-memory connection to another; both make the same calls in the same order.
 
-    Each byte carries the count of tensors its sender has read, modulo 128: a slot is reused only after it was read.
+    A byte in a pipe signals a tensor in the memory. It also carries the number of tensors that its sender has read,
+    modulo 128: a slot is reused only after it was read.
 
     Args:
         mine, theirs: [slots, bytes] uint8, written and read by this rank.
@@ -57,7 +58,7 @@ class Pair:
         self._tell(_TENSOR)
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the next received tensor, like `like`, valid until the next call; the next send acknowledges it."""
+        """Return the next received tensor, shaped as `like`, valid until the next call; the next send confirms it."""
         while self._arrived == self._read:
             self._listen()
         slot = self._theirs[self._read % _SLOTS]
@@ -91,7 +92,7 @@ _PAIRS: dict[dist.ProcessGroup, Pair] = {}
 
 
 def find_pair(group: dist.ProcessGroup | None, num_bytes: int) -> Pair | None:
-    """Return a group's pair for tensors up to this size, or `None`; equal on both ranks."""
+    """Return the group's open pair, `None` without one or if a tensor is too large for it; equal on both ranks."""
     return _PAIRS.get(group) if group is not None and Pair.fits(num_bytes) else None
 
 
@@ -159,7 +160,7 @@ def host_name() -> str:
 
 class _Done:
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return immediately."""
+        """Return immediately, since the operation is complete."""
         return True
 
 

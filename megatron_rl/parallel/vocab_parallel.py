@@ -40,7 +40,7 @@ class VocabShard:
 
 
 def find_vocab_shard(vocab_size: int, num_columns: int, tp_rank: int) -> VocabShard:
-    """Return a TP rank's part of the vocabulary; `num_columns` per rank includes padding."""
+    """Return the token ids of a TP rank, without padding; `num_columns`: columns per rank, padding included."""
     start = tp_rank * num_columns
     return VocabShard(start, max(0, min(vocab_size - start, num_columns)))
 
@@ -77,19 +77,23 @@ def summarize_squares(z: torch.Tensor) -> torch.Tensor:
 
 
 def merge_squares(summaries: torch.Tensor) -> torch.Tensor:
-    """Merge [tp, 3, t] into the sum of squared probabilities [t]."""
+    """Merge all shards' `summarize_squares` [tp, 3, t] into the sum of squared probabilities [t]."""
     highs, totals, squares = summaries.unbind(1)
     scale = (highs - highs.amax(0)).exp()
     return (squares * scale.square()).sum(0) / (totals * scale).sum(0).square()
 
 
 def gather_summaries(summary: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """All-gather [k, t] to [tp, k, t]."""
+    """All-gather a shard's summary [k, t] over TP to [tp, k, t]."""
     return summary[None] if tp_group.size() == 1 else gather_rows(summary[None], tp_group)
 
 
 def merge_totals(highs: torch.Tensor, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Merge maxima and sums [tp, t] into maximum [t], shard scales [tp, t], and sum of exponentials [t]."""
+    """Merge the shards' maxima and sums of exponentials, [tp, t] each.
+
+    Returns:
+        Global maximum [t]; factors [tp, t] that rescale each shard's sums to it; sum of exponentials [t].
+    """
     high = highs.amax(0)
     scale = (highs - high).exp()
     return high, scale, (totals * scale).sum(0)
@@ -114,7 +118,7 @@ def compute_all_logprobs(z: torch.Tensor, num_columns: int) -> torch.Tensor:
 
 
 def merge_summaries(summaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Merge [tp, 4, t] into logprobs, entropy and lse, [t] each."""
+    """Merge all shards' `compute_summary` [tp, 4, t] into logprobs, entropy and lse, [t] each."""
     highs, totals, weighted, target_z = summaries.unbind(1)  # [tp, t] each
     high, scale, total = merge_totals(highs, totals)
     # sum exp(z - high) (z - high), from sums relative to each shard's own maximum.

@@ -26,7 +26,7 @@ from megatron_rl.weights.support import check_rollout_layout
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings that candidates vary, by config name; `offload` switches on all offloading."""
+    """Settings that the search for a layout varies, by config name; `offload` stands for all offload settings."""
 
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
@@ -56,7 +56,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice with its predicted cost."""
+    """A layout with its predicted seconds per step and the phase with the most memory."""
 
     choice: Choice
     job: Job
@@ -110,7 +110,7 @@ class Problem:
 
 
 def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
-    """Return the first problem of: fullest phase, KV cache smaller than a response, host memory; `None` if all fit."""
+    """Return the first lack of memory: in a phase, for the KV cache of one response, or on the host; else `None`."""
     rank, limit = max(memory, key=lambda rank: rank.peak.total), job.cluster.memory_bytes
     peak, layout = rank.peak, job.layout
     where = f" (pipeline stage {layout.coordinates(rank.rank).pp})" if rank.rank in layout.ranks else ""
@@ -149,7 +149,7 @@ def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
 
 
 def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
-    """Return a candidate if the job is valid and fits, else `None`."""
+    """Predict the cost of a job; `None` if its config is invalid or it does not fit."""
     try:
         check_job(job)
         memory = compute_memory(job, ends_only=True)
@@ -163,7 +163,7 @@ def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
 
 
 def _guess_switch_seconds(job: Job, memory: list[RankMemory]) -> float:
-    """Estimate the transfer time of unshared engine weights over the actor's TP and PP links."""
+    """Estimate the seconds to reshard engine weights that do not share the actor's storage, by TP or PP links."""
     own = max(phase.parts.get("engine weights", 0) for rank in memory for phase in rank.phases)
     axes = ("tp", "pp") if job.layout.pp_size > 1 else ("tp",)
     is_far = link_of(job.layout, job.cluster, *axes) == ACROSS

@@ -103,7 +103,7 @@ class Job:
 
     @property
     def engine_is_actor(self) -> bool:
-        """Whether the engine runs the actor's modules in the actor's layout."""
+        """Whether the engine runs the actor's modules in its layout, without weights of its own (`megatron`)."""
         return self.config.rollout.supports("is_actor")
 
     @property
@@ -279,7 +279,7 @@ def find_cluster(world_size: int, ranks_per_node: int) -> Cluster | None:
 
 
 def find_host(world_size: int, ranks_per_node: int) -> Cluster:
-    """Return the hosts of a run without GPUs, with rough speeds that only rank layouts."""
+    """Return the cluster of a run without GPUs, with rough speeds that only serve to compare layouts."""
     import psutil
 
     per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size

@@ -26,7 +26,7 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one kind.
+    """Bytes that a rank sends per step for one purpose over one link class.
 
     Attributes:
         kind: "actor TP", "actor DP", "critic PP", ...
@@ -138,7 +138,7 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
 
 
 def _count_exchanges(shape: ModelShape, layers: float, mixtures: int, rounds: float, extra: float) -> float:
-    """Count the hidden states that TP ranks gather or reduce, in units of all tokens' states.
+    """Count the gathers and reductions over TP in a step, each of the hidden states of all tokens.
 
     Attention and MLP gather and reduce once each per pass, and gather once more for gradients.
     """

@@ -37,7 +37,7 @@ def count_engine_bytes(job: Job) -> int:
 
 
 def count_own_bytes(job: Job, rank: int) -> int:
-    """Return the weight bytes of an engine rank not shared with the actor, separate adapters included."""
+    """Return the bytes of an engine rank's weights that do not share the actor's storage, and of separate adapters."""
     config, shape, itemsize = job.config, job.shape, DTYPE_BYTES[job.config.model.dtype]
     is_whole = config.actor.zero_stage != FULLY_SHARDED or job.layout.dp_size * job.layout.cp_size == 1
     is_served = config.rollout.supports("is_server")
@@ -86,7 +86,7 @@ def compute_engine_bytes(shape: ModelShape, tp_size: int, itemsize: int, coded: 
 
 
 def _find_likes(shape: ModelShape) -> list[int]:
-    """Return the first layer with the same parameters, for each layer."""
+    """Return for each layer the first layer with parameters of the same names and sizes."""
     firsts: dict[tuple[bool, bool], int] = {}
     return [firsts.setdefault(shape.sort_of(layer), layer) for layer in range(shape.num_layers)]
 
@@ -131,7 +131,11 @@ def _count_aliased_blocks(
     adapters: AdapterShape | None,
     coded: bool,
 ) -> tuple[Counter[int | None], int, int]:
-    """Count shared elements per layer, and those outside layers on the first and on the last stage."""
+    """Count the elements that an engine rank shares with the actor.
+
+    Returns:
+        Elements by layer; elements outside layers (embedding, head) on the first and on the last pipeline stage.
+    """
     theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank, coded)
     # Both sides pad the vocabulary; storage can be shared only with equal padding.
     has_same_vocabulary = padded_vocab_size(shape.vocab_size, layout.tp_size) == padded_vocab_size(shape.vocab_size, 1)
@@ -157,7 +161,7 @@ def _count_aliased_blocks(
 def _list_engine_parameters(
     shape: ModelShape, tp_size: int, tp_rank: int, coded: bool
 ) -> tuple[Sequence[ShardBox], dict[str, int]]:
-    """Return the engine's table without 8-bit matrices, and its parameter sizes."""
+    """Return an engine rank's placement table without 8-bit matrices, and parameter -> elements."""
     matrices, sizes = list_matrices(shape) if coded else frozenset(), defaultdict(int)
     table = [p for p in vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank) if p.hf_name not in matrices]
     for placement in table:

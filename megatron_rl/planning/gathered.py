@@ -22,7 +22,7 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class GatheredBytes:
-    """Bytes of one rank.
+    """Temporary bytes of gathered weights and gradients on one rank, by moment of a pass.
 
     Attributes:
         layers: peak while a layer runs.
@@ -42,7 +42,7 @@ class GatheredElements:
     Attributes:
         ends: embedding, last norm and output layer.
         output: the part of `ends` that the head reads.
-        layers: per layer, elements without and of experts that are a unit of their own.
+        layers: per layer, elements of its unit, and of its experts if they are a unit of their own (else 0).
     """
 
     ends: int
@@ -52,7 +52,7 @@ class GatheredElements:
 
 @lru_cache(maxsize=4096)
 def count_gathered(shape: ModelShape, layout: ParallelLayout, rank: int) -> GatheredElements:
-    """Count the elements that a rank gathers."""
+    """Count the elements of each unit that a rank gathers under ZeRO-3."""
     ends, output, layers = 0, 0, list[tuple[int, int]]()
     places = find_shard_places(layout, rank)
     for chunk in list_chunks(shape, layout, rank):
@@ -89,7 +89,12 @@ def compute_gathered_bytes(
 
 
 def _hold_backward(dense: int, experts: int, size: int) -> int:
-    """Return the bytes of layers during a layer's backward, if its neighbors are equal to it."""
+    """Return the bytes of gathered weights and float32 gradients during a layer's backward, if its neighbors are equal.
+
+    Args:
+        dense, experts: elements.
+        size: bytes per gathered element.
+    """
     reduced, reduced_experts = dense * _FLOAT, experts * _FLOAT
     dense, experts = dense * size, experts * size
     if experts:

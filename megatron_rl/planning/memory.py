@@ -43,7 +43,7 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class MemoryPhase:
-    """Bytes that one rank holds in one phase, by kind."""
+    """Predicted bytes that one rank holds in one phase of a step, by kind ("engine weights", "optimizer", ...)."""
 
     name: str
     parts: dict[str, int]
@@ -100,7 +100,7 @@ def find_smallest_cache(job: Job, memory: Sequence[RankMemory]) -> RankMemory:
 
 
 def _list_stages(job: Job, rank: int) -> tuple[int | None, ...]:
-    """Return a rank's pipeline stage in each role, and its place in an engine; `None` if it has none."""
+    """Return a rank's pipeline stage in each role, and its index in an engine; `None` for each without this rank."""
     layouts = [job.layout_of(role) for role in job.spec.roles.values()]
     place = (rank - job.rollout_ranks.start) % job.engine_tp if rank in job.rollout_ranks else None
     return (*(layout.coordinates(rank).pp if rank in layout.ranks else None for layout in layouts), place)
@@ -160,7 +160,7 @@ def _count_kept(job: Job) -> int:
 
 
 def _lesson_bytes(job: Job, rank: int) -> dict[str, int]:
-    """Return bytes of the teachers' outputs for a step of maximum-length responses."""
+    """Return the bytes of teacher outputs that an actor rank stores for a step of maximum-length responses, by kind."""
     distillation = job.config.algorithm.distillation
     if not job.spec.teachers or rank not in job.layout.ranks:
         return {}
@@ -191,7 +191,7 @@ def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
 
 
 def _resting_bytes(role: RoleSpec, held: RoleBytes) -> int:
-    """Return the device bytes of an idle role."""
+    """Return the device bytes that a role keeps while another one runs, that is without offloaded state."""
     if not role.trainable:
         return 0 if role.offload else held.total
     gradients = 0 if role.training.offload_gradients else held.gradients
@@ -310,7 +310,7 @@ def _engine_activations(shape: ModelShape, tp_size: int, max_num_seqs: int, item
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes of one rank.
+    """Activation bytes of one role on one rank.
 
     Attributes:
         stored: from forward to backward, over all microbatches in flight.
@@ -333,7 +333,7 @@ class ActivationBytes:
 def count_layer_elements(
     shape: ModelShape, layout: ParallelLayout, sequence_parallel: bool, fused: bool, repeats_heads: bool = False
 ) -> float:
-    """Count the elements per token that one layer keeps."""
+    """Count the elements per token that autograd saves in one layer; terms in the module's docstring."""
     tp = layout.tp_size
     s = tp if sequence_parallel else 1
     h, f, d = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
@@ -417,7 +417,7 @@ def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_p
 
 
 def _count_exchanged(layout: ParallelLayout, own: int) -> float:
-    """Count copies of expert inputs in a layer: `own` local ones and communication buffers."""
+    """Count copies of an expert's input row (h elements) per rank: `own` local ones, and communication buffers."""
     split = layout.expert_tp_size
     return (own * split + 1 + (layout.ep_size > 1) + (split > 1)) / layout.tp_size
 

@@ -155,10 +155,10 @@ def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: 
 def _building_blocks(
     shape: ModelShape | AdapterShape, tp_size: int, ep_size: int, etp_size: int | None
 ) -> tuple[tuple[Parameter, ...], ...]:
-    """Return the parameters of four blocks, read from the tables of a two-layer model.
+    """Return the parameters of four blocks, from which a stage of any depth is assembled.
 
-    The blocks are the embedding, a layer of another kind (dense before experts, delta net), a layer, and the model's
-    end.
+    The blocks, read from the tables of a two-layer model, are the embedding, a layer of the other kind (dense before
+    experts, delta net), a layer, and the model's end.
     """
     model = shape.base if isinstance(shape, AdapterShape) else shape
     assert not (model.dense_layers and model.delta_layers), "two sorts of layers"
@@ -184,7 +184,7 @@ def _building_blocks(
 def _read_parameters(
     shape: ModelShape, layout: ParallelLayout, boxes: Iterable[tuple[str, Sequence[tuple[int, int]]]]
 ) -> list[Parameter]:
-    """Compute parameter sizes from the boxes placed in them, in megatron-core's order."""
+    """Derive the parameters of a model chunk, in megatron-core's order, from the boxes of their placement table."""
     sizes: dict[str, list[int]] = {}
     for name, box in boxes:
         stops = [stop for _, stop in box]
@@ -214,7 +214,7 @@ def _position(name: str) -> tuple[int, str, bool]:
 
 @dataclass(frozen=True)
 class Upkeep:
-    """Optimizer of a role, and sharding over data parallel ranks.
+    """Settings that determine a role's optimizer states and their sharding over data parallel ranks.
 
     Attributes:
         optimizer: "adam", or "muon" with one moment per matrix element.
@@ -310,7 +310,11 @@ def _count_shards(params: Iterable[Parameter], layout: ParallelLayout, rank: int
 
 
 def _lay_out(members: Sequence[Parameter], num_replicas: int, index: int) -> tuple[int, list[int]]:
-    """Return the elements of the buffer, and of each parameter's part that replica `index` owns."""
+    """Lay out parameters in a buffer of the distributed optimizer.
+
+    Returns:
+        Elements of the buffer; per parameter, the elements that DP replica `index` owns.
+    """
     alignment = math.lcm(num_replicas, _BUCKET_ALIGNMENT)
     buckets: list[list[tuple[int, int]]] = [[]]  # [start, stop) of each parameter, relative to its bucket
     for parameter in reversed(members):

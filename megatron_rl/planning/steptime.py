@@ -138,7 +138,7 @@ def predict_step(
 
 
 def _find_overlap(job: Job, seconds: dict[str, float]) -> float:
-    """Return the time saved if roles (name -> seconds) run concurrently on different ranks."""
+    """Return the seconds that roles on different ranks save by running concurrently; `seconds`: role -> its time."""
     ranks = {name: job.ranks_of(name) for name in seconds}
     busiest = max(sum(seconds[name] for name in seconds if first.start in ranks[name]) for first in ranks.values())
     return sum(seconds.values()) - busiest

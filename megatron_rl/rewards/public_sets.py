@@ -60,7 +60,7 @@ _MOST_ANSWER_TAGS = 10
 
 
 class _NoForm(ValueError):
-    """A formula that cannot be normalized; the texts are compared unchanged."""
+    """Error of a formula that cannot be normalized; the texts are then compared unchanged."""
 
 
 def score_gsm8k(response: str, truth: str) -> float:
@@ -88,7 +88,7 @@ def score_math_dapo(response: str, truth: str) -> dict[str, float]:
 
 
 def score_search(response: str, truth: dict[str, Any]) -> float:
-    """Return 1.0 if the last <answer> is in truth["target"], ignoring articles and punctuation; 0.25 with many tags."""
+    """Return 1.0 if the last <answer> is in truth["target"] without articles and punctuation; 0.25 if over 10 tags."""
     answers = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
     targets = [truth["target"]] if isinstance(truth["target"], str) else truth["target"]
     if not answers or _normalize_words(answers[-1]) not in map(_normalize_words, targets):
@@ -133,7 +133,7 @@ def find_scorer(data_source: str) -> Callable[[str, Any], float | dict[str, floa
 
 
 def _last_box(text: str) -> str | None:
-    """Return the last box's content by Hendrycks' code; `None` if that code fails."""
+    """Return the content of the last \\boxed as Hendrycks' code finds it; `None` for texts on which that code fails."""
     bare = "\\boxed "
     if bare in text:
         return text.rpartition(bare)[2].partition("$")[0]
@@ -142,7 +142,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _normalize_math(text: str) -> str:
-    """Normalize as Hendrycks et al., Measuring mathematical problem solving with the MATH dataset."""
+    """Normalize an answer as Hendrycks et al., Measuring mathematical problem solving with the MATH dataset."""
     for old, new in _MATH_TEXTS:
         text = text.replace(old, new)
     value, *units = text.split("\\text{ ")
@@ -183,7 +183,7 @@ def _brace_fractions(text: str) -> str:
 
 
 def _normalize_minerva(text: str) -> str:
-    """Normalize as Lewkowycz et al., Solving quantitative reasoning problems with language models, appendix D."""
+    """Normalize an answer as Minerva (Lewkowycz et al., arXiv 2206.14858, appendix D)."""
     text = text.rpartition("=")[2]
     for old, new in (*_MINERVA_TEXTS, *((removed, "") for removed in _MINERVA_REMOVED.split("|"))):
         text = text.replace(old, new)

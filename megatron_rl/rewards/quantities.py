@@ -180,7 +180,7 @@ def read_quantity(text: str, *, is_answer: bool = False) -> Quantity | None:
 
 
 def read_last_quantity(text: str) -> Quantity | None:
-    """Parse the last number of a response in words; return `None` if it is part of an operation."""
+    """Parse the last number of a response in prose; return `None` if it is part of an operation."""
     text = " ".join(clean(text[-_LONGEST_TEXT:]).split())
     last = [*_NUMBER.finditer(text)][-1:]
     if not last:

@@ -85,12 +85,12 @@ class Scorer:
         self._begun[id(rollout)] = rollout, decoded, waits  # an id is unique only while its object exists
 
     def finish(self, rollouts: Sequence[Rollout], step: int | Sequence[int] = 0) -> list[Rollout]:
-        """Return the rollouts with response and reward, without the reward model's part.
+        """Return this rank's rollouts with response and reward, without the reward model's part.
 
         The component `RESTATES` is 1.0 if an answer that restates the prompt got a positive reward.
 
         Args:
-            rollouts: of this rank; not begun ones are begun with `step`, one for all or one per rollout.
+            step: one for all or one per rollout; for rollouts that `begin` has not received.
 
         Raises:
             UserError: a source failed on a rollout or a sum is not finite; the first in order.

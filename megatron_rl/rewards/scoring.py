@@ -125,7 +125,7 @@ def describe_rollout(rollout: Rollout) -> str:
 
 @dataclass(frozen=True)
 class Score:
-    """One source's score of a response; `failure` is set if it is a fallback."""
+    """One source's score of a response; `failure`: error of the source, if the score is a fallback."""
 
     value: float
     components: dict[str, float] = field(default_factory=dict)
@@ -198,7 +198,7 @@ def check_name(name: Any) -> str:
 
 
 def shorten(text: str) -> str:
-    """Cut the middle: a response gives its answer at the end."""
+    """Cut a long text in its middle, since a response gives its answer at the end."""
     if len(text) <= _LONGEST_RESPONSE:
         return text
     half = _LONGEST_RESPONSE // 2

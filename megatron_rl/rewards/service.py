@@ -42,7 +42,7 @@ _REQUEST = threading.local()  # the thread's current request, with which its con
 
 
 class RequestFailed(Exception):
-    """A failed attempt."""
+    """Failed attempt of a request to the service; `retry`: another one may succeed."""
 
     def __init__(self, what: str, *, retry: bool = True) -> None:
         super().__init__(what)
@@ -178,7 +178,7 @@ class _Deadline:
                 self._sockets.pop().close()
 
     def watch(self, connection: socket.socket) -> None:
-        """Register a socket's duplicate, which stays valid when TLS takes the socket over."""
+        """Register a socket to shut down at the deadline, by a duplicate, which TLS does not invalidate."""
         with self._lock:
             self._sockets.append(connection.dup())
             if self.is_over:

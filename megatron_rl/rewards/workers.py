@@ -148,7 +148,7 @@ def serve(connection: Connection) -> None:
 
 
 def _receive(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
-    """Queue messages; kill the process when the rank is gone."""
+    """Queue the rank's messages; when the rank is gone, kill this worker and its children."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             messages.put(connection.recv())

@@ -66,7 +66,7 @@ ResponseModel = Callable[[Experience], Sequence[float] | np.ndarray]
 
 @dataclass(frozen=True)
 class RewardSources:
-    """Sources of rewards; `model`: the plan's reward model, `needs_greedy_baseline`: as the estimator does."""
+    """Reward plan, scorer of its local sources, and its reward model; `needs_greedy_baseline`: see the estimator."""
 
     plan: RewardPlan
     scorer: Scorer
@@ -75,7 +75,7 @@ class RewardSources:
 
 
 class Collector:
-    """Generation and scoring of samples in `hybrid.rollout_mode()`; `runs_ahead`: engines generate during training."""
+    """Producer of scored samples in `hybrid.rollout_mode()`; `runs_ahead`: engines also generate during training."""
 
     def __init__(
         self,
@@ -187,7 +187,11 @@ class Collector:
         return samples
 
     def _check_failures(self, parts: Sequence[Experience], what: str) -> float:
-        """Return the share of failed episodes so far (UserError on every rank if it exceeds `max_failed_share`)."""
+        """Return the share of failed episodes.
+
+        Raises:
+            UserError: it, or that of failed reward services, exceeds `max_failed_share`; on every rank.
+        """
         config, headers = self._config, [part.headers.rollouts for part in parts]
         episodes = np.concatenate([part.has_failed for part in headers])
         services = ~episodes & ~np.concatenate([part.has_reward for part in headers])
@@ -208,7 +212,7 @@ class Collector:
         return float(episodes.mean())
 
     def sampling(self, temperature: float | None = None) -> SamplingConfig:
-        """Return the sampling settings for training, or for another temperature."""
+        """Return the settings for training or, with a `temperature`, for validation and baselines (no `min_tokens`)."""
         rollout = self._config.rollout
         return SamplingConfig(
             rollout.temperature if temperature is None else temperature,
@@ -256,7 +260,11 @@ class Collector:
     def _score_here(
         self, held: Sequence[tuple[int, Rollout]], steps: Sequence[int], with_answers: bool
     ) -> tuple[Headers, int]:
-        """Score a share of the engine's rollouts and gather all headers (UserError on every rank if one failed)."""
+        """Score this rank's share of its engine's rollouts, and gather the headers of all ranks.
+
+        Raises:
+            UserError: a rollout could not be scored; on every rank.
+        """
         scorer, engines = self._rewards.scorer, self._generator.engines
         engine, place = engines.find(self._group.rank())
         # Only the engine's first rank has started scoring, or has the results of episodes.

@@ -46,7 +46,7 @@ _COUNTED = (
 
 @dataclass(frozen=True)
 class Following:
-    """Requests before an engine's next step, keys of finished samples, and whether no more requests follow."""
+    """Requests to add before an engine's next step, keys of newly finished samples, and whether no requests follow."""
 
     requests: Sequence[Request]
     finished: Sequence[int]
@@ -177,7 +177,7 @@ class Episodes:
         return episode.rollout or episode.recording.finish("stop")
 
     def drop(self, keys: Iterable[int]) -> None:
-        """Remove taken samples, if they are here."""
+        """Remove samples that a step has taken; keys of other engines are ignored."""
         for key in keys:
             self._episodes.pop(key, None)
             self._close(key)
@@ -229,7 +229,7 @@ class Episodes:
         return request.continued(tokens, self._seed(request.key, request.turn, len(tokens)))
 
     def _seed(self, key: int, turn: int, position: int = 0) -> int:
-        """Derive the seed of a reply's tokens from `position` on."""
+        """Derive the seed for sampling a reply from its token `position` on (positive after an interruption)."""
         first = derive_seed(self._run_seed, *self.samples.seed_parts(key), position=0 if turn else position)
         return derive_seed(first, turn, 0, 0, position=position) if turn else first
 

@@ -51,7 +51,7 @@ class OpenRequests:
         return request
 
     def describe(self, counts: bool, group: dist.ProcessGroup) -> dict[str, float]:
-        """Compute rollout/prefix_cache_hits, the cached share of prompt tokens, if reported; collective."""
+        """Compute rollout/prefix_cache_hits, the cached share of prompt tokens, if engines report it; collective."""
         mine = self._sums if counts else dict.fromkeys(self._sums, 0.0)
         sums = reduce_scalars(mine, dist.ReduceOp.SUM, group, torch.device("cpu"))
         return {"rollout/prefix_cache_hits": sums["cached"] / sums["asked"]} if sums["asked"] else {}
@@ -126,7 +126,7 @@ class RolloutGenerator:
     def assign(
         self, prompts: Sequence[Prompt], group_size: int, max_tokens: int, loads: np.ndarray | None = None
     ) -> list[int]:
-        """Return the samples of this rank's engine; see `assign_engines`."""
+        """Return the samples, prompt * group_size + index, that `assign_engines` assigns to this rank's engine."""
         lengths = [len(prompt.tokens) for prompt in prompts]
         dispatch, num_engines = self._config.rollout.dispatch, len(self.engines.of)
         engines = assign_engines(dispatch, lengths, group_size, num_engines, max_tokens, loads)

@@ -31,7 +31,7 @@ class Samples:
         return self._find_prompt(key // self.group_size)[0], key % self.group_size
 
     def step_of(self, key: int) -> int:
-        """Return a sample's training step, provided that no group is dropped."""
+        """Return the step that trains on a sample, provided that no earlier group is dropped."""
         raise NotImplementedError
 
     def seed_parts(self, key: int) -> tuple[int, int, int, int]:
@@ -43,7 +43,7 @@ class Samples:
         return self.step_of(key), prompt.prompt_id, occurrence * self.group_size + key % self.group_size, self.round
 
     def _find_prompt(self, position: int) -> tuple[Prompt, int]:
-        """Return a prompt, and its previous occurrences in the batch."""
+        """Return the prompt at a position, and the number of its previous occurrences in the batch."""
         raise NotImplementedError
 
 

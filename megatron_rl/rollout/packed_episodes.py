@@ -110,7 +110,7 @@ def _read_response(
     kept: KeptSets | None,
     routes: np.ndarray | None,
 ) -> tuple[int, Rollout | None]:
-    """Build the rollout of a response in an older checkpoint, if it has tokens."""
+    """Return key and rollout of a response in an older checkpoint; `None` for the rollout if it has no tokens."""
     reasons = ("interrupted", "stop", "length")
     rollout = Rollout.from_response(*samples.sample_of(key), tokens, logprobs, reasons[reason], versions, kept)
     branch = replace(rollout.branches[0], routes=routes)

@@ -97,10 +97,11 @@ class PhaseEnd:
 
 
 class ByStore(PhaseEnd):
-    """Phase end by wall clock: engines count finished work in a store, and finished engines poll it every 20 ms.
+    """Phase end by wall clock: engines count finished work in the job's key-value store.
 
-    For optional groups, each engine increments the group's counter once its own samples are done; the engine that
-    completes the count marks the group as finished.
+    A phase ends for all engines as soon as every engine has finished its samples of the first `needed` groups, and
+    enough of the other, optional groups are finished by all of their `holders` for `wanted` complete groups in total.
+    Engines with finished needed groups poll the store every 20 ms.
     """
 
     def __init__(self, store: Store, num_engines: int) -> None:
@@ -167,7 +168,7 @@ class StepCount(PhaseEnd):
         self._steps, self._goal = 0, target
 
     def is_over(self, left: np.ndarray) -> bool:
-        """Count a step; return whether it ends the phase."""
+        """Count a decode step; return whether the phase ends, which engines compare every `every` steps."""
         self._steps += 1
         return self._steps % self._every == 0 and self._meet(left, 0)
 
@@ -204,7 +205,7 @@ class TrainingEnd(PhaseEnd):
         self._store.add(f"trained {self._number}", 1)
 
     def is_over(self, left: np.ndarray) -> bool:
-        """Return whether training has ended or the steps are done."""
+        """Count a decode step; return whether the `every` steps are done or, without `every`, training has ended."""
         self._steps += 1
         if self._every is not None:
             return self._steps > self._every
@@ -235,7 +236,7 @@ class Phase:
         self._started, self._idle_seconds = time.monotonic(), 0.0
 
     def take(self, is_idle: bool, following: Following, running: Iterable[int]) -> ControlMessage:
-        """Return the next message for `rollout.serving.serve`."""
+        """Return the engine's next control message for `serve`: new requests, or the end of the phase."""
         if self._end is None:
             return ControlMessage(requests=following.requests, stop=following.is_last)
         if self._has_begun:
@@ -275,7 +276,7 @@ class Phase:
 
 
 def open_phase_end(every: int | None, engines: Sequence[Sequence[int]], timeout: timedelta | None) -> PhaseEnd:
-    """Create the end of all phases, every `every` decode steps, or by wall clock if `None`; collective over the job."""
+    """Create the end condition of all phases: `StepCount`, `ByStore` if `every` is `None`; collective over the job."""
     if every is None:
         return ByStore(open_store("phases", world()), len(engines))
     if len(engines) == 1:
@@ -333,7 +334,7 @@ class ScheduleTrace:
 
 
 class _AfterSteps(PhaseEnd):
-    """End of a phase after a number of decode steps."""
+    """End of a replayed phase, after its recorded number of decode steps."""
 
     def __init__(self, steps: int) -> None:
         self._left = steps

@@ -88,7 +88,7 @@ class RolloutStream:
         self._open: list[int] = []  # positions of begun, untaken prompts
 
     def next_batch(self) -> list[Prompt] | None:
-        """Return the next prompts; `None` if responses begin ahead of their step, or did and remain."""
+        """Return the next prompts to generate within a step; `None` if samples are begun ahead of it, or still open."""
         return None if self._schedule.max_staleness > 0 or self._open else next(self._order.prompts)
 
     def take(
@@ -163,7 +163,7 @@ class RolloutStream:
         )
 
     def _count_unfinished(self) -> np.ndarray:
-        """Count this engine's unfinished samples, [open prompts]."""
+        """Count this engine's unfinished samples of each open (begun, untaken) prompt, [open prompts]."""
         counts = Counter(key // self._group_size for key in self._carried.find_unfinished())
         return np.array([counts[position] for position in self._open], np.int64)
 

@@ -208,7 +208,7 @@ def _build_engine(
     stop: StopStrings | None,
     thoughts: Thoughts | None,
 ) -> BuiltEngine:
-    """Build this rank's share of an engine, or a stand-in; collective over the job."""
+    """Build this rank's share of an engine, or a stand-in on ranks without one; collective over the job."""
     ranks, built = config.placement.ranks_of("rollout", process.world_size), None
     if len(ranks) < process.world_size:
         align_group_names()  # an engine makes groups of its own ranks
@@ -240,7 +240,7 @@ def _build_engine(
 
 @dataclass(frozen=True)
 class RunSinks:
-    """Timers, progress display and schedule trace of a run; discarded by default."""
+    """Timers, progress counter and directory of the schedule trace of a run; by default nothing is shown or written."""
 
     timers: PhaseTimers = field(default_factory=PhaseTimers)
     progress: RolloutProgress = field(default_factory=RolloutProgress)
@@ -249,7 +249,7 @@ class RunSinks:
 
 @dataclass(frozen=True)
 class RolloutMembers:
-    """Producers of samples."""
+    """Engine with the actor's weights, collector of scored samples, prompts, stream, and reward model."""
 
     hybrid: Any
     collector: Any

@@ -100,7 +100,7 @@ class Checkpoints:
         return resumed.step
 
     def mark(self, step: int) -> None:
-        """Copy the small state of the end of a step; weights and optimizer states change only in updates."""
+        """Copy the state at the end of a step; not weights and optimizer states, which change only in updates."""
         best = self._run.best_value
         state = self._state.small_parts() | {
             "best_value": None if best == float("-inf") else best,
@@ -179,7 +179,7 @@ class Checkpoints:
         )
 
     def commit(self) -> None:
-        """Finish a save that is being written."""
+        """Wait until the save in progress, if any, is complete."""
         self._saver.wait()
 
     def finish(self) -> None:

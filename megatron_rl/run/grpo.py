@@ -109,7 +109,7 @@ class Trainer(Session):
         return self.critic is not None and step <= self.config.trainer.critic_warmup
 
     def compare(self, samples: Experience) -> None:
-        """Compare the policy with its engine and the reference, before an update; collective."""
+        """Measure KL to the reference and mismatch with the engine, and set importance weights; collective."""
         batch, algorithm = self.policy.read(samples, "old_logprobs", "ref_logprobs"), self.algorithm_now()
         if not self.policy.is_here:
             samples.mismatch = {}
@@ -127,7 +127,7 @@ class Trainer(Session):
         samples.importance_weights = self.policy.as_column(samples, weights)
 
     def compare_by_age(self, samples: Experience, batch: TrainBatch) -> None:
-        """Compute the policy-engine gap by staleness; in bitwise mode, it must be zero for current tokens."""
+        """Record the policy-engine mismatch by staleness; in bitwise mode, check that it is zero for current tokens."""
         version, steps = self.policy.role.policy_version, self.plan.optimizer_steps_per_step
         lags, group = (version - samples.pack(self.policy.packer).versions) // steps, self.policy.model.groups.dp
         if self.config.rollout.bitwise:
@@ -165,7 +165,7 @@ class Trainer(Session):
             self.reference.role.become(self.policy.model)
 
     def describe(self, step: int, samples: Experience) -> None:
-        """Record a step's metrics and some rollouts; collective."""
+        """Count a step's metrics and write some of its rollouts; collective."""
         headers = samples.headers
         reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
         self.run.count(describe_rollouts(headers) | samples.metrics | self.policy.describe_packing(samples))

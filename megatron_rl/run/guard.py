@@ -84,7 +84,7 @@ class Guard:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """`reporting`, plus `close` after an error, while a run is built."""
+        """Report an exception of the block, which builds a run, as in `reporting`, and `close` after it."""
         try:
             with self.reporting():
                 yield
@@ -93,7 +93,7 @@ class Guard:
             raise
 
     def stop_in_debugger(self, trainer: TrainerConfig, step: int) -> None:
-        """Break in the caller if `trainer` selects this rank and step and an IDE is attached."""
+        """Stop at a breakpoint if `trainer` selects this rank and step and an IDE is attached."""
         if step == trainer.breakpoint_step and self._watched.rank == trainer.debug_rank:
             importlib.import_module("debugpy").breakpoint()
 

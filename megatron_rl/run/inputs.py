@@ -143,7 +143,7 @@ def read_prompts(
 
 
 def check_mixture(config: DataConfig, sizes: Sequence[int]) -> None:
-    """Refuse a weighted file that has no prompt left (UserError)."""
+    """Refuse `data.weights` if a file has no prompt left (UserError); `sizes`: prompts per file."""
     empty = [file for file, size in zip(config.train_files, sizes, strict=True) if not size]
     if config.weights is not None and empty:
         raise UserError(
@@ -300,7 +300,7 @@ def _check_paths(config: RunConfig) -> None:
 
 
 def _read_reward_plan(config: RunConfig, parts: Parts) -> RewardPlan:
-    """Return the reward sources; a reward model alone needs no list of components."""
+    """Build the reward plan; a reward model without `reward.components` has weight 1."""
     reward = config.reward
     if parts.reward_model is not None or (config.reward_model.path and not reward.components):
         if parts.reward is not None or (parts.reward_model and config.reward_model.path):

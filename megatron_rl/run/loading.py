@@ -43,7 +43,7 @@ _SELECT = "oc.select:"
 
 
 def _resolve_references(settings: Sequence[Setting], mistakes: Mistakes) -> list[Setting]:
-    """Replace references by values; of two settings with the same name, the later one is used."""
+    """Replace references `${section.key}` by values; of two settings with the same name, the later one is used."""
     latest = {setting.name: setting for setting in settings}
     resolved = []
     for setting in settings:
@@ -189,14 +189,14 @@ def read_settings(
 
 
 def _aliases() -> Any:
-    """Import other projects' names only if needed."""
+    """Import and return `compat.aliases` (verl's names), only if needed."""
     from megatron_rl.compat import aliases
 
     return aliases
 
 
 def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
-    """Whether a setting has a native name and no value with another meaning in other projects."""
+    """Whether a setting has a name of ours, and no value with another meaning in verl's recipes."""
     value = setting.value
     # Hydra marks a value that is given elsewhere with `???`; -1 is verl's "never", `~/` a user's home there.
     if setting.name not in fields or value in ("???", {}, -1):
@@ -266,7 +266,7 @@ def _put(mapping: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo], mistakes: Mistakes) -> dict[str, Setting]:
-    """Choose the effective one of several settings: of a higher layer, then not weak, then the later one."""
+    """Choose one setting per name: of the highest layer (command line over recipe), then not `weak`, then the last."""
     chosen: dict[str, Setting] = {}
     for setting in settings:
         with mistakes.collect(setting.name):

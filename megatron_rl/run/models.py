@@ -90,7 +90,11 @@ def resolve(config: RunConfig) -> RunSpec:
 
 
 def resolve_sft(config: RunConfig) -> RunSpec:
-    """Return the spec of an SFT run (UserError if `actor.mtp_lr` is set: that layer learns from own responses)."""
+    """Return the only role of an SFT run, the trained actor.
+
+    Raises:
+        UserError: `actor.mtp_lr` is set, but an MTP layer learns only from responses that the policy samples.
+    """
     if config.actor.mtp_lr:
         raise UserError(
             f"actor.mtp_lr = {config.actor.mtp_lr} in supervised fine-tuning",
@@ -102,7 +106,7 @@ def resolve_sft(config: RunConfig) -> RunSpec:
 
 
 def _make_reference(config: RunConfig) -> RoleSpec:
-    """Return the frozen policy; with LoRA on the same ranks, the actor without adapters."""
+    """Return the role of the frozen reference; with LoRA on the same ranks, it shares the actor's base weights."""
     is_base = bool(config.actor.lora.rank) and config.reference.path in (None, config.model.path)
     return RoleSpec(
         name="reference",
@@ -245,7 +249,7 @@ def _check_transformers(model: Path, *, is_built: bool) -> None:
 
 
 def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:
-    """Compare the weights' headers with the shape, if torch is installed."""
+    """Check by headers that a role's weights, and adapters if given, fit its shape (UserError); needs torch."""
     adapters = make_adapter_shape(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
     if HAS_TORCH:
         from megatron_rl.checkpoint import distributed, peft

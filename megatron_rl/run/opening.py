@@ -289,7 +289,7 @@ def _explain_unwritable(error: OSError) -> UserError:
 
 
 def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, group: dist.ProcessGroup) -> Dependencies:
-    """Digest and compare the run's dependencies on rank 0; collective."""
+    """Digest the run's dependencies on rank 0, and compare them with the checkpoint's, if any; collective."""
 
     def explain(error: OSError) -> UserError:
         return UserError(

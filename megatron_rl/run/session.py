@@ -56,7 +56,7 @@ class Prepared:
     chosen: list[str] = field(default_factory=list)
 
     def agree(self) -> None:
-        """Refuse different automatic layouts (UserError on every rank: the nodes have unequal memory); collective."""
+        """Check that all ranks chose the same automatic layout (UserError: nodes differ in memory); collective."""
         if self.chosen and any(found != self.chosen for found in gather_objects(self.chosen, world())):
             raise UserError(
                 "the ranks come to different layouts",
@@ -259,7 +259,7 @@ class Session:
             self.close()
 
     def steps(self) -> Iterator[int]:
-        """Count the steps; validate, save and record between them."""
+        """Yield the number of each remaining step; validate, save and record after it."""
         total, trainer, run = self.total_steps, self.config.trainer, self.run
         resumed = self.checkpoints.start()
         if trainer.val_only:
@@ -300,7 +300,7 @@ class Session:
         return metrics
 
     def count_elsewhere(self) -> None:
-        """Send the metrics and timers of roles outside rank 0 to it; collective."""
+        """Add the metrics and times of roles on other ranks to rank 0's record; collective."""
         leaders = {role.layout.first_rank for role in self.inputs.roles.values()} - {0}
         if leaders:
             mine = (dict(self.run.series), self.run.timers.seen()) if self.process.rank in leaders else None

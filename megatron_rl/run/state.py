@@ -120,15 +120,15 @@ class TrainingState:
 
     @property
     def policy_version(self) -> int:
-        """Optimizer steps behind the actor's weights; -1 on ranks without the actor."""
+        """Number of optimizer steps in the actor's weights; -1 on ranks without the actor."""
         return self.roles["actor"].optimizer.steps if "actor" in self.roles else -1
 
     def small_parts(self) -> dict[str, Any]:
-        """Return the states of the parts."""
+        """Return the `state_dict()` of each part by name."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def rank_state(self) -> RankState:
-        """Return the state of this rank alone."""
+        """Return the state that only this rank has: RNG streams, and unfinished responses of its engine."""
         held = self.rollouts.rank_state() if self.rollouts is not None else {}
         return {"rng": read_rng()} | ({_ROLLOUTS: held} if held else {})
 

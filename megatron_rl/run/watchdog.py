@@ -80,7 +80,7 @@ class Report:
 
 
 class ReportBoard:
-    """This rank's view of the report; two threads may use its store. Shown texts go to `log_file`, too."""
+    """This rank's access to the job's one report, in a store; thread-safe. Shown texts go to `log_file`, too."""
 
     def __init__(self, store: Store, rank: int, log_file: Path) -> None:
         self._store, self._rank, self._log_file = store, rank, log_file
@@ -114,7 +114,7 @@ class ReportBoard:
         return self.wait_for([f"failed/{rank}" for rank in range(world_size)], seconds)
 
     def conclude(self) -> Report | None:
-        """Wait until the posted report, if any, is shown; show it if this rank must."""
+        """Wait for the job's report and return it, if any; rank 0 shows it, or its author if rank 0 does not."""
         if not self.wait_for(["report"], _REPORT_SECONDS):
             return None
         report = Report(**json.loads(self._store.get("report")))
@@ -202,7 +202,7 @@ class Watchdog:
         return self._collect("beat")
 
     def find_silent(self, seconds: float) -> list[Position]:
-        """Return the last positions of ranks without a heartbeat for `seconds`; early and none after a report."""
+        """Return the last positions of ranks without a heartbeat for `seconds`; none once a report is posted."""
         deadline, heard = time.monotonic() + 2 * seconds, {}
         while time.monotonic() < deadline and not self.board.is_posted:
             silent = self._listen(heard, seconds, counts_closed=True)
@@ -212,7 +212,12 @@ class Watchdog:
         return []
 
     def _listen(self, heard: _Heard, seconds: float, *, counts_closed: bool) -> list[Position]:
-        """Return ranks whose heartbeat has not changed for that long since the first call with `heard`."""
+        """Return positions of other ranks whose heartbeat has not changed for `seconds`.
+
+        Args:
+            heard: state between calls, empty at first.
+            counts_closed: include ranks that left in good order.
+        """
         silent, now = [], time.monotonic()
         for beat in self.positions():
             if beat is None or beat.rank == self._watched.rank:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges of units between DP ranks until their costs are even (pure).
 
-With many ranks nearly all plans need few exchanges, so that ranks become lists only for the search.
+Nearly all plans need few exchanges, so ranks are converted to lists only when units are exchanged.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Ranks:
         )
 
     def exchange(self) -> bool:
-        """Exchange units of the costliest rank with the cheapest rank possible, if any."""
+        """Exchange units of the costliest rank with the cheapest rank possible; return False if there is none."""
         top, high, heavy = self.by_load[-1]
         load, low, light, pair = top, high, heavy, None
         gives, least, most = heavy[1:], heavy[1], heavy[-1]
@@ -94,7 +94,7 @@ class _Ranks:
         return True
 
     def _list_others(self, gives: list[int], top: int) -> Iterator[tuple[int, int, list[int]]]:
-        """List the other ranks, cheapest first, from one that has a unit close enough to a given unit."""
+        """Yield further ranks, cheapest first, without leading ones whose units allow no useful exchange."""
         start = _TRIED_IN_TURN
         if start < len(self.by_load) and top - self.by_load[start][0] <= gives[0]:  # no unit can move alone
             above = np.array([*gives, np.iinfo(np.int64).max])  # the next costlier unit given

@@ -70,7 +70,7 @@ def build_buckets(max_tokens: int, sizes: Sequence[int], multiple: int, max_num_
 
 @dataclass(frozen=True)
 class Padding:
-    """How microbatches are padded.
+    """Rule by which microbatches are padded.
 
     Attributes:
         multiple: without buckets, lengths are rounded up to a multiple of this.
@@ -273,7 +273,7 @@ class TrainBatch:
         return self.names[index] if self.names else f"sequence {index}"
 
     def column(self, name: str) -> torch.Tensor:
-        """Return a column that must have been computed."""
+        """Return a column (AssertionError if it has not been computed)."""
         values = getattr(self, name)
         assert values is not None, f"{name} is not known"
         return values

@@ -164,7 +164,7 @@ def rollout_row(rollout: Rollout, token_texts: TokenTexts, values: Mapping[str, 
 
 
 def text_rows(parts: Iterable[Experience], decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-    """Return all rollouts of a validation set without tokens, on rank 0 only; collective."""
+    """Return a `text_row` for each rollout of a validation set, on rank 0 only; collective."""
     found = (part.fetch_rollouts(range(len(part.rewards)), decode) for part in parts)
     return [text_row(rollout) for rollouts in found for rollout, _ in rollouts]
 

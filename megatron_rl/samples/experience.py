@@ -48,7 +48,7 @@ class Column:
 
 
 class _Slot:
-    """Descriptor of a result that is set once; `None` before."""
+    """Descriptor of an `Experience` column that is set once; `None` before."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

@@ -23,7 +23,7 @@ Read = Callable[[str, np.ndarray], torch.Tensor]  # (column, local sequences) ->
 
 @dataclass(frozen=True)
 class Holders:
-    """The replica whose ranks hold, or need, the values of each sequence.
+    """Assignment of sequences to the replicas (groups of ranks) that hold, or need, their values.
 
     Attributes:
         replica_of: [n] index of the replica; -1 if none.
@@ -34,7 +34,7 @@ class Holders:
     ranks: np.ndarray
 
     def locate(self, rank: int) -> tuple[int, int]:
-        """Return the replica of a rank and its place there; (-2, 0) if it is in none."""
+        """Return the replica of a rank and the rank's index in it; (-2, 0) if it is in none."""
         found = np.argwhere(self.ranks == rank)
         assert len(found) <= 1, "a rank is in one replica"
         return (int(found[0, 0]), int(found[0, 1])) if len(found) else (-2, 0)
@@ -135,7 +135,7 @@ _VERSIONS, _REWARDS = {"versions": torch.int32}, {"rewards": torch.float32}  # f
 
 @dataclass(frozen=True)
 class Payload:
-    """The tokens held on this rank.
+    """Branches with the tokens generated on this rank, by sequence index: the source of fetches.
 
     Attributes:
         ranks: [num_replicas, width] ranks that hold the sequences of each replica.
@@ -257,7 +257,12 @@ def _fetch_routes(payload: Payload, shape: RouteShape, lengths: np.ndarray, fetc
 
 
 def split_values(values: torch.Tensor, sequences: np.ndarray, lengths: np.ndarray) -> dict[int, np.ndarray]:
-    """Split concatenated values by sequence index; `lengths` covers all sequences of the step."""
+    """Split a fetched column into an array per sequence, by sequence index.
+
+    Args:
+        values: values of `sequences`, concatenated in that order.
+        lengths: [n] number of values of every sequence of the step.
+    """
     array, stops = values.cpu().numpy(), np.cumsum(lengths[sequences]).tolist()
     bounds = zip([0, *stops], stops, strict=False)
     return {i: array[start:stop] for i, (start, stop) in zip(sequences.tolist(), bounds, strict=True)}

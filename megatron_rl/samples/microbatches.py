@@ -87,7 +87,7 @@ class _Workload:
 
 
 class _Units(NamedTuple):
-    """Joined members of units that stay together, with tokens and costs [num_units]."""
+    """Sets of sequences that stay together ("units"): concatenated `members`, tokens and costs [num_units]."""
 
     members: np.ndarray
     bounds: np.ndarray
@@ -230,7 +230,7 @@ def _split_group(members: np.ndarray, work: _Workload, max_tokens: int) -> list[
 def _divide_overloaded(
     units: _Units, plan: _Joined, loads: list[int], work: _Workload, few_ranks: int = _FEW_RANKS
 ) -> _Units | None:
-    """Split the costliest divisible unit of each overloaded rank (of few, only the heaviest's, in two), if any."""
+    """Split the costliest divisible unit of each overloaded rank; if at most `few_ranks` are, the heaviest's in two."""
     assert work.shared is not None
     members, bounds, _, costs = units
     sizes, share, firsts = np.diff(bounds), sum(loads) / len(loads), members[bounds[:-1]]
@@ -278,7 +278,7 @@ def _spell_out(plan: _Joined, dp_size: int) -> MicrobatchPlan:
 def _fill_fewest_bins(
     lengths: np.ndarray, max_tokens: int, multiple: int = 1, count_multiple: int = 1
 ) -> tuple[np.ndarray, int]:
-    """Return the bin of each length, and the number of bins."""
+    """Pack lengths into the fewest bins of `max_tokens`; return the bin of each and the number of bins."""
     order = np.argsort(-lengths, kind="stable")
     longest_first = lengths[order].tolist()
     enough = -(-sum(longest_first) // max_tokens) if max_tokens else 1

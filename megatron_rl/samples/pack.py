@@ -196,7 +196,8 @@ def padding_metrics(shapes: Iterable[tuple[int, int]]) -> dict[str, float]:
 def number_prompts(headers: Headers) -> np.ndarray:
     """Number the runs of adjacent sequences with equal prompt tokens and prompt routes, [n].
 
-    A later branch can keep less of the prompt. Prompts with different routes stay separate, because each is replayed.
+    Branches of one rollout can keep different parts of the prompt. Prompts with different routes are numbered apart,
+    because each is replayed.
     """
     names = ("prompt_id", "num_prompt_tokens", "prompt_routes")
     return np.cumsum(np.any([np.diff(headers.rows[name], prepend=headers.rows[name][:1]) for name in names], axis=0))
@@ -222,7 +223,7 @@ def list_replicas(layout: ParallelLayout) -> np.ndarray:
 
 
 def _place(branches: Mapping[int, Branch], name: str, starts: np.ndarray, batch: TrainBatch) -> torch.Tensor | None:
-    """Pack a per-token field of the branches into [t], 0 elsewhere."""
+    """Pack field `name` of the tokens after the prompts into [t, ...], 0 elsewhere; `None` if all branches lack it."""
     values: np.ndarray | None = None
     for index, branch in branches.items():
         found = getattr(branch, name)

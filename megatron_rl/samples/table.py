@@ -246,7 +246,7 @@ def merge_names(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
 
 
 def _hash(data: bytes) -> int:
-    """Hash to 8 bytes, for comparisons by identity."""
+    """Hash an answer or expert routes to 64 bits, so that headers can be compared for equal contents."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 

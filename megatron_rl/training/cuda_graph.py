@@ -120,7 +120,7 @@ class GraphStep(StaticStep):
         return {(loss.name, find_shape(microbatch), is_last): microbatch for microbatch, is_last in marked}
 
     def _reduces(self, key: Key) -> bool:
-        """Whether the graph contains collectives over all data parallel ranks."""
+        """Whether the graph of this key reduces gradients over all data parallel ranks."""
         return self.model.reduces_early and bool(key[-1])
 
     def _prepare_shape(self, key: Key, microbatch: TrainBatch, loss: StepLoss) -> None:
@@ -146,7 +146,7 @@ class GraphStep(StaticStep):
         return self._record(forward_backward, name)
 
     def _agree(self, found: bool, group: dist.ProcessGroup) -> bool:
-        """Return whether it is so on any rank of the group."""
+        """Return whether `found` is true on any rank of the group."""
         if group.size() == 1:
             return found
         anywhere = torch.tensor(int(found), device=self.model.device)
@@ -292,7 +292,7 @@ class StageGraphStep(GraphStep):
     def _step_forward(
         self, loss: StepLoss, slots: Iterator[int], batches: Iterator[TrainBatch], module: Any
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """See `PackedModel.forward_step`."""
+        """Replay the forward graph of the next microbatch and slot; otherwise as `PackedModel.forward_step`."""
         microbatch, slot = next(batches), next(slots)
         static = self._inputs.load(microbatch, slot)
         graphs = self._graphs.get((loss.name, find_shape(microbatch), slot))

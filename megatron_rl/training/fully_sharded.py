@@ -73,7 +73,7 @@ def build_sharded(
 
 
 def _cut_matrices(param: torch.nn.Parameter) -> Shard | None:
-    """Shard experts [e, m, n] by rows m."""
+    """Return FSDP's placement of a parameter: experts [e, m, n] are split by rows m, others by default."""
     return Shard(1) if param.ndim == 3 else None
 
 

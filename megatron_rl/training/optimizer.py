@@ -132,7 +132,7 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def advance_schedule(self) -> float:
-        """Return the learning rate of the next update."""
+        """Advance the schedule, and return the learning rate of the next update."""
         # Before the update, so that step k of a W-step warm-up uses lr * k / W: the first step is not wasted on lr 0.
         # The schedule also applies the per-group weight decay multipliers.
         self.scheduler.step(increment=1)

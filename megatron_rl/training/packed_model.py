@@ -129,7 +129,7 @@ class PackedModel(LaidOutModel):
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """Modules that the schedule runs."""
+        """Model chunks that the pipeline schedule runs: DDP wrappers, or bare stages."""
         return list(self.ddp or self.stages)
 
     @property

@@ -177,7 +177,7 @@ class StaticInputs:
 
 
 def find_shape(microbatch: TrainBatch) -> Shape:
-    """Return the sizes, bounds and present tensors that a graph depends on."""
+    """Return a microbatch's key for graphs and buffers: tensor sizes (`None` for absent ones) and bounds."""
     piece = microbatch.slices[0]
     sizes = tuple(None if x is None else len(x) for x in _list_optional(microbatch))
     return (*sizes, piece.max_seqlen, piece.keys.max_seqlen if piece.keys else None)

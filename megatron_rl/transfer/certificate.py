@@ -69,7 +69,7 @@ class CertifiedParams:
     """One side of a reshard on this rank.
 
     Attributes:
-        counted: placements that this rank counts.
+        counted: placements whose digest this rank contributes.
         params_with_padding: parameters with elements that no logical tensor fills.
     """
 

@@ -28,7 +28,7 @@ class Shard:
 
 @dataclass(slots=True, eq=False)
 class BoxPiece:
-    """A distinct box of every tensor of a class.
+    """A box that source shards hold, the same in every tensor of a class.
 
     Attributes:
         holders: source shard -> (place of the tensor in that shard, box in the parameter).
@@ -40,7 +40,7 @@ class BoxPiece:
 
 @dataclass(slots=True, eq=False)
 class TensorClass:
-    """Tensors that both sides shard alike."""
+    """Logical tensors with the same boxes on the same shards of both sides, so that one plan serves all."""
 
     pieces: list[BoxPiece]
     targets: Targets

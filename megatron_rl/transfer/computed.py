@@ -37,7 +37,7 @@ class _Computed:
 
 @dataclass(frozen=True)
 class MergedParam(_Computed):
-    """`merged[rows, columns]` is a piece of W + s B A.
+    """Weight with merged adapters; `merged[rows, columns]` computes that piece of W + s B A, rounded to W's dtype.
 
     Attributes:
         weight: W [n, m].
@@ -64,7 +64,11 @@ class MergedParam(_Computed):
 
 @dataclass(frozen=True)
 class ScaledParam(_Computed):
-    """`scaled[rows, columns]` is a piece of s W, computed in float32 and rounded once."""
+    """Adapter matrix B with LoRA's scale, for engines that apply adapters unscaled.
+
+    `scaled[rows, columns]` is that piece of s W, with W = `weight` (the actor's B) and s = `scale`. It is computed when
+    read, in float32 from the current W, and rounded once to W's dtype, so that no second copy is stored.
+    """
 
     weight: torch.Tensor
 
@@ -74,7 +78,7 @@ class ScaledParam(_Computed):
 
 @dataclass(frozen=True)
 class CodedParam:
-    """`coded[rows, columns]` is a piece of the codes of W, int8.
+    """Eight-bit codes of W for engines; `coded[rows, columns]` encodes that piece, int8.
 
     Attributes:
         weight: W [n, m].

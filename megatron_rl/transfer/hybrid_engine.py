@@ -185,7 +185,7 @@ class HybridEngine:
         return frozenset(name for name, kind in model.shape.tensor_kinds().items() if kind in kinds)
 
     def _ask_engine(self, engines: EngineRanks) -> tuple[torch.dtype, frozenset[str], CodeFormat | None]:
-        """Return an engine's dtype, float32 exceptions and code format."""
+        """Return an engine's dtype, the HF names that it holds in float32 instead, and its code format; collective."""
         code_format = self._engine.code_format if isinstance(self._engine, CodedEngine) else None
         params, mine, rank = self._engine.params, None, self._group.rank()
         if dtype := next((param.dtype for param in params.values()), None):
@@ -228,7 +228,7 @@ class HybridEngine:
         self.policy_version = self._find_version()
 
     def _list_transfers(self) -> list[Transfer]:
-        """Return the due transfers: parameters that adapters do not change move once."""
+        """Return the due transfers; parameters that adapters do not change move only if the engine lacks them."""
         if self._transferred_once and self._has_model:
             return self._transfers[self._transferred_once :]
         self._has_model = not self._loses_model

@@ -32,7 +32,7 @@ _Piece = TypeVar("_Piece", bound=Hashable)
 
 @dataclass(slots=True)
 class SourceChoice:
-    """The source of every demanding rank.
+    """Choice of the owner from which each demanding rank receives its pieces.
 
     Attributes:
         owners: ranks that hold the pieces, ascending.
@@ -108,7 +108,7 @@ def _serve_near(choice: SourceChoice, demanding: Sequence[int], ranks_per_node: 
 
 
 def _serve_far(choice: SourceChoice, far: list[int]) -> None:
-    """Serve ranks without an owner on their node: first level the owners' loads, then in turn."""
+    """Choose owners for ranks without one on their node: first level the owners' loads, then in turn."""
     level, top = min(choice.load.values()), max(choice.load.values())
     levelling: list[int] = []
     while level < top:
@@ -176,7 +176,7 @@ _Spread = dict[tuple[str, BoxPiece], dict[int, int]]  # piece of a tensor -> lef
 
 @dataclass(slots=True, eq=False)
 class _Route:
-    """All pieces with the same holders and the same destination shards, of any class."""
+    """Pieces of any class with equal holders and destination shards, and thus one choice of sources."""
 
     holders: tuple[int, ...]
     destinations: tuple[int, ...]

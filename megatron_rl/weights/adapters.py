@@ -55,7 +55,7 @@ class AdapterShape:
         return self.base.num_experts > 0 and not {*_DENSE.values()}.isdisjoint(self.kinds)
 
     def kind_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return kind -> shape."""
+        """Return the full shape of each kind of tensor: `<kind>.lora_A` and `<kind>.lora_B`, and the score head."""
         sizes = self.base.kind_sizes()
         found = {"score": sizes["score"]}
         for kind in self.kinds:
@@ -64,7 +64,7 @@ class AdapterShape:
         return found
 
     def tensor_kinds(self) -> dict[str, str]:
-        """Return tensor -> kind in model order."""
+        """Return the kind of each tensor by name, in model order."""
         found = {}
         for name, kind in self.base.tensor_kinds().items():
             if kind in self.kinds:
@@ -75,13 +75,13 @@ class AdapterShape:
         return found
 
     def logical_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return tensor -> shape in model order."""
+        """Return the full shape of each tensor by name, in model order."""
         sizes = self.kind_sizes()
         return {name: sizes[kind] for name, kind in self.tensor_kinds().items()}
 
 
 def list_matrices(shape: ModelShape) -> dict[str, str]:
-    """Return PEFT name -> kind of matrices that can have adapters."""
+    """Return the kinds of a layer's matrices that can have adapters, by PEFT's module name."""
     family, names = FAMILIES[shape.family], FAMILIES[shape.family].experts
     if family.fuses or family.has_sinks or shape.latent is not None or shape.delta_layers:
         return {}

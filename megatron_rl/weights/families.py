@@ -51,7 +51,7 @@ class DeltaNetSizes:
 
     @property
     def tensor_kinds(self) -> dict[str, str]:
-        """Tensor -> kind, in checkpoint order."""
+        """Kind of each tensor of the net by name, in checkpoint order."""
         return {
             "dt_bias": "delta_head",
             "A_log": "delta_head",
@@ -88,7 +88,7 @@ class DeltaNetSizes:
         return keys, keys, self.value_heads * self.value_dim
 
     def kind_sizes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Return kind -> shape."""
+        """Return the full shape of each kind of tensor; see `ModelShape.kind_sizes`."""
         q, k, v = self.convolved
         heads = self.value_heads
         projected = {"delta_q": q, "delta_k": k, "delta_v": v, "delta_z": v, "delta_b": heads, "delta_a": heads}
@@ -203,7 +203,11 @@ class ModelShape:
         return RouteShape(self.num_layers - self.dense_layers, self.experts_per_token, self.num_experts)
 
     def kind_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return kind -> shape; layouts shard all tensors of a kind alike."""
+        """Return the full shape of each kind of tensor.
+
+        Tensors of one kind, such as "q.weight" or "down", have equal shapes in all layers and experts, and are sharded
+        alike.
+        """
         h, q, kv = self.hidden_size, self.num_heads * self.query_dim, self.num_kv_heads * self.head_dim
         sizes: dict[str, tuple[int, ...]] = {
             "vocab": (self.vocab_size, h),
@@ -248,7 +252,7 @@ class ModelShape:
         return self.latent.value if self.latent else self.head_dim
 
     def ffn_sizes(self) -> dict[str, int]:
-        """Return kind prefix -> columns of MLPs or experts, of dense MLPs before experts, of shared experts."""
+        """Return MLP columns by kind prefix: "" (MLPs or experts), `DENSE` (before experts), `SHARED` (experts)."""
         sizes = {"": self.ffn_hidden_size, DENSE: self.dense_ffn_size, SHARED: self.shared_ffn_size}
         return {prefix: size for prefix, size in sizes.items() if size}
 
@@ -296,7 +300,7 @@ class ModelShape:
         return experts is not None and experts.bias is not None and name.endswith(experts.bias)
 
     def layer_kinds(self, layer: int) -> dict[str, str]:
-        """Return HF tensor, without layer prefix -> kind, in checkpoint order, without experts."""
+        """Return the kind of each tensor of a layer but experts, by HF name in the layer, in checkpoint order."""
         family = FAMILIES[self.family]
         (first, first_kind), *norms = family.norms
         kinds = {f"{first}.weight": first_kind} | self._attention_kinds(layer in self.delta_layers)
@@ -337,7 +341,7 @@ class ModelShape:
         return kinds | ({"self_attn.o_proj.bias": "o.bias", "self_attn.sinks": "sinks"} if family.has_sinks else {})
 
     def expert_kinds(self, expert: int) -> dict[str, str]:
-        """Return HF tensor, without layer prefix -> kind, of one expert."""
+        """Return the kind of each tensor of one expert, by HF name in the layer."""
         names = FAMILIES[self.family].experts
         assert names is not None, f"{self.family} is dense"
         matrices = f"{names.block}.experts.{expert}."
@@ -347,7 +351,7 @@ class ModelShape:
         return kinds
 
     def tensor_kinds(self) -> dict[str, str]:
-        """Return HF tensor -> kind, in checkpoint order."""
+        """Return the kind of each tensor by HF name, in checkpoint order."""
         experts: dict[str, str] = {}
         for expert in range(self.num_experts):
             experts |= self.expert_kinds(expert)
@@ -367,7 +371,7 @@ class ModelShape:
         return kinds
 
     def logical_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return HF tensor -> shape, in checkpoint order."""
+        """Return the full shape of each tensor by HF name, in checkpoint order."""
         sizes = self.kind_sizes()
         return {name: sizes[kind] for name, kind in self.tensor_kinds().items()}
 

@@ -97,8 +97,9 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
 
 
 class _Cut(NamedTuple):
-    """Rows of a kind in a fused tensor of `groups` parts, from row `first` of each; `count` rows from `start` in a
-    fused checkpoint tensor.
+    """Rows of a kind in a fused Megatron tensor of `groups` equal parts, from row `first` of each part.
+
+    In a checkpoint tensor of `size`, the kind has `count` rows from `start`.
     """
 
     size: tuple[int, ...]
@@ -150,7 +151,7 @@ def _place(
 def _place_gated(
     cut: _Cut, key: str, stack: tuple[int, ...] = (), leading: tuple[int, ...] = ()
 ) -> tuple[GlobalPlacement, ...]:
-    """Place `[q; gate]` of each head: the global tensor has all q of a group first."""
+    """Place rows that are `[q; gate]` per head in HF files; the global tensor has all q of a group, then its gates."""
     places = []
     for whole in _place(cut, key, stack, leading):
         (first, last), (start, _) = whole.box[0], whole.hf_box[0]

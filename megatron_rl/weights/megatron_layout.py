@@ -159,7 +159,7 @@ for prefix, mlp in (("", "mlp"), (DENSE, "mlp"), (SHARED, "mlp.shared_experts"))
 
 
 def layer_parameter(hf_name: str, kind: str) -> str:
-    """Return Megatron's parameter, within a layer, of a tensor; for experts, that of a dense MLP."""
+    """Return the name, within a layer, of the Megatron parameter with an HF tensor; for experts, as in a dense MLP."""
     if kind == "head":
         return _NORMS[hf_name]
     if kind == "delta_head":
@@ -179,7 +179,7 @@ _EXPERT_KINDS = ("gate", "up", "down")
 
 
 class ShardPlace(NamedTuple):
-    """One of equal shares of the rows of a parameter."""
+    """Share `index` of `count` equal shares of a parameter's rows (ZeRO-3)."""
 
     index: int
     count: int

@@ -24,7 +24,7 @@ _PARAMETERS = tuple(f"linear_{name}.weight" for name in ("qkv", "proj", "fc1", "
 
 
 def is_quantized(parameter: str) -> bool:
-    """Return whether a Megatron parameter is quantized."""
+    """Return whether NF4 applies to a Megatron parameter."""
     return parameter.endswith(_PARAMETERS)
 
 

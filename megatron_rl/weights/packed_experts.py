@@ -67,7 +67,7 @@ class FileTensor:
 
 
 def find_parts(packed: str, num_experts: int, *, in_halves: bool = False) -> dict[str, PackedPart]:
-    """Return the logical tensors in a packed tensor of a file; empty for others."""
+    """Return logical tensor -> its part of a packed tensor of a file; empty for other tensors."""
     match = _PACKED.fullmatch(packed)
     if match is None:
         return {}
@@ -151,7 +151,7 @@ def split_experts(
 
 
 def join_matrices(matrices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the contiguous tensor [E, n, m] that consists of these matrices, or `None`."""
+    """View adjacent matrices as one tensor [E, n, m]; `None` if they do not fill a storage in order."""
     first = matrices[0]
     if first is None:
         return None

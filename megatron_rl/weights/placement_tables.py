@@ -35,7 +35,7 @@ class _SameBoxes(dict[Any, BoxPair]):
 
 
 class PlacementTable(Sequence[ShardBox]):
-    """The shard boxes of a rank, created during iteration.
+    """A rank's placement table: a sequence of shard boxes, created during iteration.
 
     Args:
         boxes: kind -> boxes in the parameter and in the HF tensor.
@@ -56,11 +56,11 @@ class PlacementTable(Sequence[ShardBox]):
             yield ShardBox(param, local_box, hf_name, hf_box)
 
     def without(self, params: frozenset[str]) -> PlacementTable:
-        """Drop parameters; shared rows stay shared."""
+        """Return the table without these parameters; ranks that share rows still do."""
         return PlacementTable(_select(self.rows, 0, params, keeps=False), self.boxes) if params else self
 
     def only(self, names: frozenset[str]) -> PlacementTable:
-        """Keep these HF tensors; shared rows stay shared."""
+        """Return the table of these HF tensors only; ranks that share rows still do."""
         return PlacementTable(_select(self.rows, 1, names, keeps=True), self.boxes)
 
 
@@ -160,7 +160,7 @@ def _split_delta_net(
 
 
 def list_parts(kind: str) -> list[tuple[str, str]]:
-    """Return (kind, kind of boxes) of each matrix in a tensor."""
+    """Return the kind of each matrix in a possibly fused checkpoint tensor, and the key of its boxes."""
     if kind in FUSED_KINDS:
         return [(part, f"{kind}.{part}") for part in FUSED_KINDS[kind]]
     return [(kind, "hidden" if kind in NORM_KINDS else kind)]

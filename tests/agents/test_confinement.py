@@ -43,7 +43,7 @@ def needs(layer: str) -> pytest.MarkDecorator:
 
 
 def by_each_layer(attacks: dict[str, str], *layers: str) -> list[ParameterSet]:
-    """An attack and the only layer that is there, for each layer that is enough."""
+    """List pairs of an attack and a layer of confinement that alone must stop it."""
     return [
         pytest.param(code, layer, marks=needs(layer), id=f"{name} {layer}")
         for name, code in attacks.items()

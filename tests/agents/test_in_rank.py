@@ -69,7 +69,7 @@ def play(episodes: AnyEpisodes) -> list[dict[int, Answer]]:
 
 
 def without_trace(answers: list[dict[int, Answer]]) -> list[dict[int, Answer]]:
-    """The last line of a failure, which both must have."""
+    """Return answers whose failures are cut to the last line, which both kinds of processes must share."""
     return [
         {key: replace(answer, failure=answer.failure.strip().split("\n")[-1]) for key, answer in sorted(some.items())}
         for some in answers

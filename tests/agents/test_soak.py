@@ -117,7 +117,7 @@ class SeededEngine:
 
 
 def make_prompts(seed: int, count: int, directory: Path) -> list[Prompt]:
-    """Each with a kind of environment, every one of which is there."""
+    """Make prompts, each with a kind of environment; all kinds occur."""
     choice = random.Random(seed)
     kinds = [*REASONS, *choice.choices([*REASONS], k=count - len(REASONS))]
     choice.shuffle(kinds)
@@ -168,7 +168,7 @@ def soak(rank: int, world_size: int, directory: Path, seeds: Sequence[int], coun
 
 
 def check(directory: Path, seeds: Sequence[int], num_prompts: int, seconds: float) -> None:
-    """Groups are whole on both ranks, every end has its reason, and no process is left."""
+    """Check that groups are whole on both ranks, each episode has a reason for its end, and no process is left."""
     (directory / "odd.py").write_text(ENVIRONMENT)
     (directory / "tokenizer.model").write_bytes(train_tokenizer("0123456789=+"))
     first, second = run_ranks(soak, 2, directory, seeds, num_prompts, seconds, timeout=60 + 20 * len(seeds) * seconds)

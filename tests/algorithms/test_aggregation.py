@@ -33,7 +33,7 @@ def make_losses(lengths: list[int]) -> list[list[float]]:
 
 
 def aggregate_by_loop(mode: str, losses: list[list[float]]) -> float:
-    """The definitions, word by word."""
+    """Aggregate token losses by a mode's definition, in a loop."""
     if mode == "token-mean":
         tokens = [loss for sequence in losses for loss in sequence]
         return sum(tokens) / len(tokens)

@@ -104,7 +104,7 @@ def build_inputs(rollouts: list[int], group: dist.ProcessGroup, scores: list[flo
 
 
 def split_by_rollout(values: torch.Tensor, inputs: AdvantageInputs) -> dict[int, list[float]]:
-    """[t] -> rollout -> its tokens in the loss."""
+    """Split values [t] into the values of each rollout's tokens in the loss."""
     ids = sorted(set(inputs.sequence_ids.tolist()) - {-1})
     return {i: values[(inputs.sequence_ids == i) & inputs.loss_mask].tolist() for i in ids}
 

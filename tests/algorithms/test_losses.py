@@ -149,7 +149,7 @@ def _bound_outwards(tokens: Tokens, t: int, config: AlgorithmConfig) -> torch.Te
 
 
 def loss_by_loop(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, float]]:
-    """The whole loss, one token after the other."""
+    """Compute the whole loss and its metrics, one token after the other."""
     names = ("policy", "kl_term", "entropy_term", "kl", "clipped", "tokens", "weights")
     sums: dict[str, torch.Tensor] = {name: torch.zeros((), dtype=torch.float64) for name in (*names, "entropy")}
     deviation = 0.0

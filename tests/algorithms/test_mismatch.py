@@ -33,7 +33,7 @@ def compute(ratios: list[float] = RATIOS, **settings: Any) -> tuple[torch.Tensor
 
 
 def weights_by_loop(**settings: Any) -> list[float]:
-    """The definitions, one token after the other."""
+    """Compute importance weights by definition, one token after the other."""
     config, weights = AlgorithmConfig(**settings), []
     low, high, mode = config.importance_low, config.importance_high, config.importance_sampling
     for t, (i, is_in_loss) in enumerate(zip(IDS.tolist(), MASK.tolist(), strict=True)):

@@ -102,7 +102,7 @@ def test_shapes_do_not_depend_on_values() -> None:
 
 
 def explained_variance(old_values: list[float], returns: list[float]) -> float:
-    """Through the metrics of the loss, added up over two microbatches."""
+    """Compute the explained variance from the loss's metrics, added up over two microbatches."""
     totals: dict[str, float] = {}
     for part in (slice(0, 1), slice(1, None)):
         old, target = torch.tensor(old_values[part]), torch.tensor(returns[part])

@@ -25,7 +25,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 def fingerprint(tensor: torch.Tensor, cuts: tuple[int, ...] = ()) -> Fingerprints:
-    """Of a tensor in pieces of rows."""
+    """Compute the fingerprints of a tensor that is cut by rows into pieces."""
     bounds = [0, *cuts, len(tensor)]
     shape = tuple(tensor.shape)
     return fingerprint_pieces(

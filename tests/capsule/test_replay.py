@@ -91,7 +91,7 @@ def grpo(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ppo(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of a run with a critic on two ranks."""
+    """The capsule of the second step of a run with a critic on two ranks."""
     return capture(tmp_path_factory.mktemp("ppo") / "run", 2, task, PPO)
 
 

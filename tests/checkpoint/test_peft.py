@@ -87,7 +87,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def adapter(whole: Path, tmp_path: Path) -> Path:
-    """A copy to break."""
+    """A copy of the saved adapters that a test may damage."""
     shutil.copytree(whole / "adapter", tmp_path / "adapter")
     return tmp_path / "adapter"
 

@@ -28,7 +28,7 @@ def streams() -> Iterator[dict[str, torch.Tensor | torch.Generator]]:
 
 
 def draw(streams: dict[str, torch.Tensor | torch.Generator]) -> list[float]:
-    """A number of every generator; the two streams as they are after `restore_rng`."""
+    """Draw a number from every generator and from both streams, as they are after `restore_rng`."""
     plain = torch.Generator()
     plain.set_state(get_cuda_rng_tracker().get_states()["plain"])
     return [

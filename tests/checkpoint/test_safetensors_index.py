@@ -43,7 +43,7 @@ def rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], obj
 
 
 def remap(**changes: object) -> Callable[[Path], object]:
-    """Damage: other entries of the weight map."""
+    """Return a fault that changes entries of the index's weight map."""
     return lambda model: write_index(model, {"a": FIRST, "b": SECOND, "c": SECOND} | changes)
 
 

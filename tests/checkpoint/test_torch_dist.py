@@ -39,7 +39,7 @@ TOKENS = torch.from_numpy(np.stack(draw_tokens([12, 12])))
 
 
 def build_plain_model(shape: ModelShape, tp_size: int) -> tuple[torch.nn.Module, dict]:
-    """A model of megatron-core's own making on this rank, and the metadata that its checkpointing wants."""
+    """Build megatron-core's own model on this rank, and the metadata that its checkpointing needs."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -53,7 +53,7 @@ def make_config(
 
 
 def build_plan(config: RunConfig, world_size: int, num_train_prompts: int | None = None) -> BatchPlan:
-    """Of a GRPO run, whose advantages take a group."""
+    """Compute the batch plan of a GRPO run, whose estimator needs groups."""
     return BatchPlan.build(config, world_size, resolve(config), num_train_prompts)
 
 

@@ -37,7 +37,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def refusal(recipe: Path | None, *overrides: str) -> UserError:
-    """The first mistake: malformed recipes lack settings, too."""
+    """Return the first mistake of a refused config; malformed recipes also lack required settings."""
     with pytest.raises(UserError) as caught:
         load_config(recipe, overrides)
     return getattr(caught.value, "errors", [caught.value])[0]

@@ -90,7 +90,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def find_setting(system: str, name: str) -> str:
-    """Ours, by the row of the page that has theirs."""
+    """Return our name of another system's setting, by the page's table."""
     part = next(part for part in PAGE.read_text(encoding="utf-8").split("\n## ") if part.startswith(system))
     rows = [line.split("|")[1:3] for line in part.splitlines() if line.startswith("| ")]
     return next(ours.strip(" `") for theirs, ours in rows if name in re.findall(r"`([^`]+)`", theirs))

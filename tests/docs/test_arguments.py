@@ -59,7 +59,7 @@ COMMANDS = {
 
 
 def find_reason(command: str) -> str | None:
-    """The entry of UNREAD for it."""
+    """Return the entry of UNREAD that exempts a command from the check, if any."""
     return next(
         (name for name in UNREAD if command.startswith(f"{name} ") or name in (command, *command.split())), None
     )
@@ -101,7 +101,7 @@ def test_a_command_is_accepted(command: str) -> None:
 
 
 def check_settings(arguments: list[str]) -> None:
-    """Load them with their recipe if the repository has it, otherwise with the required settings."""
+    """Load settings with their recipe if the repository has it, otherwise with the required settings."""
     _, recipe, settings = _split(arguments)
     if "--help" in settings:
         return

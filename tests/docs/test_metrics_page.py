@@ -51,7 +51,7 @@ NOT_RECORDED = (
 
 
 def read_keys() -> set[str]:
-    """The metrics of all recordings."""
+    """Return the metric names of all golden recordings."""
     files = sorted((ROOT / "tests/golden").glob("*.json"))
     assert len(files) > 10
     return {key for file in files for key in json.loads(file.read_text())["metrics"]} - {"step"}

@@ -67,7 +67,7 @@ def pages(site: Path) -> dict[Path, Page]:
 
 
 def list_nav(entry: object) -> list[str]:
-    """The files of a navigation tree."""
+    """List the files of a navigation tree."""
     if isinstance(entry, str):
         return [entry]
     children = entry.values() if isinstance(entry, dict) else entry

@@ -54,7 +54,7 @@ def make_requests() -> list[Request]:
 
 
 def open_engine(rank: int, world_size: int, path: Path, name: str, **rollout: Any) -> BuiltEngine:
-    """With the weights of the model."""
+    """Open an engine with the weights of the model."""
     shape = load_model_shape(path)
     policy = None
     if name == "megatron":
@@ -129,7 +129,7 @@ def work(rank: int, world_size: int, path: Path, name: str, rollout: dict[str, A
 
 
 def route_with_transformers(path: Path, tokens: np.ndarray) -> np.ndarray:
-    """[s, layers, choices] of a sequence."""
+    """Return the routes [s, layers, choices] of a sequence in transformers."""
     model, chosen = transformers.AutoModelForCausalLM.from_pretrained(path).eval(), []
     for block in model.model.layers:
         router = getattr(block.mlp, "gate", getattr(block.mlp, "router", None))

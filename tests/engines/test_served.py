@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_spec(model: Path, **rollout: Any) -> EngineSpec:
-    """Of one rank."""
+    """Return the spec of an engine of one rank."""
     return EngineSpec(
         model_path=str(model),
         shape=load_model_shape(model),
@@ -67,7 +67,7 @@ def make_spec(model: Path, **rollout: Any) -> EngineSpec:
 
 
 def draw_weights(served: ServedEngine, engine: VllmEngine | None, seed: int) -> None:
-    """The same random weights for both."""
+    """Write the same random weights into the server and the engine."""
     generator = torch.Generator().manual_seed(seed)
     for param in served.params.values():
         param.normal_(std=0.15, generator=generator)

@@ -58,12 +58,12 @@ Answer = Callable[["Endpoint", dict[str, Any], web.StreamResponse], Any]
 
 
 def draw(seed: int) -> list[int]:
-    """The response to a seed."""
+    """Return the tokens of the response to a seed."""
     return np.random.default_rng(seed).integers(3, 500, 5).tolist()
 
 
 def make_event(tokens: list[int], finish_reason: str | None = None, **changes: Any) -> bytes:
-    """A part of a response."""
+    """Encode a part of a streamed response."""
     logprobs = {"token_logprobs": [-0.5] * len(tokens)}
     choice = {"index": 0, "text": "x", "token_ids": tokens, "logprobs": logprobs, "finish_reason": finish_reason}
     return b"data: " + json.dumps({"choices": [choice | changes]}).encode() + b"\n\n"

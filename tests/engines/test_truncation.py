@@ -36,7 +36,7 @@ def draw_logits(seed: int, spread: float, rows: int = 3) -> torch.Tensor:
 
 
 def keep_by_loop(row: torch.Tensor, sampling: SamplingConfig) -> list[int]:
-    """The definition, token by token, in float64."""
+    """Return the kept token ids by the definition of truncation, token by token, in float64."""
     order = sorted(range(len(row)), key=lambda i: -float(row[i]))
     left = [i for i in order if float(row[i]) >= float(row[order[0]]) + math.log(sampling.min_p or 1e-300)]
     left = left[: sampling.top_k] if sampling.top_k > 0 else left

@@ -83,7 +83,7 @@ def make_prompts(lengths: list[int]) -> list[np.ndarray]:
 
 
 def requests_for(prompts: list[np.ndarray], first_seed: int = 0) -> list[Request]:
-    """One each, with seeds that count."""
+    """Return a request per prompt, with consecutive seeds."""
     return [Request(i, prompt, first_seed + i, SAMPLED) for i, prompt in enumerate(prompts)]
 
 

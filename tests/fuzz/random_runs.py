@@ -112,7 +112,7 @@ class Problem(AssertionError):
 
 
 def draw(seed: int) -> Draw:
-    """The run of a seed."""
+    """Draw the run of a seed."""
     rng = random.Random(seed)
     found = Draw(seed, rng.choices((1, 2, 3, 4), (3, 5, 1, 3))[0], is_sft=rng.random() < 0.08)
     settings, world = found.settings, found.world_size
@@ -306,7 +306,7 @@ def _draw_value(rng: random.Random, info: FieldInfo) -> Any:
 
 
 def _write(value: Any) -> str:
-    """As YAML reads it."""
+    """Format a value as YAML reads it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -169,12 +169,12 @@ def launch(failure: Failure, task: Path, tmp_path: Path, ranks: int = 2) -> subp
 
 
 def fork(failure: Failure, task: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """The same in forks."""
+    """Run the program with the fault on forks of this process."""
     return fork_ranks(partial(main, failure.fault, list_settings(failure, task, tmp_path)), 2, tmp_path)
 
 
 def check(failure: Failure, result: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
-    """One message, no traceback of ours, the code, and the traceback in the log."""
+    """Check the one message, without our traceback, the exit code, and the traceback in the log."""
     ours = TORCHRUN_SAYS.split(result.stderr)[0]
     assert len(re.findall(rf"^error: {failure.message}", ours, re.M)) == 1, result.stderr[-6000:]
     everything = result.stdout + ours

@@ -132,7 +132,7 @@ def write_project(directory: Path, files: dict[str, str], seconds: dict[str, flo
 
 
 def begin(directory: Path, *arguments: str) -> subprocess.Popen[str]:
-    """pytest on the project."""
+    """Start pytest on the project."""
     command = [sys.executable, "-m", "pytest", ".", "-p", "no:cacheprovider", *arguments]
     return subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -45,7 +45,7 @@ def recipe(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(recipe: Path) -> list[dict]:
-    """torchrun on one node."""
+    """The metrics of the run by torchrun on one node."""
     run_dir = recipe.parent / "torchrun"
     assert_succeeded(run(["bash", "launch/train_single_node.sh", str(recipe)], NPROC="4", RUN_DIR=str(run_dir)))
     records = read_records(run_dir)

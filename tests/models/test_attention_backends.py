@@ -121,7 +121,7 @@ def attend_with_sinks(
     scale: float,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """The same with a score more in the denominator."""
+    """Compute attention with sinks, one more score per head in the softmax's denominator."""
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key).mul(scale).masked_fill(~visible, float("-inf"))

@@ -58,7 +58,7 @@ def draw(num_tokens: int) -> list[torch.Tensor]:
 
 
 def define(inputs: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
-    """The definition, for the sequence of these rows: [s, heads, d_v]."""
+    """Compute the delta rule by definition for the sequence of these rows: [s, heads, d_v]."""
     x, weight, decay, beta = (value.double() for value in inputs)
     state, outputs = torch.zeros(HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64), []
     for place, row in enumerate(rows):
@@ -98,7 +98,7 @@ RULES = {"chunks": apply_delta_rule, "kernel": partial(apply_kernel, run_sequenc
 
 
 def compute(inputs: Sequence[torch.Tensor], segments: Segments, rule: str = "chunks") -> torch.Tensor:
-    """Ours: [t, heads, d_v]."""
+    """Compute our implementation's output, [t, heads, d_v]."""
     x, weight, decay, beta = inputs
     rows = build_sequence_rows(segments, WIDTH)
     query, key, value = convolve(x, weight, rows).split(PARTS, 1)

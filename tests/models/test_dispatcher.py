@@ -68,7 +68,7 @@ class Pair:
         return [output.detach(), *torch.autograd.grad(output, [self.x, *weights], self.gradient)]
 
     def agree(self) -> list[bool]:
-        """Which of them are equal bit for bit, and that none is zero."""
+        """Return for each result of `run` whether both dispatchers agree bit for bit and it is not zero."""
         found, expected = self.run(self.ours), self.run(self.theirs)
         return [torch.equal(a, b) and bool(b.any()) for a, b in zip(found, expected, strict=True)]
 

@@ -47,7 +47,7 @@ class Case:
         return draw(NUM_TOKENS, 6), weight, draw(NUM_TOKENS, 9), teacher_weight, draw(NUM_TOKENS)
 
     def make_softmax(self, chunk_tokens: int) -> OutputSoftmax:
-        """Over the vocabulary of all ranks."""
+        """Return softmax settings for a vocabulary over all ranks."""
         assert dist.group.WORLD is not None
         return OutputSoftmax(
             vocab_size=VOCAB_SIZE, temperature=self.temperature, tp_group=dist.group.WORLD, chunk_tokens=chunk_tokens
@@ -74,7 +74,7 @@ def make_reference(case: Case, k: int | None, direction: str) -> list[torch.Tens
 
 
 def run_chunked(case: Case, k: int | None, direction: str, chunk_tokens: int) -> list[torch.Tensor]:
-    """The same in chunks on this rank of the group, d hidden summed over the ranks."""
+    """Compute divergences and gradients in chunks on this rank, d hidden summed over the ranks."""
     rank, size, softmax = dist.get_rank(), dist.get_world_size(), case.make_softmax(chunk_tokens)
     hidden, weight, teacher_hidden, teacher_weight, a = case.make_inputs()
     hidden.requires_grad_()

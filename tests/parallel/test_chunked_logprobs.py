@@ -48,7 +48,7 @@ class Case:
         return hidden, weight, targets, a, b
 
     def make_softmax(self, chunk_tokens: int) -> OutputSoftmax:
-        """Over the vocabulary of all ranks."""
+        """Return softmax settings for a vocabulary over all ranks."""
         return OutputSoftmax(
             vocab_size=self.vocab_size,
             temperature=self.temperature,

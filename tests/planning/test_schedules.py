@@ -103,7 +103,7 @@ def test_colocated_partial_rollouts_end_with_the_batch():
 
 
 class GivenLengths(LengthModel):
-    """These, one prompt of one response each."""
+    """Response lengths given by a test: one prompt of one response each."""
 
     def __init__(self, lengths: list[int]) -> None:
         super().__init__(np.array(lengths), 0.0, "given")

@@ -62,7 +62,7 @@ EXCHANGED = Setup(sizes=dict(ep_size=2), config=LADDER, replays=True)  # runs wi
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model of each kind of router."""
+    """A directory with a model of each kind of router."""
     directory = tmp_path_factory.mktemp("mixtures")
     for family in ("qwen3_moe", "glm4_moe"):
         save_tiny_model(directory / family, family)

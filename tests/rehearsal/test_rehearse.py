@@ -64,7 +64,7 @@ def test_planted_fault_is_named(fault: str, problems: dict[str, list[str]]) -> N
 
 
 def make_report(**changes: Any) -> dict[str, Any]:
-    """Of a rank that agrees with its plan, but for changes of its update, or of its row of memory or of traffic."""
+    """Make the report of a rank that agrees with its plan, except for changes of its update, memory or traffic."""
     row = {"phase": "actor update", "planned": 2 << 30, "rehearsed": 2 << 30, "at_peak": []}
     traffic = {"role": "actor", "axis": "DP", "planned": 1 << 30, "rehearsed": 1 << 30}
     update = {"host_collectives": [], "mixes": [], "syncs": {"megatron_rl/training/update.py:1": 1}, "peak": 2 << 30}

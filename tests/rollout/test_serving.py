@@ -123,7 +123,7 @@ def test_messages_arrive_as_they_were_sent(shared: list[list[list[ControlMessage
 
 @pytest.fixture(scope="module")
 def shared() -> list[list[list[ControlMessage]]]:
-    """By rank."""
+    """The result of `share_messages` by rank."""
     return run_ranks(share_messages, 4)
 
 
@@ -218,7 +218,7 @@ def test_one_turn_engines_generate_what_waits() -> None:
 
 
 class Failing(ScriptedEngine):
-    """Its third step raises."""
+    """An engine whose third step raises."""
 
     steps = 0
 

@@ -53,7 +53,7 @@ ESTIMATORS += ["reinforce_plus_plus", "gae"]  # of which the latter's values are
 
 
 def _pack(samples: Experience, rank: int = 0, world_size: int = 1) -> tuple[TrainBatch, Packing]:
-    """With log-probs and values of 0."""
+    """Pack the samples, with log-probs and values of 0."""
     model = SimpleNamespace(
         layout=ParallelLayout(world_size),
         dp_rank=rank,

@@ -29,7 +29,7 @@ Groups = list[tuple[int, Rollout]]
 
 
 def pack(rollouts: Groups, *, share_prompts: bool | str = "tree", budget: int = 10_000, **sizes: int) -> list[Packing]:
-    """Of every DP rank."""
+    """Pack the rollouts on every DP rank."""
     layout, packings = ParallelLayout(sizes.get("dp_size", 1)), []
     plan = SimpleNamespace(
         rollouts_per_minibatch=sizes.get("minibatch", 10_000), max_response_length=100, longest_sequence=10_000

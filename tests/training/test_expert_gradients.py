@@ -75,7 +75,7 @@ def loop(shape: ModelShape, weights: dict[str, torch.Tensor], caught: Caught) ->
 
 
 def measure(rank: int, world_size: int, path: Path) -> dict[str, dict[str, float]]:
-    """Of every recomputation."""
+    """Return the distances of `_measure` for every setting of recomputation."""
     return {recompute: _measure(path, recompute) for recompute in RECOMPUTATION}
 
 

@@ -92,7 +92,7 @@ def train_on_rank(rank: int, world_size: int, case: Case, path: Path) -> dict[st
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """To the last bit, tensor by tensor."""
+    """Return whether all tensors are equal to the last bit."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(is_equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
@@ -120,7 +120,7 @@ def train(case: Case, path: Path) -> Measured:
 
 
 def compare_metrics(found: Measured, expected: Measured) -> None:
-    """Of every update; and the norm that the adapters have after the first, of scale 2."""
+    """Compare the metrics of every update, and the adapters' norm after the first, for scale 2."""
     w = found.weights
     products = [2.0 * w[name.replace("lora_A", "lora_B")] @ a for name, a in w.items() if "lora_A" in name]
     norm = torch.stack([product.square().sum() for product in products]).sum().sqrt().item()

@@ -97,7 +97,7 @@ def softmax(tmp_path_factory: pytest.TempPathFactory) -> Routed:
 
 @pytest.fixture(scope="module", params=SHAPES)
 def routed(request: pytest.FixtureRequest, softmax: Routed, tmp_path_factory: pytest.TempPathFactory) -> Routed:
-    """Of each kind of router."""
+    """A model on disk of each kind of router, with its run on one rank."""
     family = request.param
     return softmax if family == softmax.family else make_routed(family, tmp_path_factory.mktemp(family))
 

@@ -76,7 +76,7 @@ def _compare_on_rank(rank: int, world_size: int, setups: dict[str, Setup], path:
 
 
 def assert_equal_to_eager(world_size: int, setups: dict[str, Setup], path: Path, num_steps: int) -> None:
-    """On every rank, in every step; and never more shapes than buckets."""
+    """Assert bitwise equality on every rank in every step, and at most one shape per bucket."""
     for rank, found in enumerate(run_ranks(_compare_on_rank, world_size, setups, path, num_steps, timeout=1500)):
         for name, result in found.items():
             assert not result["differences"], f"rank {rank}, {name}: {result['differences']}"
@@ -181,7 +181,7 @@ def test_an_unsound_step_changes_neither_weights_nor_states(bad: float, message:
 
 
 def _check(mode: Literal["static", "graph"]) -> None:
-    """Whether this machine runs it; which GPUs run it with experts is in tests/rehearsal/test_gpu_paths.py."""
+    """Check that this machine runs a step mode; tests/rehearsal/test_gpu_paths.py covers GPUs with experts."""
     config = ActorConfig(step_mode=mode)
     spec = RoleSpec(name="actor", path="-", section="actor", settings=config, head="logprob", trainable=True)
     check_step_mode(spec, make_shape("qwen2"), "bfloat16")

@@ -29,7 +29,7 @@ MASK = (1 << 64) - 1
 
 
 def digest_by_definition(tensor: torch.Tensor) -> int:
-    """Python integers, element by element."""
+    """Compute a digest in Python integers, element by element."""
     bits = tensor.contiguous().view({4: torch.int32, 2: torch.int16}[tensor.element_size()]).flatten().tolist()
     return sum(b * (2 * i + 1) for i, b in enumerate(bits)) & MASK
 
@@ -108,7 +108,7 @@ def test_counting_by_shard_is_counting_by_rank(shape: ModelShape, sizes: dict[st
 
 
 def no_fault(rank: int, destination: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:
-    """The control."""
+    """Change nothing: the control."""
 
 
 def swap_q_and_k(rank: int, destination: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:

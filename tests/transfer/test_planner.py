@@ -91,7 +91,7 @@ def make_plans(source: Tables, destination: Tables, ranks_per_node: int = 4) -> 
 
 
 def incoming(plan: RankPlan) -> list[TransferOp]:
-    """Everything that fills a rank."""
+    """List all operations that write on a rank: local copies and receives."""
     return [*plan.local, *(op for ops in plan.receives.values() for op in ops)]
 
 

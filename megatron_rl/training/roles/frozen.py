@@ -135,7 +135,7 @@ def build_policy(
     *,
     sequence_parallel: bool,
 ) -> PackedModel:
-    """Build a frozen model on all ranks; collective."""
+    """Build a frozen policy in `layout` and load its weights; collective."""
     config = LayoutConfig(
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,

@@ -115,7 +115,7 @@ class ActorOnSamples(PolicyOnSamples):
         return self.compute(self.role.compute_sum_pi_squared, samples)
 
     def as_update(self, samples: Experience, values: torch.Tensor) -> Column:
-        """Wrap values [t] of the last pipeline stage as a column."""
+        """Wrap values [t] that are valid on the last pipeline stage only as a column."""
         packing, layout = samples.pack(self.packer), self.packer.model.layout
         last_stage = [[layout.rank(dp=dp, pp=layout.pp_size - 1)] for dp in range(layout.dp_size)]
         return Column(values, packing, Holders(packing.holders.replica_of, np.array(last_stage)))

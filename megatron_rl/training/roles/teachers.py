@@ -107,7 +107,7 @@ def _mix_logprobs(logprobs: Sequence[torch.Tensor], weights: Sequence[float]) ->
 def _measure_divergences(
     teacher_logprobs: Mapping[str, torch.Tensor], batch: TrainBatch, group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Return means `distill/<name>` of the policy's log-probs minus [t] each, NaN where a teacher scores nothing."""
+    """Return `distill/<name>`, the policy's mean log-prob minus the teacher's ([t], NaN if unscored); collective."""
     sums = {}
     for name, logprobs in teacher_logprobs.items():
         counted = batch.loss_mask & ~logprobs.isnan()
@@ -119,7 +119,7 @@ def _measure_divergences(
 
 
 def ask_teacher(role: Any, distillation: DistillationConfig, vocab_size: int, batch: TrainBatch) -> torch.Tensor:
-    """Compute the teacher output for the configured kind of distillation."""
+    """Run a teacher, and return hidden states, top k or log-probs, by the configured kind of distillation."""
     if distillation.kind == "full":
         return role.compute_hidden(batch)
     if distillation.kind == "top_k":
