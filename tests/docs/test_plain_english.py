@@ -135,18 +135,21 @@ def test_counts_find_what_they_should() -> None:
 
 
 def name_definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:
-    """Yield every definition with its qualified name and arguments."""
+    """Yield every definition with its qualified name, arguments and return type."""
     for child in ast.iter_child_nodes(node):
         inner = prefix
         if isinstance(child, Definition) and not isinstance(child, ast.Module):
-            inner = f"{prefix}{child.name}"
-            yield inner if isinstance(child, ast.ClassDef) else f"{inner}({ast.unparse(child.args)})", child
-            inner += "."
+            signature = ""
+            if not isinstance(child, ast.ClassDef):
+                returned = f" -> {ast.unparse(child.returns)}" if child.returns else ""
+                signature = f"({ast.unparse(child.args)}){returned}"
+            yield f"{prefix}{child.name}{signature}", child
+            inner = f"{prefix}{child.name}."
         yield from name_definitions(child, inner)
 
 
 def draw(seed: int, number: int) -> Iterator[str]:
-    """Yield docstrings of the package, drawn by a seed, with file, name and arguments."""
+    """Yield docstrings of the package, drawn by a seed, with file, name and signature."""
     found = []
     for path in list_sources():
         if path.is_relative_to(ROOT / "megatron_rl"):
