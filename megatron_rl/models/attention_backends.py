@@ -39,7 +39,7 @@ class TileBatch:
 
     The queries of a tile attend to all keys up to the tile's end.
 
-    The shape of the sdpa call depends only on the number (missing rows are masked fillers), so decoding, a response
+    The shape of the sdpa call depends only on `number` (missing rows are masked fillers), so decoding, a response
     behind a shared prompt, and a whole sequence have equal bits.
 
     Attributes:
@@ -78,7 +78,7 @@ class Segments:
         batches: (segments, queries, keys) per batch of equal segments (sdpa only).
         order, key_order, places: int64; query rows and key rows by batch, and the inverse of `order`; `None` if rows
             stay in place (sdpa only).
-        mask: [most queries behind a prefix, most keys], additive (sdpa with prefixes only).
+        mask: [most queries of a segment with a prefix, most keys], additive (sdpa with prefixes only).
         window: maximum number of visible keys, including a query's own; 0 means no limit.
     """
 

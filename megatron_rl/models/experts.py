@@ -198,7 +198,7 @@ class GroupedExperts(torch.nn.ModuleDict):
         self._adds_bias = pg_collection.expt_tp.rank() == 0  # results are summed over TP: add it once
 
     def forward(self, x: torch.Tensor, tokens_per_expert: Any, shares: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Apply the experts to rows sorted by expert; `shares` [t] scale the results, biases included."""
+        """Apply the experts to rows sorted by expert; routing weights `shares` [t] scale results and biases."""
         first: Any = self["linear_fc1"]
         second: Any = self["linear_fc2"]
         counts = RowCounts(tokens_per_expert, x)

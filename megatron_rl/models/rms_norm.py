@@ -66,9 +66,9 @@ class SplitRMSNorm(torch.nn.Module):
 
 
 def _normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalize with torch's bits; in float32 on CPU, torch's own steps would save intermediates.
+    """Normalize bitwise as torch does; in float32 on CPU by `_Norm`, since torch would save intermediates.
 
-    The input is passed twice so that autograd adds its gradient terms in torch's order.
+    `_Norm` receives `x` twice, so that autograd adds its gradient terms in torch's order.
     """
     if x.is_cuda or x.dtype != torch.float32:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)

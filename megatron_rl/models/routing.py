@@ -3,8 +3,8 @@
 
 When two gates are nearly equal, bitwise differences between engine and trainer flip an expert, and the token's log-prob
 moves by orders of magnitude more than otherwise. Replaying the routes of the engine (R3, arXiv 2510.11370) or of the
-`old_logprobs` pass (R2, arXiv 2507.18071) prevents this. Only the choice is replayed; shares and gradients come from
-the current gates.
+`old_logprobs` pass (R2, arXiv 2507.18071) prevents this. Only the choice is replayed; routing weights and gradients
+come from the current gates.
 
 The token dispatcher never syncs with the host, for CUDA graphs: shapes depend only on the number of tokens. Ranks that
 share experts (expert tensor parallelism) gather all rows and reduce-scatter the sums. Rows and additions keep
@@ -144,7 +144,7 @@ class _Selection:
         return (values, chosen) if chosen is self._own else (scores.gather(1, chosen), chosen)
 
     def count(self, logits: torch.Tensor, routing_map: torch.Tensor) -> None:
-        """Count the outcome; see `RowRoutes.count`."""
+        """Count the chosen experts; see `RowRoutes.count`."""
         self._routes.count(self._layer, self._own, logits, routing_map)
 
 
@@ -154,13 +154,13 @@ class RoutedRouter(TopKRouter):
     router_replay: Any
 
     def take(self, layer: int, routes: RowRoutes | None) -> None:
-        """Set the routes that the next forward replays and records; `layer`: negative index into their layers."""
+        """Set the routes that the next forward replays and records; `layer`: negative index into the routes' layers."""
         self.router_replay = None if routes is None else _Selection(layer, routes)
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return shares [rows, experts] and the routing map [rows, experts] bool."""
+        """Return routing weights [rows, experts] and the routing map [rows, experts] bool."""
         shares, routing_map = super().routing(logits, padding_mask)
         if self.router_replay is not None:
             self.router_replay.count(logits.flatten(0, -2), routing_map)
@@ -193,7 +193,7 @@ class BiasedRouter(RoutedRouter):
 
 
 class RoutedLayer(TransformerLayer):
-    """MoE layer that passes the routes of its rows to its router; a `LocalDispatcher` unless experts are split (EP)."""
+    """MoE layer that passes the routes of its rows to its router; uses a `LocalDispatcher` without EP."""
 
     mlp: Any
 
@@ -240,7 +240,7 @@ class LocalDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows sorted by expert, and their shares.
+        """Return rows sorted by expert, and their routing weights.
 
         Args:
             hidden_states: [t, 1, h].
@@ -261,7 +261,7 @@ class LocalDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rows, row counts [E] and shares of all ranks that share the experts."""
+        """Return rows, row counts [E] and routing weights of all ranks that share the experts."""
         choices, group = self._under_way, self.tp_group
         if self.tp_size > 1:
             with torch.no_grad():

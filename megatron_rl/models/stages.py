@@ -123,7 +123,7 @@ class MtpModel(HiddenStatesModel):
         self._lent: torch.Tensor | None = None
 
     def lend(self, output_weight: torch.Tensor) -> None:
-        """Set the output layer's rows [v/tp, h] that score tokens; they receive no gradient."""
+        """Set the main model's output rows [v/tp, h], which score this layer's tokens and receive no gradient."""
         self._lent = output_weight.detach()
 
     @property
