@@ -30,7 +30,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 @torch.no_grad()
 def find_variance(shapes: Iterable[tuple[int, ...]]) -> str | None:
-    """Return a sentence on the first size of weights for which batch or split changes a row's bits; `None` without any.
+    """Return a sentence on the first weights whose product has rows with bits that depend on batch or split, if any.
 
     Args:
         shapes: h, n and widths of parts that the engine multiplies separately (query, key, value), if any.

@@ -29,7 +29,8 @@ def compute_linear_top_k(hidden: torch.Tensor, weight: torch.Tensor, k: int, sof
         k: at most the vocabulary size, which must be below 2^24: ids are exact in float32.
 
     Returns:
-        [t, 2, k + 1]: ids and log-probs, bitwise equal on all ranks; the last is any other token, with id 0.
+        [t, 2, k + 1]: ids and log-probs, bitwise equal on all ranks; the last entry stands for all other tokens, with
+        id 0.
     """
     shard = softmax.find_shard(weight)
     rows = weight[: shard.width]
@@ -104,7 +105,10 @@ class _LinearLogprobsOf(torch.autograd.Function):
         shard = ctx.softmax.find_shard(weight)
 
         def find_gradient(z: torch.Tensor, part: slice) -> torch.Tensor:
-            """d logprob_i / d z_v = 1[v = i] - p_v, and d log_rest / d z_v = p_v / p_rest - p_v, at ids -p_v."""
+            """Return the gradient of the logits z [c, width] of the chunk `part` of the tokens.
+
+            d logprob_i / d z_v = 1[v = i] - p_v, and d log_rest / d z_v = p_v / p_rest - p_v, at ids -p_v.
+            """
             (columns, is_mine), slope = _locate(ids[part], shard), grad[part]
             probs = z.sub_(lse[part, None]).exp_()
             gradient = probs * -slope.sum(-1, keepdim=True)
@@ -218,7 +222,7 @@ def _locate(ids: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.T
 def _multiply_away(
     ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, find_gradient: Callable[[torch.Tensor, slice], torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Compute the gradients of hidden states and weight from each chunk's gradient of its scaled logits."""
+    """Compute the gradients of hidden states and weight; `find_gradient` returns that of a chunk's scaled logits."""
     softmax, width = ctx.softmax, ctx.softmax.find_shard(weight).width
     rows, size = weight[:width], softmax.chunk_tokens
     hidden_gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None

@@ -63,7 +63,7 @@ def compute_linear_logprobs_and_entropy(
         hidden: [t, h], the same on every rank of the group.
         weight: [v/tp, h] this rank's rows of the (padded) output layer.
         targets: [t] int64 token ids, 0 <= id < vocab_size.
-        kept: [t] sets of tokens that limit the distributions, each with the target, or `None`.
+        kept: [t] token sets to which the distributions are limited, each with the target, or `None`.
 
     Returns:
         logprobs [t] and entropy [t], bitwise equal on all ranks; differentiable in `hidden` (partial) and `weight`.

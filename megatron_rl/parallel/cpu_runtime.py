@@ -33,7 +33,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class _Stream:
-    """CUDA stream or event on a device with one synchronous queue."""
+    """Stand-in for CUDA streams and events on a device with one synchronous queue."""
 
     __init__ = synchronize = wait_stream = wait_event = wait = record = _nothing
 
@@ -213,7 +213,7 @@ FIXES: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
 
 
 class _Loader(SourceFileLoader):
-    """Loader that replaces a megatron.core module's global `torch` with the view."""
+    """Loader that replaces a megatron.core module's global `torch` with the CPU view of torch."""
 
     view: types.ModuleType | None = None
 
@@ -239,7 +239,7 @@ class _Finder:
 
 
 def install() -> None:
-    """Install the view; no-op with CUDA or when already installed.
+    """Install the CPU view of torch for `megatron.core`; no-op with CUDA or when already installed.
 
     Raises:
         RuntimeError: `megatron.core` was imported before and holds the real torch.
@@ -263,6 +263,6 @@ def _keep_freed_memory() -> None:
 
 
 def install_and_find(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Install, and find the module whose import is under way; `None` with CUDA."""
+    """Install the runtime, and find the `megatron.core` module that is being imported; `None` with CUDA."""
     install()
     return _Finder.find_spec(name, path) if _Loader.view is not None else None

@@ -84,7 +84,7 @@ def list_gather_buffers() -> list[torch.Tensor]:
 
 
 def free_gather_buffers() -> None:
-    """Free the buffers; they are recreated on demand."""
+    """Free megatron-core's buffers for gathered hidden states; they are recreated on demand."""
     parallel_state.get_global_memory_buffer().buffer.clear()
 
 

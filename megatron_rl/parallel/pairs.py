@@ -50,7 +50,7 @@ class Pair:
         return num_bytes <= _SLOT_BYTES
 
     def send(self, values: torch.Tensor) -> None:
-        """Send a copy of a tensor; blocks while two are unread."""
+        """Send a copy of a tensor; blocks while the peer has two unread."""
         while self._sent - self._acknowledged == _SLOTS:
             self._listen()
         _shape(self._mine[self._sent % _SLOTS], values).copy_(values.detach())
@@ -58,7 +58,10 @@ class Pair:
         self._tell(_TENSOR)
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the next received tensor, shaped as `like`, valid until the next call; the next send confirms it."""
+        """Return the next received tensor, shaped as `like`, valid until the next call.
+
+        The next `send` acknowledges it.
+        """
         while self._arrived == self._read:
             self._listen()
         slot = self._theirs[self._read % _SLOTS]
@@ -167,7 +170,7 @@ class _Done:
 def all_gather_into_tensor(
     output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Gather as torch.distributed does."""
+    """Gather as torch.distributed does, by the group's pair if possible."""
     pair = find_pair(group, values.nbytes)
     if pair is None or group is None:
         return dist.all_gather_into_tensor(output, values, group=group, async_op=async_op)
@@ -185,7 +188,7 @@ def reduce_scatter_tensor(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Reduce-scatter as torch.distributed does."""
+    """Reduce-scatter as torch.distributed does, by the group's pair if possible."""
     pair = find_pair(group, output.nbytes)
     if pair is None or group is None or op != dist.ReduceOp.SUM:
         return dist.reduce_scatter_tensor(output, values, op=op, group=group, async_op=async_op)
@@ -201,7 +204,7 @@ def all_reduce(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """All-reduce as torch.distributed does."""
+    """All-reduce as torch.distributed does, by the group's pair if possible."""
     pair = find_pair(group, values.nbytes)
     if pair is None or op != dist.ReduceOp.SUM:
         return dist.all_reduce(values, op=op, group=group, async_op=async_op)

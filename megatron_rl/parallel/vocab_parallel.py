@@ -172,14 +172,14 @@ class PackedKeptSets:
 
     @classmethod
     def pack(cls, parts: Sequence[KeptSets], device: torch.device) -> PackedKeptSets:
-        """Concatenate the sets of several parts."""
+        """Concatenate the kept token sets of several parts."""
         ids = np.concatenate([np.empty(0, np.int32), *(part.ids for part in parts)])
         counts = np.concatenate([np.empty(0, np.int32), *(part.counts for part in parts)]).astype(np.int64)
         firsts = np.cumsum(counts) - counts
         return cls(*(torch.from_numpy(array).to(device) for array in (ids, firsts, counts)))
 
     def __getitem__(self, rows: slice | torch.Tensor) -> PackedKeptSets:
-        """Select rows."""
+        """Return the kept token sets of `rows`."""
         return PackedKeptSets(self.ids, self.firsts[rows], self.counts[rows])
 
     def pad(self, count: int) -> PackedKeptSets:
@@ -187,7 +187,7 @@ class PackedKeptSets:
         return PackedKeptSets(self.ids, F.pad(self.firsts, (0, count)), F.pad(self.counts, (0, count)))
 
     def mask(self, z: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-        """Return the logits [t, width] of a shard in a new tensor, with `OUTSIDE` outside the sets."""
+        """Return a copy of a shard's logits [t, width], with the value `OUTSIDE` for tokens outside the sets."""
         rows = torch.repeat_interleave(self.counts)  # [k] row of each id
         begins = self.counts.cumsum(0) - self.counts
         places = torch.arange(len(rows), device=rows.device) + (self.firsts - begins)[rows]
