@@ -260,7 +260,7 @@ def read_shape(path: Path, head: Head = "lm") -> ModelShape:
 def find_shape(model_path: str, recipe: Path | None) -> Path:
     """Find a model's config.json: in its directory, else as `<name>.json` in `shapes/` of the recipe or of our recipes.
 
-    The name is the last part of the model's path. The first place is the fallback.
+    `<name>` is the last part of the model's path. If there is no such file, return the path in the directory.
     """
     own = Path(model_path) / "config.json"
     shelves = [recipe.parent / "shapes"] if recipe is not None else []

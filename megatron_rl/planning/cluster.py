@@ -85,7 +85,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """A run with one layout and its models' shapes.
+    """A configured run on a cluster, with the shapes of its models.
 
     Attributes:
         shapes: role -> shape, for roles with a layout of their own.

@@ -141,6 +141,11 @@ def _count_exchanges(shape: ModelShape, layers: float, mixtures: int, rounds: fl
     """Count the gathers and reductions over TP in a step, each of the hidden states of all tokens.
 
     Attention and MLP gather and reduce once each per pass, and gather once more for gradients.
+
+    Args:
+        layers, mixtures: layers of the stage, and layers with experts.
+        rounds: passes over all tokens.
+        extra: gathers for weight gradients, in passes.
     """
     times = (4 * layers - (0 if shape.shared_ffn_size else 2) * mixtures) * (rounds + extra)
     if (sizes := shape.latent) is None:
@@ -151,7 +156,7 @@ def _count_exchanges(shape: ModelShape, layers: float, mixtures: int, rounds: fl
 
 
 def _count_whole_elements(shape: ModelShape, layers: float, mixtures: int) -> float:
-    """Count elements of matrices replicated over TP, whose gradients are summed under TP-SP."""
+    """Count elements of matrices replicated over TP (routers, latents), whose gradients are summed under TP-SP."""
     sizes, found = shape.latent, mixtures * shape.num_experts
     if sizes is not None:
         found += layers * (sizes.query + sizes.key_value + sizes.rotary)
@@ -166,10 +171,10 @@ def _count_mixtures(shape: ModelShape, layout: ParallelLayout, rank: int) -> int
 
 
 def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank: int) -> float:
-    """Compute ZeRO-3's traffic: gathered weights and reduced float32 gradients.
+    """Compute the bytes of ZeRO-3's traffic: gathered weights and reduced float32 gradients.
 
-    Microbatches are assumed full, with at least one per optimizer step. Forward-only passes keep a stage's ends
-    gathered.
+    Microbatches are assumed full, with at least one per optimizer step. Forward-only passes keep embedding, last norm
+    and output layer gathered.
     """
     layout, section, trainings = job.layout_of(role), role.settings, work.passes if role.trainable else 0
     found = count_gathered(job.shape_of(role), layout, rank)

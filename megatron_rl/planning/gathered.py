@@ -27,7 +27,8 @@ class GatheredBytes:
     Attributes:
         layers: peak while a layer runs.
         head: while the head runs, without the output layer's gradient.
-        start: before the first layer's activations exist: the ends, their buffer, and the first layer.
+        start: before the first layer's activations exist: embedding, last norm and output layer, their buffer, and the
+            first layer.
     """
 
     layers: int
@@ -89,7 +90,7 @@ def compute_gathered_bytes(
 
 
 def _hold_backward(dense: int, experts: int, size: int) -> int:
-    """Return the bytes of gathered weights and float32 gradients during a layer's backward, if its neighbors are equal.
+    """Return the bytes of gathered weights and float32 gradients during the backward of one of several equal layers.
 
     Args:
         dense, experts: elements.

@@ -15,7 +15,7 @@ Activations are counted from the tensors that autograd saves, per token of a pac
     head         h / s + h                           final norm, and the output layer's gathered input
 
 Full recomputation keeps each layer's input, h / s. On CPU, attention keeps a copy of its result. In float32 on a GPU,
-KV heads are repeated to the query heads: another 2 q / tp. A test compares the sum with the peak of real updates.
+KV heads are repeated to the query heads: another 2 q / tp.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ class ActivationBytes:
         stored: from forward to backward, over all microbatches in flight.
         transient: of one layer while it runs.
         logits: of a chunk of tokens, with the output layer's gradient in an update.
-        output: that gradient, absent under adapters.
+        output: the output layer's gradient; 0 under adapters.
     """
 
     stored: int
@@ -417,7 +417,7 @@ def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_p
 
 
 def _count_exchanged(layout: ParallelLayout, own: int) -> float:
-    """Count copies of an expert's input row (h elements) per rank: `own` local ones, and communication buffers."""
+    """Count copies of an expert's input row (h elements) per rank: `own` without communication, and its buffers."""
     split = layout.expert_tp_size
     return (own * split + 1 + (layout.ep_size > 1) + (split > 1)) / layout.tp_size
 

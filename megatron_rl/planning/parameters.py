@@ -298,7 +298,7 @@ def compute_role_bytes(
 
 
 def _count_shards(params: Iterable[Parameter], layout: ParallelLayout, rank: int) -> tuple[int, int]:
-    """Count the elements of a rank's shards, with and without padding."""
+    """Count the elements of a rank's ZeRO-3 shards, with and without padding."""
     held = owned = 0
     places = find_shard_places(layout, rank)
     for p in params:
