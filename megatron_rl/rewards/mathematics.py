@@ -2,9 +2,8 @@
 """Comparison of an answer with the ground truth by meaning.
 
 Equal texts and numbers with units (`quantities.py`) come first. If the ground truth is a number, the answer must be a
-number without an operation left to compute. Everything else goes to math-verify in a child process: its own limit is a
-Python signal handler, which needs the main thread and cannot interrupt an operation on large integers, but the kernel
-ends a child.
+number without an operation left to compute. Everything else goes to math-verify in a child process with limits of time
+and memory.
 """
 
 from __future__ import annotations

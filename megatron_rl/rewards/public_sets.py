@@ -88,7 +88,10 @@ def score_math_dapo(response: str, truth: str) -> dict[str, float]:
 
 
 def score_search(response: str, truth: dict[str, Any]) -> float:
-    """Return 1.0 if the last <answer> is in truth["target"] without articles and punctuation; 0.25 if over 10 tags."""
+    """Return 1.0 if the last <answer> is in truth["target"], without articles and punctuation, else 0.0.
+
+    A correct response with more than ten <answer> tags gets 0.25.
+    """
     answers = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
     targets = [truth["target"]] if isinstance(truth["target"], str) else truth["target"]
     if not answers or _normalize_words(answers[-1]) not in map(_normalize_words, targets):

@@ -2,8 +2,8 @@
 """Loads, checks and calls reward functions: built-in rules, or the user's code.
 
 A reward function has verl's signature (data_source, solution_str, ground_truth, extra_info), is called by keyword, and
-returns a number, or a dict with "score" and further numbers to log. It also receives the `FURTHER_ARGUMENTS` that it
-takes. Errors name the rollout and the line that raised. Invariant: every `Score` is finite.
+returns a number, or a dict with "score" and further numbers to log. It also receives the `FURTHER_ARGUMENTS` (prompt,
+step, ...) in its signature. Errors name the rollout and the line that raised. Invariant: every `Score` is finite.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _refuse(found: str, source: str, hint: str) -> UserError:
 
 
 def find_further_arguments(function: RewardFunction) -> list[str]:
-    """Return the `FURTHER_ARGUMENTS` that a function takes."""
+    """Return the optional `FURTHER_ARGUMENTS` that a reward function takes."""
     # A callable object may have no hash.
     return (_read_further_arguments if inspect.isfunction(function) else _read_further_arguments.__wrapped__)(function)
 

@@ -6,9 +6,8 @@
     200  {"scores": [number | {"score": number, component: number, ...}, ...]}    one per sample, in order
 
 Batches follow the order in which responses finish, so each sample must be scored independently. Connection errors,
-timeouts, 429, 5xx and malformed answers are retried; any other status means a wrong request. urllib3's `Retry` could
-not be interrupted, and does not check answers. The timeout of `requests` bounds each wait for data, so a service that
-sends a byte now and then never reaches it; here a timer shuts the connection down.
+timeouts, 429, 5xx and malformed answers are retried; any other status means a wrong request. The timeout of `requests`
+bounds only each wait for data; here a timer shuts the connection down.
 """
 
 from __future__ import annotations
@@ -59,7 +58,10 @@ class RewardService:
         self._is_closed = threading.Event()
 
     def begin(self, rollout: Rollout, step: int = 0) -> Callable[[], Score]:
-        """Add a rollout to the open batch, which is sent when it is full or a score is awaited."""
+        """Add a rollout to the open batch, and return a function that waits for its score.
+
+        The batch is sent when it is full or a score is awaited.
+        """
         future: Future[Score] = Future()
         self._open.append((rollout, future))
         if len(self._open) == self._config.service_batch_size:
