@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of a step: generation, scoring, and resampling of groups without a learning signal (DAPO).
 
-Rollouts are scored and kept on the ranks of their engine; other ranks receive headers. Local reward sources (rules,
-functions, services) start during generation if they can.
+Rollouts are scored and kept on the ranks of their engine; other ranks receive headers (`samples/table.py`). Local
+reward sources (rules, functions, services) start during generation if they can.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_rl.types import FAILED, Prompt, Rollout, UserError
 def describe_kept(
     rollouts: Iterable[Rollout], settings: SamplingSettings, group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Compute metrics of the kept token sets over all engines; collective.
+    """Compute metrics of the token sets that truncated sampling kept, over all engines; collective.
 
     Args:
         rollouts: empty except on the first rank of an engine.
@@ -66,7 +66,10 @@ ResponseModel = Callable[[Experience], Sequence[float] | np.ndarray]
 
 @dataclass(frozen=True)
 class RewardSources:
-    """Reward plan, scorer of its local sources, and its reward model; `needs_greedy_baseline`: see the estimator."""
+    """Reward plan, scorer of its local sources, and its reward model.
+
+    `needs_greedy_baseline`: whether the advantage estimator uses rewards of greedy responses (ReMax).
+    """
 
     plan: RewardPlan
     scorer: Scorer
@@ -178,7 +181,7 @@ class Collector:
         return metrics
 
     def generate(self, groups: SampleGroups, with_answers: bool = False) -> Experience:
-        """Generate and score complete groups; `with_answers` adds their answer ids to the headers. Collective."""
+        """Generate and score complete groups; `with_answers` adds a hash of each answer to the headers. Collective."""
         with self._timers.phase("rollout"):
             generated = self._generator.generate(groups, self._on_finished)
         held = [(key // groups.group_size, rollout) for key, rollout in sorted(generated.items())]
@@ -187,10 +190,11 @@ class Collector:
         return samples
 
     def _check_failures(self, parts: Sequence[Experience], what: str) -> float:
-        """Return the share of failed episodes.
+        """Return the share of failed episodes; `what` names the samples in errors.
 
         Raises:
-            UserError: it, or that of failed reward services, exceeds `max_failed_share`; on every rank.
+            UserError: this share, or that of responses whose reward service failed, exceeds `max_failed_share`; on
+                every rank.
         """
         config, headers = self._config, [part.headers.rollouts for part in parts]
         episodes = np.concatenate([part.has_failed for part in headers])

@@ -46,7 +46,7 @@ _COUNTED = (
 
 @dataclass(frozen=True)
 class Following:
-    """Requests to add before an engine's next step, keys of newly finished samples, and whether no requests follow."""
+    """Requests to add before an engine's next step, keys of newly finished samples, and whether these are the last."""
 
     requests: Sequence[Request]
     finished: Sequence[int]
@@ -58,7 +58,7 @@ class _Episode:
     """State of one episode on its engine.
 
     Attributes:
-        recording: with an environment, the only state on ranks other than the engine's first.
+        recording: tokens so far; with an environment, ranks other than the engine's first have nothing else.
         request: full request of the next reply, if one is due.
         finish_reason: finish reason of the last reply.
     """
@@ -70,7 +70,9 @@ class _Episode:
 
 
 class Episodes:
-    """Begun, untaken samples of one engine by key; every rank of the engine makes the same calls.
+    """Samples of one engine, by key, that have begun and no step has taken yet.
+
+    Every rank of the engine makes the same calls.
 
     Environment processes and episode results exist on the engine's first rank only.
 

@@ -49,7 +49,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class SampleGroups(Samples):
-    """Groups that begin and end in one generation."""
+    """Samples whose groups begin and end in one call of `generate`."""
 
     prompts: Sequence[Prompt]
     group_size: int
@@ -115,7 +115,6 @@ def assign_engines(
     """Assign an engine to each sample, equally on every rank; without effect on the samples.
 
     Response lengths of one prompt are correlated: an engine with the whole group of a hard prompt finishes last.
-    Spreading balances long responses at the price of several prefills of a prompt.
 
     Args:
         dispatch: "groups" assigns all samples of a prompt to the least loaded engine; "samples" spreads them, balancing

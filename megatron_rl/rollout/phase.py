@@ -93,7 +93,7 @@ class PhaseEnd:
         raise NotImplementedError
 
     def give_up(self) -> None:
-        """End the phase for all engines after a failure; nothing if no engine waits for another."""
+        """End the phase for all engines after a failure; do nothing if no engine waits for another."""
 
 
 class ByStore(PhaseEnd):
@@ -251,7 +251,7 @@ class Phase:
         return ControlMessage(requests=following.requests)
 
     def finish(self, position: int) -> bool:
-        """Record a finished sample; return whether the step may take its prompt."""
+        """Record a finished sample of the prompt at `position`; return whether the step may take this prompt."""
         place = self._places.get(position)
         if place is not None:
             self._left[place] -= 1

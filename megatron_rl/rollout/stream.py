@@ -88,7 +88,7 @@ class RolloutStream:
         self._open: list[int] = []  # positions of begun, untaken prompts
 
     def next_batch(self) -> list[Prompt] | None:
-        """Return the next prompts to generate within a step; `None` if samples are begun ahead of it, or still open."""
+        """Return the next prompts, to begin and take in this step; `None` if any may begin, or have begun, earlier."""
         return None if self._schedule.max_staleness > 0 or self._open else next(self._order.prompts)
 
     def take(
@@ -203,7 +203,8 @@ class RolloutStream:
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the open prompts, whose samples are in `rank_state`.
 
-        These are the last begun prompts, except for `taken`, which is empty with `order: stream`.
+        Open are the last prompts that began, except `taken`: prompts that a step took out of order (none with `order:
+        stream`).
         """
         begun = self._order.prompts.position
         span = range(min(self._open, default=begun), begun)
