@@ -137,7 +137,7 @@ def build_role(
 
 
 def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> EngineWeights:
-    """Wrap the weights of servers so that probing verifies them; leave other engines' weights unchanged."""
+    """Wrap the weights of server engines in `ProbedWeights`, which verifies them; return other engines' unchanged."""
     if not config.rollout.supports("is_server"):
         return weights
     from megatron_rl.training.roles.frozen import score_sequences

@@ -168,7 +168,7 @@ def leave(code: int) -> NoReturn:
 
     Finalization takes seconds, which can exceed the patience of `end_program` on other ranks. Also, a thread of torch's
     process groups may release a tensor during it, which aborts the process with status -6 ("terminate called without an
-    active exception"; nearly always if eight ranks leave at once).
+    active exception").
     """
     distributed = sys.modules.get("torch.distributed")
     if "RANK" not in os.environ and (distributed is None or not distributed.is_initialized()):

@@ -127,7 +127,10 @@ class Trainer(Session):
         samples.importance_weights = self.policy.as_column(samples, weights)
 
     def compare_by_age(self, samples: Experience, batch: TrainBatch) -> None:
-        """Record the policy-engine mismatch by staleness; in bitwise mode, check that it is zero for current tokens."""
+        """Record the policy-engine mismatch by staleness.
+
+        In bitwise mode, check that it is zero for tokens of the current policy version.
+        """
         version, steps = self.policy.role.policy_version, self.plan.optimizer_steps_per_step
         lags, group = (version - samples.pack(self.policy.packer).versions) // steps, self.policy.model.groups.dp
         if self.config.rollout.bitwise:

@@ -194,7 +194,11 @@ class SftInputs:
 
 
 def plan_rl(config: RunConfig, world_size: int) -> BatchPlan:
-    """Compute the batch arithmetic before prompts are read (UserError: a missing plugin or estimator, or odd sizes)."""
+    """Compute the batch arithmetic before prompts are read.
+
+    Raises:
+        UserError: a missing plugin or estimator, or sizes that do not divide.
+    """
     return BatchPlan.build(config, world_size, resolve(config))
 
 

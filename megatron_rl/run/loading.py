@@ -266,7 +266,7 @@ def _put(mapping: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo], mistakes: Mistakes) -> dict[str, Setting]:
-    """Choose one setting per name: of the highest layer (command line over recipe), then not `weak`, then the last."""
+    """Choose one setting per name: the last of the command line, else of the recipe; in each, `weak` ones yield."""
     chosen: dict[str, Setting] = {}
     for setting in settings:
         with mistakes.collect(setting.name):

@@ -3,7 +3,7 @@
 
 The file `run.lock` is created exclusively (`O_EXCL`, which NFS supports); its modification time is the heartbeat. On
 the owner's machine, its process number and start time decide whether it is alive; elsewhere its heartbeat does, by the
-clock of the file system, since clocks of hosts differ. Many shared file systems keep `flock` on one host only.
+clock of the file system, since clocks of hosts differ.
 """
 
 from __future__ import annotations

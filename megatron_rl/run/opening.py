@@ -220,7 +220,7 @@ def open_run(config: RunConfig, recipe: Path | None, total_steps: int) -> Opened
 
     Raises:
         UserError: the directory cannot be written, is in use, holds a run that is finished or must not be resumed, has
-            no whole checkpoint, a dependency has changed, or the status page's address is taken; on every rank.
+            no complete checkpoint, a dependency has changed, or the status page's address is taken; on every rank.
     """
     group, taken_over = world(), None
     name = f"{recipe.stem if recipe else 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -313,7 +313,7 @@ def _find_dependencies(config: RunConfig, checkpoint: Path | None, run: Run, gro
 def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.ProcessGroup) -> Path | None:
     """Return the checkpoint that `checkpoint.resume` selects; collective.
 
-    The newest whole checkpoint of the run precedes a path elsewhere, so that a restarted job continues.
+    The newest complete checkpoint of the run precedes a path elsewhere, so that a restarted job continues.
 
     Args:
         resume: auto, must, never or a path.

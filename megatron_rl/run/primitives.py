@@ -159,7 +159,7 @@ class Policy(ActorOnSamples):
             directory: `step_<N>`, or one that has `latest`.
 
         Raises:
-            UserError: it is not whole, or of another model; on every rank, and nothing was changed.
+            UserError: it is incomplete, or of another model; on every rank, and nothing was changed.
         """
         state, found = self._state, find_step(Path(directory))
         resumed = load_training_state(found, state.roles, side_files=state.side_files, group=world())

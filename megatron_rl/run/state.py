@@ -96,7 +96,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """Model (with adapters, only these) and optimizer of a `SavedRole`."""
+    """Model (or only its adapters, if any) and optimizer of a `SavedRole`."""
 
     model: SavedModel
     optimizer: SavedOptimizer
@@ -109,7 +109,7 @@ class TrainingState:
     Attributes:
         roles: trained roles of this rank.
         parts: other stateful parts.
-        side_files: by role, see `list_side_files`.
+        side_files: model files besides weights, by role.
         rollouts: unfinished responses, if any begin ahead of their step.
     """
 
@@ -133,7 +133,7 @@ class TrainingState:
         return {"rng": read_rng()} | ({_ROLLOUTS: held} if held else {})
 
     def restore(self, resumed: ResumedRun, group: dist.ProcessGroup) -> None:
-        """Load the states of all parts (UserError on every rank if one does not fit or read); collective."""
+        """Load the states of all parts (UserError on every rank if one does not fit or cannot be read); collective."""
         with failing_together(group):
             for name, part in self.parts.items():
                 if name in resumed.state:

@@ -9,7 +9,7 @@ signal ends when another one is gone, since they can no longer agree on a checkp
 
 The first rank to `claim` writes the report. Rank 0 shows it and confirms; without a confirmation, the author shows it.
 Its collectives come from torch's flight recorder, which keeps the last 2000 of every process group (gloo and NCCL) and
-is on by default; reading it takes some tenths of a second.
+is on by default.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class Watched:
         limit: seconds that it may wait in one collective.
         log_file: receives the stacks.
         is_stopping: whether this rank received a stop signal.
-        any_place: treat every place as a collective (CUDA: the program waits for the device, not in a collective).
+        any_place: limit waits in every phase, not only in collectives (on CUDA the program waits for the device
+            instead).
         roles: in words; empty if every rank has all roles.
     """
 
