@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges of units between DP ranks until their costs are even (pure).
+"""Exchanges of units (sequences packed together) between DP ranks until their costs are even (pure).
 
 Nearly all plans need few exchanges, so ranks are converted to lists only when units are exchanged.
 """
@@ -23,7 +23,7 @@ def balance_ranks(
     """Exchange units, in place, between the costliest rank and cheaper ranks until its cost no longer falls.
 
     Args:
-        bin_of: [num_units] bin of each unit; `num_bins / dp_size` adjacent bins belong to a rank.
+        bin_of: [num_units] bin (microbatch) of each unit; `num_bins / dp_size` adjacent bins belong to a rank.
         tokens, costs: [num_units] int64.
     """
     rank_of, loads, enough = bin_of * dp_size // num_bins, np.zeros(dp_size, np.int64), _GOOD_ENOUGH * int(costs.sum())
@@ -94,7 +94,14 @@ class _Ranks:
         return True
 
     def _list_others(self, gives: list[int], top: int) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield further ranks, cheapest first, without leading ones whose units allow no useful exchange."""
+        """Yield (load, -rank, costs of units) of more ranks to try, cheapest first.
+
+        Leading ranks that allow no useful exchange are skipped.
+
+        Args:
+            gives: costs of the costliest rank's units, ascending.
+            top: load of that rank.
+        """
         start = _TRIED_IN_TURN
         if start < len(self.by_load) and top - self.by_load[start][0] <= gives[0]:  # no unit can move alone
             above = np.array([*gives, np.iinfo(np.int64).max])  # the next costlier unit given
@@ -106,7 +113,7 @@ class _Ranks:
 
 
 def _exchange_best(ranks: _Ranks, high: int, low: int, gap: int) -> tuple[int, int, int, int] | None:
-    """Exchange the pair of units that comes closest to moving half of the gap, or move one unit.
+    """Exchange the pair of units that comes closest to moving half of `gap`, their cost difference, or move one unit.
 
     Returns the unit given to the cheaper rank, its bin, the unit taken (-1 if none) and its bin; `None` if impossible.
     """

@@ -6,7 +6,6 @@ are aligned by construction. A microbatch is padded to a multiple (sequence or c
 and never empty; padding enters no loss and no metric.
 
 Buckets of microbatch shapes (`step_mode` static and graph) show only a few shapes to training steps of fixed shape.
-With the default, sixteenths of the token budget, microbatches more than half full have at most 1/9 padding.
 
 With shared prefixes (`prefix.py`) every token after a prompt has a row, since each has its own loss; the model computes
 shared tokens once.
@@ -184,7 +183,7 @@ class Rows:
         )
 
     def build_columns(self, device: torch.device) -> dict[str, Any]:
-        """Concatenate the columns of all rows, [t] each; `kept` is `None` if no sequence has kept sets."""
+        """Concatenate the columns of all rows, [t] each; `kept` is `None` if sampling was not truncated."""
         names = ("tokens", "position_ids", "predecessors", "loss_mask", "sequence_ids", "rollout_logprobs")
         columns = [np.concatenate(pieces) for pieces in zip(*self._pieces, strict=True)]
         columns[-1] = columns[-1].astype(np.float32, copy=False)
@@ -228,10 +227,10 @@ class TrainBatch:
         teacher_logprobs: float32, mean of the teachers, if added to the advantages.
         teacher_top_k: [t, 2, k + 1] float32, `compute_linear_top_k` of the teacher, if the loss uses it.
         teacher_hidden: [t, h of the teacher] float32, likewise.
-        chosen: bool, tokens that the policy loss treats specially.
+        chosen: bool, tokens that the policy loss treats specially (clip_cov, kl_cov).
         update_logprobs, update_entropy: float32, at the last optimizer step that used the token (NaN before); written
             by the actor's last pipeline stage if allocated.
-        kept: kept sets that the tokens were drawn from; `None` means the whole vocabulary.
+        kept: token sets that truncated sampling drew the tokens from; `None` means the whole vocabulary.
         replayed_routes: [t, layers, choices] experts that the actor replays; see `RouteShape`.
         routes_used: same shape; experts chosen on this rank's rows and layers, written by a forward pass if allocated.
         flipped: bool; tokens whose router disagrees with the replayed experts, written by an update if allocated.
@@ -279,18 +278,18 @@ class TrainBatch:
         return values
 
     def computed(self, column: torch.Tensor) -> torch.Tensor:
-        """Select the computed rows of a microbatch's column: [t, ...] -> [m, ...]."""
+        """Select a microbatch's rows that the model computes (shared tokens once): [t, ...] -> [m, ...]."""
         rows = self.slices[0].computed
         return column if rows is None else column[rows]
 
     @property
     def num_computed(self) -> int:
-        """Number of computed rows of a microbatch."""
+        """Number of rows of a microbatch that the model computes (shared tokens once)."""
         rows = self.slices[0].computed
         return len(self.tokens if rows is None else rows)
 
     def find_kept(self, places: torch.Tensor) -> PackedKeptSets | None:
-        """Return the kept sets of the tokens at `places` (index t: padding); `None` for the whole vocabulary."""
+        """Return the token sets that sampling kept at `places` (t: padding); `None` if it was not truncated."""
         return None if self.kept is None else self.kept.pad(1)[places]
 
     def minibatch(self, index: int) -> TrainBatch:
@@ -308,7 +307,7 @@ class TrainBatch:
         return [self._part([piece]) for piece in self.slices]
 
     def take_updates(self, other: TrainBatch) -> None:
-        """Copy the recorded update columns of an equal batch, if allocated here."""
+        """Copy `update_logprobs`, `update_entropy` and `flipped` of an equal batch, if allocated here."""
         if self.update_logprobs is not None and self.update_entropy is not None:
             assert other.update_logprobs is not None and other.update_entropy is not None, "it was given room as well"
             self.update_logprobs.copy_(other.update_logprobs)

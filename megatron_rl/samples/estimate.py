@@ -63,7 +63,7 @@ def compute_advantages(
     """Compute the advantages (with a critic, also the returns) of this rank's tokens; collective.
 
     Args:
-        batch: old log-probs, and reference log-probs and values if there are any.
+        batch: with old log-probs, and reference log-probs and values if there are any.
     """
     headers = samples.headers
     rewards = samples.rewards
@@ -189,7 +189,7 @@ def check_bits(batch: TrainBatch, is_current: torch.Tensor, group: dist.ProcessG
 
 
 def choose_tokens(batch: TrainBatch, algorithm: AlgorithmConfig, group: dist.ProcessGroup) -> torch.Tensor | None:
-    """Return the tokens that the policy loss treats specially, or `None` if the loss has none; collective."""
+    """Return the tokens that the loss clip_cov or kl_cov treats specially, `None` for other losses; collective."""
     if algorithm.policy_loss not in CHOOSES_TOKENS:
         return None
     return losses.choose_tokens(loss_inputs(batch), algorithm, group)

@@ -139,9 +139,10 @@ class Payload:
 
     Attributes:
         ranks: [num_replicas, width] ranks that hold the sequences of each replica.
-        has_kept: any token of the step was drawn from kept sets; equal on every rank.
+        has_kept: any token of the step was drawn by truncated sampling; equal on every rank.
         route_shape: equal on every rank; `None` without routes.
-        has_episodes: rollouts may have several turns. Otherwise unsampled tokens between sampled ones were inserted.
+        has_episodes: rollouts may have several turns. Otherwise `engines/thinking.py` inserted unsampled tokens between
+            sampled ones.
     """
 
     branches: Mapping[int, Branch]
@@ -161,7 +162,10 @@ def hold(
     route_shape: RouteShape | None = None,
     has_episodes: bool = True,
 ) -> Payload:
-    """Build the payload of this rank from pairs (index of the prompt in the step, local rollout)."""
+    """Build the payload of this rank from pairs (index of the prompt in the step, local rollout).
+
+    `num_bytes`: bytes received so far for this step.
+    """
     firsts = headers.rollouts.rows
     starts = dict(
         zip(

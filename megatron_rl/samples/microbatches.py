@@ -145,9 +145,8 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
     """Split sequences into microbatches of at most `max_tokens` tokens, balanced over DP ranks by cost.
 
-    Longest-processing-time-first by tokens into `dp_size * k` bins, for the smallest k that fits; bins are dealt to the
-    DP ranks by cost; then ranks exchange sequences. With `shared`, groups of sequences with a common prefix are packed
-    instead.
+    Longest-processing-time-first by tokens into `dp_size * k` bins, for the smallest k that fits; bins are dealt to DP
+    ranks by cost; ranks exchange sequences. With `shared`, groups of sequences with a common prefix are packed instead.
 
     Args:
         lengths: tokens of each sequence, including its prompt.
@@ -230,7 +229,10 @@ def _split_group(members: np.ndarray, work: _Workload, max_tokens: int) -> list[
 def _divide_overloaded(
     units: _Units, plan: _Joined, loads: list[int], work: _Workload, few_ranks: int = _FEW_RANKS
 ) -> _Units | None:
-    """Split the costliest divisible unit of each overloaded rank; if at most `few_ranks` are, the heaviest's in two."""
+    """Split the costliest divisible unit of each overloaded rank; return `None` if none is divisible.
+
+    If at most `few_ranks` are overloaded, only the heaviest rank's unit is split, in two.
+    """
     assert work.shared is not None
     members, bounds, _, costs = units
     sizes, share, firsts = np.diff(bounds), sum(loads) / len(loads), members[bounds[:-1]]

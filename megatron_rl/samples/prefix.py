@@ -150,7 +150,11 @@ def move_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def pad_segment_keys(keys: SegmentKeys, num_segments: int, num_keys: int, max_prefixed: int) -> SegmentKeys:
-    """Pad the keys of fewer segments to fixed sizes; the last segment, which has no query, owns the padding."""
+    """Pad to `num_segments` segments and `num_keys` keys; the last segment, without queries, owns the padding.
+
+    Args:
+        max_prefixed: the result's `max_seqlen`.
+    """
     count, room = len(keys.index), num_segments + 1 - len(keys.cu_seqlens)
     assert room > 0 and num_keys >= count and keys.max_seqlen <= max_prefixed
     cu_seqlens = F.pad(keys.cu_seqlens, (0, room), value=count)
