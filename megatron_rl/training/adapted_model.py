@@ -127,7 +127,11 @@ def fill_adapted(model: Any, params: SourceParams, spec: RoleSpec, seed: int) ->
 def _load(
     path: Path, shape: ModelShape, placements: PlacementTable, params: SourceParams, may_lack: Collection[str]
 ) -> None:
-    """Read the weights into `params`, one layer after the other for NF4 matrices, to bound the unquantized bytes."""
+    """Read the weights into `params`, one layer after the other for NF4 matrices, to bound the unquantized bytes.
+
+    Args:
+        may_lack: tensors that are zero if the files lack them.
+    """
     whole = {name: param for name, param in params.items() if isinstance(param, torch.Tensor)}
     quantized = {name: param for name, param in params.items() if isinstance(param, QuantizedMatrix)}
     boxes: dict[str, list[ShardBox]] = {}

@@ -5,8 +5,7 @@ Captured functions access only memory that megatron-core never reallocates: stat
 Adam's states and a few persistent tensors (KL coefficient, learning rates, `is_sound`). Graphs thus stay valid across
 updates, and a rollout engine that shares the weights sees every update.
 
-New shapes are captured largest first in one memory pool: a smaller graph reuses the memory of a larger one, because
-graphs never run concurrently. Warm-up runs settle kernel selection, NCCL connections and the allocator.
+New shapes are captured largest first in one memory pool: a smaller graph reuses the memory of a larger one.
 
 DDP must be built on the capture stream (`PackedModel.stream`), because gradients accumulate there. With
 `overlap_grad_reduce` the last microbatch has a separate graph that also reduces the gradients; all data parallel ranks

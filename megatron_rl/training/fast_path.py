@@ -24,7 +24,7 @@ class FastPath:
 
     Attributes:
         is_fast: no better implementation exists for this machine.
-        brings: benefit of the missing one.
+        brings: benefit of a fast path that is missing.
         advice: how to enable it; empty if unavailable here.
     """
 

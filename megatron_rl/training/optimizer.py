@@ -3,8 +3,7 @@
 
 The end of a step needs no host sync and can be captured in a CUDA graph. For an unsound step (non-finite loss or norm,
 wrong token count) a device flag makes Adam leave weights and states unchanged; the caller raises afterwards. Adam is
-torch's fused implementation, because it reads learning rate and flag from the device and needs neither apex nor
-Transformer Engine.
+torch's fused implementation, because it reads learning rate and flag from the device.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 """Megatron-core model over packed batches, the base of all roles; heads (`token_heads.py`) follow its last stage.
 
 With `overlap_grad_reduce` gradients are reduced over data parallel ranks during the backward of the last microbatch.
-The end of the step waits for them in `step_mode` eager; in static and graph the function of the last microbatch does,
-since a CUDA graph must contain both send and wait.
+The end of the step waits for them in `step_mode` eager; in static and graph the function of the last microbatch does.
 """
 
 from __future__ import annotations
@@ -229,7 +228,7 @@ class PackedModel(LaidOutModel):
         return shard_rows(microbatch.num_computed, self.layout.cp_size, self.groups.at.cp)
 
     def count_rows(self, num_tokens: int) -> int:
-        """Return the rows of hidden states per rank between two stages."""
+        """Return the rows of hidden states that a rank passes to the next stage for `num_tokens`."""
         return num_tokens // (self.layout.cp_size * (self.layout.tp_size if self.config.sequence_parallel else 1))
 
     @torch.no_grad()
@@ -380,8 +379,8 @@ def wrap_stages(
 class PlannedCommunicator(P2PCommunicator):
     """Stage-to-stage communication of a non-interleaved schedule, with shapes known from the plan.
 
-    megatron-core would send each shape ahead of its message and synchronize with the GPU. Two stages on one host
-    without a GPU communicate as a pair.
+    megatron-core would send each shape ahead of its message and synchronize with the GPU. A pipeline of two stages on
+    one host without GPUs uses shared memory (`parallel/pairs.py`).
 
     Args:
         shapes: shapes of hidden states and of their gradients, by microbatch.

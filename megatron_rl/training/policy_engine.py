@@ -64,7 +64,8 @@ def draw_next_tokens(
         places: [b], number of tokens that each response already has.
 
     Returns:
-        Tokens [b] int64, log-probs [b] float32, and kept sets if sampling is truncated; equal on all TP ranks.
+        Tokens [b] int64, log-probs [b] float32, and the token sets that sampling kept, if truncated; equal on all TP
+        ranks.
     """
     tp_group, stage = model.groups.tp, model.stages[-1]
     assert isinstance(stage, HiddenStatesModel), "a language model"
@@ -213,7 +214,10 @@ class PolicyEngine:
         return self._batch.record(rows, [int(token) for token in tokens], logprobs, kept)
 
     def _run_stages(self, rows: PagedRows, used: torch.Tensor | None) -> torch.Tensor | None:
-        """Return hidden states [t, 1, h] ([t/tp, 1, h] under TP-SP) on the last pipeline stage, else `None`."""
+        """Return hidden states [t, 1, h] ([t/tp, 1, h] under TP-SP) on the last pipeline stage, else `None`.
+
+        `used`: output, expert routes; `None` if not recorded.
+        """
         model, groups = self._model, self._model.groups
         tokens, positions = (move_to_device(values, model.device) for values in (rows.tokens, rows.positions))
         packed = self._describe(rows, positions)

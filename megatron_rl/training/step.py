@@ -155,7 +155,7 @@ class StaticStep(EagerStep):
 
 
 class StaticInputs:
-    """Static microbatch buffers, one set per shape and slot."""
+    """Static microbatch buffers, one set per shape and slot (place among microbatches in flight)."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Shape, int], TrainBatch] = {}

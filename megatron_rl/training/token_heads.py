@@ -96,7 +96,7 @@ class LogprobHead:
         return stage.output_weight
 
     def _gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [t/cp, h]."""
+        """Gather hidden states [t/cp, 1, h] or [t/cp/tp, 1, h] over TP to [t/cp, h]."""
         return gather_for_shards(
             hidden, sequence_parallel=self._model.config.sequence_parallel, tp_group=self._model.groups.tp
         )[:, 0]

@@ -122,7 +122,7 @@ def find_successors(tokens: torch.Tensor, predecessors: torch.Tensor) -> torch.T
 def shift_targets(minibatch: TrainBatch, group: dist.ProcessGroup) -> TrainBatch:
     """Return the minibatch with the MTP layer's targets and loss weights; collective over DP.
 
-    The loss is the mean over tokens in the policy's loss from the third of a sequence on.
+    The loss is the mean over tokens in the policy's loss from the third token of each sequence on.
 
     Args:
         minibatch: must not share rows between sequences.
