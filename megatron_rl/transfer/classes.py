@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classes of tensors that a job shards alike, found without a walk over the placements of all ranks.
 
-Tensors that the same shards hold as the same kinds, on both sides of a move, form a *class*; a plan for one holds for
+Tensors that the same shards hold in the same boxes, on both sides of a move, form a *class*; a plan for one holds for
 all. A *piece* is a distinct box of a logical tensor on the source side, owned by all shards that hold it.
 """
 
@@ -48,10 +48,10 @@ class TensorClass:
 
 
 class TensorIndex:
-    """Index of one side's tensors. The *places* of a tensor are the rows that contain its name, in shard order.
+    """Index of one side's tensors. The *places* of a tensor are the table rows that contain its name, in shard order.
 
     Attributes:
-        cuts: tensor -> one `Cut` per place; shards that share rows share places.
+        cuts: tensor -> (table rows, kind) of each place; shards that share table rows share places.
         places: tensor -> row index of each place.
     """
 
@@ -82,7 +82,7 @@ class TensorIndex:
         return [rows[row] for row in found]
 
     def list_boxes(self, cuts: Sequence[Cut]) -> Iterator[tuple[int, int, BoxPair]]:
-        """Yield shard, place and boxes of a tensor with these cuts."""
+        """Yield shard, place and boxes of a tensor with these `TensorIndex.cuts`."""
         found = sorted((shard, place) for place, (rows, _) in enumerate(cuts) for shard in self._sharing[rows])
         for shard, place in found:
             yield shard, place, self.tables[shard].boxes[cuts[place][1]]

@@ -67,7 +67,7 @@ class ScaledParam(_Computed):
     """Adapter matrix B with LoRA's scale, for engines that apply adapters unscaled.
 
     `scaled[rows, columns]` is that piece of s W, with W = `weight` (the actor's B) and s = `scale`. It is computed when
-    read, in float32 from the current W, and rounded once to W's dtype, so that no second copy is stored.
+    read, so that no second copy is stored.
     """
 
     weight: torch.Tensor

@@ -185,7 +185,7 @@ class HybridEngine:
         return frozenset(name for name, kind in model.shape.tensor_kinds().items() if kind in kinds)
 
     def _ask_engine(self, engines: EngineRanks) -> tuple[torch.dtype, frozenset[str], CodeFormat | None]:
-        """Return an engine's dtype, the HF names that it holds in float32 instead, and its code format; collective."""
+        """Return an engine's dtype, the HF names of float32 exceptions, and its 8-bit code format; collective."""
         code_format = self._engine.code_format if isinstance(self._engine, CodedEngine) else None
         params, mine, rank = self._engine.params, None, self._group.rank()
         if dtype := next((param.dtype for param in params.values()), None):

@@ -22,7 +22,8 @@ class ReshardSummary:
 
     Attributes:
         bytes_kept: copied inside their rank, or aliased.
-        max_egress_within: bytes sent inside a node, maximum over ranks; likewise the next three.
+        max_egress_within: bytes that a rank sends inside its node, maximum over ranks; the next three are alike, across
+            nodes and received.
         egress_balance: maximum over mean of the bytes sent per rank (1 if nothing moves).
         transient_bytes: staging memory of one rank: two buckets if anything crosses nodes, else 0.
     """

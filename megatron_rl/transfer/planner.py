@@ -186,7 +186,7 @@ class _Route:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The overlap of a piece and a target, equal for all tensors of a class."""
+    """The overlap of a source piece and a destination box, equal for all tensors of a class."""
 
     piece: BoxPiece
     box: Box

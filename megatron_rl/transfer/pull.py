@@ -73,8 +73,7 @@ def map_params(export: Export, device: torch.device) -> dict[str, torch.Tensor]:
     """Map a peer's parameters, to be read only.
 
     Args:
-        device: this rank's own. Mapping on the peer's device would need a CUDA context there (some 500 MiB) and
-            permission to use it.
+        device: this rank's own.
 
     Raises:
         RuntimeError: (CUDA's own) there is no link between the two GPUs.
