@@ -3,7 +3,7 @@
 
 Names are PEFT's without its prefix. Beside a parameter `X.weight` are `X.lora_A` and `X.lora_B`, stacked in the order
 of a fused parameter's adapted parts. B of a row-sharded matrix and A of a column-sharded one are sharded likewise; the
-other half is whole.
+other factor is not sharded.
 """
 
 from __future__ import annotations

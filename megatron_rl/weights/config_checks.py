@@ -65,7 +65,7 @@ def check_kinds(values: Mapping[str, Any], kinds: Mapping[str, str], source: str
     """Refuse the first value that is not of its kind (UserError); missing keys pass.
 
     Args:
-        kinds: key -> one of `KINDS`.
+        kinds: key -> name of a value type, one of `KINDS`.
     """
     for name, kind in kinds.items():
         value = values.get(name)
@@ -124,7 +124,7 @@ _DELTA_NETS = dict.fromkeys(
 
 
 def check_config(config: Mapping[str, Any], family: Family, source: str) -> None:
-    """Refuse values of the wrong type, and models too large to list (UserError)."""
+    """Refuse values of the wrong type, and models with more than `MOST_MATRICES` experts in all layers (UserError)."""
     check_kinds(config, _SIZES | _list_family_sizes(family), source, may_be_null=False)
     further = ("sliding_window",) if family.honors_sliding_window else ()
     further += ("num_experts", "num_local_experts") if family.experts is not None else ()

@@ -252,7 +252,7 @@ class ModelShape:
         return self.latent.value if self.latent else self.head_dim
 
     def ffn_sizes(self) -> dict[str, int]:
-        """Return MLP columns by kind prefix: "" (MLPs or experts), `DENSE` (before experts), `SHARED` (experts)."""
+        """Return MLP columns by kind prefix: "" (MLPs or experts), `DENSE` (first dense layers), `SHARED` (experts)."""
         sizes = {"": self.ffn_hidden_size, DENSE: self.dense_ffn_size, SHARED: self.shared_ffn_size}
         return {prefix: size for prefix, size in sizes.items() if size}
 

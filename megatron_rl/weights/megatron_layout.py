@@ -159,7 +159,7 @@ for prefix, mlp in (("", "mlp"), (DENSE, "mlp"), (SHARED, "mlp.shared_experts"))
 
 
 def layer_parameter(hf_name: str, kind: str) -> str:
-    """Return the name, within a layer, of the Megatron parameter with an HF tensor; for experts, as in a dense MLP."""
+    """Return an HF tensor's Megatron parameter, by its name in a layer; for experts, as in a dense MLP."""
     if kind == "head":
         return _NORMS[hf_name]
     if kind == "delta_head":

@@ -302,7 +302,7 @@ def _refuse_unserved(wrong: dict[str, Any], source: str, expected: str) -> None:
 
 
 def _refuse_sink_options(config: dict[str, Any], source: str) -> None:
-    """Refuse gpt-oss options other than as published, and weight encodings but MXFP4."""
+    """Refuse gpt-oss options that differ from the published ones, and weight encodings other than MXFP4."""
     wrong = _find_unserved(config, _OF_SINKS)
     encoding = wrong.pop("quantization_config", None)
     if encoding is not None and encoding.get("quant_method") != "mxfp4":

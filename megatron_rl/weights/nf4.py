@@ -3,7 +3,7 @@
 
 Four bits per element, and a float32 scale per block of 64 neighboring elements of a row. Each block is on one rank, so
 that values are the same in every layout. bitsandbytes' CPU kernel silently returns wrong values unless the last
-dimension is a multiple of the block, so it only gets one-dimensional tensors, here and in `tests/weights/test_nf4.py`.
+dimension is a multiple of the block, so it only gets one-dimensional tensors.
 """
 
 from __future__ import annotations

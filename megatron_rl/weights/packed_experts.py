@@ -33,7 +33,7 @@ _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj"
 
 @dataclass(frozen=True)
 class PackedPart:
-    """The place of a logical tensor in a packed one.
+    """The place of a logical tensor in a tensor of all experts.
 
     Attributes:
         turn, turns: every `turns`-th column, from `turn` on.

@@ -160,7 +160,7 @@ def _split_delta_net(
 
 
 def list_parts(kind: str) -> list[tuple[str, str]]:
-    """Return the kind of each matrix in a possibly fused checkpoint tensor, and the key of its boxes."""
+    """Return the kind of each matrix in a possibly fused checkpoint tensor, and its key in `split_boxes`."""
     if kind in FUSED_KINDS:
         return [(part, f"{kind}.{part}") for part in FUSED_KINDS[kind]]
     return [(kind, "hidden" if kind in NORM_KINDS else kind)]

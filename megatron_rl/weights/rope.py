@@ -79,7 +79,7 @@ def read_rope_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> tup
     """Parse the scaling, and the number of positions it supports.
 
     Args:
-        rope: `rope_parameters` or `rope_scaling` of config.json, must be served.
+        rope: `rope_parameters` or `rope_scaling` of config.json, accepted by `is_served`.
 
     Raises:
         KeyError: a number is missing.
