@@ -24,7 +24,7 @@ __version__ = "0.1.0"  # pyproject.toml reads it here
 
 
 def __getattr__(name: str) -> Any:
-    """Import lazily: a dry run imports this package without torch."""
+    """Import a public name at first use: a dry run imports this package without torch."""
     if name == "Trainer":
         with kept_imports():
             from megatron_rl.run.grpo import Trainer

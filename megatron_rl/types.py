@@ -87,7 +87,7 @@ SERVICE_FAILURES = "service_failures"  # reward component that counts failed ser
 
 
 def has_reward(finish_reason: str, components: Mapping[str, Any]) -> bool:
-    """Return whether the reward is valid: no failed episode or reward service."""
+    """Return whether a rollout's reward is valid: neither its episode nor its reward service failed."""
     return finish_reason not in FAILED and not components.get(SERVICE_FAILURES)
 
 
@@ -132,30 +132,33 @@ class KeptSets:
 
     @classmethod
     def whole(cls, length: int) -> KeptSets:
-        """Return whole-vocabulary sets for `length` tokens."""
+        """Return whole-vocabulary sets for `length` tokens, as of sampling without truncation."""
         return cls(np.empty(0, np.int32), np.zeros(length, np.int32))
 
     @classmethod
     def join(cls, parts: Sequence[KeptSets]) -> KeptSets:
-        """Concatenate sets; at least one."""
+        """Concatenate the kept token sets of `parts`, at least one."""
         return cls(np.concatenate([part.ids for part in parts]), np.concatenate([part.counts for part in parts]))
 
     @classmethod
     def join_known(cls, parts: Sequence[tuple[KeptSets | None, int]]) -> KeptSets | None:
-        """Concatenate (sets, number of tokens); `None` is the whole vocabulary. Return `None` if all are `None`."""
+        """Concatenate parts (kept token sets, number of tokens); `None` is the whole vocabulary.
+
+        Return `None` if all are `None`.
+        """
         if all(kept is None for kept, _ in parts):
             return None
         return cls.join([kept or cls.whole(length) for kept, length in parts])
 
     def split(self) -> list[KeptSets]:
-        """Return one object per token."""
+        """Return the kept set of each token as an object of its own."""
         stops = np.cumsum(self.counts)
         return [
             KeptSets(ids, self.counts[i : i + 1]) for i, ids in enumerate(np.split(self.ids, stops)[: len(self.counts)])
         ]
 
     def cut(self, length: int) -> KeptSets:
-        """Return the sets of the first tokens."""
+        """Return the kept token sets of the first `length` tokens."""
         counts = self.counts[:length]
         return KeptSets(self.ids[: counts.sum()], counts)
 
@@ -182,7 +185,7 @@ class RouteShape:
         return cls(routes.shape[1], routes.shape[2], int(np.iinfo(routes.dtype).max))
 
     def unknown(self, length: int) -> np.ndarray:
-        """Return unknown routes for `length` tokens."""
+        """Return an array that marks the routes of `length` tokens as unknown."""
         return np.full((length, self.layers, self.choices), np.iinfo(self.dtype).max, self.dtype)
 
 
@@ -194,7 +197,8 @@ def complete_routes(
     Args:
         first: of a prefix.
         later: of the whole sequence.
-        has_moved: the weights changed in between, so the later pass takes precedence: its samples depend on it.
+        has_moved: the weights changed between the passes; the later takes precedence, as tokens sampled then depend on
+            its routes.
     """
     if first is None or later is None:
         return first if later is None else later
@@ -353,7 +357,7 @@ class LossLedger:
         num_sequences: responses, including those without loss tokens.
         denominator: divisor of the sum over tokens (for seq-mean-token-mean, of sequence means).
         weight_sum: sum of `loss_weights` over tokens in the loss.
-        metrics: of the aggregation, by name.
+        metrics: metrics of the loss aggregation, by name.
     """
 
     mode: str
