@@ -107,7 +107,8 @@ class _LinearLogprobsOf(torch.autograd.Function):
         def find_gradient(z: torch.Tensor, part: slice) -> torch.Tensor:
             """Return the gradient of the logits z [c, width] of the chunk `part` of the tokens.
 
-            d logprob_i / d z_v = 1[v = i] - p_v, and d log_rest / d z_v = p_v / p_rest - p_v, at ids -p_v.
+            d logprob_i / d z_v = 1[v = i] - p_v; for all other tokens together,
+            d log_rest / d z_v = p_v / p_rest - p_v, at `ids` -p_v.
             """
             (columns, is_mine), slope = _locate(ids[part], shard), grad[part]
             probs = z.sub_(lse[part, None]).exp_()

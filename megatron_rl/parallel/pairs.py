@@ -46,7 +46,7 @@ class Pair:
 
     @staticmethod
     def fits(num_bytes: int) -> bool:
-        """Return whether a tensor of this size fits a slot."""
+        """Return whether a tensor of this size fits a slot of the shared memory."""
         return num_bytes <= _SLOT_BYTES
 
     def send(self, values: torch.Tensor) -> None:
@@ -170,7 +170,7 @@ class _Done:
 def all_gather_into_tensor(
     output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Gather as torch.distributed does, by the group's pair if possible."""
+    """Gather as torch.distributed does, through the group's `Pair` if possible."""
     pair = find_pair(group, values.nbytes)
     if pair is None or group is None:
         return dist.all_gather_into_tensor(output, values, group=group, async_op=async_op)
@@ -188,7 +188,7 @@ def reduce_scatter_tensor(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Reduce-scatter as torch.distributed does, by the group's pair if possible."""
+    """Reduce-scatter as torch.distributed does, through the group's `Pair` if possible."""
     pair = find_pair(group, output.nbytes)
     if pair is None or group is None or op != dist.ReduceOp.SUM:
         return dist.reduce_scatter_tensor(output, values, op=op, group=group, async_op=async_op)
@@ -204,7 +204,7 @@ def all_reduce(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """All-reduce as torch.distributed does, by the group's pair if possible."""
+    """All-reduce as torch.distributed does, through the group's `Pair` if possible."""
     pair = find_pair(group, values.nbytes)
     if pair is None or op != dist.ReduceOp.SUM:
         return dist.all_reduce(values, op=op, group=group, async_op=async_op)

@@ -172,14 +172,14 @@ class PackedKeptSets:
 
     @classmethod
     def pack(cls, parts: Sequence[KeptSets], device: torch.device) -> PackedKeptSets:
-        """Concatenate the kept token sets of several parts."""
+        """Concatenate the token sets that sampling kept, of several parts."""
         ids = np.concatenate([np.empty(0, np.int32), *(part.ids for part in parts)])
         counts = np.concatenate([np.empty(0, np.int32), *(part.counts for part in parts)]).astype(np.int64)
         firsts = np.cumsum(counts) - counts
         return cls(*(torch.from_numpy(array).to(device) for array in (ids, firsts, counts)))
 
     def __getitem__(self, rows: slice | torch.Tensor) -> PackedKeptSets:
-        """Return the kept token sets of `rows`."""
+        """Return the token sets that sampling kept for `rows`."""
         return PackedKeptSets(self.ids, self.firsts[rows], self.counts[rows])
 
     def pad(self, count: int) -> PackedKeptSets:
