@@ -238,7 +238,7 @@ def build_job(
 def describe_cluster(
     world_size: int, memory_gib: float, gpus_per_node: int | None = None, host_memory_bytes: int | None = None
 ) -> Cluster:
-    """Build a cluster of a given size, with default links and `RESERVE`.
+    """Build a cluster of a given size, with default links and memory reserve.
 
     Args:
         world_size: number of accelerators.

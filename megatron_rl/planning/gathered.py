@@ -38,7 +38,7 @@ class GatheredBytes:
 
 @dataclass(frozen=True)
 class GatheredElements:
-    """Elements of a rank's units, with shard padding.
+    """Elements that a rank gathers at once (units, see the module's docstring), with shard padding.
 
     Attributes:
         ends: embedding, last norm and output layer.
