@@ -7,7 +7,7 @@ reproducibly; with `ByStore` as soon as possible.
 With max_staleness k and B prompts per step, no prompt is trained on more than k steps after the one in which it may
 begin. For a step that has taken c prompts so far and needs n more, let s = c + n: B at first, B more per step, and more
 if dynamic sampling drops prompts. Prompt i may begin once i < s + k B - p, and must be taken once i < s - p, at most k
-steps later. As s grows by the needed prompts per call, the prompts that must be taken never outnumber the needed ones.
+steps later.
 
 `schedule.order: stream` has p = 0: a step takes the next prompts. `whole` has p = k B / 2: a step takes the prompts
 that must be taken, then complete groups. As k B - p prompts are ahead at the end of a step, the mean staleness is k - p

@@ -203,8 +203,8 @@ class RolloutStream:
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the open prompts, whose samples are in `rank_state`.
 
-        Open are the last prompts that began, except `taken`: prompts that a step took out of order (none with `order:
-        stream`).
+        Open are the last prompts that began, except `taken`: prompts that a step took out of order (none with
+        `order: stream`).
         """
         begun = self._order.prompts.position
         span = range(min(self._open, default=begun), begun)
