@@ -59,7 +59,7 @@ class Checkpoints:
         self._saved_at, self._failures_in_a_row = time.monotonic(), 0
 
     def start(self) -> int | None:
-        """Restore a checkpoint (UserError if unfit) and open the sinks; return its step, `None` for a new run."""
+        """Restore a checkpoint (UserError if unfit) and open the logs; return its step, `None` for a new run."""
         directory, step = self._opened.checkpoint, None
         if directory is not None:
             step = self._restore(directory)

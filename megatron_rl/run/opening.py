@@ -196,7 +196,7 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run whose directory is open and whose sinks are not.
+    """A run whose directory is open, but whose log and metric files are not.
 
     Attributes:
         checkpoint: to resume from; `None` starts a new run.

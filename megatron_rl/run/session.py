@@ -168,7 +168,7 @@ def _describe_ranks(ranks: range, world_size: int) -> str:
 
 
 class Session:
-    """Roles, data and sinks of one run; building it is collective."""
+    """Roles, data and outputs (logs, metrics) of one run; building it is collective."""
 
     def __init__(self, prepared: Prepared) -> None:
         self.config, self.inputs, self.plan = prepared.config, prepared.inputs, prepared.inputs.plan
@@ -309,7 +309,7 @@ class Session:
                     self.run.complete(*found)
 
     def close(self) -> None:
-        """Release the engine, end reward workers and close the sinks."""
+        """Release the engine, end reward workers and close logs and metrics."""
         self.checkpoints.close()
         self.policy.close()
         self.run.close()

@@ -25,7 +25,7 @@ from megatron_rl.types import UserError
 
 
 class SftTrainer:
-    """Actor, data and sinks of one SFT run; building it is collective."""
+    """Actor, data and outputs (logs, metrics) of one SFT run; building it is collective."""
 
     def __init__(self, config: RunConfig, inputs: SftInputs, recipe: Path | None = None) -> None:
         self.config, self.plan = config, inputs.plan
