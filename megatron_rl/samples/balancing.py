@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges of units (sequences packed together) between DP ranks until their costs are even (pure).
-
-Nearly all plans need few exchanges, so ranks are converted to lists only when units are exchanged.
-"""
+"""Exchanges of units (sequences packed together) between DP ranks until their costs are even (pure)."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ def balance_ranks(
 
 
 class _Ranks:
-    """Ranks that exchange units; unit -1 stands for "nothing"."""
+    """DP ranks that exchange units (sequences packed together); unit -1 stands for "nothing"."""
 
     def __init__(
         self, bin_of: np.ndarray, loads: np.ndarray, num_bins: int, tokens: np.ndarray, costs: np.ndarray, budget: int
@@ -151,12 +148,12 @@ def _exchange_best(ranks: _Ranks, high: int, low: int, gap: int) -> tuple[int, i
 
 
 def sort_into(part_of: np.ndarray, num_parts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the members of all parts, concatenated, and the bounds of the parts."""
+    """Return the indices of `part_of` sorted by part (its values), and the bounds of the parts."""
     return np.argsort(part_of, kind="stable"), find_bounds(part_of, num_parts)
 
 
 def find_bounds(part_of: np.ndarray, num_parts: int) -> np.ndarray:
-    """Return the start of each part in their concatenation, and the end, [num_parts + 1]."""
+    """Return the bounds of each part (value of `part_of`) after `sort_into`, [num_parts + 1]."""
     bounds = np.zeros(num_parts + 1, np.int64)
     np.bincount(part_of, minlength=num_parts).cumsum(out=bounds[1:])
     return bounds

@@ -323,7 +323,7 @@ class TrainBatch:
         return replace(part, kept=kept, slices=moved, minibatch_sizes=[len(slices)])
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
-        """Apply `function` to every tensor [t, ...], not to slices and kept sets."""
+        """Apply `function` to every tensor [t, ...], not to `slices` and `kept`."""
         return replace(
             self,
             **{

@@ -48,7 +48,7 @@ def _compute_kl(batch: TrainBatch, kl_type: str) -> torch.Tensor:
 
 
 def find_rollouts(headers: Headers, batch: TrainBatch) -> torch.Tensor:
-    """Return the rollout index of each token, [t] int64; the number of rollouts on padding."""
+    """Return the rollout index of each token, [t] int64; padding has the number of rollouts as index."""
     table = torch.from_numpy(np.append(headers["rollout"], len(headers.rollouts)).astype(np.int64))
     return table.to(batch.sequence_ids.device)[batch.sequence_ids]
 
