@@ -233,7 +233,7 @@ def explain_capture_failure(error: BaseException, last_op: str, name: str) -> Us
 
 @dataclass
 class StageGraphs:
-    """Forward and backward graph of one shape in one slot.
+    """Forward and backward graph of one shape in one slot (place among microbatches in flight).
 
     Attributes:
         forward_graph: returns the tensor to send, [t, 1, h], or the packed metrics on the last stage.

@@ -149,7 +149,7 @@ class ShardedAdam(FP32Optimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Complete the shards' gradients for Adam and return False; collective over the role."""
+        """Complete the shards' gradients for Adam and return False (no infinities found); collective over the role."""
         parts: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
         for name, p, shard in self._shards:

@@ -12,7 +12,7 @@ _ALIGNMENT = 512
 
 
 class HostMemory:
-    """Pinned block of one owner, which grows on demand."""
+    """Pinned block of host memory of one owner, which grows on demand."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
