@@ -147,7 +147,7 @@ class BucketTransport:
         self._turns = self._order_turns()
 
     def _order_turns(self) -> list[tuple[int, list[_Outgoing], int, list[torch.Tensor]]]:
-        """List the exchanges by bucket, then by peer, so that pieces for several peers stay in the cache."""
+        """List the exchanges by bucket, then by peer, so that pieces for several peers stay in the CPU cache."""
         rank, size = self._group.rank(), self._group.size()
         turns = []
         longest = max((len(buckets) for side in (self._sends, self._receives) for buckets in side.values()), default=0)
