@@ -159,7 +159,7 @@ for prefix, mlp in (("", "mlp"), (DENSE, "mlp"), (SHARED, "mlp.shared_experts"))
 
 
 def layer_parameter(hf_name: str, kind: str) -> str:
-    """Return an HF tensor's Megatron parameter, by its name in a layer; for experts, as in a dense MLP."""
+    """Return the Megatron name, relative to the layer, of an HF tensor's parameter; for experts, as in a dense MLP."""
     if kind == "head":
         return _NORMS[hf_name]
     if kind == "delta_head":

@@ -51,7 +51,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def find_overlap(boxes: Iterable[Box]) -> Box | None:
-    """Return an intersection of two of these boxes (at least one dimension), or None."""
+    """Return an intersection of two of these boxes (of at least one dimension), or None if all are disjoint."""
     ordered = sorted(box for box in boxes if box_volume(box))
     for i, box in enumerate(ordered):
         for j in range(i + 1, len(ordered)):
