@@ -137,7 +137,7 @@ class KeptSets:
 
     @classmethod
     def join(cls, parts: Sequence[KeptSets]) -> KeptSets:
-        """Concatenate the kept token sets of `parts`, at least one."""
+        """Concatenate the token sets that sampling kept, of at least one part."""
         return cls(np.concatenate([part.ids for part in parts]), np.concatenate([part.counts for part in parts]))
 
     @classmethod
@@ -151,14 +151,14 @@ class KeptSets:
         return cls.join([kept or cls.whole(length) for kept, length in parts])
 
     def split(self) -> list[KeptSets]:
-        """Return the kept set of each token as an object of its own."""
+        """Return the set that sampling kept for each token, one object each."""
         stops = np.cumsum(self.counts)
         return [
             KeptSets(ids, self.counts[i : i + 1]) for i, ids in enumerate(np.split(self.ids, stops)[: len(self.counts)])
         ]
 
     def cut(self, length: int) -> KeptSets:
-        """Return the kept token sets of the first `length` tokens."""
+        """Return the token sets that sampling kept for the first `length` tokens."""
         counts = self.counts[:length]
         return KeptSets(self.ids[: counts.sum()], counts)
 
@@ -217,7 +217,7 @@ class Branch:
         logprobs: [s] float32 behavior log-probs if `sampled`, else 0.
         versions: [s] int32 policy version (optimizer steps) if `sampled`, else undefined.
         num_prompt_tokens: length of the task's prompt at the start.
-        kept: [s] sampling sets; `None` means the whole vocabulary.
+        kept: [s] token sets that truncated sampling kept; `None` means the whole vocabulary.
         rewards: [s] float32 turn rewards, at the last token of each turn.
         routes: [s, layers, choices] experts chosen by the engine (`RouteShape`).
     """
@@ -246,7 +246,7 @@ class Branch:
             tokens: [s] prompt and response.
             logprobs: [s - num_prompt_tokens]; zeros if `None`.
             versions: policy version of the response, or [s - num_prompt_tokens].
-            kept: [s - num_prompt_tokens]; `None` means the whole vocabulary.
+            kept: [s - num_prompt_tokens] token sets as in `Branch`; `None` means the whole vocabulary.
         """
         length = len(tokens)
         if logprobs is None:
