@@ -19,8 +19,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
 from megatron_rl.observability.metrics import ROLLOUTS, VALIDATION
+from megatron_rl.rewards.answers import RESTATES
+from megatron_rl.rewards.rules import COUNTS
 from megatron_rl.run.command_line import end_program
 from megatron_rl.types import UserError
+
+PROMPT_END = 100  # characters of a prompt that are printed
 
 Row = dict[str, Any]
 
@@ -60,7 +64,8 @@ def read_first_and_last(directory: Path) -> tuple[dict[int, list[Row]], list[str
             expected="the same validation prompts before and after training",
             hint="set trainer.test_freq, and validate before training (trainer.val_before_train)",
         )
-    return steps, ["reward", *sorted(next(iter(steps.values()))[0]["reward_components"])]
+    components = next(iter(steps.values()))[0]["reward_components"]
+    return steps, ["reward", *sorted(components.keys() - {*COUNTS, RESTATES})]
 
 
 def format_score(rows: list[Row], rule: str) -> str:
@@ -77,10 +82,15 @@ def describe_set(name: str, steps: dict[int, list[Row]], rules: list[str], num_p
     lines = [f"{name}, {len(before)} responses:", f"  {'':24} {f'step {first}':24} step {last}"]
     lines += [f"  {rule:24} {format_score(before, rule):24} {format_score(after, rule)}" for rule in rules]
     for old, new in [*zip(before, after, strict=True)][:num_prompts]:
-        lines += ["", f"  prompt {old['prompt'].strip()!r}", f"  truth  {old['ground_truth']!r}"]
+        lines += ["", f"  prompt {_shorten(old['prompt'].strip())!r}", f"  truth  {old['ground_truth']!r}"]
         for label, row in (("before", old), ("after", new)):
             lines.append(f"  {label:6} {row['response']!r} (reward {row['reward']:.4g})")
     return "\n".join(lines)
+
+
+def _shorten(prompt: str) -> str:
+    """Return the end of a prompt; chat templates begin with long system messages."""
+    return prompt if len(prompt) <= PROMPT_END else f"... {prompt[-PROMPT_END:]}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,11 +16,11 @@ def write_step(run_dir: Path, step: int, rewards: list[float], first_prompt: int
         {
             "prompt_id": first_prompt + i,
             "sample_index": 0,
-            "prompt": f"\nWhat is {i} + 1?",
+            "prompt": f"{'x' * 200 * (i == 2)}\nWhat is {i} + 1?",
             "response": f"{i}",
             "ground_truth": f"{i + 1}",
             "reward": reward,
-            "reward_components": {"math": reward, "last_number": 0.0},
+            "reward_components": {"math": reward, "last_number": 0.0, "math_timeouts": 0.0},
         }
         for i, reward in enumerate(rewards)
     ]
@@ -45,7 +45,7 @@ def test_the_first_step_is_compared_with_the_last(tmp_path: Path, capsys: pytest
         "  before '0' (reward 1)",
         "  after  '0' (reward 1)",
     ]
-    assert len(lines) == 5 + 3 * 5
+    assert len(lines) == 5 + 3 * 5 and lines[16] == f"  prompt '... {'x' * 85}\\nWhat is 2 + 1?'"
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
