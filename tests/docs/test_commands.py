@@ -53,6 +53,7 @@ COVERED = {
     "python tools/convert_megatron_to_hf.py --checkpoint checkpoints/runs/first --out policy": "tests/tools/test_convert.py::test_training_checkpoints",
 }
 NOT_RUN = {
+    "bash launch/quickstart_real.sh": "downloads a model",
     "source .venv/bin/activate": "the environment of this test is active",
     "torchrun --nproc-per-node 8 launch/pretrain_grpo.py my_recipe.yaml actor.lr=1e-6 --sequence-parallel": "needs GPUs and a model of the reader's; tests/launch/test_entry_points.py runs torchrun with the toy recipe",
     "bash launch/train_single_node.sh launch/recipes/qwen2.5_7b_gsm8k.yaml trainer.run_dir=checkpoints/runs/first": "needs 8 GPUs and the model; tests/launch/test_launch_scripts.py runs the script",

@@ -325,7 +325,7 @@ def test_slurm_says_the_error_again(environment: dict[str, str]) -> None:
     assert result.returncode == 1 and result.stderr.endswith(f"\nThe run ended with this error:\n{ERROR}\n")
 
 
-@pytest.mark.parametrize("name", ["quickstart", "train_single_node", "train_multi_node"])
+@pytest.mark.parametrize("name", ["quickstart", "quickstart_real", "train_single_node", "train_multi_node"])
 def test_help_is_the_head_of_the_script(name: str, environment: dict[str, str]) -> None:
     """It starts nothing, not even the set-up."""
     script = ROOT / f"launch/{name}.sh"
