@@ -40,7 +40,7 @@ class EpochOrder:
 
 
 class Turns:
-    """A periodic schedule of parties with given shares.
+    """A periodic schedule of parties (data files) with given shares.
 
     Args:
         shares: integer turns of each party per period; the period is their sum.
