@@ -24,8 +24,7 @@ _MOST_PARTS = 8  # tokens of one character, which has at most four bytes
 class TokenTexts:
     """Decoder of single tokens; the joined texts are the response (after sentencepiece's leading space).
 
-    A token is decoded behind another token, because some tokenizers drop the leading space of a text. A character of
-    several tokens belongs to the last of them.
+    A character of several tokens belongs to the last of them.
 
     Args:
         decode: token ids -> text, without special tokens.
@@ -64,6 +63,7 @@ class TokenTexts:
             texts[-1] = self._decode(parts)
         return texts
 
+    # Decoded behind another token, because some tokenizers drop the leading space of a text.
     def _text_of(self, token: int) -> str:
         if token not in self._known:
             self._known[token] = self._decode([*self._anchor, token])[len(self._anchor_text) :]
