@@ -78,7 +78,7 @@ _TERMS = {"policy": "policy", "kl": "kl_term", "entropy": "entropy_term"}
 
 
 class LedgerError(RuntimeError):
-    """The loss was not aggregated over the whole minibatch: a bug."""
+    """Error of a loss that was not aggregated over the whole minibatch: a bug."""
 
 
 def build_ledger(
