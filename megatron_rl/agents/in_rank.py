@@ -54,7 +54,7 @@ class _Episode:
 
 
 class EpisodesInRank:
-    """The episodes of a rank, run in the rank's own process: a stand-in for `EpisodeProcesses`, without programs."""
+    """The episodes of a debugged rank, run in its own process instead of `EpisodeProcesses`; runs no programs."""
 
     def __init__(self, setup: Setup) -> None:
         self._given = setup
