@@ -53,7 +53,7 @@ class Turns:
         self._before = (np.cumsum(turns, axis=1) - turns)[self._party, np.arange(self._period)]
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return the party at a position and the number of its earlier turns."""
+        """Return the party (data file) at a position, and the number of its earlier turns."""
         period, place = divmod(position, self._period)
         party = int(self._party[place])
         return party, period * self._shares[party] + int(self._before[place])

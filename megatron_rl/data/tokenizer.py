@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text without adding special tokens; those in the text are recognized."""
+        """Encode a text without adding special tokens; special tokens in the text are recognized."""
         ...
 
     def encode_content(self, text: str) -> list[int]:
