@@ -24,7 +24,7 @@ def truncate(
 
     Args:
         scaled: [b, v] float32 logits over the temperature.
-        places: [b] response tokens of each row so far, for `min_tokens`.
+        places: [b] numbers of response tokens of each row so far, for `min_tokens`.
 
     Returns:
         [b, v] logits, `OUTSIDE` for other tokens; and each row's set, most likely first, or empty for the whole

@@ -190,8 +190,7 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
 def register_codes(spec: EngineSpec) -> CodeFormat | None:
     """Register vLLM linear layers with 8-bit weights and a scale per row, if `rollout.quantization` is set.
 
-    Parameters lie as in plain linear layers, to be written in place. Activations are not quantized, and outputs are
-    scaled in float32: only weights lose precision.
+    Activations are not quantized, and outputs are scaled in float32: only weights lose precision.
     """
     if spec.config.quantization == "none":
         return None

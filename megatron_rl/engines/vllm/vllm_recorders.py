@@ -2,8 +2,8 @@
 """Recorders of sampling in vLLM v1: the sets that tokens are drawn from, and the experts of every token.
 
 Truncation is our own definition, applied before vLLM's sampler. A request carries its limits in
-`SamplingParams.extra_args`, as it may come from another process. Sets are stored by request and position, so that the
-set of a token discarded by chunked prefill or preemption is overwritten.
+`SamplingParams.extra_args`. Sets are stored by request and position, so that the set of a token discarded by chunked
+prefill or preemption is overwritten.
 
 Hooks on the routers record routes, as vLLM's own output of them needs the v2 model runner. Routes are kept per KV-cache
 block, for prefix-cache hits, and per request, for preemption.
