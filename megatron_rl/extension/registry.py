@@ -54,7 +54,7 @@ def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., 
 
 
 def name_of(function: Any) -> str:
-    """Return the `__name__` of a function; for another callable object, that of its class."""
+    """Return the `__name__` of a function; for another callable object, the name of its class."""
     return getattr(inspect.unwrap(function), "__name__", type(function).__name__)
 
 
