@@ -68,7 +68,7 @@ class _Courses:
         return values[end - self.window : end] if len(values) >= self.window - end else self.first(key)
 
     def trend(self, key: str, errors: float) -> int:
-        """Return 1 or -1 if the metric rose or fell since `earlier` by more than this number of standard errors."""
+        """Return 1 or -1 if the metric rose or fell since `earlier` by more than `errors` standard errors, else 0."""
         then, now = self.earlier(key), self.now(key)
         if not then:
             return 0

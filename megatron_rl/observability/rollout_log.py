@@ -161,7 +161,7 @@ def format_response(row: Mapping[str, Any]) -> str:
 
 
 def phase_seconds(record: Record) -> dict[str, float]:
-    """Return the seconds of a record by phase, without the whole step's."""
+    """Return the seconds of a record by phase, without the time of the whole step."""
     times = ((key.removeprefix("time/"), value) for key, value in record.items() if key.startswith("time/"))
     return {name: value for name, value in times if name != "step" and value is not None}
 
