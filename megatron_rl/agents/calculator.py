@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment `calculator`: evaluates expressions; any other reply is the final answer.
 
-In a chat, a reply calls the function `calculate(expression)` (see `TOOL`). After a plain-text prompt, it ends with an
-expression in brackets: "[12*34]" is answered by "[408]".
+In a chat, a reply calls the function `calculate(expression)` (see `TOOL`). After a plain-text prompt, a reply ends with
+an expression in brackets: "[12*34]" is answered by "[408]".
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Calculator:
     """An environment with one tool."""
 
     def reset(self, task: Task) -> Observation:
-        """Return no messages."""
+        """Return an observation without messages."""
         return Observation([])
 
     def step(self, reply: Reply) -> Observation | Done:

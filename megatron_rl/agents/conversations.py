@@ -25,7 +25,7 @@ class Context:
 
     Attributes:
         name: key of the conversation: a digest for a chat, the text itself for plain text.
-        transcript: `None` for plain text or tokens.
+        transcript: the chat so far; `None` if the request has plain text or tokens.
     """
 
     tokens: list[int]
@@ -52,7 +52,7 @@ class Conversations:
         self._texts: dict[str, _Said] = {}
 
     def show_chat(self, messages: Sequence[Message], tools: list[Any]) -> Context:
-        """Return a chat's context, up to the start of the next reply (UserError if the template rejects it).
+        """Return the prompt of a chat up to the start of the next reply (UserError if the template rejects it).
 
         Args:
             messages: tool-call arguments are objects.

@@ -71,7 +71,8 @@ class Endpoint:
         lock: held while a request is answered.
 
     Attributes:
-        refusal: error of a request whose tools the run cannot show or parse.
+        refusal: error of a request with tools that the chat template cannot show, or whose calls cannot be parsed; or
+            `None`.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Endpoint:
         return _Answered(len(self._answered), context.tokens, sample, message)
 
     def _require_tools(self) -> None:
-        """Refuse a request with tools (BadRequest) if the template does not show tools or replies cannot call them."""
+        """Refuse a request with tools (BadRequest) if the template omits tools or their calls cannot be parsed."""
         source, options = "the tools of a request to the endpoint (agents.program)", self._setup.options
         try:
             require_shown(shows_tools(self._tokenizer, options), source)
@@ -287,9 +288,9 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0)) if self._is_welcome() else None
 
     def _is_welcome(self) -> bool:
-        """Return whether a request has the key and an allowed length; otherwise refuse it.
+        """Return whether a request has the bearer token and an allowed length; otherwise refuse it.
 
-        A refusal closes the connection if a body is left unread.
+        A refusal closes the connection if the request has a body, which was not read.
         """
         length, is_chunked = self.headers.get("Content-Length") or "0", "Transfer-Encoding" in self.headers
         given, expected = self.headers.get("Authorization") or "", f"Bearer {self._served.token}"

@@ -28,7 +28,7 @@ class Setup:
     Attributes:
         environment, program, tools: settings in `agents`; exactly one is set.
         tokenizer: path.
-        options: template arguments.
+        options: chat-template arguments.
         follows_template: whether `agents.history` is "template".
         context_length: maximum tokens of a prompt and its response.
         tool_format: `agents.tool_format`; workers resolve "auto".

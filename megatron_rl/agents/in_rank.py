@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the environments of a rank: each in its own process with deadlines, or all in the rank's process.
 
-Invariant of processes: each `open` or `tell` yields one `Answer`, possibly a failure. Failed episodes are killed at
-once. No process outlives its rank. In the rank's own process a debugger stops in them: random numbers are the same, but
-there are no deadlines, module variables are shared, and an environment that ends its process ends the run.
+Invariant of processes: each `open` or `send_reply` yields one `Answer`, possibly a failure. Failed episodes are killed
+at once. No process outlives its rank. In the rank's own process a debugger stops in the environments: random numbers
+are the same, but there are no deadlines, module variables are shared, and an environment's exit ends the run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Episode:
 
 
 class EpisodesInRank:
-    """The episodes of a rank, run in the rank's own process: a stand-in for `EpisodeProcesses`, without programs."""
+    """The episodes of a debugged rank, run in its own process instead of `EpisodeProcesses`; runs no programs."""
 
     def __init__(self, setup: Setup) -> None:
         self._given = setup
@@ -112,7 +112,7 @@ class _Running:
         self.connection.send(message)
 
     def receive(self) -> Answer | None:
-        """Receive an answer, or the process id that precedes the first one (`None`)."""
+        """Receive a message: an answer, or before the first answer the process id, for which `None` is returned."""
         message = pickle.loads(self.connection.recv_bytes(_LARGEST_ANSWER))
         if isinstance(message, int):
             self.pid = message

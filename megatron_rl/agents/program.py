@@ -68,7 +68,7 @@ class _Rank:
         self.num_turns, self._since = 0, time.monotonic()
 
     def sample(self, tokens: list[int], max_tokens: int | None) -> Sample:
-        """Return the reply to a request; after `max_turns` replies the episode ends with reward 0 and is killed."""
+        """Return the policy's reply to a request; after `max_turns` replies the episode is killed, with reward 0."""
         is_over = self.num_turns == self._max_turns
         self._connection.send(
             Answer(
@@ -92,7 +92,7 @@ def run_program(connection: Connection, program: Program, setup: Setup, tokenize
 
     Raises:
         TypeError, ValueError: the program returned no valid reward.
-        UserError: it failed after the endpoint refused its tools.
+        UserError: the program failed after the endpoint refused a request with tools.
     """
     rank, lock = _Rank(connection, setup.max_turns), threading.Lock()
     conversations = Conversations(tokenizer, setup, opening)

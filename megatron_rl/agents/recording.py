@@ -31,7 +31,7 @@ class Recording:
 
     @classmethod
     def of(cls, rollout: Rollout) -> Recording:
-        """Resume recording a rollout from `finish`; rewards of its turns are lost."""
+        """Resume the recording of a rollout that `finish` built; rewards of its earlier turns are not restored."""
         found, last = cls(rollout.prompt, rollout.sample_index), rollout.turns[-1:]
         found._contexts = [_Context.of(branch) for branch in rollout.branches]
         found._turns = list(rollout.turns)
@@ -51,7 +51,7 @@ class Recording:
 
     @property
     def tokens(self) -> np.ndarray:
-        """Return the last request and its reply, [s] int32."""
+        """Return the tokens of the last request and its reply, [s] int32."""
         return self._contexts[self._current].joined
 
     @property
@@ -84,9 +84,10 @@ class Recording:
         """Record the engine's reply to the last request, or the continuation of an interrupted reply.
 
         Args:
-            tokens, logprobs, kept, inserted: [s], new tokens only, as in `Sampled`.
+            tokens, logprobs, inserted: [s], new tokens only, as in `Sampled`.
+            kept: [s] token sets that truncated sampling drew the new tokens from.
             version: policy version.
-            routes: of the whole context with the reply, as in `Sampled`.
+            routes: expert choices for all tokens up to the reply's end, as in `Sampled`.
             is_whole: whether the reply ends here; if not, the next call continues it in the same turn.
         """
         context = self._contexts[self._current]
@@ -116,7 +117,7 @@ class Recording:
             self._contexts[-1].rewards[self._turns[-1].stop - 1] = reward
 
     def finish(self, finish_reason: str) -> Rollout:
-        """Build the rollout, not scored; drop an observation after the last reply."""
+        """Build the rollout, without a score; drop an observation after the last reply."""
         branches = [context.as_branch(self.prompt.tokens) for context in self._contexts]
         return Rollout(self.prompt, self._sample_index, branches, list(self._turns), finish_reason)
 

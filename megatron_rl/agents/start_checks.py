@@ -22,8 +22,7 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) 
     """Return notes on the tool-call format, missing sandbox layers, and templates that rewrite earlier replies.
 
     Raises:
-        UserError: the environment, program or a tool is missing, or the template does not render tools or contents
-            verbatim.
+        UserError: the environment, program or a tool is missing, or the chat template omits tools or alters contents.
     """
     agents, chats = config.agents, [prompt.messages for prompt in prompts.prompts if prompt.messages]
     if agents.program is not None:

@@ -65,7 +65,7 @@ class ToolFormat:
 
     Attributes:
         find: (text, parameters of the tools) -> calls.
-        marks: removed from the text around calls; decoded even if they are special tokens.
+        marks: delimiters, removed from the text around calls; decoded even if they are special tokens.
     """
 
     find: Callable[[str, Schemas], list[_Found]]

@@ -27,7 +27,7 @@ _PLACEHOLDER = "placeholderofthereply"
 
 @dataclass(frozen=True)
 class Tail:
-    """Unsampled tokens that the next request adds; if `is_fork`, they are a complete new context."""
+    """Tokens that the next request adds to the context, none of them sampled; if `is_fork`, a complete new context."""
 
     tokens: list[int]
     is_fork: bool = False

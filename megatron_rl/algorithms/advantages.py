@@ -67,7 +67,7 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
 
 
 def _leave_out_failed(inputs: AdvantageInputs, needs_group: bool) -> AdvantageInputs:
-    """Drop rollouts without a reward, without a baseline, or alone in a group that the estimator needs."""
+    """Drop rollouts without a reward or baseline, and if `needs_group`, those that are alone in their group."""
     groups = np.repeat(np.arange(len(inputs.group_sizes)), inputs.group_sizes)
     kept = np.ones(len(groups), bool) if inputs.has_reward is None else inputs.has_reward
     if inputs.baselines is not None:
@@ -125,8 +125,8 @@ def compute_token_rewards(
 ) -> torch.Tensor:
     """Compute token rewards: the sequence's reward on its last token, minus KL on every token.
 
-    Ziegler et al., arXiv 1909.08593, eq. 2. A branch's last token also gets the rewards of later turns in other
-    branches.
+    Ziegler et al., arXiv 1909.08593, eq. 2. An episode that forked has a sequence per branch; a branch's last
+    token also gets the rewards of later turns in other branches.
 
     Args:
         rewards: [num_sequences], sum of the turn rewards from the sequence's last turn on.
@@ -296,7 +296,7 @@ def compute_gae_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
 
 
 def compute_distill_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> torch.Tensor:
-    """Return zeros: rewards are ignored, and `samples/estimate.py` adds the teachers' term."""
+    """Return zeros: distillation ignores rewards, and `samples/estimate.py` adds log-prob gaps to the teachers."""
     return torch.zeros_like(inputs.token_rewards)
 
 
@@ -320,7 +320,7 @@ def whiten_over_ranks(values: torch.Tensor, loss_mask: torch.Tensor, group: dist
 
 
 def _centre(scores: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """Subtract the (weighted) mean; the shift by the first score makes equal scores exactly 0."""
+    """Subtract the (weighted) mean of a group's scores; equal scores become exactly 0."""
     shifted = scores - scores[0]
     if weights is None:
         return shifted - shifted.mean()

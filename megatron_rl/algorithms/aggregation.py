@@ -4,9 +4,8 @@
 Denominators are global, so the loss does not depend on microbatches and DP ranks. A sequence without tokens in the loss
 still counts in `num_seqs`.
 
-The ledger of an optimizer step compares the denominators that follow from the response lengths, before anything is
-split, with those that the losses counted. A mismatch reveals a token that was dropped, repeated, or divided by a local
-count.
+The ledger of an optimizer step compares the denominators expected from the response lengths with the denominators that
+the losses counted. A mismatch reveals a token that was dropped, repeated, or divided by a local count.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ _TERMS = {"policy": "policy", "kl": "kl_term", "entropy": "entropy_term"}
 
 
 class LedgerError(RuntimeError):
-    """The loss was not aggregated over the whole minibatch: a bug."""
+    """Error of a loss that was not aggregated over the whole minibatch: a bug."""
 
 
 def build_ledger(

@@ -9,8 +9,8 @@ function receives an instance as `inputs.options`. Declare a field as `alpha: fl
 option(0.5, "what it does", "unit")` with `option` of `megatron_rl.config.schema`.
 
 With one optimizer step per pass over the samples, the first pass of the update runs before any weight changes, and
-`old_logprobs` come from it unless something reads them earlier (`plan_old_logprobs`). That saves a quarter of a step's
-matrix products (2 of 8 operations per weight and token).
+`old_logprobs` come from it unless something reads them earlier (`plan_old_logprobs`). That saves a forward pass
+per step.
 """
 
 from __future__ import annotations
@@ -220,6 +220,7 @@ def find_early_reader_of_loss(algorithm: AlgorithmConfig, minibatches: int, *, h
 
     Args:
         minibatches: optimizer steps per epoch.
+        has_branches: a forked episode has several sequences, which may be in different microbatches.
     """
     if minibatches > 1:
         return f"an epoch has {minibatches} optimizer steps, and all but the first have changed weights"

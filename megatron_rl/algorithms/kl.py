@@ -23,7 +23,7 @@ def compute_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kl_type: str)
         k3 = r - 1 - log r     unbiased, low variance, never negative
         abs = |log r|          a distance, no estimate of the divergence
 
-    Beyond log r = 20, k3 continues along its tangent in r: float32 would overflow at log r = 89.
+    Beyond log r = 20, k3 continues along its tangent in r, to avoid overflow.
     """
     log_ratio = ref_logprobs - logprobs
     if kl_type == "k1":
@@ -45,7 +45,7 @@ class KLController:
         self.coef = coef
 
     def update(self, measured_kl: float, num_responses: int) -> None:
-        """Adapt the coefficient to the KL of this step's responses."""
+        """Do nothing; `AdaptiveKL` adapts the coefficient to the KL of this step's responses."""
 
     def state_dict(self) -> dict[str, float]:
         """Return an empty state: the config has the coefficient."""

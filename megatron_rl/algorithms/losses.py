@@ -7,10 +7,7 @@ step's loss. Shapes depend on t only, for CUDA graphs.
 A policy loss returns the loss of each token, and whether its gradient is clipped. Its inputs are 0 at masked positions.
 At logprobs == old_logprobs every built-in loss has the gradient of -A * logprob.
 
-Clip-Cov and KL-Cov (arXiv 2505.22617) restrain the tokens that would lower the entropy most, chosen before a step's
-first update:
-
-    cov_t = (A_t - mean A) (logprob_t - mean logprob)        means over all tokens in the loss of a step
+Clip-Cov and KL-Cov (arXiv 2505.22617) restrain the tokens that would lower the entropy most (`choose_tokens`).
 """
 
 from __future__ import annotations
@@ -199,7 +196,8 @@ def compute_geo_mean_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
         s_i = exp(mean_t c_t)
         loss_t = -mean_t(A_t) sg[s_i] exp(c_t - sg[c_t])
 
-    With seq-mean-token-mean, this has the value and gradient of -A_i s_i. A sequence is a branch.
+    With seq-mean-token-mean, this has the value and gradient of -A_i s_i. Each branch of a forked episode is a
+    sequence of its own.
     """
     log_ratio, advantages = inputs.logprobs - inputs.old_logprobs, inputs.advantages
     bounded = log_ratio.clamp(-config.clip_eps_low, config.clip_eps_high)
@@ -312,7 +310,7 @@ def _sequence_mean(values: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tens
 
 
 def compute_clip_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute PPO's clipped surrogate without gradient for the chosen tokens (Clip-Cov)."""
+    """Compute PPO's clipped surrogate without gradient for the tokens in `inputs.chosen` (Clip-Cov)."""
     token_loss, is_clipped = clip_surrogate(inputs.logprobs - inputs.old_logprobs, inputs.advantages, config)
     if inputs.chosen is None:
         return token_loss, is_clipped
@@ -320,7 +318,7 @@ def compute_clip_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> 
 
 
 def compute_kl_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the unclipped surrogate with a penalty on the chosen tokens (KL-Cov).
+    """Compute the unclipped surrogate with a penalty on the tokens in `inputs.chosen` (KL-Cov).
 
     loss_t = -ratio_t A_t (+ kl_cov_coef |logprobs_t - old_logprobs_t| if chosen)
     """
@@ -335,11 +333,12 @@ def compute_kl_cov_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tu
 def choose_tokens(inputs: PolicyLossInputs, config: AlgorithmConfig, group: dist.ProcessGroup) -> torch.Tensor | None:
     """Choose max(1, cov_ratio * tokens of the step) tokens for `clip_cov` or `kl_cov` to restrain; collective.
 
-        kl_cov      the greatest cov_t
-        clip_cov    of those with clip_cov_low < cov_t < clip_cov_high, by a repeatable hash of sequence and position
+        cov_t       (A_t - mean A) (old_logprob_t - mean old_logprob)
+        kl_cov      the tokens with the greatest cov_t
+        clip_cov    pseudorandom ones of the tokens with clip_cov_low < cov_t < clip_cov_high, the same in every layout
 
     Args:
-        group: DP group over which the tokens are spread.
+        group: DP group over which the step's tokens are spread; means are over all of them.
 
     Returns:
         [t] bool, or `None` for losses that choose no tokens.

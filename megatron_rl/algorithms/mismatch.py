@@ -66,12 +66,13 @@ def compute_importance_weights(
         product-truncate     min(w_i, high)                   w_i = exp(sum_t d_t), unbiased, of high variance;
         product-mask         w_i, or 0 outside [low, high]    the sum is bounded to +-20
 
-    `reject_sequence_above` zeroes the weights of a response with a larger |d|, in any mode. A masked token still counts
-    in the loss's denominators: masking shrinks the step. With `bypass`, only rejection yields weights.
+    d_t = old_logprobs_t - rollout_logprobs_t, and w_t = exp(d_t). `reject_sequence_above` zeroes the weights of a
+    response with a larger |d_t|, in any mode. A masked token still counts in the loss's denominators: masking shrinks
+    the step. With `bypass`, only rejection yields weights.
 
     Args:
         old_logprobs, rollout_logprobs: [t]; ignored at masked positions.
-        responses: rollouts with all branches; each has one weight or is rejected as a whole.
+        responses: tokens of each rollout, all branches included; modes sequence and product give it one weight.
 
     Returns:
         [t] float32 weights, 0 outside the mask, and 0-d sums over this rank for `finish_importance_weights`; `None` and

@@ -3,7 +3,7 @@
 
 Of each logical tensor (HF names and shapes; optimizer states as `optimizer.exp_avg.<name>`):
 
-    digest   sum of bits(x_i) * (2 i + 1) modulo 2^64, as in the reshard's certificate
+    digest   sum of bits(x_i) * (2 i + 1) modulo 2^64, as in `transfer.certificate`
     total    sum of bits(x_i)             modulo 2^64
     norm, highest |x_i|, and the values of 64 elements at positions derived from the name
 
@@ -63,7 +63,7 @@ def sample_places(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprints:
-    """Fingerprint a role's weights, equal on every rank; collective over `group`, which may exceed the role's ranks."""
+    """Fingerprint a role's weights; equal on every rank of `group`, which may exceed the role's ranks; collective."""
     shapes, rank = role.model.shape.logical_tensors(), group.rank()
     saved = choose_saved(role, find_holders(role), rank) if rank in role.model.layout.ranks else []
 
@@ -89,7 +89,7 @@ def fingerprint_optimizer(role: SavedRole, group: dist.ProcessGroup) -> Fingerpr
 def fingerprint_pieces(
     shapes: Mapping[str, tuple[int, ...]], pieces: Iterable[Piece], group: dist.ProcessGroup | None
 ) -> Fingerprints:
-    """Compute fingerprints from pieces that cover each element once over `group` (or locally)."""
+    """Compute fingerprints from pieces that cover each element once over `group`; if it is `None`, on this rank."""
     rows, names = {name: row for row, name in enumerate(shapes)}, list(shapes)
     places = {}
     bits = torch.zeros(len(names), 3, dtype=torch.int64)  # digest, total, elements

@@ -94,7 +94,7 @@ class Section:
 
 
 class StepObserver:
-    """A collector of a step's sections; methods are collective.
+    """A collector of the inputs and results of a step, as `Section`s; methods are collective.
 
     Args:
         roles: trained roles by name; the names are equal on all ranks.
@@ -118,7 +118,7 @@ class StepObserver:
             counted: metric -> its values in this step.
 
         Returns:
-            On rank 0 the rollouts and all sections; on other ranks no rollouts and the parameter sections.
+            On rank 0 the rollouts and all sections; on other ranks no rollouts and only the sections of parameters.
         """
         after = self._take_parameters("after", False)
         columns = {name: samples.columns[name] for name in (*_FORWARD, *_ESTIMATE, *_UPDATE) if name in samples.columns}
@@ -183,7 +183,7 @@ def _describe_rollouts(samples: Experience, rollouts: Sequence[Rollout]) -> list
 
 
 def encode_sections(sections: Sequence[Section]) -> tuple[list[dict[str, Any]], bytes]:
-    """Return the sections' JSON part, and their arrays as safetensors bytes."""
+    """Return the sections' entries for manifest.json, and the bytes of values.safetensors with their arrays."""
     entries: list[dict[str, Any]] = []
     arrays: dict[str, np.ndarray] = {}
     for number, section in enumerate(sections):
@@ -205,7 +205,8 @@ def encode_sections(sections: Sequence[Section]) -> tuple[list[dict[str, Any]], 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience) -> FileRecord:
     """Write the rollout data needed for training, one JSON object per rollout, group by group, with lossless floats.
 
-    The columns `prompt` and `answer` also make it a data file. `extra_info`, which only rewards use, is omitted.
+    The columns `prompt` and `answer` make the file usable as training data. `extra_info`, which only rewards use, is
+    omitted.
 
     Args:
         samples: supply groups and greedy baselines.
@@ -254,7 +255,7 @@ class CapsuleRecorder:
 
     Args:
         roles: see `StepObserver`.
-        save_state: writes the last step's end as a checkpoint into a directory; returns an error, if any.
+        save_state: writes the current state as a checkpoint into a directory; returns an error, if any.
         decode: response tokens -> text.
     """
 
@@ -272,7 +273,7 @@ class CapsuleRecorder:
         self._observer: StepObserver | None = None
 
     def begin(self, step: int) -> None:
-        """Save the state before the captured step."""
+        """Save the state before the captured step; do nothing in other steps."""
         if step != self._config.trainer.capture_step:
             return
         partial = self._partial(step)

@@ -59,7 +59,7 @@ class FoundWeights:
 
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:
-    """List step and directory of every renamed checkpoint, newest first; exports alone do not count."""
+    """List step and directory of every renamed checkpoint, newest first, except steps with only an HF export."""
     found = []
     for path in root.glob("step_*") if root.is_dir() else ():
         number = path.name.removeprefix("step_")
@@ -165,8 +165,8 @@ def read_pointer(root: Path, name: str) -> int | None:
 def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
     """Delete old checkpoints and remains of unfinished ones, and return the deleted steps.
 
-    `keep_last` does not protect checkpoints written by a timer. The target of `latest` stays; newer ones are damaged:
-    they do not count, and stay until the run reaches their step again.
+    Checkpoints that a timer wrote are deleted despite `keep_last`. The target of `latest` stays. Newer checkpoints are
+    damaged: they do not count towards `keep_last`, and the run replaces them when it reaches their step again.
     """
     for path in root.glob("step_*"):
         if path.suffix in _UNFINISHED:

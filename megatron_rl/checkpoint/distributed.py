@@ -18,10 +18,10 @@ from megatron_rl.weights.shard_box import ShardBox
 
 
 def check_weights(directory: str | Path, shape: ModelShape, may_lack: Collection[str] = ()) -> None:
-    """Check weights in either format against the model's config; reads headers only.
+    """Check weights in HF or Megatron format against the model's config; reads headers only.
 
     Raises:
-        UserError: names the first missing or mismatched tensors.
+        UserError: names the first missing (unless in `may_lack`) or mismatched tensors.
     """
     directory = Path(directory)
     if not (directory / METADATA_FILE).is_file():

@@ -105,7 +105,7 @@ def publish(partial: Path, directory: Path) -> None:
 
 
 def read_digests(directory: Path) -> dict[str, str]:
-    """Return relative path -> SHA-256.
+    """Return the digests in a directory's SHA256SUMS: relative path -> SHA-256.
 
     Raises:
         UserError: the file is missing or unreadable.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing of models in HF format, through the placement tables.
+"""Reading and writing of models in HF format, through placement tables: the boxes of HF tensors in each parameter.
 
 Each rank reads only the boxes of its parameters. Writing gathers one file's worth of logical tensors on rank 0 and
 renames the finished directory into place.
@@ -113,7 +113,7 @@ def load_huggingface(
     *,
     may_lack: Collection[str] = (),
 ) -> None:
-    """Fill `params` in place, converted to their dtype; padding and missing tensors in `may_lack` become zero."""
+    """Fill `params` in place from a model in HF format; padding and missing tensors in `may_lack` become zero."""
     files = ModelFiles(Path(directory))
     by_file: dict[Path, list[ShardBox]] = {}
     for placement in placements:

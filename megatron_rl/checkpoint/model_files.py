@@ -210,7 +210,7 @@ class ModelFiles(Mapping[str, Path]):
             yield OpenFile(self, stack)
 
     def find_part(self, name: str) -> PackedPart | None:
-        """Return the part of a packed tensor that a logical tensor is, or `None` if it is stored on its own."""
+        """Return the place of a logical tensor in a packed tensor, or `None` if it is stored on its own."""
         return self._parts.get(name)
 
     def find_stored(self, name: str) -> tuple[Path, str]:
@@ -219,7 +219,7 @@ class ModelFiles(Mapping[str, Path]):
 
 
 def list_copies(shape: ModelShape) -> dict[str, str]:
-    """Map tensors that published checkpoints repeat in the MTP layer to the model's own."""
+    """Map tensors of the MTP layer that are copies in published checkpoints to the model's own tensors."""
     prefix = f"model.layers.{shape.num_layers}."
     head = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
     return {f"{prefix}embed_tokens.weight": "model.embed_tokens.weight", f"{prefix}shared_head.head.weight": head}
@@ -248,7 +248,7 @@ class OpenFile:
         return part.cut(self._matrix)
 
     def _get(self, name: str) -> Any:
-        """Open a stored tensor; scales may be in another file than their blocks."""
+        """Open a tensor as stored, in its own file: MXFP4 scales may be in another file than their blocks."""
         file, stored = self._files.find_stored(name)
         if file not in self._handles:
             self._handles[file] = self._stack.enter_context(safe_open(file, framework="pt"))

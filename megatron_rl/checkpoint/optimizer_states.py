@@ -3,9 +3,11 @@
 
 They are stored as `optimizer.exp_avg.<HF name>`, `optimizer.exp_avg_sq.<HF name>` and, if the weights are not float32,
 `optimizer.main_param.<HF name>`, for every layout, with or without ZeRO. Under ZeRO a rank owns a flat range of each
-parameter: at most three boxes. (megatron-core's own `fully_reshardable` format gathers a model replica on one rank,
-does not support torch's AdamW, and does not reshard from EP > 1 to EP = 1.)
+parameter: at most three boxes.
 """
+
+# megatron-core's own `fully_reshardable` format gathers a model replica on one rank, does not support torch's AdamW,
+# and does not reshard from EP > 1 to EP = 1.
 
 from __future__ import annotations
 
@@ -85,10 +87,8 @@ def count_steps(role: SavedRole) -> int:
 
 
 def create_states(role: SavedRole, steps: int) -> None:
-    """Allocate the optimizer states that exist after `steps` steps.
-
-    torch's Adam counts steps in every state, apex's and Transformer Engine's in the group, and Muon not at all.
-    """
+    """Allocate the optimizer states that exist after `steps` steps."""
+    # torch's Adam counts steps in every state, apex's and Transformer Engine's in the group, and Muon not at all.
     for shard in list_state_shards(role.model.stages, role.optimizer.megatron):
         optimizer, main = shard.optimizer, shard.main
         names = role.optimizer.moments(main)

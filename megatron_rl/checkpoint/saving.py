@@ -129,7 +129,7 @@ class CheckpointSaver:
             content: its `side_files` name the roles of all ranks.
             with_optimizer: include optimizer and RNG states, which resuming needs.
             export: called on every rank with a directory in the new checkpoint for the HF model.
-            rank_state: RNG states of this rank by default.
+            rank_state: folder -> tensors of this rank that belong to no role; by default its RNG states.
         """
         self.wait()
         started = time.monotonic()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming reader and writer of Megatron distributed checkpoints (megatron-core's `torch_dist` format).
 
-A checkpoint holds *global tensors*, each cut into chunks, boxes of any size and place. Unlike
-`megatron.core.dist_checkpointing.save`, this writer needs memory for one chunk only, hashes while writing, reports
-errors on the rank that had them, and forks no writers.
+A checkpoint holds *global tensors*, each cut into chunks, boxes of any size and place. This writer needs
+memory for one chunk only, hashes while writing, and forks no writers.
 
 Reading runs no code from the files: chunks are loaded with `weights_only`, and `.metadata`, a pickle, by an unpickler
 that allows only the classes of the format.

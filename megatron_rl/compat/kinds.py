@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of translation of the names of another project, of single ones and of groups that are read together."""
+"""Kinds of translation of another project's setting names: one by one, or in groups that depend on each other."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Only:
 
 @dataclass(frozen=True)
 class SameAs:
-    """A second foreign name of `target`, accepted with the value that `target` has.
+    """A second foreign name of our setting `target`, accepted only with the value that `target` has.
 
-    If `target` is not given, any value is accepted without effect, or only its default if `strict`.
+    If the recipe does not set `target`, any value is accepted without effect, or only the default if `strict`.
     """
 
     target: str
@@ -74,7 +74,10 @@ class AliasGroup:
 
 
 def put(setting: Setting, target: str, value: Any, *, layer: int | None = None, weak: bool = False) -> Setting:
-    """Return `setting` renamed to `target` with another value; its place in recipe or command line stays."""
+    """Return `setting` renamed to `target` with another value; errors still name its place in the recipe.
+
+    For `layer` and `weak`, see `Setting`.
+    """
     layer = setting.layer if layer is None else layer
     return replace(setting, name=target, value=value, layer=layer, text=None, weak=weak)
 

@@ -86,7 +86,7 @@ def _combine_overlong(parts: Parts) -> Combined:
 
 
 def _combine_reward_key(parts: Parts) -> Combined:
-    """Translate `data.reward_fn_key` to the rewards by data source, verl's default.
+    """Translate `data.reward_fn_key` = "data_source", the column that chooses a rule in verl, to our rule-based reward.
 
     A reward function or service in the recipe takes precedence.
     """
@@ -181,7 +181,7 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
 
 
 def _sequence_parallel_group(prefix: str, role: str) -> AliasGroup:
-    """Build the translation of a role's sequence parallelism, which is ignored without TP (verl enables it anyway)."""
+    """Build the translation of a role's sequence parallelism, which is ignored without TP (verl enables it always)."""
     name, target = f"{prefix}.megatron.sequence_parallel", f"{role}.sequence_parallel"
     sizes = (f"{prefix}.megatron.tensor_model_parallel_size", f"{role}.tensor_model_parallel_size")
 

@@ -34,7 +34,7 @@ class SftPlan:
 
     @classmethod
     def build(cls, cfg: RunConfig, world_size: int, num_examples: int | None = None) -> SftPlan:
-        """Derive the plan; refuse sizes that do not divide or do not fit (UserError)."""
+        """Derive the plan; refuse sizes that do not divide or exceed the data (UserError)."""
         if cfg.trainer.val_only:
             raise UserError(
                 "trainer.val_only = True, and supervised fine-tuning has no validation",
@@ -128,7 +128,11 @@ class BatchPlan:
 
     @classmethod
     def build(cls, cfg: RunConfig, world_size: int, spec: RunSpec, num_train_prompts: int | None = None) -> BatchPlan:
-        """Derive the plan, with the training prompts after filtering; refuse sizes that do not divide (UserError)."""
+        """Derive the plan; refuse sizes that do not divide (UserError).
+
+        Args:
+            num_train_prompts: training prompts after filtering; `None` before the data is read.
+        """
         check_debug_rank(cfg, world_size)
         _check_placement(cfg, spec, world_size)
         for role in spec.roles.values():

@@ -53,7 +53,7 @@ class CheckedConfig:
     mistakes: Mistakes = field(default_factory=Mistakes)
 
     def apply(self, rule: Callable[..., None], *args: Any) -> None:
-        """Call `rule(self, *args)`; the rule is cut off without an error when it reads an invalid setting."""
+        """Call `rule(self, *args)`; the rule ends early, without an error, when it reads an invalid setting."""
         with suppress(_Unknown):
             rule(self, *args)
 
@@ -105,7 +105,7 @@ class CheckedConfig:
         """Record a mistake for each setting that does not work together with the setting `cause`.
 
         Args:
-            cause: "name=value", or only a name if every value of it counts, except 0, false and null.
+            cause: "name=value", or only a name, which stands for any of its values except 0, false and null.
             rows: name of a setting, the only value that works with `cause`, and the reason.
         """
         name, _, text = cause.partition("=")

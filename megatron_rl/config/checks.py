@@ -175,7 +175,7 @@ def _check_step_mode(config: CheckedConfig, section: str) -> None:
 
 
 def _check_quantization(config: CheckedConfig, section: str) -> None:
-    """Refuse four-bit weights without adapters to train, and with an unquantized reference of the actor's path."""
+    """Refuse four-bit weights without adapters, or with a separate (unquantized) reference of the same model."""
     name = f"{section}.quantization"
     if config.get(name) == "none":
         return

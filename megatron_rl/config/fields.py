@@ -2,7 +2,7 @@
 """Names and types of all settings, read from the dataclasses of `schema.py` and of plugins.
 
 The dataclasses are the only declarations; this module makes one flat table `section.leaf -> FieldInfo` and checks
-values against annotations. A value that passes `coerce` has exactly the annotated type; nothing is rounded or guessed.
+values against annotations. Values from `coerce` have exactly the annotated type.
 
 Plugins declare `algorithm.options.<name>.<key>`: an estimator, loss or aggregation that is registered with `options=` a
 frozen dataclass receives an instance of it.
@@ -295,7 +295,7 @@ _SYNONYMS = {
 
 
 def unknown_key_error(name: str, source: str, fields: Mapping[str, FieldInfo], aliases: Iterable[str]) -> UserError:
-    """Return the error for an unknown name, given at `source`, with the closest of the settings and further names."""
+    """Return the error for an unknown setting, named at `source`; it suggests close names of `fields` and `aliases`."""
     known = [*fields, *aliases]
     leaf = name.rpartition(".")[2]
     meant = leaf_candidates(_SYNONYMS.get(leaf, leaf), fields)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings without effect in combination with others: each is reported once, and reset if it would be in the way.
+"""Settings that others leave without effect: each is reported once, and reset so that no check refuses it.
 
-A user who changes one thing (one GPU instead of four, no validation, another step mode) need not change three.
+A user who changes one setting, such as the number of GPUs, need not change three.
 """
 
 from __future__ import annotations

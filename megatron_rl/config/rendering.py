@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A config in readable form: dict, YAML, and the text of `--help`.
 
-`dump_yaml` writes every setting of every section, so that the file in the run directory describes the whole run;
-loading it again gives the same config, except for credentials in URLs.
+`dump_yaml` writes every setting of every section; loading the file again gives the same config, except for credentials
+in URLs.
 """
 
 from __future__ import annotations

@@ -144,7 +144,10 @@ def _check_server(config: CheckedConfig) -> None:
 
 
 def _check_precision(config: CheckedConfig) -> None:
-    """Refuse reserved engine options, and low-precision engines without importance sampling and merged adapters."""
+    """Refuse reserved engine options (`REFUSED`), and low-precision engines without importance sampling.
+
+    With `rollout.quantization`, also refuse adapters that are not merged into the weights.
+    """
     options, is_coded = config.get("rollout.engine_options"), config.get("rollout.quantization") != "none"
     for name in [name for name in options if name in REFUSED]:
         config.require(
@@ -208,7 +211,7 @@ _EPISODES = ("agents.environment", "agents.tools", "agents.program")
 
 
 def _check_thinking(config: CheckedConfig) -> None:
-    """Refuse features that do not support inserted tokens inside a response."""
+    """Refuse a thinking budget, which inserts tokens into responses, with episodes or capsules."""
     name, budget = "rollout.thinking_budget", config.get("rollout.thinking_budget")
     sets = (config.get("rollout.for_validation")(one) for one in ("", *config.get("rollout.validation_sets")))
     if budget is None and all(one.thinking_budget is None for one in sets):
@@ -252,7 +255,7 @@ def _check_sampling(config: CheckedConfig) -> None:
 
 
 def _check_routes(config: CheckedConfig) -> None:
-    """Refuse the replay of engine routes unless the engine can report the experts of each forward."""
+    """Refuse to replay the engine's expert choices in training unless the engine can report them for each forward."""
     if config.get("actor.router_replay") != "engine":
         return
     trainer = "actor.router_replay=trainer, which asks nothing of the engine"
@@ -270,7 +273,7 @@ def _check_routes(config: CheckedConfig) -> None:
 
 
 def _check_schedule(config: CheckedConfig) -> None:
-    """Refuse stale samples without importance sampling, and the replay of a schedule that does not depend on time."""
+    """Refuse stale samples without importance sampling, and `schedule.replay` if no update follows the clock."""
     is_timed = config.get("schedule.updates") == "in_flight" and config.get("schedule.steps_per_update") is None
     config.require(
         config.get("schedule.replay") is None or is_timed and config.get("schedule.max_staleness") > 0,
@@ -290,7 +293,7 @@ def _check_schedule(config: CheckedConfig) -> None:
 
 
 def _check_agents(config: CheckedConfig) -> None:
-    """Refuse features that do not support episodes with an environment."""
+    """Refuse settings that do not work with episodes of several turns."""
     names = [name for name in _EPISODES if config.get(name)]
     if not names:
         return
@@ -315,7 +318,7 @@ def _check_agents(config: CheckedConfig) -> None:
 
 
 def _check_bitwise(config: CheckedConfig) -> None:
-    """Check that engine and trainer can compute the same bits; see also `run/bitwise.py`."""
+    """Check, for `rollout.bitwise`, that engine and trainer can compute the same bits; see also `run/bitwise.py`."""
     if not config.get("rollout.bitwise"):
         return
     engine, tp_size = config.get("rollout.engine"), config.get("actor.tensor_model_parallel_size")

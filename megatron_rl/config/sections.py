@@ -20,8 +20,8 @@ def option(default: Any, doc: str, unit: str = "", **bounds: Any) -> Any:
         default: `MISSING` if the user must give a value.
         doc: one sentence for `--help`.
         unit: unit of the value ("tokens", "prompts", "seconds", ...), if any.
-        bounds: `ge`, `gt`, `le`, `lt`: limits of the value; for the error `wrong`, the fault of a value outside them,
-            and `hint`, the remedy, instead of the usual words.
+        bounds: `ge`, `gt`, `le`, `lt`: limits of the value; optionally `wrong` and `hint`, which replace the fault and
+            the remedy in the error about a value outside the limits.
     """
     metadata = {"doc": doc, "unit": unit, "bounds": bounds}
     if isinstance(default, list | dict):
@@ -186,7 +186,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """Thresholds of the alarms on a run's curves, keys of one setting; null turns an alarm off."""
+    """Thresholds of the alarms on a run's curves, in the setting `observability.health`; null turns an alarm off."""
 
     window: int = option(10, "Steps whose mean is looked at.", "steps", ge=1)
     entropy_floor: float | None = option(0.1, "Alarm when the entropy is below this share of the first steps'.", ge=0)
@@ -408,7 +408,7 @@ class SamplingSettings:
         return self.is_truncated or any(one.top_p < 1.0 or one.top_k > 0 for one in sets)
 
     def for_validation(self, name: str) -> ValidationSampling:
-        """Return the sampling of a validation set: the settings of all, replaced by the set's own."""
+        """Return the sampling of a validation set: common settings, overridden by the set's own."""
         common = ValidationSampling(
             self.validation_n,
             self.validation_temperature,

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a YAML recipe and the command line into one flat list of settings.
 
-Each `Setting` keeps its place (file:line, or the command line) for later errors. The recipe is composed to YAML nodes
-instead of loaded to a dict, because only nodes have lines and repeated keys. Nothing is interpreted here: names may be
-unknown and values may have the wrong type.
+Each `Setting` keeps its place (file:line, or the command line) for later errors. Nothing is interpreted here: names
+may be unknown and values may have the wrong type.
 """
 
 from __future__ import annotations

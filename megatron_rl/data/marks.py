@@ -37,15 +37,14 @@ def is_mark(text: str, is_special: bool) -> bool:
 
 
 def remove_guards(text: str) -> str:
-    """Return a rendered text without guards, as the policy sees it."""
+    """Return a rendered text without the guard characters of `Marks.guard`, as the policy sees it."""
     return _GUARDS.sub(r"\1", text) if GUARD in text else text
 
 
 class Marks:
     """The marks of a Hugging Face (fast) tokenizer, and an encoder of guarded texts.
 
-    The encoder shares the tokenizer's model, with a secret name for each mark; only marks renamed to it become control
-    tokens.
+    Only marks without a guard become control tokens.
     """
 
     def __init__(self, tokenizer: RustTokenizer) -> None:
@@ -72,9 +71,9 @@ class Marks:
         self._normalize = tokenizer.normalizer.normalize_str if folded and tokenizer.normalizer is not None else None
 
     def guard(self, value: Any) -> Any:
-        """Insert guards into marks in a message, a tool, or a list of them, and into a partial mark at a text's end.
+        """Insert guard characters into the marks (control tokens) in the texts of a message, a tool, or a list of them.
 
-        Field names and roles that are plain words are kept.
+        A partial mark at a text's end gets one too. Field names and roles that are plain words are kept.
         """
         if isinstance(value, str):
             return self._guard_text(value)
@@ -122,7 +121,7 @@ class Marks:
         return GUARD.join(text[start:stop] for start, stop in pairwise([0, *(i + 1 for i in places), len(text)]))
 
     def _begins_mark(self, text: str, place: int, end: int) -> bool:
-        """Return whether a mark starts at index `place`, or a partial mark does that the next text may complete.
+        """Return whether a mark starts at index `place`, or the beginning of a mark that the next text may complete.
 
         Args:
             end: index after the last character that is no white space.

@@ -25,7 +25,7 @@ Measured = dict[int, tuple[str, list[bool]]]  # row in the file -> text of the p
 
 
 def list_pass_rate_files(cfg: DataConfig) -> dict[str, Path]:
-    """Return the latest rollouts of each train file, by file (UserError if a file has none)."""
+    """Return train file -> its latest file of rollouts below `data.pass_rates` (UserError if there is none)."""
     found = {}
     for name, file in name_files(cfg.train_files).items():
         folder = Path(cfg.pass_rates or "") / name / "rollouts"
@@ -40,7 +40,7 @@ def select_by_pass_rate(train: PromptSet, cfg: DataConfig, shaping: str) -> tupl
     """Keep prompts with a pass rate in `pass_rate_range` (inclusive); return them and a note.
 
     Args:
-        shaping: reward component to subtract, because it does not measure correctness.
+        shaping: reward component to subtract from the rewards, because it does not measure correctness.
 
     Raises:
         UserError: a prompt was not measured, or has changed since.

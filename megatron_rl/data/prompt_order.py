@@ -40,7 +40,7 @@ class EpochOrder:
 
 
 class Turns:
-    """A periodic schedule of parties with given shares.
+    """A periodic schedule of parties (data files) with given shares.
 
     Args:
         shares: integer turns of each party per period; the period is their sum.
@@ -53,7 +53,7 @@ class Turns:
         self._before = (np.cumsum(turns, axis=1) - turns)[self._party, np.arange(self._period)]
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return the party at a position and the number of its earlier turns."""
+        """Return the party (data file) at a position, and the number of its earlier turns."""
         period, place = divmod(position, self._period)
         party = int(self._party[place])
         return party, period * self._shares[party] + int(self._before[place])

@@ -3,8 +3,8 @@
 
 Rows have the plain schema (`prompt`, `answer`; names from the config) or verl's (`prompt` as chat messages,
 `data_source`, `reward_model.ground_truth`, `extra_info`). Text prompts are used verbatim, including special tokens.
-Chat messages are rendered by the chat template, which truncation leaves whole; special tokens in their contents, and in
-SFT responses to them, stay text.
+Chat messages are rendered by the chat template; truncation shortens contents only. Special tokens in contents, and in
+SFT responses to chats, stay text.
 
 Invariants: `prompt_id` is the row index over all files, before any row is dropped. Too long prompts are counted, and
 refused, cut or dropped by the config.
@@ -148,7 +148,7 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class SftSet(PromptSet):
-    """SFT examples of a list of files: responses to the prompts, which are the targets, with EOS."""
+    """SFT examples of a list of files: prompts, and responses with EOS, which are the targets."""
 
     examples: list[Rollout]
 
@@ -246,7 +246,7 @@ def _fit_rows(
     limit: int | None = None,
     tools: Sequence[dict[str, Any]] = (),
 ) -> Iterator[tuple[Row, T, _Fitted]]:
-    """Read rows and tokenize their prompts, under the policy for long ones.
+    """Read rows and tokenize their prompts; refuse, cut or drop too long ones, as configured.
 
     Args:
         counts: incremented: "kept", "dropped" and "truncated" prompts.
@@ -277,7 +277,7 @@ def _fit_rows(
 
 
 def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: list[Any]) -> _Fitted | None:
-    """Tokenize a prompt under the policy for long ones; return `None` to drop the row."""
+    """Tokenize a prompt; refuse, cut or drop (`None`) a too long one, as configured."""
     value, limit = row.require(cfg.prompt_key), cfg.max_prompt_length
     messages = read_messages(value, row, cfg.prompt_key) if isinstance(value, list) else None
     own_options = row.optional(_OPTIONS, dict, {})  # parquet fills in keys from other rows with null

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and checks rows of JSONL and parquet files, each with its location for errors.
 
-Parquet is streamed by `datasets` without preparation on disk, so ranks can read concurrently. JSONL is decoded by line:
-errors can quote a line, and a columnar reader would drop columns missing in the first line and cast mixed types.
+Parquet is streamed by `datasets`; JSONL is decoded line by line, so that types are kept and errors can quote a line.
 
 Invariants: rows keep the order of the files; blank lines are skipped; accessors of `Row` return checked values or raise
 a UserError with file and line.

@@ -3,8 +3,7 @@
 
 Invariants: `encode` adds neither BOS nor EOS. `decode` skips special tokens and ids beyond the vocabulary, which a
 model may pad. The text of a special token becomes that token in `encode`, but stays text in message contents. There is
-always an EOS, because rollouts must end; it replaces a missing padding token, which is safe because padding never
-enters a loss.
+always an EOS, which replaces a missing padding token.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text without adding special tokens; those in the text are recognized."""
+        """Encode a text without adding special tokens; special tokens in the text are recognized."""
         ...
 
     def encode_content(self, text: str) -> list[int]:

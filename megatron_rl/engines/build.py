@@ -30,11 +30,11 @@ from megatron_rl.weights.support import check_rollout_layout
 
 @dataclass(frozen=True)
 class EngineTables:
-    """Placement tables of all engine ranks, for ranks without an engine.
+    """Placement tables (the boxes of HF tensors that a rank holds) of all engine ranks, for ranks without an engine.
 
     Attributes:
         keys: rank -> `shard_key`.
-        tables: by key; shared rows stay shared when pickled together.
+        tables: shard key -> placement table.
     """
 
     keys: Mapping[int, Hashable]
@@ -63,7 +63,7 @@ class AbsentEngine(WaitingRequests):
         return self._known.keys[rank]
 
     def placements(self, rank: int) -> PlacementTable:
-        """Return the placement table of an engine rank."""
+        """Return the placement table (the boxes of HF tensors) of an engine rank."""
         return self._known.tables[self._known.keys[rank]]
 
     def step(self) -> list[Sampled]:
@@ -92,7 +92,7 @@ class BuiltEngine(NamedTuple):
 
     Attributes:
         kind: class name of the engine.
-        route_shape: shape of the routes in responses, if any.
+        route_shape: shape of the expert choices (routes) in responses, if recorded.
     """
 
     requests: RolloutEngine
@@ -122,7 +122,7 @@ class OneTurn(WaitingRequests):
     def step(self) -> list[Sampled]:
         """Generate the responses to a batch of waiting requests.
 
-        Surplus responses of the engine repeat the last key, so that the caller refuses them.
+        If the engine returns too many responses, the surplus repeats the last key, so that the caller refuses it.
         """
         batch = self.take_batch()
         if not batch:

@@ -17,10 +17,10 @@ def check_sampled(
     Args:
         vocab_size: exclusive upper bound of token ids.
         source: engine and request, for errors.
-        route_shape: shape of required routes, if any.
+        route_shape: shape of the expert choices (routes) that a response must have, if any.
 
     Raises:
-        UserError: invalid length, token id, log-prob, kept set or routes.
+        UserError: invalid length, token id, log-prob, routes, or kept set (the tokens that truncated sampling kept).
     """
     num_tokens, num_logprobs, max_tokens = len(response.tokens), len(response.logprobs), request.sampling.max_tokens
     if num_tokens != num_logprobs or np.ndim(response.tokens) != 1:

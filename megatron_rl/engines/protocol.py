@@ -76,7 +76,7 @@ class Sampled:
         tokens: [s] int32, stop token included.
         logprobs: [s] float32 under the distribution sampled from (temperature applied).
         finish_reason: "stop", "length", or "interrupted".
-        kept: [s] sets that tokens were drawn from, if `sampling.is_truncated`.
+        kept: [s] sets of tokens that each token was drawn from, if `sampling.is_truncated`.
         num_cached: request tokens in the prefix cache, if reported.
         routes: [n, layers, choices] experts of request and response tokens, if `EngineSpec.records_routes`; unknown for
             the last token, which is never fed.
@@ -144,7 +144,7 @@ class EngineSpec:
 
     @property
     def route_shape(self) -> RouteShape | None:
-        """Shape of the routes in responses, if any."""
+        """Shape of the expert choices (routes) in responses, if they are recorded."""
         return self.shape.route_shape if self.records_routes else None
 
     def find_place(self, rank: int) -> int:
@@ -195,7 +195,7 @@ class EngineWeights(Protocol):
         ...
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """Return the placement table of any rank of the job."""
+        """Return the placement table (the boxes of HF tensors) of any rank of the job."""
         ...
 
     def begin_weight_update(self) -> None:

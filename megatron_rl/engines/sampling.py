@@ -102,7 +102,7 @@ class SamplingConfig:
     """Sampling parameters.
 
     `min_tokens`, `min_p`, `top_k` and `top_p`, in this order, restrict the tokens to draw from (`engines.truncation`).
-    Engines return these sets, and training normalizes log-probs over them.
+    Engines return these sets ("kept sets"), and training normalizes log-probs over them.
 
     Attributes:
         temperature: divides logits in engine and training; 0 is greedy (validation only).
@@ -151,7 +151,7 @@ def derive_seed(run_seed: int, step: int, prompt_id: int, sample_index: int, rou
     It depends on the arguments only, so DP size and scheduling never change a sample.
 
     Args:
-        round: times the step has sampled again.
+        round: earlier sampling rounds of the step (dynamic sampling).
     """
     parts = [run_seed, step, prompt_id, sample_index]
     if round or position:

@@ -26,7 +26,7 @@ class ThinkingBudget:
         self._begun: dict[int, Sampled] = {}  # first parts of responses whose second part runs
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Add requests."""
+        """Add requests, limited to their thinking budgets."""
         self._engine.add([self._limit(request) for request in requests])
 
     def step(self) -> list[Sampled]:
@@ -51,11 +51,11 @@ class ThinkingBudget:
         return [self._complete(sampled) for sampled in self._engine.interrupt(keys)]
 
     def has_requests(self) -> bool:
-        """Return whether any runs."""
+        """Return whether any request is unfinished."""
         return self._engine.has_requests()
 
     def tokens_in_flight(self) -> int:
-        """Count the tokens of unfinished responses, including first parts that are done."""
+        """Count the tokens of unfinished responses, including first parts (up to the budget) that are done."""
         return self._engine.tokens_in_flight() + sum(len(begun.tokens) for begun in [*self._begun.values()])
 
     def close(self) -> None:

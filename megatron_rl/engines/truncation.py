@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Truncated sampling: one definition of min_tokens, min-p, top-k and top-p for every engine, in vLLM's order.
 
-Sets are recorded when a token is drawn, since training could not reconstruct them: the last bit of a logit may decide.
+The set that a token is drawn from is recorded, since training could not reconstruct it: the last bit of a logit may
+decide.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def truncate(
 
     Args:
         scaled: [b, v] float32 logits over the temperature.
-        places: [b] response tokens of each row so far, for `min_tokens`.
+        places: [b] numbers of response tokens of each row so far, for `min_tokens`.
 
     Returns:
         [b, v] logits, `OUTSIDE` for other tokens; and each row's set, most likely first, or empty for the whole

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request queue of engines whose step is a whole batch."""
+"""The request queue of engines whose step generates whole responses to a batch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registries of named functions that users extend, and the rollout engines with their abilities.
 
-Checks of a config test an ability, never a name. Engines are imported when they are built, so a config is checked
-without their libraries.
+Checks of a config test an engine's abilities, never its name. Engines are imported when they are built, so a config is
+checked without their libraries.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def add_entry(table: dict[str, Entry], name: str, entry: Entry, function: Callab
 
 
 def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., Any], setting: str) -> str:
-    """Return the name of an equal entry; without one, add it under the function's name (UserError if taken)."""
+    """Return the name of an equal entry in `table`, or add `entry` under the function's name (UserError if taken)."""
     for name, known in table.items():
         if known == entry:
             return name
@@ -54,7 +54,7 @@ def enter_object(table: dict[str, Entry], entry: Entry, function: Callable[..., 
 
 
 def name_of(function: Any) -> str:
-    """Return the `__name__` of a function; for another callable object, that of its class."""
+    """Return the `__name__` of a function; for another callable object, the name of its class."""
     return getattr(inspect.unwrap(function), "__name__", type(function).__name__)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""curves.png of a run, drawn from metrics.jsonl in four panels: reward, validation, distances, seconds.
+"""curves.png of a run, drawn from metrics.jsonl in four panels: reward, validation, distances of policies, seconds.
 
-matplotlib is imported by the first call only and never opens a window.
+matplotlib never opens a window.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """Reports of failures: exceptions as a `UserError`, and the positions of ranks that wait for each other.
 
 A position is the step, phase and current operation of a rank's main thread, read by another thread. The thread's frames
-show the collective in which it waits, its ranks, and the caller; nothing is recorded in advance. All ranks enter the
-same phases in the same order, so a rank that entered fewer is behind.
+show the collective in which it waits, its ranks, and the caller. All ranks enter the same phases in the same order, so
+a rank that entered fewer is behind.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def find_place(frame: FrameType) -> tuple[str | None, tuple[int, ...] | None, st
 
 
 def find_position(rank: int, timers: PhaseTimers, thread: int) -> Position | None:
-    """Return this rank's position with `seconds` and `looks` 0, or `None` if its main thread is gone."""
+    """Return this rank's position at a first look (`seconds` and `looks` 0), or `None` if its main thread is gone."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None

@@ -54,7 +54,7 @@ class _Courses:
         return self.series.get(key, [])[-self.window :] if len(self.series.get(key, ())) >= self.window else []
 
     def mean(self, key: str) -> float:
-        """Return the mean of the last window; without one NaN, with which every comparison is false."""
+        """Return the mean of the last window, or if there is none NaN, with which every comparison is false."""
         return fmean(self.now(key) or [math.nan])
 
     def first(self, key: str) -> list[float]:
@@ -68,7 +68,7 @@ class _Courses:
         return values[end - self.window : end] if len(values) >= self.window - end else self.first(key)
 
     def trend(self, key: str, errors: float) -> int:
-        """Return 1 or -1 if the metric rose or fell since `earlier` by more than this number of standard errors."""
+        """Return 1 or -1 if the metric rose or fell since `earlier` by more than `errors` standard errors, else 0."""
         then, now = self.earlier(key), self.now(key)
         if not then:
             return 0
@@ -113,7 +113,12 @@ def _gradient(courses: _Courses, growth: float, key: str) -> str | None:
 
 
 def _components(courses: _Courses, is_wanted: bool, *keys: str) -> str | None:
-    """Return the alarm's sentence if one component of the reward rises while another falls, else `None`."""
+    """Return the alarm's sentence if one component of the reward rises while another falls, else `None`.
+
+    Args:
+        is_wanted: `components` of the health settings; `False` disables the alarm.
+        keys: metrics, of which `reward/<component>` are compared.
+    """
     trends = {name: courses.trend(key, _PARTS) for key in keys if "/" not in (name := key.removeprefix("reward/"))}
     rising, falling = ([name for name in trends if trends[name] == way] for way in (1, -1))
     if not is_wanted or not rising or not falling:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output of a run for people: lines and bars on the terminal (plain lines without one), and a log file per rank.
 
-During a generation the engine's thread increments two numbers, responses and tokens; twice a second another thread adds
-the increments to counters in the job's store and passes their sums to the display on rank 0.
+During a generation, a thread sums the engines' counts of responses and tokens in the job's store, twice a second, and
+passes the sums to the display on rank 0.
 
 The logger is the package's own, so every module's `logging.getLogger(__name__)` writes to the file.
 """
@@ -130,7 +130,7 @@ class ConsoleLines(Sink):
         self._total_steps, self._every, self._print = total_steps, every, print_line
 
     def log(self, step: int, record: NumberRecord) -> None:
-        """Print the line of a step if it is due."""
+        """Print the line of every `every`-th step, of the last step, and of a step with a validation."""
         is_due = step % self._every == 0 or step == self._total_steps
         if is_due or any(key.startswith("validation/") for key in record):
             self._print(format_console_line(step, self._total_steps, record))

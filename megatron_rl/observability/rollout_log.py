@@ -24,8 +24,7 @@ _MOST_PARTS = 8  # tokens of one character, which has at most four bytes
 class TokenTexts:
     """Decoder of single tokens; the joined texts are the response (after sentencepiece's leading space).
 
-    A token is decoded behind another token, because some tokenizers drop the leading space of a text. A character of
-    several tokens belongs to the last of them.
+    A character of several tokens belongs to the last of them.
 
     Args:
         decode: token ids -> text, without special tokens.
@@ -64,6 +63,7 @@ class TokenTexts:
             texts[-1] = self._decode(parts)
         return texts
 
+    # Decoded behind another token, because some tokenizers drop the leading space of a text.
     def _text_of(self, token: int) -> str:
         if token not in self._known:
             self._known[token] = self._decode([*self._anchor, token])[len(self._anchor_text) :]
@@ -161,7 +161,7 @@ def format_response(row: Mapping[str, Any]) -> str:
 
 
 def phase_seconds(record: Record) -> dict[str, float]:
-    """Return the seconds of a record by phase, without the whole step's."""
+    """Return the seconds of a record by phase, without the time of the whole step."""
     times = ((key.removeprefix("time/"), value) for key, value in record.items() if key.startswith("time/"))
     return {name: value for name, value in times if name != "step" and value is not None}
 

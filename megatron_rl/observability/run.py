@@ -111,7 +111,7 @@ class Run:
         return self.dir / "checkpoints"
 
     def resume(self, best_value: float | None, failed_saves: Sequence[dict[str, Any]]) -> None:
-        """Restore `best_value` and `failed_saves` from a checkpoint; call it before `start`."""
+        """Restore the best validation value and the list of failed saves from a checkpoint; call it before `start`."""
         self.best_value = float("-inf") if best_value is None else best_value
         self.failed_saves = list(failed_saves)
 
@@ -231,7 +231,7 @@ class Run:
             write_rows(self.dir / VALIDATION / name, step, rows)
 
     def write_histograms(self, step: int, describe: Callable[[], Mapping[str, np.ndarray]]) -> None:
-        """Pass distributions, name -> [k] values, to the sinks if due; rank 0 alone calls `describe`."""
+        """Pass distributions, name -> [k] values, to the sinks every `histograms_every` steps; only on rank 0."""
         if self.is_writer and self._settings.tensorboard and is_due(step, self._settings.histograms_every):
             values = describe()
             for sink in self._sinks:

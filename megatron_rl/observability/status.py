@@ -80,7 +80,7 @@ class StatusPage(Sink):
     Args:
         now: returns data that change between two steps; called for each response.
         positions: returns the last heartbeat of each rank; empty without a watchdog.
-        records: of a resumed run so far.
+        records: earlier records of a resumed run, for the curves.
 
     Raises:
         UserError: the port is taken, or the host is not an address of this machine.
@@ -117,7 +117,7 @@ class StatusPage(Sink):
         return f"http://{host}:{port}{self._path}"
 
     def log(self, step: int, record: Record) -> None:
-        """Append to the curves."""
+        """Append the metrics of a step to the curves."""
         for key, value in record.items():
             metric = find_metric(key)
             if metric is not None and metric.chart and value is not None and math.isfinite(value):
@@ -170,7 +170,7 @@ class StatusFile(Sink):
         self._page, self._path = page, path
 
     def log(self, step: int, record: Record) -> None:
-        """Write the page, which has received this step before."""
+        """Write the page, whose data already include this step."""
         self.close()
 
     def close(self) -> None:
@@ -263,7 +263,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Cut connections that take too long, even busy ones; called twice a second."""
+        """Close connections that are open for too long, even busy ones; called twice a second."""
         for request, began in list(self._open.items()):
             if time.monotonic() - began > _CONNECTION_SECONDS:
                 with suppress(OSError):  # it has ended

@@ -81,7 +81,7 @@ class PhaseTimers:
         return record | {f"memory/{name}": value for name, value in self._bytes.items()}
 
     def complete(self, seen: Mapping[str, float]) -> None:
-        """Raise the values of this step to another rank's, where larger: it may have a role that this rank lacks."""
+        """Replace values of this step by another rank's if larger: that rank may have a role that this one lacks."""
         for name, value in seen.items():
             kind, _, phase = name.partition("/")
             table: dict[str, Any] = self._seconds if kind == "time" else self._bytes

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single-player games of textarena and gem-llm: `textarena:FrozenLake-v0`, `gem:game:Sudoku-v0-easy`.
 
-The first observation follows the row's messages. The game's seed is the task's, so all episodes on a row start alike.
+The first observation follows the prompt's messages. The task seeds the game, so all episodes on a prompt start alike.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TextArenaGame:
         return Done(float(rewards[0]))
 
     def _observe(self) -> Observation:
-        """Return the new part of the observation; most games repeat the history."""
+        """Return the new part of the game's observation, which in most games repeats the history."""
         _, shown = self._game.get_observation()
         new, self._shown = shown.removeprefix(self._shown), shown
         return Observation([{"role": "user", "content": new}], 0.0)

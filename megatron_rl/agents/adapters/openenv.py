@@ -30,7 +30,11 @@ class InvalidAction(ValueError):
 
 
 class OpenEnvironment:
-    """A session of a server. Subclasses without arguments may override `read_action` and `write_observation`."""
+    """An episode on an OpenEnv server.
+
+    A subclass for `agents.environment` has a constructor without arguments, and may override `read_action` and
+    `write_observation`.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
@@ -81,7 +85,7 @@ class OpenEnvironment:
         return action
 
     def write_observation(self, observation: dict[str, Any]) -> str:
-        """Format an observation: its only field if that is text, else non-empty fields as JSON."""
+        """Format an observation as text: its only field if that is text, else its non-empty fields as JSON."""
         shown = {name: x for name, x in observation.items() if name != "metadata" and x not in (None, "", [], {})}
         texts = [*shown.values()]
         return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else json.dumps(shown, ensure_ascii=False)

@@ -171,7 +171,7 @@ def _make_guard(directory: str) -> Callable[[str, tuple[Any, ...]], None]:
 
 
 def _supervise(child: int, seconds: float) -> NoReturn:
-    """Wait up to the time limit; exit with the program's code."""
+    """Wait for the program, kill it at the time limit, and exit with its code (0 if killed)."""
     deadline, is_late = time.monotonic() + seconds, False
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         is_late = signal.sigtimedwait({signal.SIGCHLD}, max(deadline - time.monotonic(), 0)) is None
@@ -185,7 +185,7 @@ def _supervise(child: int, seconds: float) -> NoReturn:
 
 
 def main() -> None:
-    """Run the program, or list missing layers."""
+    """Run the program on stdin in the sandbox, or list the layers that are missing."""
     directory = os.path.realpath(sys.argv[1])
     missing = _enter(LAYERS, directory)
     if len(sys.argv) == 2:

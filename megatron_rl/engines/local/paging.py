@@ -27,9 +27,9 @@ class Running:
     """A response that is being sampled.
 
     Attributes:
-        slots: [capacity] int64, of its tokens in order.
-        kept: set of each token, if truncated.
-        routes: [s, layers, choices] parts of request and response, if recorded.
+        slots: [capacity] int64, KV-cache slots of its tokens in order.
+        kept: set that each token was drawn from, if sampling is truncated.
+        routes: experts of request and response tokens, in parts [s, layers, choices], if recorded.
     """
 
     request: Request
@@ -52,7 +52,7 @@ class Running:
         )
 
     def _join_routes(self) -> np.ndarray | None:
-        """Join the recorded routes, and append unknown ones for the last token, which is never fed to the model."""
+        """Join the recorded expert choices; they are unknown for the last token, which is never fed to the model."""
         if not self.routes:
             return None
         shape = RouteShape.of(self.routes[0])
@@ -61,7 +61,7 @@ class Running:
 
 @dataclass(frozen=True)
 class PagedRows:
-    """The rows of one forward: a segment per running response, possibly one of padding.
+    """The rows (tokens) of one forward: a segment per running response, and possibly a segment of padding.
 
     Attributes:
         running: responses that get a token.
@@ -170,7 +170,7 @@ class ContinuousBatch:
     def record(
         self, rows: PagedRows, tokens: Sequence[int], logprobs: Sequence[float], kept: KeptSets | None = None
     ) -> list[Sampled]:
-        """Append sampled tokens; return finished responses in order of admission."""
+        """Append sampled tokens and the sets they were drawn from; return finished responses in order of admission."""
         finished, sets = [], kept.split() if kept else [None] * len(tokens)
         for one, token, logprob, kept_set in zip(rows.running, tokens, logprobs, sets, strict=True):
             one.tokens.append(token)

@@ -35,7 +35,7 @@ from megatron_rl.weights.shard_box import ShardBox, check_placements
 
 
 class _SeededGumbel(LogitsProcessor):
-    """A logits processor that samples with one generator per row, and records log-probs and kept sets."""
+    """A logits processor that samples with one generator per row, and records log-probs and the sets drawn from."""
 
     def __init__(self, requests: Sequence[Request], bitwise: bool = False) -> None:
         self._requests, self._bitwise = requests, bitwise
@@ -73,7 +73,7 @@ class _Stopping(StoppingCriteria):
 
 
 class HuggingFaceEngine(WaitingRequests):
-    """A transformers model on every rank; `params` are the logical tensors."""
+    """An engine with a whole transformers model on every rank; `params` are its tensors by HF name."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class HuggingFaceEngine(WaitingRequests):
         return len(routers)
 
     def _take_routes(self, num_rows: int) -> list[Any]:
-        """Return and clear the recorded routes, [s - 1, layers, choices] per left-padded row, or `None`."""
+        """Return and clear the recorded expert choices, [s - 1, layers, choices] per left-padded row, or `None`s."""
         shape, chosen = self._route_shape, self._chosen
         if shape is None or chosen is None:
             return [None] * num_rows
@@ -143,7 +143,7 @@ class HuggingFaceEngine(WaitingRequests):
         return list(routes.cpu().numpy().astype(shape.dtype))
 
     def _cut_routes(self, routes: np.ndarray | None, start: int, stop: int) -> np.ndarray | None:
-        """Return the routes of tokens [start, stop), unknown for the last, or `None` if not recorded."""
+        """Return the expert choices for tokens [start, stop), unknown for the last, or `None` if not recorded."""
         if routes is None or self._route_shape is None:
             return None
         found = routes[start : stop - 1]

@@ -52,7 +52,7 @@ class ServedEngine:
     """One rank of an engine that is a server.
 
     Attributes:
-        params: its share of the whole HF tensors, which are written to files for the server.
+        params: this rank's share of the HF tensors, which are written to files for the server.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -103,7 +103,7 @@ class ServedEngine:
         return self._spec.find_place(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """Return the placement table of any rank of the job."""
+        """Return the placement table (the boxes of HF tensors) of any rank of the job."""
         return self._list_tensors(self._spec.find_place(rank))
 
     def _list_tensors(self, place: int) -> list[ShardBox]:

@@ -90,7 +90,7 @@ class ServerApi:
         raise NotImplementedError
 
     def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
-        """Add data that the streams do not contain to responses; ServerFailure if it is lost."""
+        """Add data that needs another call to the server, such as vLLM's kept sets; ServerFailure if the call fails."""
         return sampled
 
 
@@ -136,7 +136,7 @@ class VllmServer(ServerApi):
         }
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Build a request in tokens; its kept sets get a new name, as an earlier attempt may still run."""
+        """Build a request in tokens, with a new name for recorded data, as an earlier attempt may still run."""
         sampling, name = request.sampling, uuid.uuid4().hex
         if sampling.is_truncated:
             self._truncated[request.key] = name, request
@@ -184,7 +184,7 @@ class VllmServer(ServerApi):
         self._version = version
 
     def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
-        """Fetch the kept sets of truncated sampling."""
+        """Fetch the token sets that truncated sampling drew from (kept sets), and add them to the responses."""
         known = [(one, *self._truncated.pop(one.key)) for one in sampled if one.key in self._truncated]
         if not known:
             return sampled
@@ -255,7 +255,7 @@ class SglangServer(ServerApi):
     path, health = "/generate", "/health"
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """Build the command with the interpreter `rollout.server.python`, which `config.rollout_checks` requires."""
+        """Build the command, with the interpreter `rollout.server.python`, in which SGLang is installed."""
         spec, config = self._spec, self._spec.config
         assert config.server.python is not None
         seed = str(spec.seed % (1 << 32))  # NumPy's global seed has 32 bits
@@ -275,7 +275,7 @@ class SglangServer(ServerApi):
     def list_environment(self) -> dict[str, str]:
         """Return SGLang's variables for a CPU.
 
-        They name all cores for each TP rank; without them, TP ranks must not outnumber NUMA nodes.
+        They give all cores to each TP rank; without them, TP ranks must not outnumber NUMA nodes.
         """
         if self._spec.process.device.type != "cpu":
             return {}
@@ -285,7 +285,7 @@ class SglangServer(ServerApi):
     def make_body(self, request: Request) -> dict[str, Any]:
         """Build the body; `ignore_eos` only without stop tokens, all of which it would disable.
 
-        Kept sets need `top_k`.
+        SGLang returns the sets that truncated sampling drew from only if `top_k` limits them.
         """
         sampling = request.sampling
         limits: dict[str, Any] = {}
@@ -339,7 +339,7 @@ class SglangServer(ServerApi):
 def check_event(event: Any) -> None:
     """Raise the error that a streamed event contains, if any, as ServerFailure (transient) or UserError.
 
-    It occurred after the HTTP status was sent.
+    Servers send such events for errors after the HTTP status was sent.
     """
     if "error" not in event:
         return

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP client of a server, on a thread, and the server's process.
 
-Each request has its own stream: an interrupt closes the connection, which stops the server, and keeps received tokens.
+Each request has its own stream: an interrupt closes its connection, which ends its generation, and keeps its tokens.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class ServerClient:
     def submit(
         self, url: str, body: Mapping[str, Any], request: Request, read: Callable[[Any, ServerAnswer], None]
     ) -> None:
-        """Stream a response in the background; `read` appends an event to the answer."""
+        """Send a request and stream its response in the background; `read` appends each event to the answer."""
         answer = self._answers[request.key] = ServerAnswer(request)
         self._wait(self._begin(self._stream(url, body, answer, read), request.key))
 

@@ -4,7 +4,7 @@
 Requirements beyond the patches in `engines.vllm.vllm_library` (each has a test):
 
 * torch.distributed is initialized first, otherwise world size > tp fails;
-* on CPU, fused experts are packed in place after each update, for their kernels; until the next one they do not match
+* on CPU, fused experts are packed in place for their kernels after each weight update, and then have another order than
   the placement table;
 * on CPU, no chunked prefill, for which vLLM rewinds random numbers, which CPU generators do not support;
 * after an error in a step, its requests are aborted;
@@ -132,7 +132,7 @@ class VllmEngine:
         return self._place(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """Return the placement table of any rank of the job."""
+        """Return the placement table (the boxes of HF tensors) of any rank of the job."""
         return vllm_placements(self._shape, tp_size=self._tp_size, tp_rank=self._place(rank))
 
     def begin_weight_update(self) -> None:
@@ -143,7 +143,7 @@ class VllmEngine:
                 tensor.zero_()
 
     def end_weight_update(self) -> None:
-        """Pack experts, reallocate the KV cache, reset the prefix cache."""
+        """Pack fused experts for the CPU kernel, reallocate the KV cache, reset the prefix cache."""
         for param, instructions in self._packed_experts:
             pack_experts(param, instructions)
         if self._can_sleep and self._llm.llm_engine.is_sleeping():
@@ -205,7 +205,7 @@ class VllmEngine:
         return self._stop is not None and bool(sampled) and self._requests[key].ends_by(self._stop, sampled)
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Remove requests; their prefix-cache blocks stay for continuations."""
+        """Remove requests, but keep their prefix-cache blocks for continuations; return partial responses."""
         engine, partial = self._llm.llm_engine, []
         names = {key: self._names[key] for key in keys if key in self._names}
         for key, name in names.items():  # vLLM returns no output for aborted requests
@@ -245,7 +245,7 @@ class VllmEngine:
                 raise
 
     def _abort(self) -> None:
-        """Abort all requests; drop prefix-cache blocks left unfilled."""
+        """Abort all requests; reset the prefix cache, as some blocks may have been registered but not computed."""
         engine = self._llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         self._llm.reset_prefix_cache()
@@ -275,7 +275,7 @@ def _short(name: str) -> str:
 
 
 def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:
-    """Return fused weights that a CPU kernel needs packed, with its instruction set."""
+    """Return the fused expert weights that a CPU kernel needs packed, and the instruction set of that kernel."""
     if device.type != "cpu":
         return []
     packed = []

@@ -3,12 +3,9 @@
 
 * its shutdown must not destroy the job's process groups;
 * on CPU, linear layers keep their weight (oneDNN would leave an empty parameter);
-* on CPU, torch.distributed replaces its shared-memory collectives: their segment names contain ranks only, so a killed
-  run, or a second one on the host, breaks the next engine;
+* on CPU, torch.distributed replaces its shared-memory collectives, which a killed run or another run would break;
 * on CPU, it must not bind the trainer's memory to one NUMA node;
 * on CPU, a server that reloads weights packs its fused experts again.
-
-A test lists the private names that this file and `engines.vllm.vllm_engine` rely on.
 """
 
 from __future__ import annotations
@@ -144,14 +141,14 @@ def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
             """Do nothing: the actor has the weights."""
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            """Bind shareable tensors; the first reshard writes the rest."""
+            """Bind shareable tensors; the first weight transfer writes the others."""
             bind(model)
 
 
 def take_adapters(worker: Any, rank: int) -> Any:
     """Activate adapters of zeros in vLLM's only adapter slot; return their LoRA request.
 
-    vLLM would load adapters from files. Here the reshard writes the slot's buffers in place; B contains the scale.
+    vLLM would load adapters from files. Here weight transfers write the slot's buffers in place; B contains the scale.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.request import LoRARequest
@@ -170,7 +167,7 @@ def pack_experts(param: torch.Tensor, instructions: str) -> None:
 
 
 def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
-    """Register vLLM's class of the model with vLLM: by name, vLLM would inspect it in a subprocess for 8 to 16 seconds.
+    """Register vLLM's class of the model with vLLM, which would otherwise inspect it in a slow subprocess.
 
     Raises:
         UserError: vLLM's implementation is missing, keeps weights in another order, or needs a missing package.
@@ -193,8 +190,7 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
 def register_codes(spec: EngineSpec) -> CodeFormat | None:
     """Register vLLM linear layers with 8-bit weights and a scale per row, if `rollout.quantization` is set.
 
-    Parameters lie as in plain linear layers, to be written in place. Activations are not quantized, and outputs are
-    scaled in float32: only weights lose precision.
+    Activations are not quantized, and outputs are scaled in float32: only weights lose precision.
     """
     if spec.config.quantization == "none":
         return None

@@ -2,8 +2,8 @@
 """Recorders of sampling in vLLM v1: the sets that tokens are drawn from, and the experts of every token.
 
 Truncation is our own definition, applied before vLLM's sampler. A request carries its limits in
-`SamplingParams.extra_args`, as it may come from another process. Sets are stored by request and position, so that the
-set of a token discarded by chunked prefill or preemption is overwritten.
+`SamplingParams.extra_args`. Sets are stored by request and position, so that the set of a token discarded by chunked
+prefill or preemption is overwritten.
 
 Hooks on the routers record routes, as vLLM's own output of them needs the v2 model runner. Routes are kept per KV-cache
 block, for prefix-cache hits, and per request, for preemption.
@@ -28,7 +28,7 @@ _KEY = "kept_sets"
 def list_extra_args(name: str, request: Request) -> dict[str, Any]:
     """Return vLLM's `extra_args` of a request with truncated sampling, else {}.
 
-    They are the name under which its sets are recorded, the position where its response starts, and the limits.
+    They are the name under which the sets drawn from are recorded, the response's first position, and the limits.
     """
     cut = request.sampling
     if not cut.is_truncated:
@@ -38,7 +38,7 @@ def list_extra_args(name: str, request: Request) -> dict[str, Any]:
 
 
 class KeptSetRecorder:
-    """A wrapper of a sampler that truncates logits and records kept sets, row by row in order of requests."""
+    """A wrapper of a sampler that truncates logits and records the remaining token sets (kept sets) of each request."""
 
     def __init__(self, runner: Any) -> None:
         self._requests, self._batch = runner.requests, runner.input_batch
@@ -48,12 +48,12 @@ class KeptSetRecorder:
         sampler.forward = lambda logits, *arguments: sample(self._cut(logits), *arguments)
 
     def take(self, name: str, first: int, count: int) -> KeptSets:
-        """Remove a request; return the kept sets of `count` tokens from position `first` on."""
+        """Remove a request; return the sets that its `count` tokens from position `first` on were drawn from."""
         sets = self._sets.pop(name, {})
         return KeptSets.join([KeptSets.whole(0), *(sets[first + i] for i in range(count))])
 
     def clear(self) -> None:
-        """Drop the sets of all requests."""
+        """Drop the recorded token sets of all requests."""
         self._sets = {}
 
     def _cut(self, logits: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ class KeptSetRecorder:
 
 
 class RouteRecorder:
-    """A recorder of routes, by hooks on routers and on the v1 model runner."""
+    """A recorder of routes (the experts chosen for each token), by hooks on routers and on the v1 model runner."""
 
     def __init__(self, model: torch.nn.Module, runner: Any, shape: RouteShape) -> None:
         self._batch, self._shape = runner.input_batch, shape
@@ -93,17 +93,17 @@ class RouteRecorder:
         self._execute, runner.execute_model = runner.execute_model, self._execute_and_collect
 
     def expect(self, name: str, request: Request) -> None:
-        """Prepare to record the routes of a request that vLLM calls `name`."""
+        """Prepare to record the expert choices of a request that vLLM calls `name`."""
         self._routes[name] = self._shape.unknown(len(request.tokens) + request.sampling.max_tokens)
         self._known[name] = 0
 
     def take(self, name: str, length: int) -> np.ndarray:
-        """Remove a request; return the routes of its first `length` tokens."""
+        """Remove a request; return the expert choices for its first `length` tokens, [length, layers, choices]."""
         del self._known[name]
         return self._routes.pop(name)[:length]
 
     def clear(self) -> None:
-        """Drop all requests and blocks."""
+        """Drop the recorded expert choices of all requests and KV-cache blocks."""
         self._routes, self._known, self._blocks = {}, {}, {}
 
     def _capture(self, layer: int, experts: torch.Tensor) -> None:
@@ -118,7 +118,7 @@ class RouteRecorder:
         return result
 
     def _collect(self, counts: dict[str, int], rows: np.ndarray) -> None:
-        """Store the routes [rows, layers, choices] of a forward per request and per KV-cache block.
+        """Store the expert choices of a forward, [rows, layers, choices], per request and per KV-cache block.
 
         Args:
             counts: rows of each request.

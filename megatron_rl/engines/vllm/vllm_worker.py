@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker extension of a vLLM server, imported before the model is loaded (`--worker-extension-cls`).
 
-It applies the in-process patches, without which a CPU update changes only embeddings and norms and reports success.
+It applies the in-process patches, without which a weight update on a CPU changes only embeddings and norms.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class ServedWorker:
     kept_sets: KeptSetRecorder | None = None
 
     def record_kept_sets(self) -> None:
-        """Start recording kept sets; drop earlier ones."""
+        """Start recording the token sets that truncated sampling draws from; drop earlier ones."""
         if self.kept_sets is None:
             self.kept_sets = KeptSetRecorder(self.model_runner)
         self.kept_sets.clear()
 
     def take_kept_sets(self, requests: Sequence[tuple[str, int, int]]) -> list[list[str]]:
-        """Remove and return the kept sets of (name, first position, number of tokens) of each request.
+        """Remove and return the sets recorded for each request (name, first position, number of tokens).
 
-        They are ids and counts, as base64 of little-endian int32.
+        They are token ids and set sizes, as base64 of little-endian int32.
         """
         assert self.kept_sets is not None, "record_kept_sets comes first"
         taken = [self.kept_sets.take(*request) for request in requests]
