@@ -80,7 +80,7 @@ class ChatTranscript:
         self._text = remove_guards(self._render(self._task)) if follows_template else ""
 
     def begin(self, messages: Sequence[Message]) -> Tail:
-        """See `TextTranscript.begin`."""
+        """Return a new context if messages extend the task's, else an empty tail."""
         if not messages:
             return Tail([])
         self._task += messages

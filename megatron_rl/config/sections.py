@@ -346,7 +346,7 @@ class SamplingSettings:
         wrong="is no probability",
         hint="1.0 switches it off",
     )
-    top_k: int = option(-1, "Draw from so many most likely tokens; -1: all. Training scores the same sets.", "tokens")
+    top_k: int = option(-1, "Draw from the top_k likeliest tokens; -1: all. Training scores the same sets.", "tokens")
     min_p: float = option(
         0.0,
         "Draw from tokens at least this fraction as likely as the likeliest; training scores the same sets.",
@@ -357,13 +357,13 @@ class SamplingSettings:
     )
     min_tokens: int = option(
         0,
-        "Neither end-of-response tokens nor rollout.stop end a response before so many tokens; training scores the"
-        " same sets.",
+        "Neither end-of-response tokens nor rollout.stop end a response before this length; training scores the same"
+        " sets.",
         "tokens",
     )
     thinking_budget: int | None = option(
         None,
-        "End a thought after so many tokens of the response with rollout.thinking_end; null: never.",
+        "End a thought at this token of the response with rollout.thinking_end; null: never.",
         "tokens",
         gt=0,
         wrong="is no number of tokens",
@@ -374,7 +374,7 @@ class SamplingSettings:
     )
     max_kept_tokens: int = option(
         1024,
-        "top_p, min_p, min_tokens: draw from so many likeliest tokens at most (sampling/kept_at_limit).",
+        "top_p, min_p, min_tokens: most tokens to draw from, the likeliest ones (sampling/kept_at_limit).",
         "tokens",
         ge=1,
     )

@@ -263,7 +263,7 @@ def multiply_quantized(
 
 
 class _QuantizedProduct(torch.autograd.Function):
-    """x W^T in megatron-core's order of operations."""
+    """Product x W^T with a frozen four-bit W, dequantized in each pass; W has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedMatrix, group: dist.ProcessGroup | None) -> torch.Tensor:

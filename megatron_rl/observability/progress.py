@@ -45,7 +45,7 @@ class RolloutCount:
 
     finished: int
     total: int
-    tokens: int  # sampled ones, including those of unfinished responses
+    tokens: int  # sampled tokens, unfinished responses included
     tokens_per_second: float  # mean of the last ten seconds
     seconds: float
 

@@ -298,7 +298,7 @@ def read_job(
 
 
 def explain_problem(job: Job, problem: Problem, nearest: Candidate | None) -> UserError:
-    """Return the error for a job that does not fit."""
+    """Return the error for a job beyond a memory limit, with the `nearest` layout that fits, if any, as its hint."""
     if nearest is None:
         what = "the placement leaves too little" if job.config.placement.placed else "no layout of this model fits here"
         hint = (

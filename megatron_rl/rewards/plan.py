@@ -249,7 +249,7 @@ def check_truths(plan: RewardPlan, prompts: Sequence[Prompt]) -> list[str]:
                 f'prompt_id {prompt.prompt_id}, data_source "{prompt.data_source}"',
                 source=targets[rule],
                 expected="a text, or a list of texts of which any is right",
-                hint="use reward.function, which gets the ground truth as it is",
+                hint="use reward.function, which gets the ground truth unchanged",
             )
     if "math" not in targets:
         return []

@@ -340,7 +340,6 @@ class _AfterSteps(PhaseEnd):
         self._left = steps
 
     def is_over(self, left: np.ndarray) -> bool:
-        """Count a step; return whether all steps are done."""
         self._left -= 1
         return self._left < 0
 

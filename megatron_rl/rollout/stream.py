@@ -60,7 +60,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Clock:
-    """End conditions of phases; `training`: the end of training, if dedicated engines generate meanwhile."""
+    """Conditions that end a generation phase; `training`: end of the training phase beside dedicated engines, if any."""
 
     end: PhaseEnd
     training: TrainingEnd | None = None

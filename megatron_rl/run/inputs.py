@@ -113,7 +113,7 @@ NO_PARTS = Parts()
 def read_prompts(
     config: RunConfig, tokenizer: Tokenizer, reward_plan: RewardPlan
 ) -> tuple[PromptSet, dict[str, PromptSet], list[str]]:
-    """Read and check all prompts; return those of training, those of validation by set, and notes, one line each.
+    """Read and check all prompts; return training prompts, validation prompts by set, and notes, one line each.
 
     Raises:
         UserError: a file, row or pass rate is wrong or missing, the reward cannot use a ground truth, or a prompt has

@@ -79,7 +79,7 @@ class StepLoss:
         return sum(not name.startswith("max/") for name in self.metric_names)
 
     def share_names(self, group: dist.ProcessGroup, source: int) -> None:
-        """Broadcast the metric names from the last stage, once per settings."""
+        """Broadcast the metric names from the last pipeline stage, unless done since the last `set_settings`."""
         if not self._are_names_shared:
             self.metric_names = share_object(self.metric_names, group, source)
             self._are_names_shared = True

@@ -134,22 +134,24 @@ def test_counts_find_what_they_should() -> None:
     assert [count(pattern, "\n".join([text, *find_comments(source)]))[0] for pattern in LIMITS] == [1, 2, 1, 1]
 
 
-def name_definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:
-    """Yield every definition with its qualified name, arguments and return type."""
+def name_definitions(node: ast.AST, prefix: str = "", within: str = "") -> Iterator[tuple[str, Definition]]:
+    """Yield every definition with its qualified name, arguments and return type, and the first line of its class."""
     for child in ast.iter_child_nodes(node):
-        inner = prefix
+        inner, around = prefix, within
         if isinstance(child, Definition) and not isinstance(child, ast.Module):
             signature = ""
             if not isinstance(child, ast.ClassDef):
                 returned = f" -> {ast.unparse(child.returns)}" if child.returns else ""
                 signature = f"({ast.unparse(child.args)}){returned}"
-            yield f"{prefix}{child.name}{signature}", child
+            yield f"{prefix}{child.name}{signature}{within}", child
             inner = f"{prefix}{child.name}."
-        yield from name_definitions(child, inner)
+            summary = (ast.get_docstring(child) or "").partition("\n")[0]
+            around = f"\n(in {child.name}: {summary})" if isinstance(child, ast.ClassDef) else ""
+        yield from name_definitions(child, inner, around)
 
 
 def draw(seed: int, number: int) -> Iterator[str]:
-    """Yield docstrings of the package, drawn by a seed, with file, name and signature."""
+    """Yield docstrings of the package, drawn by a seed, with file, name and signature; of a method, its class too."""
     found = []
     for path in list_sources():
         if path.is_relative_to(ROOT / "megatron_rl"):
