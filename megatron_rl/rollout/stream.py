@@ -60,7 +60,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Clock:
-    """Conditions that end a generation phase; `training`: end of the training phase beside dedicated engines, if any."""
+    """Conditions that end a generation phase; `training` ends that of dedicated engines."""
 
     end: PhaseEnd
     training: TrainingEnd | None = None
