@@ -80,7 +80,7 @@ class ChatTranscript:
         self._text = remove_guards(self._render(self._task)) if follows_template else ""
 
     def begin(self, messages: Sequence[Message]) -> Tail:
-        """Return a new context if messages extend the task's, else an empty tail."""
+        """Return the re-rendered task as a whole new context if `messages` extend it, else no tokens."""
         if not messages:
             return Tail([])
         self._task += messages

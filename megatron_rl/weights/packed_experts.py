@@ -59,7 +59,7 @@ class FileTensor:
     """A tensor to write in HF format.
 
     Attributes:
-        experts: logical tensors of each expert, by turn; empty if unpacked.
+        experts: of a tensor that packs all experts, the names of the tensors it consists of, per expert; else empty.
     """
 
     size: tuple[int, ...]
