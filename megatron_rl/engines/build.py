@@ -18,8 +18,8 @@ from megatron_rl.engines.protocol import (
     PlacedEngine,
     RolloutEngine,
     Sampled,
+    WaitingRequests,
 )
-from megatron_rl.engines.waiting import WaitingRequests
 from megatron_rl.extension.registry import find_engine
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import EngineRanks

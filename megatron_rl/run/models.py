@@ -248,9 +248,9 @@ def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:
     """Compare the weights' headers with the shape, if torch is installed."""
     adapters = make_adapter_shape(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
     if HAS_TORCH:
-        from megatron_rl.checkpoint import distributed, peft
+        from megatron_rl.checkpoint import peft, pieces
 
-        distributed.check_weights(spec.path, shape, spec.may_lack)
+        pieces.check_weights(spec.path, shape, spec.may_lack)
         if adapters is not None and spec.lora is not None and spec.lora.path is not None:
             peft.check_adapters(spec.lora.path, adapters, f"{spec.section}.lora.path")
 

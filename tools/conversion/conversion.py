@@ -19,12 +19,11 @@ from typing import Any
 import torch
 
 from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, resolve_weights
-from megatron_rl.checkpoint.distributed import check_global_shapes
 from megatron_rl.checkpoint.files import DIGESTS_FILE, Unit, explain_write_error, split_units
 from megatron_rl.checkpoint.huggingface import check_checkpoint, finish_model, name_safetensors
 from megatron_rl.checkpoint.manifest import begin_manifest, finish_role, seal
 from megatron_rl.checkpoint.model_files import ModelFiles, list_copies
-from megatron_rl.checkpoint.pieces import locate
+from megatron_rl.checkpoint.pieces import check_global_shapes, locate
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, find_mtp_weights, list_side_files
 from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter
 from megatron_rl.types import UserError
