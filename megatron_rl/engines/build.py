@@ -48,7 +48,7 @@ class EngineTables:
         return cls(keys, {key: as_table(engine.placements(rank)) for key, rank in firsts.items()})
 
 
-class AbsentEngine(WaitingRequests):
+class AbsentEngine(WaitingRequests, EngineWeights):
     """A stand-in on ranks without an engine."""
 
     def __init__(self, known: EngineTables) -> None:
@@ -73,15 +73,6 @@ class AbsentEngine(WaitingRequests):
     def tokens_in_flight(self) -> int:
         """Return 0."""
         return 0
-
-    def begin_weight_update(self) -> None:
-        """Do nothing."""
-
-    def end_weight_update(self) -> None:
-        """Do nothing."""
-
-    def sleep(self) -> None:
-        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""

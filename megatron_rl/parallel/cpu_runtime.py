@@ -184,7 +184,6 @@ def _fix_optimizer(module: Any) -> None:
 
 
 def _fix_moe_utils(module: Any) -> None:
-    module.__dict__.setdefault("te_general_gemm", None)  # 0.16.1 without TE: NameError in every router
     real = module.maybe_move_tensor_to_cpu
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

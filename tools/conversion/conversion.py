@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, resolve_weights
+from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems
 from megatron_rl.checkpoint.files import DIGESTS_FILE, Unit, explain_write_error, split_units
 from megatron_rl.checkpoint.huggingface import check_checkpoint, finish_model, name_safetensors
 from megatron_rl.checkpoint.manifest import begin_manifest, finish_role, seal
@@ -32,6 +32,7 @@ from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.packed_experts import FileTensor, join_turns, list_file_tensors
 from megatron_rl.weights.shard_box import Box, box_shape, box_slices, box_volume, full_box
+from tools._weights import resolve_weights
 from tools.conversion.conversion_checks import (
     check_one_type_per_key,
     check_surplus,

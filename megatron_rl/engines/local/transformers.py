@@ -26,7 +26,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, WaitingRequests, share_params
+from megatron_rl.engines.protocol import EngineSpec, EngineWeights, Request, Sampled, WaitingRequests, share_params
 from megatron_rl.engines.sampling import StopStrings
 from megatron_rl.engines.truncation import add_gumbel_noise, truncate
 from megatron_rl.models.attention_backends import Segments, attend, build_segments
@@ -78,7 +78,7 @@ class _Stopping(StoppingCriteria):
         return torch.tensor([row in self.lengths for row in range(len(sampled))], device=input_ids.device)
 
 
-class HuggingFaceEngine(WaitingRequests):
+class HuggingFaceEngine(WaitingRequests, EngineWeights):
     """A transformers model on every rank; `params` are the logical tensors."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -114,12 +114,6 @@ class HuggingFaceEngine(WaitingRequests):
     def placements(self, rank: int) -> Sequence[ShardBox]:
         """Return the `ShardBox` table: whole HF tensors on every rank."""
         return self._placements
-
-    def begin_weight_update(self) -> None:
-        """Do nothing."""
-
-    def end_weight_update(self) -> None:
-        """Do nothing: no cache survives a step."""
 
     def _listen_to_routers(self) -> int:
         """Record the experts [b * s, choices] of each forward."""
@@ -209,9 +203,6 @@ class HuggingFaceEngine(WaitingRequests):
     def tokens_in_flight(self) -> int:
         """Return 0: nothing runs between two steps."""
         return 0
-
-    def sleep(self) -> None:
-        """Do nothing."""
 
     def close(self) -> None:
         """Drop the model."""
