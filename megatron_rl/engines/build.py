@@ -109,6 +109,7 @@ class OneTurn(WaitingRequests):
     def __init__(self, engine: ClosedBatches) -> None:
         super().__init__()
         self._engine = engine
+        self.tokens_in_flight, self.close = engine.tokens_in_flight, engine.close
 
     def step(self) -> list[Sampled]:
         """Generate a batch; surplus responses repeat the last key, for the caller to refuse."""
@@ -118,14 +119,6 @@ class OneTurn(WaitingRequests):
         responses = self._engine.generate([r.tokens for r in batch], [r.seed for r in batch], batch[0].sampling)
         keys = chain((r.key for r in batch), repeat(batch[-1].key))
         return [replace(response, key=key) for key, response in zip(keys, responses, strict=False)]
-
-    def tokens_in_flight(self) -> int:
-        """Return the wrapped engine's count of tokens in unfinished responses."""
-        return self._engine.tokens_in_flight()
-
-    def close(self) -> None:
-        """Release the engine."""
-        self._engine.close()
 
 
 def import_library(name: str, device: torch.device) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -194,12 +193,7 @@ def memory_in_use(device: torch.device) -> int:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak
-    return _find_process(os.getpid()).memory_info().rss
-
-
-@cache
-def _find_process(pid: int) -> psutil.Process:
-    return psutil.Process(pid)  # its constructor reads several files
+    return psutil.Process().memory_info().rss
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:

@@ -213,7 +213,3 @@ class Checkpoints:
                 expected=f"fewer than {MAX_FAILED_SAVES}",
                 hint=error.hint,
             )
-
-    def close(self) -> None:
-        """Release signals, lock and watchdog; not collective."""
-        self._opened.guard.close()
