@@ -112,9 +112,7 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / tp * tokens * itemsize
     yield count("CP", link_of(layout, cluster, "cp"), layers * rounds * attention * (cp - 1) / cp)
     exchanged /= tp if section.sequence_parallel else 1
-    ends_of_experts = [layout.first_rank, layout.first_rank + layout.expert_tp_size * layout.ep_size - 1]
-    link = WITHIN if cluster.is_within_node(ends_of_experts) else ACROSS
-    yield count("EP", link, exchanged * (ep - 1) / ep)
+    yield count("EP", _expert_link(layout, cluster), exchanged * (ep - 1) / ep)
     stages = layout.vpp_size * (pp > 1)
     boundary = hidden / (tp if section.sequence_parallel else 1)
     yield count("PP", link_of(layout, cluster, "pp"), stages * (forwards + 2 * trainings) * boundary)
@@ -210,6 +208,11 @@ def link_of(layout: ParallelLayout, cluster: Cluster, *axes: str) -> str:
     sizes = {"tp": layout.tp_size, "cp": layout.cp_size, "dp": layout.dp_size, "pp": layout.pp_size}
     last = layout.rank(**{axis: sizes[axis] - 1 for axis in axes})
     return WITHIN if cluster.is_within_node([layout.first_rank, last]) else ACROSS
+
+
+def _expert_link(layout: ParallelLayout, cluster: Cluster) -> str:
+    first = layout.first_rank
+    return WITHIN if cluster.is_within_node([first, first + layout.expert_tp_size * layout.ep_size - 1]) else ACROSS
 
 
 @dataclass(frozen=True)
