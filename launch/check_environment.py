@@ -75,7 +75,7 @@ def check_torch(device: str) -> str:
         raise RuntimeError(f"torch {torch.__version__} has no CUDA; pip's configured sources offer a CPU build first")
     if cuda and not torch.cuda.is_available():
         sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-        from megatron_rl.parallel.driver import explain_unusable_gpus
+        from megatron_rl.parallel.collectives import explain_unusable_gpus
 
         unusable = explain_unusable_gpus()
         if unusable is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.rewards.rules import score_math
+from megatron_rl.rewards.scoring import score_math
 from megatron_rl.types import Prompt, Rollout
 
 SIGNATURE = "data_source, solution_str, ground_truth, extra_info"

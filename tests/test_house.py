@@ -39,7 +39,7 @@ MAX_FUNCTION_LINES = 60
 # Exceptions older than these limits: the lists may only shrink.
 MAX_FAN_OUT = 26
 # A plain run loads fewer lines than this, and none of these modules.
-MAX_LOADED_LINES = 31_600
+MAX_LOADED_LINES = 31_000
 BEHIND_DOORS = (
     "agents.adapters",
     "agents.environment",
@@ -49,9 +49,11 @@ BEHIND_DOORS = (
     "agents.transcript",
     "capsule.",
     "checkpoint.peft",
+    "checkpoint.resuming",
     "compat.",
     "data.pass_rates",
     "engines.thinking",
+    "extension.reasoning_gym",
     "models.delta_net",
     "models.experts",
     "models.latent_attention",

@@ -105,7 +105,7 @@ def _check_accelerators() -> Iterator[Finding]:
 
 
 def _explain_no_accelerator() -> Finding:
-    from megatron_rl.parallel.driver import explain_unusable_gpus, list_gpus
+    from megatron_rl.parallel.collectives import explain_unusable_gpus, list_gpus
 
     unusable = explain_unusable_gpus()
     if unusable is not None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.checkpoint.directory import find_weights
 from megatron_rl.config.schema import AlgorithmConfig, CriticConfig, PlacementConfig, ReferenceConfig, RunConfig
 from megatron_rl.observability.rollout_log import TokenTexts, write_rows
 from megatron_rl.parallel.collectives import init_distributed, world
@@ -28,6 +27,7 @@ from megatron_rl.samples.table import FINISH_REASONS, Headers, join_headers
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.types import UserError
+from tools._weights import find_weights
 
 
 class EvaluatedPolicy:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.transfer.classes import Shard, TensorIndex, find_classes
-from megatron_rl.transfer.plan_summary import Bandwidths
 from megatron_rl.weights.shard_box import box_volume
+from tools.planning.reshard_cost import Bandwidths
 
 
 @dataclass(frozen=True)

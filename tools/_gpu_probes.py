@@ -37,7 +37,7 @@ class WrongAnswer(Exception):
 def probe_machine() -> dict[str, Any]:
     """List GPUs and check for free memory."""
     if not torch.cuda.is_available():
-        from megatron_rl.parallel.driver import explain_unusable_gpus
+        from megatron_rl.parallel.collectives import explain_unusable_gpus
 
         reason = explain_unusable_gpus()
         raise WrongAnswer(f"torch {torch.__version__} sees no GPU" if reason is None else str(reason))

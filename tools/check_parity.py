@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.directory import resolve_weights
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.extension.registry import ENGINES
 from megatron_rl.parallel.collectives import init_distributed
@@ -31,6 +30,7 @@ from megatron_rl.run.command_line import leave
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tools._layouts import read_training_layout
+from tools._weights import resolve_weights
 
 
 def build_parser() -> argparse.ArgumentParser:

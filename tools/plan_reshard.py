@@ -21,11 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout without installation
 
-from megatron_rl.transfer.plan_summary import Bandwidths, predict_seconds, summarize
 from megatron_rl.transfer.planner import Planner
 from megatron_rl.types import UserError
 from tools._gather_path import predict_gather_seconds, summarize_gather
 from tools._layouts import read_layouts, read_shape
+from tools.planning.reshard_cost import Bandwidths, predict_seconds, summarize
 from tools.planning.switch import build_shards
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from megatron_rl.rewards.rules import marks_answer, score_math
+from megatron_rl.rewards.scoring import marks_answer, score_math
 
 app = FastAPI(title="Reward service")
 

@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.files import DIGESTS_FILE, find_damage, read_digests, sync
 from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX
-from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import read_shape
@@ -38,7 +37,7 @@ from megatron_rl.weights.shard_box import box_volume, full_box
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
-_UNFINISHED = (".partial", ".replaced", ".deleting")
+UNFINISHED = (".partial", ".replaced", ".deleting")
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,6 @@ class FoundCheckpoint:
 
     directory: Path | None
     skipped: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class FoundWeights:
-    """Weights of a policy in HF or Megatron format; step and version of the run that wrote them, or 0."""
-
-    path: Path
-    step: int = 0
-    policy_version: int = 0
 
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:
@@ -169,7 +159,7 @@ def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
     damaged: they do not count towards `keep_last`, and the run replaces them when it reaches their step again.
     """
     for path in root.glob("step_*"):
-        if path.suffix in _UNFINISHED:
+        if path.suffix in UNFINISHED:
             shutil.rmtree(path, ignore_errors=True)
     latest = read_pointer(root, "latest")
     kept = {latest, read_pointer(root, "best") if keep_best else None}
@@ -196,39 +186,6 @@ def find_step(path: Path) -> Path:
         if candidate.exists():
             return candidate.resolve()
     return path.resolve()
-
-
-def resolve_weights(path: Path, role: str = "actor") -> Path:
-    """Return the distributed checkpoint for a path: itself, or that role in a step or run.
-
-    Raises:
-        UserError: the path contains no distributed checkpoint.
-    """
-    for candidate in (path, path / role, path / "latest" / role, path / "checkpoints" / "latest" / role):
-        if (candidate / "metadata.json").is_file() and (candidate / ".metadata").is_file():
-            return candidate
-    raise UserError(
-        f"{path} holds no Megatron distributed checkpoint",
-        source=str(path),
-        expected="the output of tools/convert_hf_to_megatron.py, a directory step_<N>, or a run directory",
-        hint="an unfinished one ends in .partial" if path.name.endswith(_UNFINISHED) else "check for a typo",
-    )
-
-
-def find_weights(path: str | Path) -> FoundWeights:
-    """Find the policy for a path: a model in HF format, a converted checkpoint, step_<N>, or a run (its latest).
-
-    Raises:
-        UserError: the directory contains no weights in these formats.
-    """
-    path = Path(path)
-    if path.is_dir() and not (find_model_files(path) / "config.json").is_file():
-        path = resolve_weights(path)
-    step = path.resolve().parent
-    if not (step.name.startswith("step_") and (step / MANIFEST_FILE).is_file()):
-        return FoundWeights(path)
-    manifest = read_manifest(step)
-    return FoundWeights(path, manifest["step"], manifest["policy_version"])
 
 
 def find_gaps(directory: Path, manifest: Mapping[str, Any], part: int = 0, num_parts: int = 1) -> list[str]:

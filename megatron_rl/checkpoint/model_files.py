@@ -142,6 +142,10 @@ _Headers = dict[str, tuple[tuple[int, ...], str]]
 class ModelFiles(Mapping[str, Path]):
     """Mapping from logical tensor to file.
 
+    Attributes:
+        names: name in the files of every unpacked or packed tensor; `stored` is its file.
+        parts: place in a packed tensor of every logical tensor that is packed.
+
     Raises:
         UserError: see `index_safetensors`; or MXFP4 blocks without scales.
     """
@@ -150,23 +154,23 @@ class ModelFiles(Mapping[str, Path]):
         stored, config = index_safetensors(directory), directory / "config.json"
         # Tensor names do not determine how experts are packed.
         family = FAMILIES.get(str(read_config(config).get("model_type"))) if config.is_file() else None
-        self._names = {name: name for name in stored}  # logical name -> name in the files
+        self.names = {name: name for name in stored}  # logical name -> name in the files
         if family is not None and family.image_text is not None:
-            self._names = {
+            self.names = {
                 re.sub(r"^model\.language_model\.", "model.", name): name
                 for name in stored
                 if not name.startswith("model.visual.")
             }
-        self._stored = {text: stored[name] for text, name in self._names.items()}
-        self._files, self._parts = dict(self._stored), dict[str, PackedPart]()
+        self.stored = {text: stored[name] for text, name in self.names.items()}
+        self._files, self.parts = dict(self.stored), dict[str, PackedPart]()
         packing = family.experts.packing if family is not None and family.experts is not None else None
-        for name in self._stored if packing is not None else ():
+        for name in self.stored if packing is not None else ():
             if not find_parts(name, 1) or not name.startswith("model."):  # all others belong to draft layers
                 continue
             (num_experts, *_), _ = self._read_stored([name])[name]
             parts = find_parts(name, num_experts, in_halves=packing == "halves")
             self._files |= dict.fromkeys(parts, self._files.pop(name))
-            self._parts |= parts
+            self.parts |= parts
             scales = name.removesuffix(BLOCKS) + SCALES
             if name.endswith(BLOCKS) and self._files.pop(scales, None) is None:
                 raise UserError(
@@ -177,8 +181,8 @@ class ModelFiles(Mapping[str, Path]):
                 )
 
     def _read_stored(self, names: Iterable[str]) -> _Headers:
-        headers = read_headers({self._names[name]: self._stored[name] for name in names})
-        return {name: headers[self._names[name]] for name in names}
+        headers = read_headers({self.names[name]: self.stored[name] for name in names})
+        return {name: headers[self.names[name]] for name in names}
 
     def __getitem__(self, name: str) -> Path:
         return self._files[name]
@@ -191,9 +195,9 @@ class ModelFiles(Mapping[str, Path]):
 
     def read_headers(self) -> _Headers:
         """Return shape and safetensors dtype of every logical tensor."""
-        headers = self._read_stored(self._stored)
+        headers = self._read_stored(self.stored)
         found = {name: header for name, header in headers.items() if name in self._files}
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             (_, *size), dtype = headers[part.packed]
             if part.in_halves:
                 found[name] = (size[0] // part.turns, size[1]), dtype
@@ -208,14 +212,6 @@ class ModelFiles(Mapping[str, Path]):
         """Open a file for reading logical tensors."""
         with ExitStack() as stack:
             yield OpenFile(self, stack)
-
-    def find_part(self, name: str) -> PackedPart | None:
-        """Return the place of a logical tensor in a packed tensor, or `None` if it is stored on its own."""
-        return self._parts.get(name)
-
-    def find_stored(self, name: str) -> tuple[Path, str]:
-        """Return the file of a tensor as it is stored (unpacked or packed), and its name in that file."""
-        return self._stored[name], self._names[name]
 
 
 def list_copies(shape: ModelShape) -> dict[str, str]:
@@ -236,7 +232,7 @@ class OpenFile:
 
     def get_slice(self, name: str) -> Any:
         """Return an indexable view of a tensor."""
-        part = self._files.find_part(name)
+        part = self._files.parts.get(name)
         if part is None:
             return self._get(name)
         if self._last != (part.packed, part.expert):
@@ -249,7 +245,7 @@ class OpenFile:
 
     def _get(self, name: str) -> Any:
         """Open a tensor as stored, in its own file: MXFP4 scales may be in another file than their blocks."""
-        file, stored = self._files.find_stored(name)
+        file, stored = self._files.stored[name], self._files.names[name]
         if file not in self._handles:
             self._handles[file] = self._stack.enter_context(safe_open(file, framework="pt"))
         return self._handles[file].get_slice(stored)

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resuming from a training checkpoint, in any layout; random number generators of a rank.
+"""Resuming from a training checkpoint, in any layout.
 
-Everything is checked before any state changes: file digests, model, vocabulary, dtype. The generators are torch's,
-CUDA's, numpy's, Python's, and megatron-core's named streams.
+Everything is checked before any state changes: file digests, model, vocabulary, dtype.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.typed_torch import not_none
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -25,6 +20,7 @@ from megatron_rl.checkpoint.directory import find_problems_together, read_manife
 from megatron_rl.checkpoint.manifest import RECIPE_FILE, check_model, describe_role
 from megatron_rl.checkpoint.optimizer_states import create_states, make_state_pieces
 from megatron_rl.checkpoint.pieces import SavedRole, make_weight_pieces
+from megatron_rl.checkpoint.saving import restore_rng
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, check_vocabulary
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from megatron_rl.parallel.collectives import gather_objects, raise_together
@@ -174,47 +170,3 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
             expected="the file as it was written",
             hint="take an older checkpoint, or copy this one again",
         ) from None
-
-
-_STREAM = "megatron."
-
-
-def read_rng() -> dict[str, torch.Tensor]:
-    """Return the state of all generators, as tensors by name."""
-    version, python, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    assert name == "MT19937", f"numpy's legacy generator is {name}"
-    states = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor([version, *python], dtype=torch.int64),
-        "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.from_numpy(np.array([*keys, position, has_gauss], dtype=np.int64)),
-        "numpy.gauss": torch.tensor([cached], dtype=torch.float64),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    for name, state in not_none(get_cuda_rng_tracker()).get_states().items():
-        # with CUDA graphs a stream is a generator registered with the graphs, else its state
-        states[_STREAM + name] = state.get_state() if isinstance(state, torch.Generator) else state
-    return states
-
-
-def restore_rng(states: dict[str, torch.Tensor]) -> None:
-    """Set all generators to states from `read_rng` (CUDA's only if available)."""
-    torch.set_rng_state(states["torch"])
-    version, *python = states["python"].tolist()
-    gauss = states["python.gauss"].tolist()
-    random.setstate((version, tuple(python), gauss[0] if gauss else None))
-    *keys, position, has_gauss = states["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, states["numpy.gauss"].item()))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    tracker = not_none(get_cuda_rng_tracker())
-    known = tracker.get_states()
-    saved = {name.removeprefix(_STREAM): state for name, state in states.items() if name.startswith(_STREAM)}
-    for name in known.keys() & saved.keys():
-        if isinstance(known[name], torch.Generator):
-            known[name].set_state(saved[name])
-        else:
-            known[name] = saved[name]
-    tracker.set_states(known)

@@ -25,7 +25,7 @@ from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.data.marks import remove_guards
 from megatron_rl.data.rows import Row, as_text, read_rows, wrong_type
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.extension.reasoning_gym import PREFIX
+from megatron_rl.extension.registry import GYM
 from megatron_rl.types import Prompt, Rollout, UserError
 
 T = TypeVar("T")
@@ -156,7 +156,7 @@ class SftSet(PromptSet):
 def name_files(files: Sequence[str]) -> dict[str, str]:
     """Name each file for metrics: its stem, with as many parent directories as needed ("gsm8k-test", "math-test")."""
     stems = [
-        (file.removeprefix(PREFIX).partition("?")[0],) if file.startswith(PREFIX) else Path(file).with_suffix("").parts
+        (file.removeprefix(GYM).partition("?")[0],) if file.startswith(GYM) else Path(file).with_suffix("").parts
         for file in files
     ]
     for depth in range(1, max(map(len, stems), default=0) + 1):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_rl.extension.reasoning_gym import PREFIX, read_reasoning_gym
+from megatron_rl.extension.registry import GYM
 from megatron_rl.types import UserError
 
 _LONGEST_EXCERPT = 120
@@ -121,7 +121,9 @@ def read_rows(files: list[str]) -> Iterator[Row]:
 
 
 def _open(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    if name.startswith(PREFIX):
+    if name.startswith(GYM):
+        from megatron_rl.extension.reasoning_gym import read_reasoning_gym
+
         return read_reasoning_gym(name)
     path, readers = Path(name), {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if not path.is_file():

@@ -18,8 +18,8 @@ from megatron_rl.engines.protocol import (
     PlacedEngine,
     RolloutEngine,
     Sampled,
+    WaitingRequests,
 )
-from megatron_rl.engines.waiting import WaitingRequests
 from megatron_rl.extension.registry import find_engine
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import EngineRanks
@@ -48,7 +48,7 @@ class EngineTables:
         return cls(keys, {key: as_table(engine.placements(rank)) for key, rank in firsts.items()})
 
 
-class AbsentEngine(WaitingRequests):
+class AbsentEngine(WaitingRequests, EngineWeights):
     """A stand-in on ranks without an engine."""
 
     def __init__(self, known: EngineTables) -> None:
@@ -73,15 +73,6 @@ class AbsentEngine(WaitingRequests):
     def tokens_in_flight(self) -> int:
         """Return 0."""
         return 0
-
-    def begin_weight_update(self) -> None:
-        """Do nothing."""
-
-    def end_weight_update(self) -> None:
-        """Do nothing."""
-
-    def sleep(self) -> None:
-        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -118,6 +109,7 @@ class OneTurn(WaitingRequests):
     def __init__(self, engine: ClosedBatches) -> None:
         super().__init__()
         self._engine = engine
+        self.tokens_in_flight, self.close = engine.tokens_in_flight, engine.close
 
     def step(self) -> list[Sampled]:
         """Generate the responses to a batch of waiting requests.
@@ -130,14 +122,6 @@ class OneTurn(WaitingRequests):
         responses = self._engine.generate([r.tokens for r in batch], [r.seed for r in batch], batch[0].sampling)
         keys = chain((r.key for r in batch), repeat(batch[-1].key))
         return [replace(response, key=key) for key, response in zip(keys, responses, strict=False)]
-
-    def tokens_in_flight(self) -> int:
-        """Return the wrapped engine's count of tokens in unfinished responses."""
-        return self._engine.tokens_in_flight()
-
-    def close(self) -> None:
-        """Release the engine."""
-        self._engine.close()
 
 
 def import_library(name: str, device: torch.device) -> None:

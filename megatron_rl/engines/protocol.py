@@ -31,6 +31,9 @@ if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch
     from megatron_rl.weights.row_quantization import CodeFormat
 
 
+from itertools import takewhile
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt or partial response to continue.
@@ -250,6 +253,38 @@ class SteppedEngine(RolloutEngine, EngineWeights, Protocol):
 
 
 EngineMaker = Callable[[EngineSpec], SteppedEngine | ClosedBatches]
+
+
+class WaitingRequests:
+    """A queue with the request methods of a `RolloutEngine` except `step`."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Request] = []
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests."""
+        self._waiting += requests
+
+    def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
+        """Remove requests and return empty responses for them."""
+        asked, waiting = set(keys), self._waiting
+        self._waiting = [request for request in waiting if request.key not in asked]
+        return [
+            Sampled(request.key, np.empty(0, np.int32), np.empty(0, np.float32), "interrupted")
+            for request in waiting
+            if request.key in asked
+        ]
+
+    def has_requests(self) -> bool:
+        """Return whether a request waits."""
+        return bool(self._waiting)
+
+    def take_batch(self, size: int | None = None) -> list[Request]:
+        """Dequeue the leading requests that have equal sampling settings, at most `size`."""
+        first = self._waiting[:size]
+        batch = list(takewhile(lambda request: request.sampling == first[0].sampling, first))
+        del self._waiting[: len(batch)]
+        return batch
 
 
 def register_rollout_engine(name: str, supports: Collection[str] = ()) -> Callable[[EngineMaker], EngineMaker]:

@@ -22,6 +22,7 @@ class ThinkingBudget:
 
     def __init__(self, engine: RolloutEngine, thoughts: Thoughts) -> None:
         self._engine, self._thoughts = engine, thoughts
+        self.has_requests, self.close = engine.has_requests, engine.close
         self._thinking: dict[int, Request] = {}  # original requests whose first part runs
         self._begun: dict[int, Sampled] = {}  # first parts of responses whose second part runs
 
@@ -50,17 +51,9 @@ class ThinkingBudget:
             self._thinking.pop(key, None)
         return [self._complete(sampled) for sampled in self._engine.interrupt(keys)]
 
-    def has_requests(self) -> bool:
-        """Return whether any request is unfinished."""
-        return self._engine.has_requests()
-
     def tokens_in_flight(self) -> int:
         """Count the tokens of unfinished responses, including first parts (up to the budget) that are done."""
         return self._engine.tokens_in_flight() + sum(len(begun.tokens) for begun in [*self._begun.values()])
-
-    def close(self) -> None:
-        """Release the engine."""
-        self._engine.close()
 
     def _limit(self, request: Request) -> Request:
         """Limit a request to its remaining thinking budget.

@@ -14,11 +14,11 @@ from importlib.metadata import version
 from typing import Any
 from urllib.parse import parse_qsl
 
+from megatron_rl.extension.registry import GYM
 from megatron_rl.types import UserError
 
-PREFIX = "reasoning-gym:"
 _SOURCE = "data.train_files / data.validation_files"
-_EXPECTED = f"{PREFIX}NAME?size=500&seed=1, further options as the data set has them"
+_EXPECTED = f"{GYM}NAME?size=500&seed=1, further options as the data set has them"
 _QUESTION = "{question}\n\nWrite your final answer between <answer> and </answer>."
 
 
@@ -61,7 +61,7 @@ def identify(file: str) -> str:
 
 @lru_cache
 def _open(file: str) -> Any:
-    name, _, query = file.removeprefix(PREFIX).partition("?")
+    name, _, query = file.removeprefix(GYM).partition("?")
     options = {key: _read_value(value) for key, value in parse_qsl(query)}
     try:
         package = import_module("reasoning_gym")  # optional, and slow to import

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from megatron_rl.types import UserError
 
 Entry = TypeVar("Entry")
+GYM = "reasoning-gym:"  # prefix of data sets of the package reasoning-gym
 
 
 @dataclass(frozen=True)

@@ -127,11 +127,6 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _fix_jit(module: Any) -> None:
-    # torch.compile would import inductor and need a C++ compiler.
-    module.disable_jit_fuser()
-
-
 def _fix_random(module: Any) -> None:
     # These bind torch.cuda internals by name; the setter would silently queue its work forever.
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
@@ -184,7 +179,6 @@ def _fix_optimizer(module: Any) -> None:
 
 
 def _fix_moe_utils(module: Any) -> None:
-    module.__dict__.setdefault("te_general_gemm", None)  # 0.16.1 without TE: NameError in every router
     real = module.maybe_move_tensor_to_cpu
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -199,7 +193,8 @@ _COLLECTIVES = ("dist_all_gather_func", "dist_reduce_scatter_func")
 
 # Module -> its fix, and the private names that the fix relies on.
 FIXES: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
-    "megatron.core.jit": (_fix_jit, ("disable_jit_fuser",)),
+    # torch.compile would import inductor and need a C++ compiler.
+    "megatron.core.jit": (lambda module: module.disable_jit_fuser(), ("disable_jit_fuser",)),
     "megatron.core.tensor_parallel.mappings": (
         _fix_mappings,
         ("_gather_along_first_dim", "_reduce_scatter_along_first_dim", *_COLLECTIVES),

@@ -19,8 +19,18 @@ import numpy as np
 from megatron_rl.config.rendering import redact
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.answers import RESTATES, extract_answer
-from megatron_rl.rewards.rules import COUNTS, RULES, AnswerPolicy, list_truths
-from megatron_rl.rewards.scoring import LARGEST, RewardFunction, Score, describe_rollout, load_reward_function, shorten
+from megatron_rl.rewards.scoring import (
+    COUNTS,
+    LARGEST,
+    RULES,
+    AnswerPolicy,
+    RewardFunction,
+    Score,
+    describe_rollout,
+    list_truths,
+    load_reward_function,
+    shorten,
+)
 from megatron_rl.types import SERVICE_FAILURES, Prompt, Rollout, UserError
 
 MODEL = "model"

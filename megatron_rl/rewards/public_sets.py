@@ -12,7 +12,8 @@ import string
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rl.extension.reasoning_gym import PREFIX, score_reasoning_gym
+from megatron_rl.extension.reasoning_gym import score_reasoning_gym
+from megatron_rl.extension.registry import GYM
 from megatron_rl.rewards.answers import read_to_closing_brace
 from megatron_rl.types import UserError
 
@@ -120,7 +121,7 @@ def find_scorer(data_source: str) -> Callable[[str, Any], float | dict[str, floa
     """Return the scorer(response, ground truth) of a data set (UserError if there is none)."""
     if data_source.startswith("aime"):
         return score_math_dapo
-    if data_source.startswith(PREFIX):
+    if data_source.startswith(GYM):
         return score_reasoning_gym
     if data_source in _SCORERS:
         return _SCORERS[data_source]
@@ -128,7 +129,7 @@ def find_scorer(data_source: str) -> Callable[[str, Any], float | dict[str, floa
     raise UserError(
         f'the rule by_data_source has no scorer for the data_source "{data_source}"{reason}',
         source="reward.rule",
-        expected=", ".join([*_SCORERS, "aime*", f"{PREFIX}*"]),
+        expected=", ".join([*_SCORERS, "aime*", f"{GYM}*"]),
         hint="name a service of yours as reward.function"
         if reason.endswith(_CODE)
         else "use reward.rule=math or reward.function",

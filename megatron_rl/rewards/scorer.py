@@ -21,8 +21,7 @@ import psutil
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.answers import RESTATES, restates_prompt
 from megatron_rl.rewards.plan import RewardPlan, compute_reward
-from megatron_rl.rewards.rules import RULES, list_truths
-from megatron_rl.rewards.scoring import Score, compute_score
+from megatron_rl.rewards.scoring import RULES, Score, compute_score, list_truths
 from megatron_rl.types import Rollout
 
 _END_SECONDS = 5.0

@@ -145,7 +145,7 @@ class Collector:
         with self._timers.phase("rollout"):
             taken = self._stream.take(self.sampling(), self._on_finished, missing, round)
         samples = self._score(taken.prompts, taken.rollouts, taken.steps)
-        samples.add_metrics(taken.metrics)
+        samples.metrics.update(taken.metrics)
         return samples
 
     def run_ahead(self) -> None:
@@ -186,7 +186,7 @@ class Collector:
             generated = self._generator.generate(groups, self._on_finished)
         held = [(key // groups.group_size, rollout) for key, rollout in sorted(generated.items())]
         samples = self._score(groups.prompts, held, [groups.step] * len(groups.prompts), with_answers)
-        samples.add_metrics(self._generator.metrics)
+        samples.metrics.update(self._generator.metrics)
         return samples
 
     def _check_failures(self, parts: Sequence[Experience], what: str) -> float:
@@ -252,13 +252,13 @@ class Collector:
                 samples = samples.rescore(rewards, MODEL, scores)
         mine = [rollout for _, rollout in held] if self._generator.is_first else []
         if has_kept:
-            samples.add_metrics(describe_kept(mine, self._config.rollout, self._group))
+            samples.metrics.update(describe_kept(mine, self._config.rollout, self._group))
         if self._config.rollout.thinking_budget is not None and not with_answers:
             # Of a thought that its budget has ended, the closing tokens were not sampled.
             ended = [len(rollout.answer_tokens) > len(rollout.response_tokens) for rollout in mine]
             sums = {"rollouts": float(len(ended)), "ended": float(sum(ended))}
             sums = reduce_scalars(sums, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
-            samples.add_metrics({"sampling/thoughts_ended": sums["ended"] / max(sums["rollouts"], 1.0)})
+            samples.metrics.update({"sampling/thoughts_ended": sums["ended"] / max(sums["rollouts"], 1.0)})
         return samples
 
     def _score_here(

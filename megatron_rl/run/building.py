@@ -136,10 +136,10 @@ def build_role(
     )
 
 
-def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> EngineWeights:
-    """Wrap the weights of server engines in `ProbedWeights`, which verifies them; return other engines' unchanged."""
+def verify_served(weights: EngineWeights, actor: Actor, config: RunConfig) -> Callable[[], None] | None:
+    """Return an `end_weight_update` that verifies the weights of servers by probing; `None` for other engines."""
     if not config.rollout.supports("is_server"):
-        return weights
+        return None
     from megatron_rl.training.roles.frozen import score_sequences
     from megatron_rl.transfer.probe import ProbedWeights
 
@@ -152,7 +152,7 @@ def probe_weights(weights: EngineWeights, actor: Actor, config: RunConfig) -> En
         return share_object(found, world(), layout.first_rank) if layout.world_size < world().size() else found or []
 
     ask = weights.probe if isinstance(weights, ProbedEngine) else lambda: None
-    return ProbedWeights(weights, ask, score, config.model.dtype, world())
+    return ProbedWeights(weights, ask, score, config.model.dtype, world()).end_weight_update
 
 
 def build_rollout(
@@ -174,9 +174,14 @@ def build_rollout(
 
     engine = _build_engine(config, actor, process, find_shareable, stop, thoughts)
     group, engines = world(), engine.ranks
-    weights = probe_weights(engine.weights, actor, config)
     hybrid = HybridEngine(
-        actor, weights, engines=engines, process=process, group=group, config=config.hybrid, timers=timers
+        actor,
+        engine.weights,
+        engines=engines,
+        process=process,
+        config=config.hybrid,
+        timers=timers,
+        end_update=verify_served(engine.weights, actor, config),
     )
     return hybrid, RolloutGenerator(
         engine,

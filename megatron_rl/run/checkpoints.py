@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.files import explain_os_error
 from megatron_rl.checkpoint.manifest import RunContent
-from megatron_rl.checkpoint.resuming import load_training_state
 from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome, save_now
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
@@ -82,6 +81,8 @@ class Checkpoints:
         return step
 
     def _restore(self, directory: Path) -> int:
+        from megatron_rl.checkpoint.resuming import load_training_state
+
         is_own = directory.parent == self._run.checkpoints  # verified by `open_run`
         resumed = load_training_state(
             directory, self._state.roles, side_files=self._state.side_files, group=self._group, is_verified=is_own
@@ -213,7 +214,3 @@ class Checkpoints:
                 expected=f"fewer than {MAX_FAILED_SAVES}",
                 hint=error.hint,
             )
-
-    def close(self) -> None:
-        """Release signals, lock and watchdog; not collective."""
-        self._opened.guard.close()

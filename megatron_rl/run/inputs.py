@@ -121,9 +121,9 @@ def read_prompts(
     """
     data, tools, has_episodes = config.data, [], config.agents.has_episodes
     if has_episodes:
-        from megatron_rl.agents import start_checks
+        from megatron_rl.agents.program import check_episodes, list_tools
 
-        tools = start_checks.list_tools(config.agents)
+        tools = list_tools(config.agents)
     validation = {
         name: load_prompts([file], tokenizer, data, limit=data.validation_limit, tools=tools)
         for name, file in name_files(data.validation_files).items()
@@ -138,7 +138,7 @@ def read_prompts(
     prompts = [prompt for part in (train, *validation.values()) for prompt in part.prompts]
     notes += check_truths(reward_plan, prompts)
     if has_episodes:
-        notes += start_checks.check_episodes(config, tokenizer, train)
+        notes += check_episodes(config, tokenizer, train)
     return train, validation, notes
 
 

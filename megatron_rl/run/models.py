@@ -252,9 +252,9 @@ def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:
     """Check by headers that a role's weights, and adapters if given, fit its shape (UserError); needs torch."""
     adapters = make_adapter_shape(shape, spec.lora, spec.section, is_quantized=spec.is_quantized)
     if HAS_TORCH:
-        from megatron_rl.checkpoint import distributed, peft
+        from megatron_rl.checkpoint import peft, pieces
 
-        distributed.check_weights(spec.path, shape, spec.may_lack)
+        pieces.check_weights(spec.path, shape, spec.may_lack)
         if adapters is not None and spec.lora is not None and spec.lora.path is not None:
             peft.check_adapters(spec.lora.path, adapters, f"{spec.section}.lora.path")
 

@@ -25,7 +25,6 @@ import torch
 
 from megatron_rl.checkpoint.directory import find_step
 from megatron_rl.checkpoint.manifest import RunContent
-from megatron_rl.checkpoint.resuming import load_training_state
 from megatron_rl.checkpoint.saving import save_now
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
@@ -161,6 +160,8 @@ class Policy(ActorOnSamples):
         Raises:
             UserError: it is incomplete, or of another model; on every rank, and nothing was changed.
         """
+        from megatron_rl.checkpoint.resuming import load_training_state
+
         state, found = self._state, find_step(Path(directory))
         resumed = load_training_state(found, state.roles, side_files=state.side_files, group=world())
         state.restore(resumed, world())

@@ -310,6 +310,6 @@ class Session:
 
     def close(self) -> None:
         """Release the engine, end reward workers and close logs and metrics."""
-        self.checkpoints.close()
+        self.guard.close()
         self.policy.close()
         self.run.close()

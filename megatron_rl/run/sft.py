@@ -119,5 +119,5 @@ def train_sft(config: RunConfig, recipe: Path | None) -> None:
         trainer.checkpoints.commit()  # it was raised on every rank alike
         raise
     finally:
-        trainer.checkpoints.close()
+        trainer.guard.close()
         trainer.run.close()

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
 from megatron_rl.checkpoint.pieces import SavedModel, SavedOptimizer, SavedRole
-from megatron_rl.checkpoint.resuming import ResumedRun, read_rank_states, read_rng
-from megatron_rl.checkpoint.saving import RankState
+from megatron_rl.checkpoint.saving import RankState, read_rng
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.collectives import failing_together, raise_together, world
@@ -22,6 +21,9 @@ from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import LaidOutModel
 from megatron_rl.transfer.planner import group_shards
 from megatron_rl.weights.shard_box import ShardBox
+
+if TYPE_CHECKING:
+    from megatron_rl.checkpoint.resuming import ResumedRun
 
 
 def actor_export(config: RunConfig, model: LaidOutModel, mtp: LaidOutModel | None = None) -> Callable[[Path], None]:
@@ -139,4 +141,6 @@ class TrainingState:
                 if name in resumed.state:
                     part.load_state_dict(resumed.state[name])
             if self.rollouts is not None:
+                from megatron_rl.checkpoint.resuming import read_rank_states
+
                 self.rollouts.load_rank_states(read_rank_states(resumed.directory, _ROLLOUTS))

@@ -231,10 +231,6 @@ class Experience:
         payload = replace(self._payload, num_bytes=self._num_bytes)
         return Experience(self.headers.rescore(rewards, name, scores), self.prompts, payload, self._group)
 
-    def add_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics of the rollout phase."""
-        self.metrics |= metrics
-
     def add_baselines(self, greedy: Experience) -> None:
         """Set the baselines to the rewards of the greedy responses; NaN for prompts without one."""
         self.baselines = np.where(greedy.headers.rollouts.has_reward, greedy.rewards, np.nan)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.checkpoint.peft import load_adapters
+from megatron_rl.checkpoint.pieces import load_weights
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.models.experts import list_matrices
 from megatron_rl.models.lora_linears import HALVES, AdaptedLinear, freeze_model, is_trained

@@ -11,7 +11,7 @@ parallel ranks are separate engines.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_rl.engines.local.paging import ContinuousBatch, PagedRows
-from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
+from megatron_rl.engines.protocol import EngineSpec, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.truncation import add_gumbel_noise, truncate
 from megatron_rl.models.attention import PackedAttention
@@ -43,7 +43,6 @@ from megatron_rl.samples.prefix import SegmentKeys, move_to_device
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import KeptSets, UserError
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
-from megatron_rl.weights.shard_box import ShardBox
 
 
 def draw_next_tokens(
@@ -103,6 +102,7 @@ class PolicyEngine:
         self._model, self._dtype = model, model.config.params_dtype
         self.params = model.params
         self.shared_params = frozenset(model.params)
+        self.shard_key, self.placements = model.shard_key, model.placements
         self.padded_params = tuple(name for name in model.params if name.endswith(PADDED_PARAMETERS))
         self.engine_ranks = model.groups.layout.model_copies()
         self._group = model.groups.collection.tp_ep_pp
@@ -121,6 +121,8 @@ class PolicyEngine:
             max_tokens=_STEP_TOKENS,
             stop=spec.stop,
         )
+        self.add, self.interrupt, self.has_requests = self._batch.add, self._batch.interrupt, self._batch.has_requests
+        self.tokens_in_flight = self._batch.count_tokens
         self._route_shape = spec.route_shape
 
     def _count_blocks(self, spec: EngineSpec) -> int:
@@ -145,36 +147,12 @@ class PolicyEngine:
             room = int(config.gpu_memory_utilization * torch.cuda.get_device_properties(device).total_memory)
         return max(longest, min(room // per_block, longest * config.max_num_seqs))
 
-    def shard_key(self, rank: int) -> Hashable:
-        """Return a key, equal for equal box tables."""
-        return self._model.shard_key(rank)
-
-    def placements(self, rank: int) -> Sequence[ShardBox]:
-        """Return the actor's box table of a rank."""
-        return self._model.placements(rank)
-
     def begin_weight_update(self) -> None:
         """Do nothing: the actor updates the weights in place."""
 
     def end_weight_update(self) -> None:
         """Check that no request holds cache entries of older weights."""
         assert not self.has_requests(), "weights change between responses only"
-
-    def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests for the next steps."""
-        self._batch.add(requests)
-
-    def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
-        """Remove requests and return their partial results."""
-        return self._batch.interrupt(keys)
-
-    def has_requests(self) -> bool:
-        """Return whether any request is running or waiting."""
-        return self._batch.has_requests()
-
-    def tokens_in_flight(self) -> int:
-        """Count tokens sampled so far for unfinished responses."""
-        return self._batch.count_tokens()
 
     @torch.no_grad()
     def step(self) -> list[Sampled]:

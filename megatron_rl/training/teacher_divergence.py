@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.checkpoint.distributed import load_weights
+from megatron_rl.checkpoint.pieces import load_weights
 from megatron_rl.models.stages import HiddenStatesModel
 from megatron_rl.parallel.chunked_divergence import compute_linear_divergence, compute_linear_logprobs_of
 from megatron_rl.parallel.chunked_logprobs import OutputSoftmax

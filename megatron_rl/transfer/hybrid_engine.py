@@ -9,7 +9,7 @@ Parameters with equal layouts share the actor's storage. All others are moved by
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Protocol
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_rl.config.schema import HybridConfig
 from megatron_rl.engines.protocol import CodedEngine, EngineWeights
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import Process, reduce_scalars, share_object
+from megatron_rl.parallel.collectives import Process, reduce_scalars, share_object, world
 from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
 from megatron_rl.transfer.aliasing import gather_names
 from megatron_rl.transfer.executor import ReshardStats
@@ -104,7 +104,7 @@ class HybridEngine:
 
     Args:
         engine: this rank's share of the engine.
-        group: all ranks of the job.
+        end_update: replaces the engine's `end_weight_update`, if given.
 
     Attributes:
         policy_version: of the engine's weights; -1 before the first reshard.
@@ -120,11 +120,12 @@ class HybridEngine:
         *,
         engines: EngineRanks,
         process: Process,
-        group: dist.ProcessGroup,
         config: HybridConfig,
         timers: PhaseTimers,
+        end_update: Callable[[], None] | None = None,
     ) -> None:
-        self._actor, self._engine, self._group, self.shape = actor, engine, group, actor.model.shape
+        self._actor, self._engine, self.shape = actor, engine, actor.model.shape
+        self._group, self._end_update = (group := world()), end_update or engine.end_weight_update
         self._timers, self._verify = timers, config.verify
         model, shared = actor.model, gather_names(engine.shared_params, group)
         dtype, wide, code_format = self._ask_engine(engines)
@@ -224,7 +225,7 @@ class HybridEngine:
                     turn = self._certificate_turn if samples else None
                     self.verified_tensors = sum(transfer.certificate.verify(turn) for transfer in self._transfers)
                     self._certificate_turn += samples
-            self._engine.end_weight_update()
+            self._end_update()
         self.policy_version = self._find_version()
 
     def _list_transfers(self) -> list[Transfer]:

@@ -8,7 +8,7 @@ stale weights stay within any such bound, but do not move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch.distributed as dist
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron_rl.engines.protocol import EngineWeights, Probed, Sampled
 from megatron_rl.parallel.collectives import gather_objects, raise_together
 from megatron_rl.types import UserError
-from megatron_rl.weights.shard_box import ShardBox
 
 # (sequences, unscored leading tokens of each, temperature) -> log-probs of the scored tokens, on every rank; collective
 Score = Callable[[Sequence[np.ndarray], Sequence[int], float], list[np.ndarray]]
@@ -42,24 +41,6 @@ class ProbedWeights:
         self._engine, self._probe, self._score, self._group = engine, probe, score, group
         self._bound, self._least = _BOUNDS[dtype]
         self._last: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # rank -> tokens, the server's, ours
-        self.params, self.shared_params = engine.params, engine.shared_params
-        self.padded_params = engine.padded_params
-
-    def shard_key(self, rank: int) -> Hashable:
-        """Return the engine's shard key."""
-        return self._engine.shard_key(rank)
-
-    def placements(self, rank: int) -> Sequence[ShardBox]:
-        """Return the engine's placements."""
-        return self._engine.placements(rank)
-
-    def begin_weight_update(self) -> None:
-        """Forward to the engine."""
-        self._engine.begin_weight_update()
-
-    def sleep(self) -> None:
-        """Forward to the engine."""
-        self._engine.sleep()
 
     def end_weight_update(self) -> None:
         """Let the servers load the weights, and compare their log-probs with the trainer's; collective over the job.

@@ -167,9 +167,6 @@ def layer_parameter(hf_name: str, kind: str) -> str:
     return _MATRICES.get(kind) or f"self_attention.linear_qkv.{kind.partition('.')[2]}"
 
 
-if TYPE_CHECKING:
-    from megatron_rl.parallel.layout import ParallelLayout
-
 _FUSED = (
     ("q.weight", "k.weight", "v.weight"),
     ("q.bias", "k.bias", "v.bias"),

@@ -21,8 +21,16 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_rl.agents.calculator import Calculator, calculate
-from megatron_rl.agents.environment import Done, Observation, Reply, ToolCall, check_answer, find_environment
+from megatron_rl.agents.environment import (
+    Calculator,
+    Done,
+    Observation,
+    Reply,
+    ToolCall,
+    calculate,
+    check_answer,
+    find_environment,
+)
 from megatron_rl.agents.episode import Opening, Setup
 from megatron_rl.agents.in_rank import EpisodeProcesses
 from megatron_rl.types import Prompt, UserError

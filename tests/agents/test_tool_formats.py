@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from chat_templates import spell_deepseek, write_chat_tokenizer
 
-from megatron_rl.agents.calculator import TOOL, calculate
-from megatron_rl.agents.environment import Task
+from megatron_rl.agents.environment import TOOL, Task, calculate
 from megatron_rl.agents.episode import Episode, Opening, Setup, build_transcript
-from megatron_rl.agents.start_checks import check_episodes
+from megatron_rl.agents.program import check_episodes
 from megatron_rl.agents.tool_formats import FORMATS, ToolReader, find_tool_format, read_tool_calls
 from megatron_rl.agents.tools.tool import ToolEnvironment
 from megatron_rl.config.sections import AgentsConfig

@@ -19,7 +19,7 @@ from chat_templates import write_chat_tokenizer
 from megatron_rl.agents.environment import Done, Reply, ToolCall
 from megatron_rl.agents.episode import Setup
 from megatron_rl.agents.in_rank import EpisodeProcesses
-from megatron_rl.agents.start_checks import check_episodes
+from megatron_rl.agents.program import check_episodes
 from megatron_rl.agents.tools.finding import Bm25, describe_tools, find_tools, run_python
 from megatron_rl.agents.tools.tool import ToolEnvironment, describe_function
 from megatron_rl.config.sections import DataConfig

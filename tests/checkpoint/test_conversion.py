@@ -25,9 +25,9 @@ from actor_runs import Case, build_actor
 from checkpoint_runs import make_content, make_saver
 from distributed import run_ranks
 from megatron_rl.checkpoint.directory import find_problems
-from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.checkpoint.files import Unit
 from megatron_rl.checkpoint.huggingface import load_huggingface
+from megatron_rl.checkpoint.pieces import load_weights
 from megatron_rl.checkpoint.saving import SaveOutcome
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import build_engine

@@ -18,11 +18,11 @@ from megatron_rl.checkpoint.directory import (
     prune,
     read_manifest,
     read_pointer,
-    resolve_weights,
 )
 from megatron_rl.checkpoint.files import read_digests, write_file
 from megatron_rl.checkpoint.manifest import seal
 from megatron_rl.types import UserError
+from tools._weights import resolve_weights
 
 
 def write_step(root: Path, step: int) -> Path:

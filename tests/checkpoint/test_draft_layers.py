@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from actor_runs import Case, build_actor
 from distributed import run_ranks
-from megatron_rl.checkpoint.distributed import load_weights
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
+from megatron_rl.checkpoint.pieces import load_weights
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.planner import group_shards
 from megatron_rl.weights.families import ModelShape

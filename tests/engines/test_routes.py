@@ -29,10 +29,10 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.rollout.packed_episodes import pack_rollouts, unpack_rollouts
 from megatron_rl.rollout.serving import generate
-from megatron_rl.training.roles.frozen import build_policy
 from megatron_rl.types import Prompt, RouteShape, UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, engine_sizes, save_tiny_model
+from tools.parity.check import build_policy
 
 SHAPE = RouteShape(layers=2, choices=2, experts=8)
 SAMPLED = SamplingConfig(temperature=1.0, max_tokens=24, stop_token_ids=(2,))

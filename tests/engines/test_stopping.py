@@ -28,10 +28,10 @@ from megatron_rl.engines.sampling import SamplingConfig, StopStrings
 from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.serving import generate
-from megatron_rl.training.roles.frozen import build_policy
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import ENGINE_SIZES, save_tiny_model
+from tools.parity.check import build_policy
 
 CORPUS = [
     "The answer is 42.\n\nQuestion: what is <code> and </code>? ```python\nprint(1)\n``` stop Stopped stopping."

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from launch_runs import ROOT
-from megatron_rl.parallel.collectives import init_distributed
-from megatron_rl.parallel.driver import explain_unusable_gpus
+from megatron_rl.parallel.collectives import explain_unusable_gpus, init_distributed
 from megatron_rl.types import UserError
 from tools._doctor_checks import _check_accelerators
 

@@ -18,7 +18,7 @@ from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.admission import list_candidates, read_job
 from megatron_rl.planning.cluster import Job, describe_cluster, find_host
-from megatron_rl.planning.steptime import Assumptions, build_workload
+from megatron_rl.planning.communication import Assumptions, build_workload
 from megatron_rl.run import session
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import resolve

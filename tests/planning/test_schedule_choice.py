@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.planning.steptime import Assumptions
+from megatron_rl.planning.communication import Assumptions
 from planning_jobs import make_job, published_shape
 from tools.planning.lengths import make_lognormal
 from tools.planning.schedule_choice import Option, ScheduleChoice, choose_schedule, recommend

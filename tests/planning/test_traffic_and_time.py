@@ -13,10 +13,20 @@ import pytest
 
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import Job
-from megatron_rl.planning.communication import ACROSS, WITHIN, Traffic, link_of, list_traffic
+from megatron_rl.planning.communication import (
+    ACROSS,
+    WITHIN,
+    Assumptions,
+    Traffic,
+    build_workload,
+    compute_bubble,
+    count_operations,
+    link_of,
+    list_traffic,
+    predict_step,
+)
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.planning.parameters import compute_role_bytes, list_chunks
-from megatron_rl.planning.steptime import Assumptions, build_workload, compute_bubble, count_operations, predict_step
 from planning_jobs import PREFIXED, make_job, published_shape, small_shape
 from tools.planning.switch import plan_switch
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.rewards.rules import score_math
-from megatron_rl.rewards.scoring import load_reward_function
+from megatron_rl.rewards.scoring import load_reward_function, score_math
 
 UNFINISHED = {
     "98": [

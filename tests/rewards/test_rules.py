@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_rl.rewards import mathematics
 from megatron_rl.rewards.answers import extract_answer
 from megatron_rl.rewards.mathematics import Judge, judge
-from megatron_rl.rewards.rules import COUNTS, exact_match, marks_answer, score_math
+from megatron_rl.rewards.scoring import COUNTS, exact_match, marks_answer, score_math
 from reward_samples import math_equal
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from distributed import run_ranks
 from megatron_rl.checkpoint.directory import find_problems
-from megatron_rl.checkpoint.distributed import check_weights
+from megatron_rl.checkpoint.pieces import check_weights
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from rl_runs import fine_tune, layout_overrides, overrides_for, read_records, sft_overrides, train

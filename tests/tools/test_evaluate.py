@@ -16,12 +16,12 @@ import pytest
 
 from distributed import run_ranks
 from launch_runs import assert_succeeded, run
-from megatron_rl.checkpoint.directory import find_weights
 from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.pass_rates import select_by_pass_rate
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
 from rl_runs import layout_overrides, overrides_for, read_records, train
+from tools._weights import find_weights
 from tools.viewer.rollout_page import write_page
 
 TOOL = importlib.import_module("tools.evaluate")

@@ -27,10 +27,11 @@ from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.serving import ControlMessage, generate, serve
 from megatron_rl.training.packed_model import PackedModel
-from megatron_rl.training.roles.frozen import build_policy, score_sequences
+from megatron_rl.training.roles.frozen import score_sequences
 from megatron_rl.types import UserError
 from megatron_rl.weights.model_config import load_model_shape
 from tiny_models import CONFIGS, save_tiny_model
+from tools.parity.check import build_policy
 
 FAMILIES = sorted({*CONFIGS} - {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  # it has no cache for states
 GREEDY = SamplingConfig(temperature=0.0, max_tokens=10, stop_token_ids=(2,))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.classes import Shard, TensorIndex, find_classes
-from megatron_rl.transfer.plan_summary import summarize
 from megatron_rl.transfer.planner import Planner
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement_tables import PlacementTable, as_table
@@ -23,6 +22,7 @@ from megatron_rl.weights.shard_box import ShardBox
 from rank_plans import plan_flows
 from shards import make_shape, place_megatron, place_vllm
 from tools.planning import switch
+from tools.planning.reshard_cost import summarize
 
 SHAPES = (make_shape("llama"), make_shape("qwen3", tied_embeddings=True), make_shape("qwen3_moe", num_experts=4))
 

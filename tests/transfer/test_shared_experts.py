@@ -22,7 +22,7 @@ from distributed import run_ranks
 from megatron_rl.config.schema import HybridConfig
 from megatron_rl.engines.protocol import share_params
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import init_distributed, world
+from megatron_rl.parallel.collectives import init_distributed
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.transfer.aliasing import find_aliases
 from megatron_rl.transfer.hybrid_engine import HybridEngine
@@ -85,9 +85,7 @@ def work(rank: int, world_size: int, path: Path, case: Case, engine_tp: int, ali
         engine.shared_params = share_params(engine.whole, shareable)
     engines = EngineRanks.consecutive(range(world_size), engine_tp)
     config = HybridConfig(verify="full", transport="pull" if world_size > 1 else "auto")
-    hybrid = HybridEngine(
-        actor, engine, engines=engines, process=process, group=world(), config=config, timers=PhaseTimers()
-    )
+    hybrid = HybridEngine(actor, engine, engines=engines, process=process, config=config, timers=PhaseTimers())
     hybrid.reshard()
     before = {name: tensor.clone() for name, tensor in engine.params.items()}
     batch = build_batch(actor.model, case)

@@ -7,7 +7,6 @@ import pytest
 
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.classes import Shard
-from megatron_rl.transfer.plan_summary import Bandwidths, ReshardSummary, predict_seconds, summarize
 from megatron_rl.transfer.planner import Planner
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import ModelShape
@@ -15,6 +14,7 @@ from megatron_rl.weights.shard_box import ShardBox, box_volume, rows
 from rank_plans import plan_all, plan_flows
 from shards import as_shards, make_shape, place_megatron, place_vllm
 from tools._gather_path import predict_gather_seconds, summarize_gather
+from tools.planning.reshard_cost import Bandwidths, ReshardSummary, predict_seconds, summarize
 
 BUCKET = 1 << 20
 SHAPES = {"dense": make_shape("qwen2", tied_embeddings=True), "experts": make_shape("qwen3_moe")}

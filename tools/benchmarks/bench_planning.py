@@ -22,9 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout without installation
 
-from megatron_rl.transfer.plan_summary import summarize
 from megatron_rl.transfer.planner import Planner
 from tools._layouts import read_layouts, read_shape
+from tools.planning.reshard_cost import summarize
 from tools.planning.switch import build_shards
 
 

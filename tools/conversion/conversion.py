@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
-from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, resolve_weights
-from megatron_rl.checkpoint.distributed import check_global_shapes
+from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems
 from megatron_rl.checkpoint.files import DIGESTS_FILE, Unit, explain_write_error, split_units
 from megatron_rl.checkpoint.huggingface import check_checkpoint, finish_model, name_safetensors
 from megatron_rl.checkpoint.manifest import begin_manifest, finish_role, seal
 from megatron_rl.checkpoint.model_files import ModelFiles, list_copies
-from megatron_rl.checkpoint.pieces import locate
+from megatron_rl.checkpoint.pieces import check_global_shapes, locate
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, find_mtp_weights, list_side_files
 from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter
 from megatron_rl.types import UserError
@@ -33,6 +32,7 @@ from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.packed_experts import FileTensor, join_turns, list_file_tensors
 from megatron_rl.weights.shard_box import Box, box_shape, box_slices, box_volume, full_box
+from tools._weights import resolve_weights
 from tools.conversion.conversion_checks import (
     check_one_type_per_key,
     check_surplus,

@@ -8,12 +8,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, find_step, read_manifest, resolve_weights
+from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems, find_step, read_manifest
 from megatron_rl.checkpoint.files import DIGESTS_FILE
 from megatron_rl.checkpoint.manifest import RECIPE_FILE
 from megatron_rl.checkpoint.model_files import index_safetensors, read_headers
 from megatron_rl.checkpoint.torch_dist import METADATA_FILE, ChunkReader, dtype_name
 from megatron_rl.types import UserError
+from tools._weights import resolve_weights
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1}
 

@@ -20,15 +20,20 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
 from megatron_rl.checkpoint.side_files import CONFIG_DIR
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.run_spec import RoleSpec
+from megatron_rl.config.schema import LayoutConfig, ModelConfig, RolloutConfig
 from megatron_rl.engines.build import build_engine
 from megatron_rl.engines.protocol import EngineSpec, Request
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.extension.registry import find_engine
 from megatron_rl.parallel.collectives import Process, share_object, world
+from megatron_rl.parallel.groups import build_groups
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.serving import generate
-from megatron_rl.training.roles.frozen import build_policy, score_sequences
+from megatron_rl.training.packed_model import PackedModel
+from megatron_rl.training.roles.frozen import score_sequences
+from megatron_rl.training.setup import RoleSetup
+from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.model_config import load_model_shape
 from megatron_rl.weights.support import check_rollout_layout, check_training_layout
 from tools.parity.report import make_report, measure_gaps
@@ -206,3 +211,33 @@ def _score_with_transformers(model: torch.nn.Module, sequences: Sequence[np.ndar
         logprobs = model(ids[None]).logits[0, first - 1 : -1].float().log_softmax(-1)
         found.append(logprobs.gather(1, ids[first:, None])[:, 0].cpu())
     return found
+
+
+def build_policy(
+    weights: Path,
+    shape: ModelShape,
+    dtype: Literal["float32", "bfloat16"],
+    layout: ParallelLayout,
+    *,
+    sequence_parallel: bool,
+) -> PackedModel:
+    """Build a frozen policy in `layout` and load its weights; collective."""
+    config = LayoutConfig(
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
+        context_parallel_size=layout.cp_size,
+        expert_model_parallel_size=layout.ep_size,
+        expert_tensor_parallel_size=layout.etp_size,
+        sequence_parallel=sequence_parallel,
+    )
+    spec = RoleSpec(name="policy", path=str(weights), section="layout", settings=config, head="logprob")
+    return PackedModel(
+        RoleSetup(
+            spec=spec,
+            model=ModelConfig(path=str(weights), dtype=dtype),
+            shape=shape,
+            groups=build_groups(layout),
+            seed=0,
+        )
+    )

@@ -17,8 +17,8 @@ from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.admission import Candidate, check_job, find_problem, list_candidates, read_job
 from megatron_rl.planning.cluster import GIB, Cluster, Job
+from megatron_rl.planning.communication import Assumptions, build_workload
 from megatron_rl.planning.memory import compute_memory
-from megatron_rl.planning.steptime import Assumptions, build_workload
 from megatron_rl.types import UserError
 from tools.planning.lengths import read_lengths
 from tools.planning.schedule_choice import Option, choose_schedule, recommend

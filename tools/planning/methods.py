@@ -11,7 +11,7 @@ from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.admission import Candidate, check_job, list_candidates
 from megatron_rl.planning.cluster import GIB, Job
-from megatron_rl.planning.steptime import Assumptions, build_workload
+from megatron_rl.planning.communication import Assumptions, build_workload
 from megatron_rl.types import UserError
 
 _RANK = 32  # adapter rank if the recipe has no adapters

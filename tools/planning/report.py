@@ -19,9 +19,18 @@ from megatron_rl.planning.admission import (
     list_candidates,
 )
 from megatron_rl.planning.cluster import GIB, Job
-from megatron_rl.planning.communication import ACROSS, WITHIN, Traffic, Workload, list_traffic
+from megatron_rl.planning.communication import (
+    ACROSS,
+    WITHIN,
+    Assumptions,
+    StepTime,
+    Traffic,
+    Workload,
+    build_workload,
+    list_traffic,
+    predict_step,
+)
 from megatron_rl.planning.memory import RankMemory, compute_memory, find_smallest_cache
-from megatron_rl.planning.steptime import Assumptions, StepTime, build_workload, predict_step
 from megatron_rl.samples.microbatches import packing_metrics, plan_microbatches
 from tools.planning.switch import SwitchPlan, plan_switch
 

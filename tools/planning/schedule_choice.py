@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of a schedule and of the ranks for engines: options are simulated, one is recommended.
 
-Costs of training and weight transfer come from `steptime.py` and `switch.py`. A decoding pass reads the weights and the
-KV cache; operations and messages add without overlap. On own ranks, roles keep their layouts with fewer replicas. For a
-job with a placement, only staleness varies.
+Costs of training and weight transfer come from `communication.py` and `switch.py`. A decoding pass reads the weights
+and the KV cache; operations and messages add without overlap. On own ranks, roles keep their layouts with fewer
+replicas. For a job with a placement, only staleness varies.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 
 from megatron_rl.planning.admission import check_job, find_problem
 from megatron_rl.planning.cluster import DTYPE_BYTES, Job
-from megatron_rl.planning.communication import list_traffic
+from megatron_rl.planning.communication import Assumptions, build_workload, count_operations, list_traffic, predict_step
 from megatron_rl.planning.engine_weights import count_engine_bytes
 from megatron_rl.planning.memory import ENGINE_PHASES, RankMemory, compute_memory, find_smallest_cache
-from megatron_rl.planning.steptime import Assumptions, build_workload, count_operations, predict_step
 from megatron_rl.types import UserError
 from tools.planning.engine_clock import EngineModel, StepCost
 from tools.planning.lengths import LengthModel

@@ -12,7 +12,6 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import DTYPE_BYTES, Job
 from megatron_rl.planning.engine_weights import CODE_BYTES, SCALE_BYTES, is_coded
 from megatron_rl.transfer.classes import Shard
-from megatron_rl.transfer.plan_summary import Bandwidths, Prediction, ReshardSummary, predict_seconds, summarize
 from megatron_rl.transfer.planner import Flow, Planner, group_shards
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import find_shard_key, training_placements
@@ -20,6 +19,7 @@ from megatron_rl.weights.placement_tables import as_table
 from megatron_rl.weights.rollout_layout import vllm_placements
 from megatron_rl.weights.row_quantization import list_matrices, list_scales
 from megatron_rl.weights.shard_box import ShardBox
+from tools.planning.reshard_cost import Bandwidths, Prediction, ReshardSummary, predict_seconds, summarize
 
 
 @dataclass(frozen=True)

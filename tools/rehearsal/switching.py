@@ -14,7 +14,7 @@ import torch
 
 from megatron_rl.engines.protocol import share_params
 from megatron_rl.observability.timers import PhaseTimers
-from megatron_rl.parallel.collectives import Process, world
+from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.engine_weights import is_coded
@@ -119,7 +119,6 @@ def build_switch(job: Job, actor: Any, rank: int, ledger: Ledger) -> HybridEngin
             engine,
             engines=EngineRanks.consecutive(job.rollout_ranks, job.engine_tp),
             process=process,
-            group=world(),
             config=job.config.hybrid,
             timers=PhaseTimers(),
         )

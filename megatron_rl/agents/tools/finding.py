@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.agents.calculator import TOOL, calculate
+from megatron_rl.agents.environment import TOOL, calculate
 from megatron_rl.agents.tools import confinement
 from megatron_rl.agents.tools.tool import Call, Tool, describe_function
 from megatron_rl.data.rows import read_rows

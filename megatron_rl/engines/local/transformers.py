@@ -2,18 +2,22 @@
 """Rollouts with transformers' `generate`: slow and simple, for debugging and as the parity reference.
 
 Each row has its own seed: sampling is greedy decoding of `logits / temperature + Gumbel noise` with a generator per row
-(the Gumbel-max trick).
+(the Gumbel-max trick). Batch-invariant models (rollout.bitwise) have the trainer's matrix products and attention;
+norms, activations and rotary embeddings are bitwise equal already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     LogitsProcessor,
@@ -22,12 +26,14 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from megatron_rl.engines.protocol import EngineSpec, Request, Sampled, share_params
+from megatron_rl.engines.protocol import EngineSpec, EngineWeights, Request, Sampled, WaitingRequests, share_params
 from megatron_rl.engines.sampling import StopStrings
 from megatron_rl.engines.truncation import add_gumbel_noise, truncate
-from megatron_rl.engines.waiting import WaitingRequests
+from megatron_rl.models.attention_backends import Segments, attend, build_segments
+from megatron_rl.parallel.batch_invariant import multiply
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.parallel.vocab_parallel import compute_all_logprobs
+from megatron_rl.samples.prefix import SegmentKeys
 from megatron_rl.types import KeptSets
 from megatron_rl.weights.packed_experts import list_huggingface_tensors, split_huggingface_experts
 from megatron_rl.weights.rollout_layout import huggingface_placements
@@ -72,7 +78,7 @@ class _Stopping(StoppingCriteria):
         return torch.tensor([row in self.lengths for row in range(len(sampled))], device=input_ids.device)
 
 
-class HuggingFaceEngine(WaitingRequests):
+class HuggingFaceEngine(WaitingRequests, EngineWeights):
     """An engine with a whole transformers model on every rank; `params` are its tensors by HF name."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -91,8 +97,6 @@ class HuggingFaceEngine(WaitingRequests):
         self.shared_params = share_params(list_huggingface_tensors(self._model), spec.shareable(self._placements))
         self.padded_params: tuple[str, ...] = ()
         if spec.config.bitwise:
-            from megatron_rl.engines.local.transformers_bitwise import make_batch_invariant
-
             make_batch_invariant(self._model)
         self.params = split_huggingface_experts(
             spec.shape, {name: p.data for name, p in list_huggingface_tensors(self._model).items()}
@@ -110,12 +114,6 @@ class HuggingFaceEngine(WaitingRequests):
     def placements(self, rank: int) -> Sequence[ShardBox]:
         """Return the `ShardBox` table: whole HF tensors on every rank."""
         return self._placements
-
-    def begin_weight_update(self) -> None:
-        """Do nothing."""
-
-    def end_weight_update(self) -> None:
-        """Do nothing: no cache survives a step."""
 
     def _listen_to_routers(self) -> int:
         """Add hooks that record the experts [b * s, choices] of each router; return the number of routers."""
@@ -206,10 +204,68 @@ class HuggingFaceEngine(WaitingRequests):
         """Return 0: nothing runs between two steps."""
         return 0
 
-    def sleep(self) -> None:
-        """Do nothing."""
-
     def close(self) -> None:
         """Drop the model."""
         self.params = {}
         del self._model
+
+
+ATTENTION = "megatron_rl_tiled"
+
+
+class _PaddedAttention:
+    """An attention function for transformers that computes left-padded rows by the trainer's `attend`."""
+
+    def __init__(self) -> None:
+        self._mask: torch.Tensor | None = None
+        self._packed: tuple[torch.Tensor, torch.Tensor, Segments] | None = None
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor,
+        scaling: float,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend: query [b, n, s, d], key and value [b, ng, k, d], attention_mask [b, k] -> [b, s, n, d]."""
+        if self._packed is None or self._mask is not attention_mask:
+            self._mask, self._packed = attention_mask, _pack(attention_mask, query.shape[2], query.dtype)
+        rows, keys, segments = self._packed
+        query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        output = torch.zeros_like(query)
+        output[rows] = attend(query[rows], key[keys], value[keys], segments, scaling)
+        return output.unflatten(0, (len(attention_mask), -1)), None
+
+
+def _pack(mask: torch.Tensor, num_queries: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Segments]:
+    """Return flat indices of the queries [t] and keys [k] that are no padding, and their segments for `attend`."""
+    is_key, is_query = mask.bool(), mask[:, -num_queries:].bool()
+    cu_q, cu_k = (torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).int() for real in (is_query, is_key))
+    index = is_key.flatten().nonzero()[:, 0]
+    keys = SegmentKeys(torch.arange(len(index)), cu_k, mask.shape[1])
+    return is_query.flatten().nonzero()[:, 0], index, build_segments(cu_q, num_queries, keys, dtype, "tiled")
+
+
+def _keep_padding(
+    batch_size: int, q_length: int, kv_length: int, *_: Any, attention_mask: torch.Tensor | None = None, **__: Any
+) -> torch.Tensor:
+    """Return the padding mask [b, k] in place of transformers' causal mask."""
+    if attention_mask is None:
+        return torch.ones(batch_size, kv_length, dtype=torch.bool)
+    return attention_mask[:, -kv_length:]
+
+
+AttentionInterface.register(ATTENTION, _PaddedAttention())
+AttentionMaskInterface.register(ATTENTION, _keep_padding)
+
+
+def make_batch_invariant(model: Any) -> None:
+    """Replace attention and linear layers by the trainer's kernels."""
+    model.set_attn_implementation(ATTENTION)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            linear: Any = module
+            linear.forward = partial(multiply, weight=linear.weight, bias=linear.bias)

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.engines.protocol import EngineSpec, Probed, Request, Sampled
+from megatron_rl.engines.protocol import EngineSpec, EngineWeights, Probed, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.servers.server_apis import OpenAiServer, ServerApi, SglangServer, VllmServer
 from megatron_rl.engines.servers.server_client import ServerClient, ServerFailure, ServerProcess
@@ -48,7 +48,7 @@ _APIS: dict[str, type[ServerApi]] = {"vllm_server": VllmServer, "openai": OpenAi
 _log = logging.getLogger(__name__)
 
 
-class ServedEngine:
+class ServedEngine(EngineWeights):
     """One rank of an engine that is a server.
 
     Attributes:
@@ -108,12 +108,6 @@ class ServedEngine:
 
     def _list_tensors(self, place: int) -> list[ShardBox]:
         return huggingface_placements(self._spec.shape)[place :: self._width]
-
-    def begin_weight_update(self) -> None:
-        """Do nothing."""
-
-    def sleep(self) -> None:
-        """Do nothing."""
 
     def end_weight_update(self) -> None:
         """Write the tensors to files and make the server load them; UserError after too many failures."""

@@ -5,18 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.config.schema import LayoutConfig, ModelConfig
 from megatron_rl.models.stages import local_values
-from megatron_rl.parallel.groups import build_groups
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.batch import Padding, TrainBatch, build_train_batch
 from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.training.packed_model import PackedModel
@@ -24,7 +19,6 @@ from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.token_heads import LogprobHead, PositionScoreHead
 from megatron_rl.types import Branch
-from megatron_rl.weights.families import ModelShape
 
 
 class BaseOfActor:
@@ -125,36 +119,6 @@ class RewardModel:
         table[ids] = scores[ends]
         dist.all_reduce(table, group=group)
         return table
-
-
-def build_policy(
-    weights: Path,
-    shape: ModelShape,
-    dtype: Literal["float32", "bfloat16"],
-    layout: ParallelLayout,
-    *,
-    sequence_parallel: bool,
-) -> PackedModel:
-    """Build a frozen policy in `layout` and load its weights; collective."""
-    config = LayoutConfig(
-        tensor_model_parallel_size=layout.tp_size,
-        pipeline_model_parallel_size=layout.pp_size,
-        virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
-        context_parallel_size=layout.cp_size,
-        expert_model_parallel_size=layout.ep_size,
-        expert_tensor_parallel_size=layout.etp_size,
-        sequence_parallel=sequence_parallel,
-    )
-    spec = RoleSpec(name="policy", path=str(weights), section="layout", settings=config, head="logprob")
-    return PackedModel(
-        RoleSetup(
-            spec=spec,
-            model=ModelConfig(path=str(weights), dtype=dtype),
-            shape=shape,
-            groups=build_groups(layout),
-            seed=0,
-        )
-    )
 
 
 def score_sequences(
