@@ -119,7 +119,7 @@ def read_rollouts(run: Path) -> list[dict[str, Any]]:
     ("engine", "players"),
     [
         (["rollout.engine=hf"], ["environment=environments.py:OneTurn", "program=program.py:agent"]),
-        ([], ["environment=environments.py:OneTurn"]),
+        pytest.param([], ["environment=environments.py:OneTurn"], marks=pytest.mark.slow),
         (layout_overrides(1, 1, 2), ["environment=environments.py:OneTurn"]),
     ],
     ids=["hf", "vllm_tp1", "vllm_tp2"],

@@ -108,11 +108,12 @@ def test_the_reference_is_the_actor_without_adapters(task: Path, tmp_path: Path,
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "settings"),
     [
         ("merge", ["algorithm.adv_estimator=gae", "critic.lora.rank=2", "critic.lr=1e-2"]),
-        pytest.param("adapter", [], marks=pytest.mark.slow),
+        ("adapter", []),
     ],
 )
 def test_a_quantized_run_is_the_run_on_what_it_stands_for(

@@ -141,11 +141,12 @@ def test_engines_of_their_own_generate_beside_training(apart: Path) -> None:
     assert all(record["reward/uninformative_groups"] == 0 for record in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "blow",
     [
         pytest.param(Blow("update", entry=5, rank=0), id="trains"),
-        pytest.param(Blow("rollout", entry=3), id="generates", marks=pytest.mark.slow),
+        pytest.param(Blow("rollout", entry=3), id="generates"),
     ],
 )
 def test_a_killed_rank_of_either_kind_loses_nothing(
@@ -191,6 +192,7 @@ def train_slowly(rank: int, world_size: int, overrides: list[str]) -> str | None
     return train(rank, world_size, overrides)
 
 
+@pytest.mark.slow
 def test_a_run_by_the_clock_is_replayed_from_its_trace(task: Path, tmp_path: Path, vllm_imported: None) -> None:
     """Killed, resumed and with a slower engine, it is the same bit by bit."""
     settings = [*APART, "schedule.steps_per_update=null", "rollout.bitwise=false"]
