@@ -182,6 +182,7 @@ def test_ppo_with_a_critic(ppo: Path, tmp_path: Path) -> None:
     assert codes == [0] and 0 < rows_of(report)["critic weights after"]["max_relative"] < 1e-5
 
 
+@pytest.mark.slow
 def test_roles_on_ranks_of_their_own(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Bitwise on the same ranks, with the metrics of the critic, which rank 0 lacks; on one rank within 1e-5."""
     placed = capture(tmp_path / "run", 5, task, PLACED)

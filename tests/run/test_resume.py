@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that is killed or stopped continues with bitwise equal metrics and rollouts.
 
-Two kills and a signal here, as many in the slow tier; test_kill_soak.py has dozens, tests/launch/test_restarts.py the same under torchrun.
-Ranks are forked. Not covered: GPUs, several nodes, a machine that loses power.
+One kill and one signal here, four more in the slow tier; test_kill_soak.py has dozens, tests/launch/test_restarts.py
+the same under torchrun. Ranks are forked. Not covered: GPUs, several nodes, a machine that loses power.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ KILLED = {
 }
 
 
-SLOW = {"record", "no-checkpoint"}
+SLOW = {"record", "write", "no-checkpoint"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in KILLED])

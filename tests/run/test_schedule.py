@@ -77,6 +77,7 @@ def test_a_killed_run_resumes_bit_by_bit(task: Path, whole: Path, tmp_path: Path
     assert read_rollouts(tmp_path / "run") == read_rollouts(whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_in_a_rollout_repeats_it(task: Path, whole: Path, tmp_path: Path) -> None:
     """The checkpoint of the signal contains the responses begun before the rollout."""
     overrides = overrides_for(task, tmp_path / "run", *SETTINGS, "trainer.save_freq=0")

@@ -391,7 +391,10 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, int], int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "layout", "rollout_tp", "transport"), OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "layout", "rollout_tp", "transport"),
+    [pytest.param(*row, marks=[pytest.mark.slow] * ("bucket_bytes" in row[0])) for row in OPTIONS],
+)
 def test_every_road_of_the_weights(
     tmp_path: Path,
     vllm_imported: None,
