@@ -170,7 +170,7 @@ EXPERT_CASES = {
 
 # By the layouts that combine them with another.
 COVERED = {"tp2", "tp2-sp", "pp2", "pp2-vpp2", "pp4", "tp4-sp", "tp2-pp2"}
-EXPERTS_COVERED = {"tp2-sp", "pp2", "ep2", "ep4"}
+EXPERTS_COVERED = {"tp2-sp", "pp2", "ep2", "ep4", "ep2-pp2"}
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,8 @@ def fail_in_a_listener(rank: int, world_size: int, every: int | None) -> str:
 
 
 @pytest.mark.parametrize(
-    "max_staleness, every, first", [(1, None, 0), pytest.param(2, 3, 0, marks=pytest.mark.slow), (2, None, 2)]
+    "max_staleness, every, first",
+    [*(pytest.param(*row, marks=pytest.mark.slow) for row in ((1, None, 0), (2, 3, 0))), (2, None, 2)],
 )
 def test_whole_groups_in_any_order(max_staleness: int, every: int | None, first: int) -> None:
     """Under kills: whole prompts, each once, none older than the bound, and half of it on the average."""

@@ -107,6 +107,7 @@ def test_every_layout_gives_the_numbers_of_one_rank(kind: str, lesson: Path, tmp
         assert float(max(gaps)) < 2e-4, name
 
 
+@pytest.mark.slow
 def test_a_teacher_twice_is_the_teacher_once(lesson: Path, tmp_path: Path) -> None:
     """Bit for bit: metrics and weights. A term beside rewards; then a teacher of weight 0 changes nothing."""
     beside = ["algorithm.adv_estimator=grpo", "algorithm.distillation.coef=0.3", f"teachers.one.path={lesson}/wide"]

@@ -132,7 +132,7 @@ def test_a_quantized_run_is_the_run_on_what_it_stands_for(
     assert {"mismatch/max", "policy/grad_norm", "kl/mean"} <= names and found["mismatch/max"] < 1e-5
 
 
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
+@pytest.mark.parametrize("quantization", [pytest.param("none", marks=pytest.mark.slow), "nf4"])
 def test_the_engine_that_is_the_policy_computes_the_same_bits(task: Path, tmp_path: Path, quantization: str) -> None:
     """Adapters included: there is no gap at all."""
     settings = ["rollout.engine=megatron", "rollout.bitwise=true", f"actor.quantization={quantization}"]

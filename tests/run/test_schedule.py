@@ -87,6 +87,7 @@ def test_a_run_that_is_stopped_in_a_rollout_repeats_it(task: Path, whole: Path, 
     assert read_records(tmp_path / "run") == read_records(whole)
 
 
+@pytest.mark.slow
 def test_more_ranks_and_another_engine_take_up_what_has_begun(task: Path, whole: Path, tmp_path: Path) -> None:
     """Four engines continue the responses of two; a synchronous run takes the rest, in the order of the data."""
     settings = [*SETTINGS, f"checkpoint.resume={whole / 'checkpoints/step_2'}", "rollout.engine=megatron"]
