@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's promises over many pairs of layouts; plans are applied in this process, without messages.
 
-The default tier has every layout of up to 4 ranks, with engines of 1, 2 and 4 ranks in turn over the families, and some
-of 8, so that each layout of 8 ranks meets some family; the slow tier has all pairs.
+The default tier has every layout of up to 4 ranks, with engines of 1, 2 and 4 ranks in turn over the families, and one
+of 8 ranks each; the slow tier has all pairs.
 """
 
 from __future__ import annotations
