@@ -107,6 +107,27 @@ def fork_ranks(
     return subprocess.CompletedProcess([], failed, stdout, stderr + codes)
 
 
+def fork_program(words: list[str], directory: Path, place: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run "python script arguments" in a fork of this process, without a launcher.
+
+    Args:
+        words: of the command.
+        directory: for files of its output.
+        place: working directory.
+    """
+    assert words[0] == "python"
+
+    def program() -> int:
+        os.chdir(place)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+        for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+            del os.environ[name]
+        return run_script(Path(words[1]), *words[2:])
+
+    return fork_ranks(program, 1, directory)
+
+
 def run_script(script: Path, *arguments: object) -> int:
     """Be the interpreter of a script: for `fork_ranks`."""
     sys.argv = [str(script), *map(str, arguments)]

@@ -30,7 +30,10 @@ def read(name: str) -> Recording:
 
 
 # Their modes have tests of their own in the default tier.
-SLOW = {"stale", "apart", "turns", "lora_merge", "lora_adapter", "teacher", "zero3"}
+SLOW = {
+    *("stale", "apart", "turns", "lora_merge", "lora_adapter", "teacher", "zero3", "grpo_vllm_tp2", "hf_engine", "cp2"),
+    *("ppo", "reward_model", "gspo_tis", "otb_kl_cov", "remax"),
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in RUNS])

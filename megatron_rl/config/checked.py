@@ -67,11 +67,7 @@ class CheckedConfig:
         if name.startswith(f"{PREFIX}."):
             plugin, _, leaf = leaf.partition(".")[2].partition(".")
             owner = find_options(owner, plugin)
-        read = [name]
-        if isinstance(getattr(type(owner), leaf, None), property | FunctionType):
-            declaring = next(one for one in type(owner).__mro__ if leaf in vars(one))
-            read += [f"{section}.{item.name}" for item in fields(declaring)]
-        if refused.intersection(read):
+        if refused and refused.intersection([name, *_list_read(owner, section, leaf)]):
             raise _Unknown
         return attrgetter(leaf)(owner)
 
@@ -125,3 +121,11 @@ class CheckedConfig:
             expected=render(value),
             hint=f"leave it out, or set rollout.engine={name_engines(ability)}",
         )
+
+
+def _list_read(owner: Any, section: str, leaf: str) -> list[str]:
+    """List the settings that a derived property of a section reads: all of the class that declares it."""
+    if not isinstance(getattr(type(owner), leaf, None), property | FunctionType):
+        return []
+    declaring = next(one for one in type(owner).__mro__ if leaf in vars(one))
+    return [f"{section}.{item.name}" for item in fields(declaring)]

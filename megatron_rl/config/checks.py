@@ -12,10 +12,11 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from megatron_rl.config.checked import CheckedConfig, Mistakes
-from megatron_rl.config.fields import list_fields, list_options
+from megatron_rl.config.fields import FieldInfo, list_fields, list_options
 from megatron_rl.config.rendering import render
 from megatron_rl.config.rollout_checks import ROLLOUT_RULES, check_validation_sets
 from megatron_rl.config.schema import FULLY_SHARDED, TRAINED, RunConfig
@@ -34,7 +35,8 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mista
     """
     config = CheckedConfig(cfg, sources or {}, mistakes or Mistakes())
     # Rules that read a value outside of its bounds are skipped.
-    for name, info in (list_fields(cfg.teachers) | list_options()).items():
+    for info in (*_list_bounded(tuple(cfg.teachers)), *list_options().values()):
+        name = info.name
         if name not in config.mistakes.refused and (violation := info.find_violation(config.get(name))):
             config.require(False, name, **violation)
             config.mistakes.refused.add(name)
@@ -45,6 +47,12 @@ def check_config(cfg: RunConfig, sources: Mapping[str, str] | None = None, mista
     for rule in _RULES:
         config.apply(rule)
     config.mistakes.raise_all()
+
+
+@lru_cache(maxsize=16)  # a planner checks thousands of configs
+def _list_bounded(teachers: tuple[str, ...]) -> tuple[FieldInfo, ...]:
+    """Return the settings of the sections that have bounds."""
+    return tuple(info for info in list_fields(teachers).values() if info.bounds)
 
 
 def _check_rates(config: CheckedConfig, section: str) -> None:

@@ -23,6 +23,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import chain
 
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig, TrainedConfig
@@ -242,9 +244,14 @@ def _find_largest_matrix(job: Job, rank: int, role: RoleSpec) -> int:
     """Return bytes of the largest NF4 matrix of a role, dequantized while it is used or moved."""
     if not role.is_quantized:
         return 0
-    chunks = list_chunks(job.shape_of(role), job.layout_of(role), rank)
-    largest = max((p.numel for chunk in chunks for p in chunk if is_quantized(p.name)), default=0)
-    return largest * DTYPE_BYTES[job.config.model.dtype]
+    return _count_largest(job.shape_of(role), job.layout_of(role), rank) * DTYPE_BYTES[job.config.model.dtype]
+
+
+@lru_cache(maxsize=1024)  # candidates differ in other settings too
+def _count_largest(shape: ModelShape, layout: ParallelLayout, rank: int) -> int:
+    """Return the elements of a rank's largest NF4 matrix."""
+    parameters = chain.from_iterable(list_chunks(shape, layout, rank))
+    return max((p.numel for p in parameters if is_quantized(p.name)), default=0)
 
 
 def count_microbatches(job: Job, layout: ParallelLayout, section: LayoutConfig) -> int:

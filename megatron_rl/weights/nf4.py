@@ -9,7 +9,8 @@ dimension is a multiple of the block, so it only gets one-dimensional tensors.
 from __future__ import annotations
 
 import logging
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def check_quantization(shape: ModelShape, tp_size: int, section: str) -> None:
             expected="a dense model, or a mixture of experts without them",
             hint=f"set {section}.quantization=none",
         )
-    names = {kind: name for name, kind in reversed(shape.tensor_kinds().items())}  # the first of each kind
+    names = _name_kinds(shape)
     sizes = shape.kind_sizes()
     for kind in sorted(KINDS & names.keys()):
         width, parts = sizes[kind][1], tp_size if kind in ("o", "down") else 1
@@ -59,6 +60,12 @@ def check_quantization(shape: ModelShape, tp_size: int, section: str) -> None:
                 expected=f"whole blocks of {BLOCK}: those across ranks or rows would differ from layout to layout",
                 hint=f"set {section}." + (f"tensor_model_parallel_size={valid}" if valid else "quantization=none"),
             )
+
+
+@lru_cache(maxsize=16)  # a planner asks for many layouts of one model
+def _name_kinds(shape: ModelShape) -> Mapping[str, str]:
+    """Return the first tensor of each kind."""
+    return {kind: name for name, kind in reversed(shape.tensor_kinds().items())}
 
 
 class QuantizedMatrix:

@@ -272,7 +272,7 @@ SHOWS_NONE, UNKNOWN = "the chat template does not show tools", "the chat templat
     ("template", "pattern", "message"),
     [
         ("llama3", "", SHOWS_NONE),
-        ("glm4", "arg_key", UNKNOWN),
+        pytest.param("glm4", "arg_key", UNKNOWN, marks=pytest.mark.slow),
     ],
 )
 def test_tools_that_the_template_cannot_show_or_call_are_refused(template, pattern, message, tmp_path):

@@ -241,7 +241,9 @@ processes.wait()
 """
 
 
-@pytest.mark.parametrize("killed", ["rank", "worker", "both", "watcher and rank"])
+@pytest.mark.parametrize(
+    "killed", ["both", "watcher and rank", *(pytest.param(one, marks=pytest.mark.slow) for one in ("rank", "worker"))]
+)
 def test_what_an_episode_has_started_ends_whoever_is_killed(setup, tmp_path, killed):
     """In a session of its own: neither a process group nor the death of its parent reaches it."""
     (tmp_path / "args").write_bytes(pickle.dumps((setup, prompt_of("starts one and hangs"))))

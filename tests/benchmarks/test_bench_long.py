@@ -59,6 +59,7 @@ def find(rows: list[dict[str, Any]], part: str, **wanted: Any) -> dict[str, Any]
     return row
 
 
+@pytest.mark.slow
 def test_every_case_has_a_row(rows: list[dict[str, Any]]) -> None:
     counts = {part: sum(row["part"] == part for row in rows) for part in ("lengths", "logits", "context", "packing")}
     assert counts == {"lengths": 6, "logits": 8, "context": 6, "packing": 3}
@@ -66,6 +67,7 @@ def test_every_case_has_a_row(rows: list[dict[str, Any]]) -> None:
     assert all(row["peak_bytes"] > 0 and row["imbalance"] >= 1.0 for row in rows)
 
 
+@pytest.mark.slow
 def test_arms_compute_what_they_say(rows: list[dict[str, Any]]) -> None:
     """Padded: every sequence as long as the longest. Packed: each token once; prompts once with shared ones."""
     packed = find(rows, "lengths", arm="packed, chunked", length=64, cp=1)
@@ -75,6 +77,7 @@ def test_arms_compute_what_they_say(rows: list[dict[str, Any]]) -> None:
     assert shared["tokens"] - 14 * 64 <= shared["tokens_computed"] < shared["tokens"]
 
 
+@pytest.mark.slow
 def test_memory_follows_chunks_and_context_parallelism(rows: list[dict[str, Any]]) -> None:
     """Full logits hold [t, v]; a chunk does not grow. Twice the ranks hold about half the activations each."""
     full = [find(rows, "logits", arm="full logits", length=n)["peak_bytes"] for n in (512, 1024)]

@@ -29,6 +29,7 @@ def test_slope_is_that_of_the_last_half(values: list[float], slope: float) -> No
     assert (found["first"], found["last"], found["largest"]) == (values[0], values[-1], max(values))
 
 
+@pytest.mark.slow
 def test_figures_of_a_run(task: Path, tmp_path: Path, vllm_imported: None) -> None:
     """Every step is measured; a file that the reward function never closes shows in the slope."""
     (tmp_path / "leak.py").write_text(

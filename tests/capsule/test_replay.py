@@ -11,8 +11,8 @@ import importlib
 import io
 import json
 import shutil
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,12 +23,11 @@ import transformers  # noqa: F401  for the forks
 from sabotage import Blow, kill
 
 from distributed import run_ranks
-from launch_runs import run
+from launch_runs import ROOT, assert_succeeded, fork_ranks, run_script
 from megatron_rl.checkpoint.files import DIGESTS_FILE
 from megatron_rl.checkpoint.torch_dist import ChunkReader
 from rl_runs import layout_overrides, overrides_for, train
 
-ROOT = Path(__file__).resolve().parents[2]
 ONE_RANK = [
     "actor.tensor_model_parallel_size=1",
     "actor.pipeline_model_parallel_size=1",
@@ -183,6 +182,7 @@ def test_ppo_with_a_critic(ppo: Path, tmp_path: Path) -> None:
     assert codes == [0] and 0 < rows_of(report)["critic weights after"]["max_relative"] < 1e-5
 
 
+@pytest.mark.slow
 def test_roles_on_ranks_of_their_own(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Bitwise on the same ranks, with the metrics of the critic, which rank 0 lacks; on one rank within 1e-5."""
     placed = capture(tmp_path / "run", 5, task, PLACED)
@@ -358,22 +358,9 @@ def test_a_capsule_that_cannot_be_written_does_not_end_the_run(task: Path, tmp_p
 
 
 def test_command(grpo: Path, tmp_path: Path) -> None:
-    """The command of docs/replay.md, on TP 2."""
-    result = run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "tools/replay_step.py",
-            str(grpo),
-            "actor.pipeline_model_parallel_size=1",
-            "--json",
-            str(tmp_path / "report.json"),
-        ]
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    """The program of docs/replay.md on two ranks of TP, in forks."""
+    arguments = [grpo, "actor.pipeline_model_parallel_size=1", "--json", tmp_path / "report.json"]
+    result = fork_ranks(partial(run_script, ROOT / "tools/replay_step.py", *arguments), 2, tmp_path)
+    assert_succeeded(result)
     assert "verdict: equal" in result.stdout and "actor tp=2 pp=1 dp=1" in result.stdout
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "equal"

@@ -50,9 +50,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: root / family for family in families}
 
 
-def same_in_another_layout(path: Path, root: Path, saved_by: Case, loaded_by: Case) -> None:
+@pytest.fixture(scope="module")
+def saved(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A checkpoint of `TP2_PP2` in `step_1`, and what its ranks have saved."""
+    directory = tmp_path_factory.mktemp("saved")
+    return directory, save_actor(TP2_PP2, models["qwen2"], directory)
+
+
+def same_in_another_layout(
+    path: Path, root: Path, saved_by: Case, loaded_by: Case, saved: list[Any] | None = None
+) -> None:
     """Weights and states are bitwise those that were saved; the next update is the same up to rounding."""
-    saved = save_actor(saved_by, path, root)
+    saved = saved or save_actor(saved_by, path, root)
     loaded = resume_actor(loaded_by, path, root / "step_1")
     assert find_differences(join_pieces([r[1] for r in loaded]), join_pieces([r[1] for r in saved])) == []
     expected = saved[0][2]
@@ -71,7 +80,7 @@ def same_in_another_layout(path: Path, root: Path, saved_by: Case, loaded_by: Ca
         Case(actor=NO_ZERO),
         TP2_PP2,
         Case(2, actor=MUON, dtype="bfloat16"),
-        Case(2, actor=ZERO_3, dtype="bfloat16"),
+        pytest.param(Case(2, actor=ZERO_3, dtype="bfloat16"), marks=pytest.mark.slow),
         Case(2, actor=ZERO_3 | BIASED, dtype="bfloat16"),
     ],
     ids=[
@@ -105,17 +114,18 @@ def join_all(pieces) -> dict[str, torch.Tensor]:
     [
         Case(4),
         Case(2, dict(cp_size=2)),
-        Case(4, dict(tp_size=4)),
-        Case(4, dict(tp_size=2), actor=SP | NO_ZERO),
+        pytest.param(Case(4, dict(tp_size=4)), marks=pytest.mark.slow),
+        pytest.param(Case(4, dict(tp_size=2), actor=SP | NO_ZERO), marks=pytest.mark.slow),
         Case(2, dict(pp_size=2, vpp_size=2)),
         Case(3, actor=ZERO_3),
-        Case(4, dict(tp_size=2), actor=SP | ZERO_3),
+        pytest.param(Case(4, dict(tp_size=2), actor=SP | ZERO_3), marks=pytest.mark.slow),
     ],
     ids=["dp4", "cp2", "tp4", "tp2dp2-no-zero", "pp2vpp2", "dp3-zero3", "tp2dp2-zero3"],
 )
-def test_tp2_pp2_goes_on_in_other_layouts(layout: Case, models, tmp_path: Path):
+def test_tp2_pp2_goes_on_in_other_layouts(layout: Case, models, saved: tuple[Path, list[Any]]):
     """Tied embeddings: the last stage's copy, its states included, is the first stage's."""
-    same_in_another_layout(models["qwen2"], tmp_path, TP2_PP2, layout)
+    directory, ranks = saved
+    same_in_another_layout(models["qwen2"], directory, TP2_PP2, layout, ranks)
 
 
 def test_muon_goes_on_in_another_layout(models, tmp_path: Path):
@@ -137,7 +147,11 @@ def test_muon_goes_on_in_another_layout(models, tmp_path: Path):
     [
         (Case(3, actor=ZERO_3), Case(2)),
         (Case(4, dict(pp_size=2), actor=ZERO_3), Case(2, dict(tp_size=2))),
-        (Case(4, dict(cp_size=2), actor=ZERO_3), Case(4, dict(pp_size=2, vpp_size=2), actor=ZERO_3)),
+        pytest.param(
+            Case(4, dict(cp_size=2), actor=ZERO_3),
+            Case(4, dict(pp_size=2, vpp_size=2), actor=ZERO_3),
+            marks=pytest.mark.slow,
+        ),
         (Case(2, actor=ZERO_3, dtype="bfloat16"), Case(3, dtype="bfloat16")),
     ],
     ids=["dp3", "pp2dp2-to-tp2", "cp2dp2-to-pp2vpp2dp2", "bfloat16"],
@@ -150,7 +164,7 @@ def test_zero_3_goes_on_in_other_layouts_and_stages(saved_by: Case, loaded_by: C
     "saved_by,loaded_by",
     [
         (Case(2, dict(ep_size=2)), Case()),
-        (Case(4, dict(tp_size=2, ep_size=2), SP), Case(2, dict(pp_size=2))),
+        pytest.param(Case(4, dict(tp_size=2, ep_size=2), SP), Case(2, dict(pp_size=2)), marks=pytest.mark.slow),
         (Case(2, dict(pp_size=2)), Case(4, dict(ep_size=2))),
         (Case(4, dict(tp_size=2, ep_size=2, etp_size=1), SP), Case(2, dict(tp_size=2), SP)),
     ],
@@ -160,7 +174,7 @@ def test_experts_go_on_in_other_layouts(saved_by: Case, loaded_by: Case, models,
     same_in_another_layout(models["qwen3_moe"], tmp_path, saved_by, loaded_by)
 
 
-@pytest.mark.parametrize("actor", [{}, ZERO_3], ids=["zero1", "zero3"])
+@pytest.mark.parametrize("actor", [pytest.param({}, marks=pytest.mark.slow), ZERO_3], ids=["zero1", "zero3"])
 def test_router_biases_go_on_without_optimizer_states(actor: dict[str, Any], models, tmp_path: Path):
     """No gradient trains them, and a checkpoint without their states is complete."""
     saved_by = Case(2, dict(ep_size=2), actor | BIASED)

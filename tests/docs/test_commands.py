@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from launch_runs import assert_succeeded, fork_program
 from tiny_models import ENGINE_SIZES, save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,18 +139,11 @@ def test_what_covers_a_command_holds_it(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", RUN)
-def test_command_works(command: str, checkout: Path) -> None:
+def test_command_works(command: str, checkout: Path, tmp_path: Path) -> None:
+    """In a fork of this process, whose imports are done; tests/tools/test_help.py starts every program afresh."""
     words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command)]
-    assert words[0] == "python"
-    done = subprocess.run(
-        [sys.executable, *words[1:]],
-        cwd=checkout,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    done = fork_program(words, tmp_path, checkout)
+    assert_succeeded(done)
     assert RUN[command] in done.stdout, done.stdout[-2000:]
 
 

@@ -148,7 +148,7 @@ def route_with_transformers(path: Path, tokens: np.ndarray) -> np.ndarray:
         ("vllm", 2, {"tensor_model_parallel_size": 2}),
         ("hf", 1, {"max_num_seqs": 3}),
         ("megatron", 1, {"max_num_seqs": 3}),
-        ("megatron", 4, {}),
+        pytest.param("megatron", 4, {}, marks=pytest.mark.slow),
     ],
 )
 def test_routes_are_those_of_transformers(

@@ -202,6 +202,7 @@ def test_a_failure_is_one_message_under_torchrun(failure: Failure, task: Path, t
     check(failure, launch(failure, task, tmp_path), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_error_at_the_start(task: Path, tmp_path: Path) -> None:
     """Before any model is built, and without the log's own error about its file."""
     result = launch(Failure("fill_the_disk", "", 2, ""), task, tmp_path, ranks=1)  # with its output in pipes

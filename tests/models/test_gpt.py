@@ -168,7 +168,9 @@ EXPERT_CASES = {
     "ep2-pp2": Case(dict(ep_size=2, pp_size=2)),
 }
 
-COVERED = {"tp2", "pp2", "pp4"}  # by the layouts that combine them with another
+# By the layouts that combine them with another.
+COVERED = {"tp2", "tp2-sp", "pp2", "pp2-vpp2", "pp4", "tp4-sp", "tp2-pp2"}
+EXPERTS_COVERED = {"tp2-sp", "pp2", "ep2", "ep4", "ep2-pp2"}
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,7 @@ def test_logits_equal_transformers(name: str, references: dict[str, Reference]) 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in COVERED else []) for name in EXPERT_CASES]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in EXPERTS_COVERED)) for name in EXPERT_CASES]
 )
 def test_logits_of_experts_equal_transformers(name: str, references: dict[str, Reference]) -> None:
     """Expert parallel ranks run the same batch: each owns a part of the experts, all send tokens to it."""
@@ -318,7 +320,7 @@ def test_comparison_sees_a_wrong_setting(
     assert max_gap(found[model], references[model].logits) > 2e-3
 
 
-@pytest.mark.parametrize("name", ["single", "tp2-sp", "tp2-pp2"])
+@pytest.mark.parametrize("name", ["single", "tp2-sp", pytest.param("tp2-pp2", marks=pytest.mark.slow)])
 def test_bfloat16_is_as_good_as_transformers_bfloat16(name: str, references: dict[str, Reference]) -> None:
     """Sanity only: bfloat16 keeps 8 bits, so order of operations moves logits by percents.
 

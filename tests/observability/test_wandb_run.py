@@ -95,6 +95,7 @@ def read_run(directory: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_offline_run_and_its_continuation(tmp_path: Path) -> None:
     """The file has config and metrics; a restarted run has the same id."""
     run_dir = tmp_path / "run"

@@ -71,10 +71,17 @@ def test_synchronous_steps_take_what_stepped_engines_take(dispatch, cost):
     assert (found.staleness_max, found.carried_tokens, found.trainer_idle) == (0, 0, None)
 
 
-def test_partial_rollouts_take_the_passes_of_a_run():
+@pytest.mark.parametrize(
+    "schedules",
+    [
+        [Schedule(2), Schedule(1, "drain"), Schedule(1, order="whole")],
+        pytest.param([Schedule(1), Schedule(2, order="whole")], marks=pytest.mark.slow),
+    ],
+    ids=["each sort", "other staleness"],
+)
+def test_partial_rollouts_take_the_passes_of_a_run(schedules):
     """The stream of a run on three ranks with stepped engines; both interrupt after the same pass."""
     costs, steps = replace(make_costs(PASSES), train=lambda tokens: 0.0, switch_seconds=0.0), 6
-    schedules = [Schedule(1), Schedule(2), Schedule(1, "drain"), Schedule(1, order="whole"), Schedule(2, order="whole")]
 
     def measure(schedule: Schedule) -> list[float]:
         every = 1 if schedule.updates == "in_flight" else None

@@ -56,7 +56,8 @@ SETUPS: dict[int, dict[str, Setup]] = {
     },
 }
 LONG = {"shared-prompts", "bfloat16", "critic", "lora", "biased-full", "cp2-replay", "pp2-biased-little-memory"}
-COVERED = {"tp2-replay", "tp2-full"}  # covered by `tp2-etp1-full` and `pp2-full-replay`; left to the longer test
+# Covered by `tp2-etp1-full`, `pp2-full-replay` and `biased-replay`; left to the longer test.
+COVERED = {"tp2-replay", "tp2-full", "dp2-biased", "plain"}
 EXCHANGED = Setup(sizes=dict(ep_size=2), config=LADDER, replays=True)  # runs with static, refused by graph
 
 

@@ -108,6 +108,7 @@ def test_a_problem_is_named_by_itself(found: str) -> None:
     assert problem.startswith("rank 0") and words in problem
 
 
+@pytest.mark.slow
 def test_tool_rehearses_every_class_and_agrees(arguments: list[str], tmp_path: Path) -> None:
     """The reference keeps the weights it has; two ranks stand for four."""
     out = tmp_path / "rehearsal.json"

@@ -89,7 +89,7 @@ def check(results: list[Any], max_staleness: int) -> None:
     assert min(ages) >= 0 and max(ages) <= max_staleness
 
 
-@pytest.mark.parametrize("max_staleness, every, first", [(1, 3, 0), (2, None, 2)])
+@pytest.mark.parametrize("max_staleness, every, first", [pytest.param(1, 3, 0, marks=pytest.mark.slow), (2, None, 2)])
 def test_no_episode_is_lost_when_a_job_is_killed(max_staleness: int, every: int | None, first: int) -> None:
     """Some kills come within a phase; the job continues with other engines on four ranks, or on two."""
     schedule = ScheduleConfig(max_staleness=max_staleness, steps_per_update=every)

@@ -111,7 +111,14 @@ def check(results: list[Any], max_staleness: int, exact: bool) -> None:
         assert max(ages) == max_staleness
 
 
-@pytest.mark.parametrize("max_staleness, every, first", [(1, None, 0), (2, 3, 0), (2, None, 2), (1, 3, 2)])
+@pytest.mark.parametrize(
+    "max_staleness, every, first",
+    [
+        (1, None, 0),
+        (2, 3, 2),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in ((2, 3, 0), (2, None, 2), (1, 3, 2))),
+    ],
+)
 def test_nothing_is_lost_when_a_job_is_killed(max_staleness: int, every: int | None, first: int) -> None:
     """About 30 kills each, some within a phase; the job continues with other engines on four ranks, or on two."""
     schedule = ScheduleConfig(max_staleness=max_staleness, steps_per_update=every)
@@ -222,7 +229,10 @@ def fail_in_a_listener(rank: int, world_size: int, every: int | None) -> str:
     return ""
 
 
-@pytest.mark.parametrize("max_staleness, every, first", [(1, None, 0), (2, 3, 0), (2, None, 2)])
+@pytest.mark.parametrize(
+    "max_staleness, every, first",
+    [*(pytest.param(*row, marks=pytest.mark.slow) for row in ((1, None, 0), (2, 3, 0))), (2, None, 2)],
+)
 def test_whole_groups_in_any_order(max_staleness: int, every: int | None, first: int) -> None:
     """Under kills: whole prompts, each once, none older than the bound, and half of it on the average."""
     schedule = ScheduleConfig(max_staleness=max_staleness, order="whole", steps_per_update=every)
@@ -286,7 +296,10 @@ def test_dynamic_sampling_in_rounds_counts_what_it_fills_and_drops(rounds: int) 
     assert seen >= {"sampling/filled_groups" if rounds == 1 else "sampling/dropped_groups"}
 
 
-@pytest.mark.parametrize("max_staleness, every, first, rounds", [(1, None, 0, 9), (2, 3, 0, 1), (2, None, 2, 9)])
+@pytest.mark.parametrize(
+    "max_staleness, every, first, rounds",
+    [pytest.param(1, None, 0, 9, marks=pytest.mark.slow), (2, 3, 0, 1), (2, None, 2, 9)],
+)
 def test_dynamic_sampling_takes_the_next_groups_that_teach(
     max_staleness: int, every: int | None, first: int, rounds: int
 ) -> None:

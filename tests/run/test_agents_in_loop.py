@@ -119,7 +119,7 @@ def read_rollouts(run: Path) -> list[dict[str, Any]]:
     ("engine", "players"),
     [
         (["rollout.engine=hf"], ["environment=environments.py:OneTurn", "program=program.py:agent"]),
-        ([], ["environment=environments.py:OneTurn"]),
+        pytest.param([], ["environment=environments.py:OneTurn"], marks=pytest.mark.slow),
         (layout_overrides(1, 1, 2), ["environment=environments.py:OneTurn"]),
     ],
     ids=["hf", "vllm_tp1", "vllm_tp2"],
@@ -293,7 +293,9 @@ def test_environments_that_fail_leave_their_groups_whole_and_the_other_episodes_
 KEEPS_EVERY_STEP = ["trainer.save_freq=1", "checkpoint.async_save=false", "trainer.total_steps=3"]
 
 
-@pytest.mark.parametrize("ranks", ["01", "1"], ids=["every rank", "one rank"])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param("01", id="every rank", marks=pytest.mark.slow), pytest.param("1", id="one rank")]
+)
 def test_a_run_ends_with_the_traceback_of_an_environment_that_keeps_failing(
     task: Path,
     tmp_path: Path,

@@ -74,7 +74,12 @@ def test_the_decay_of_the_actor_is_laid_over_the_steps_in_which_it_learns(task: 
     ("world", "actor", "critic"),
     [
         (2, (1, 2, 1), ["critic.tensor_model_parallel_size=2", "critic.sequence_parallel=true"]),
-        (4, (2, 1, 2), ["critic.pipeline_model_parallel_size=2", "critic.max_tokens_per_microbatch=96"]),
+        pytest.param(
+            4,
+            (2, 1, 2),
+            ["critic.pipeline_model_parallel_size=2", "critic.max_tokens_per_microbatch=96"],
+            marks=pytest.mark.slow,
+        ),
         (2, (1, 1, 1), ["actor.context_parallel_size=2", "actor.share_prompts=false"]),
     ],
 )

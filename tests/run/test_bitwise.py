@@ -35,7 +35,7 @@ PROMPTS = [np.array([5, *[4 + i % 9 for i in range(length)]], np.int32) for leng
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
-        (2, [*layout_overrides(2, 1, 2), "rollout.engine=vllm"]),
+        pytest.param(2, [*layout_overrides(2, 1, 2), "rollout.engine=vllm"], marks=pytest.mark.slow),
         (2, [*layout_overrides(2, 1, 2), "rollout.engine=vllm", "rollout.top_p=0.8", "rollout.min_p=0.01"]),
         (2, ["actor.context_parallel_size=2", "rollout.engine=vllm", "actor.share_prompts=false", "rollout.top_p=0.9"]),
         (2, ["rollout.engine=hf", "actor.step_mode=static", "rollout.top_k=5"]),

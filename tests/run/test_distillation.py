@@ -89,9 +89,7 @@ def read_weights(run_dir: Path) -> dict:
     return load_file(run_dir / "checkpoints/latest/huggingface/model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if "top_k" in kind else []) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "full")) for kind in KINDS])
 def test_every_layout_gives_the_numbers_of_one_rank(kind: str, lesson: Path, tmp_path: Path) -> None:
     """The policy comes closer to a teacher of another family and width, which may live anywhere."""
     settings = [f"teachers.wide.path={lesson}/wide", *KINDS[kind], "trainer.total_steps=3"]
@@ -109,6 +107,7 @@ def test_every_layout_gives_the_numbers_of_one_rank(kind: str, lesson: Path, tmp
         assert float(max(gaps)) < 2e-4, name
 
 
+@pytest.mark.slow
 def test_a_teacher_twice_is_the_teacher_once(lesson: Path, tmp_path: Path) -> None:
     """Bit for bit: metrics and weights. A term beside rewards; then a teacher of weight 0 changes nothing."""
     beside = ["algorithm.adv_estimator=grpo", "algorithm.distillation.coef=0.3", f"teachers.one.path={lesson}/wide"]

@@ -108,11 +108,12 @@ def test_the_reference_is_the_actor_without_adapters(task: Path, tmp_path: Path,
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "settings"),
     [
         ("merge", ["algorithm.adv_estimator=gae", "critic.lora.rank=2", "critic.lr=1e-2"]),
-        pytest.param("adapter", [], marks=pytest.mark.slow),
+        ("adapter", []),
     ],
 )
 def test_a_quantized_run_is_the_run_on_what_it_stands_for(
@@ -131,7 +132,7 @@ def test_a_quantized_run_is_the_run_on_what_it_stands_for(
     assert {"mismatch/max", "policy/grad_norm", "kl/mean"} <= names and found["mismatch/max"] < 1e-5
 
 
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
+@pytest.mark.parametrize("quantization", [pytest.param("none", marks=pytest.mark.slow), "nf4"])
 def test_the_engine_that_is_the_policy_computes_the_same_bits(task: Path, tmp_path: Path, quantization: str) -> None:
     """Adapters included: there is no gap at all."""
     settings = ["rollout.engine=megatron", "rollout.bitwise=true", f"actor.quantization={quantization}"]

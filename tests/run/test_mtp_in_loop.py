@@ -66,6 +66,7 @@ def test_the_policy_of_a_run_is_the_same(task: Path, model: Path, whole: Path, t
     assert find_differences({n: x for n, x in read_tensors(exported).items() if n in of_layer}, of_layer) == []
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_by_bit(task: Path, model: Path, whole: Path, tmp_path: Path) -> None:
     """With the layer's weights and optimizer; a run without it does not take its checkpoint for its own."""
     run(task, model, tmp_path / "run", *PP2, *MTP, "trainer.total_steps=2")

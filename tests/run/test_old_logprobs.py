@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,30 +48,38 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def runs(task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported: None) -> dict[str, Recording]:
-    """Runs without the forward pass."""
+def carry_out_once(
+    task: Path, tmp_path_factory: pytest.TempPathFactory, vllm_imported: None
+) -> Callable[[str], Recording]:
+    """Runs without the forward pass, by name."""
     directory = tmp_path_factory.mktemp("without")
-    return {
-        name: carry_out(GoldenRun(world_size, settings), task, directory / name)
-        for name, (world_size, settings) in RUNS.items()
-    }
+
+    @cache
+    def once(name: str) -> Recording:
+        world_size, settings = RUNS[name]
+        return carry_out(GoldenRun(world_size, settings), task, directory / name)
+
+    return once
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_nothing_differs(name: str, runs: dict[str, Recording], task: Path, tmp_path: Path) -> None:
+SLOW = {"cp2"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RUNS])
+def test_nothing_differs(name: str, carry_out_once: Callable[[str], Recording], task: Path, tmp_path: Path) -> None:
     """Metrics, columns of the rollouts and weights, to the last bit; only the time of the pass is not there."""
     world_size, settings = RUNS[name]
     found = carry_out(GoldenRun(world_size, [*settings, "algorithm.old_logprobs=recompute"]), task, tmp_path / "run")
-    assert found == runs[name]
+    assert found == carry_out_once(name)
     metrics = found["metrics"]
     last = max(metrics["mismatch/max"])
     assert metrics["mismatch/max"][last] > 0 and metrics["policy/clip_fraction"][last] > 0
     assert 0 < metrics["mismatch/truncated_fraction"][last] < 1 and metrics["kl/coef"][last] != 0.01
 
 
-@pytest.mark.parametrize("name", ["tp2 pp2", "cp2", "dp2 static"])
-def test_layouts_agree(name: str, runs: dict[str, Recording]) -> None:
-    mine, reference = runs[name]["metrics"], runs["one rank"]["metrics"]
+@pytest.mark.parametrize("name", ["tp2 pp2", pytest.param("cp2", marks=pytest.mark.slow), "dp2 static"])
+def test_layouts_agree(name: str, carry_out_once: Callable[[str], Recording]) -> None:
+    mine, reference = carry_out_once(name)["metrics"], carry_out_once("one rank")["metrics"]
     for key in ("policy/loss", "policy/grad_norm", "kl/per_response", "kl/mean", "reward/mean", "policy/entropy"):
         assert mine[key] == pytest.approx(reference[key], abs=1e-4, rel=1e-4), key
 

@@ -137,6 +137,7 @@ def test_roles_on_different_ranks_work_at_the_same_time(task: Path, tmp_path: Pa
     assert [(tmp_path / role).read_text() for role in ("actor", "critic")] == ["..", ".."]
 
 
+@pytest.mark.slow
 def test_vllm_on_ranks_of_its_own(task: Path, tmp_path: Path, vllm_imported: None) -> None:
     """An engine of two ranks without connections to others.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that is killed or stopped continues with bitwise equal metrics and rollouts.
 
-One kill and two signals here; test_kill_soak.py has dozens, tests/launch/test_restarts.py the same under torchrun.
-Ranks are forked. Not covered: GPUs, several nodes, a machine that loses power.
+One kill and one signal here, four more in the slow tier; test_kill_soak.py has dozens, tests/launch/test_restarts.py
+the same under torchrun. Ranks are forked. Not covered: GPUs, several nodes, a machine that loses power.
 """
 
 from __future__ import annotations
@@ -95,7 +95,10 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize("case", KILLED)
+SLOW = {"record", "write", "no-checkpoint"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in KILLED])
 def test_a_killed_run_goes_on(case: str, task: Path, whole: Path, tmp_path: Path) -> None:
     """Always with the metrics and rollouts of the whole run; records of repeated steps are kept."""
     killed, run_dir = KILLED[case], tmp_path / "run"
@@ -125,7 +128,7 @@ def test_a_killed_run_goes_on(case: str, task: Path, whole: Path, tmp_path: Path
 @pytest.mark.parametrize(
     "blow,saved",
     [
-        (Blow("rollout", entry=4, number=signal.SIGTERM), 1),
+        pytest.param(Blow("rollout", entry=4, number=signal.SIGTERM), 1, marks=pytest.mark.slow),
         (Blow("update", entry=7, number=signal.SIGUSR1), 2),
     ],
     ids=["rollout", "update"],

@@ -77,6 +77,7 @@ def test_a_killed_run_resumes_bit_by_bit(task: Path, whole: Path, tmp_path: Path
     assert read_rollouts(tmp_path / "run") == read_rollouts(whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_in_a_rollout_repeats_it(task: Path, whole: Path, tmp_path: Path) -> None:
     """The checkpoint of the signal contains the responses begun before the rollout."""
     overrides = overrides_for(task, tmp_path / "run", *SETTINGS, "trainer.save_freq=0")
@@ -86,6 +87,7 @@ def test_a_run_that_is_stopped_in_a_rollout_repeats_it(task: Path, whole: Path, 
     assert read_records(tmp_path / "run") == read_records(whole)
 
 
+@pytest.mark.slow
 def test_more_ranks_and_another_engine_take_up_what_has_begun(task: Path, whole: Path, tmp_path: Path) -> None:
     """Four engines continue the responses of two; a synchronous run takes the rest, in the order of the data."""
     settings = [*SETTINGS, f"checkpoint.resume={whole / 'checkpoints/step_2'}", "rollout.engine=megatron"]
@@ -141,11 +143,12 @@ def test_engines_of_their_own_generate_beside_training(apart: Path) -> None:
     assert all(record["reward/uninformative_groups"] == 0 for record in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "blow",
     [
         pytest.param(Blow("update", entry=5, rank=0), id="trains"),
-        pytest.param(Blow("rollout", entry=3), id="generates", marks=pytest.mark.slow),
+        pytest.param(Blow("rollout", entry=3), id="generates"),
     ],
 )
 def test_a_killed_rank_of_either_kind_loses_nothing(
@@ -191,6 +194,7 @@ def train_slowly(rank: int, world_size: int, overrides: list[str]) -> str | None
     return train(rank, world_size, overrides)
 
 
+@pytest.mark.slow
 def test_a_run_by_the_clock_is_replayed_from_its_trace(task: Path, tmp_path: Path, vllm_imported: None) -> None:
     """Killed, resumed and with a slower engine, it is the same bit by bit."""
     settings = [*APART, "schedule.steps_per_update=null", "rollout.bitwise=false"]

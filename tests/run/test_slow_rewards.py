@@ -62,7 +62,14 @@ def service() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("schedule", [[], AHEAD, [*AHEAD, *APART]], ids=["synchronous", "colocated", "own ranks"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param([], id="synchronous"),
+        pytest.param(AHEAD, id="colocated", marks=pytest.mark.slow),
+        pytest.param([*AHEAD, *APART], id="own ranks"),
+    ],
+)
 def test_every_response_is_scored_once_and_in_order(
     schedule: list[str], service: str, task: Path, tmp_path: Path, vllm_imported: None
 ) -> None:

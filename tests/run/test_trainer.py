@@ -145,7 +145,13 @@ def test_saved_policy_is_a_transformers_model(one_rank: Path, task: Path) -> Non
     assert 1e-4 < max(gaps) < 1e-1
 
 
-@pytest.mark.parametrize(("world", "tp", "pp", "dp", "rollout_tp"), LAYOUTS[1:])
+SLOW = [(2, 2, 1, 1, 1), (4, 2, 2, 1, 1), (4, 1, 2, 2, 1)]  # each size is in another layout
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "dp", "rollout_tp"),
+    [pytest.param(*layout, marks=[pytest.mark.slow] * (layout in SLOW)) for layout in LAYOUTS[1:]],
+)
 def test_layouts_train_alike(
     task: Path,
     one_rank: Path,

@@ -119,6 +119,7 @@ def doctor_command(nodes: int, port: int, address: str, report: Path) -> list[st
     ]
 
 
+@pytest.mark.slow
 def test_ranks_under_torchrun(tmp_path: Path) -> None:
     """Two ranks of one host: the collective works, and the code is compared."""
     report = tmp_path / "report.json"

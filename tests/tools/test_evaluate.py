@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distributed import run_ranks
-from launch_runs import assert_succeeded, run
+from launch_runs import assert_succeeded, fork_program
 from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.pass_rates import select_by_pass_rate
 from megatron_rl.data.prompts import load_prompts
@@ -120,7 +119,8 @@ def test_a_run_by_its_own_config_and_plain_python(task: Path, trained: Path, tmp
     """One process without torchrun: the command of README.md."""
     command = "python tools/evaluate.py checkpoints/runs/RUN/config.yaml model.path=checkpoints/runs/RUN --samples 4"
     words = command.replace("checkpoints/runs/RUN", str(trained)).split()
-    assert_succeeded(run([sys.executable, *words[1:], *layout_overrides(1, 1, 1), "--json", f"{tmp_path}/report.json"]))
+    more = [*layout_overrides(1, 1, 1), "--json", f"{tmp_path}/report.json"]
+    assert_succeeded(fork_program([*words, *more], tmp_path))
     metrics = json.loads((tmp_path / "report.json").read_text())["metrics"]
     after = validation_of(read_records(trained)[-1])
     assert {name: metrics[name] for name in after} == after

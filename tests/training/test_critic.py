@@ -212,7 +212,12 @@ def test_one_rank_equals_transformers_and_adamw(single: Measured, model: torch.n
     assert_same(single, train_with_transformers(copy.deepcopy(model)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+COVERED = {"tp2", "tp2-sp", "cp2-tp2-sp"}  # by the layouts that combine them with another
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[pytest.mark.slow] * (layout in COVERED)) for layout in LAYOUTS]
+)
 def test_layout_does_not_change_the_numbers(layout: str, single: Measured, path: Path) -> None:
     assert_same(train(LAYOUTS[layout], path), single)
 

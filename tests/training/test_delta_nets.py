@@ -84,7 +84,13 @@ def _collect(rank: int, world_size: int, case: Case, path: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
+# Another family is trained in the same layout, or a layout that has the same beside another, in the default tier.
+SLOW = {("qwen3_5_moe_text", "cp2-tp2-sp"), ("qwen3_next", "tp2-sp"), ("qwen3_5_text", "tp2-sp"), ("qwen3_next", "ep2")}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [pytest.param(*case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+)
 def test_gradients_equal_transformers(family: str, layout: str, references: dict[str, Reference]) -> None:
     """Relative to the largest of each tensor. Decays are exponentials of sums in float32: 2e-5 was seen."""
     case, path, expected = LAYOUTS[layout], references[family].path, references[family].gradients

@@ -125,7 +125,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("layout", "family"),
     [
-        pytest.param(layout, family, marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow])
+        pytest.param(layout, family, marks=[pytest.mark.slow] * ((i + j) % 2 or layout == "pp2-dp2-full"))
         for i, layout in enumerate(LAYOUTS)
         for j, family in enumerate(("qwen2", "qwen3"))
     ],
@@ -136,7 +136,14 @@ def test_three_updates_equal_zero_1(layout: str, family: str, paths: dict[str, P
     assert_shared(LAYOUTS[layout], found, expected)
 
 
-@pytest.mark.parametrize("layout", [layout for layout in EXPERT_LAYOUTS if layout != "ep2-tp2-sp"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=[pytest.mark.slow] * (layout == "ep2"))
+        for layout in EXPERT_LAYOUTS
+        if layout != "ep2-tp2-sp"
+    ],
+)
 def test_experts_are_shared_by_their_replicas(layout: str, paths: dict[str, Path]) -> None:
     """Experts spread over ranks have fewer replicas than other parameters; with one replica, they are whole.
 
@@ -153,9 +160,11 @@ def test_experts_are_shared_by_their_replicas(layout: str, paths: dict[str, Path
     ("family", "layout"),
     [
         ("glm4_moe", "ep2-tp2-sp"),
-        ("deepseek_v3", "pp2-dp2-full"),
         *(pytest.param("glm4_moe", layout, marks=pytest.mark.slow) for layout in ("ep2-dp4-full", "pp2-dp2-full")),
-        *(pytest.param("deepseek_v3", layout, marks=pytest.mark.slow) for layout in ("ep2-dp4-full", "ep2-tp2-sp")),
+        *(
+            pytest.param("deepseek_v3", layout, marks=pytest.mark.slow)
+            for layout in ("ep2-dp4-full", "ep2-tp2-sp", "pp2-dp2-full")
+        ),
     ],
 )
 def test_biases_of_routers_move_alike(family: str, layout: str, paths: dict[str, Path]) -> None:

@@ -136,7 +136,13 @@ def trained_by_peft(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mea
     return directory, train_with_transformers(save_adapted(directory, "qwen2"), UPDATES, ADAM_EPS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# By the layouts that combine them with another.
+COVERED = {"tp1-full", "tp2", "tp2-sp-full", "dp2"}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[pytest.mark.slow] * (layout in COVERED)) for layout in LAYOUTS]
+)
 def test_every_layout_trains_adapters_as_peft_does(layout: str, trained_by_peft: tuple[Path, Measured]) -> None:
     directory, expected = trained_by_peft
     found = train(with_lora(LAYOUTS[layout], directory), directory / "model")
@@ -187,7 +193,10 @@ def quantizable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2-selective", "tp2-pp2-sp-full"])
+@pytest.mark.parametrize(
+    "layout",
+    ["tp1", "tp2-pp2-sp-full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "pp2-selective"))],
+)
 def test_quantized_models_train_as_what_they_stand_for(layout: str, quantizable: Path) -> None:
     """To the last bit: log-probs, metrics, adapters, and the matrices that the reshard reads, in each layout alike."""
     plain = with_lora(LAYOUTS[layout], quantizable)
@@ -266,7 +275,9 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("layout", MIXTURES)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("ep2-full", "tp2-sp"))) for name in MIXTURES]
+)
 def test_experts_with_adapters_train_as_a_plain_loop_does(layout: str, mixture: Any) -> None:
     """In every layout of experts; with an adapter on attention beside them."""
     directory, modules, expected = mixture

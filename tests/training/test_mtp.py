@@ -7,6 +7,7 @@ with and without it, bit for bit. Not covered: the whole program (tests/run/test
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,7 +82,10 @@ def merge_gradients(parts: list[list[Any]], shapes: dict[str, tuple[int, ...]]) 
     return full
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])
+FAMILIES = ("deepseek_v3", "glm4_moe")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model, the mean loss of its layer, the share of drafts accepted, and the gradients."""
     path = tmp_path_factory.mktemp(request.param)
@@ -96,7 +100,16 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return path, loss.item(), accepted.item(), grads
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def _list_turns(layouts: Iterable[str], *whole: str) -> list[Any]:
+    """Rows of a family and a layout, families in turn but for the layouts `whole`; other rows are slow."""
+    return [
+        pytest.param(family, layout, marks=[pytest.mark.slow] * ((i + j) % 2 and layout not in whole))
+        for j, family in enumerate(FAMILIES)
+        for i, layout in enumerate(layouts)
+    ]
+
+
+@pytest.mark.parametrize(("reference", "layout"), _list_turns(LAYOUTS), indirect=["reference"])
 def test_gradients_equal_transformers(layout: str, reference: Any) -> None:
     path, loss, accepted, expected = reference
     case = LAYOUTS[layout]
@@ -133,7 +146,11 @@ def _measure_policy(rank: int, world_size: int, case: Case, path: Path) -> Any:
     return metrics, list_pieces(actor.model), pieces
 
 
-@pytest.mark.parametrize("layout", ["single", "tp2-pp2-sp", "muon-ep2-bf16"])
+@pytest.mark.parametrize(
+    ("reference", "layout"),
+    _list_turns(["single", "tp2-pp2-sp", "muon-ep2-bf16"], "single"),
+    indirect=["reference"],
+)
 def test_the_policy_is_the_same_bit_for_bit(layout: str, reference: Any) -> None:
     """Also with clipping, whose norm is the policy's alone; the layer learns meanwhile."""
     path, *_ = reference

@@ -138,7 +138,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+COVERED = {"dp2", "tp2", "moe", "moe-ep2-dp2"}  # by the cases that combine their layouts with another
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in COVERED)) for name in CASES])
 def test_equals_a_plain_loop_in_every_layout(name: str, paths: dict[str, Path]) -> None:
     """Weights after three updates; a step moves an element of a matrix by about 2e-4."""
     family, case = CASES[name]

@@ -137,7 +137,12 @@ def test_replay_equals_transformers_with_the_same_choices(routed: Routed) -> Non
     assert_same(replace(found, metrics=known), expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+COVERED = {"tp2-sp", "cp2", "ep2"}  # by the layouts that combine them with another
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[pytest.mark.slow] * (layout in COVERED)) for layout in LAYOUTS]
+)
 def test_layout_does_not_change_the_numbers(layout: str, softmax: Routed) -> None:
     """Also the routers' counts count once, with sharing and recomputation."""
     found = softmax.train(LAYOUTS[layout])

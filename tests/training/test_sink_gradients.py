@@ -74,7 +74,12 @@ def _measure(rank: int, world_size: int, case: Case, path: Path) -> Any:
     return [(p.hf_name, box_slices(p.hf_box), grads[p.param][box_slices(p.local_box)].clone()) for p in placements]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+COVERED = {"tp2-sp", "ep2", "cp2"}  # by the layouts that combine them with another
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[pytest.mark.slow] * (layout in COVERED)) for layout in LAYOUTS]
+)
 def test_gradients_equal_transformers(layout: str, model: tuple[Path, dict[str, torch.Tensor]]) -> None:
     path, expected = model
     case = LAYOUTS[layout]

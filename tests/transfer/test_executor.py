@@ -101,9 +101,22 @@ def reshard(
     return report
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("transport", "bucket_bytes"), [("buckets", 1 << 10), ("buckets", 1 << 26), ("pull", 1 << 10)])
-@pytest.mark.parametrize("pair", PAIRS)
+TRANSPORTS = [("buckets", 1 << 10), ("buckets", 1 << 26), ("pull", 1 << 10)]
+
+
+@pytest.mark.parametrize(
+    ("pair", "transport", "bucket_bytes", "dtype"),
+    [
+        pytest.param(
+            *(pair, *transport, dtype),
+            id=f"{pair}-{transport[0]}-{transport[1]}-{str(dtype).removeprefix('torch.')}",
+            marks=[pytest.mark.slow] * ((i + j + k) % 2),  # dtypes in turn
+        )
+        for i, pair in enumerate(PAIRS)
+        for j, transport in enumerate(TRANSPORTS)
+        for k, dtype in enumerate((torch.bfloat16, torch.float32))
+    ],
+)
 def test_every_destination_is_bitwise_right(pair: str, transport: str, bucket_bytes: int, dtype: torch.dtype) -> None:
     """Also untouched padding, byte counts and staging memory; NCCL and CUDA tensors are not covered."""
     sizes, tp_size = PAIRS[pair]

@@ -191,7 +191,7 @@ MOE_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "q
 # Each family in one layout of two ranks, which its own matrices and layers are cut by; all axes at once in a few.
 CASES = [
     ("vllm", "qwen2", 1, {}, 1),
-    ("vllm", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1),
+    pytest.param(*("vllm", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1), marks=pytest.mark.slow),
     pytest.param(*("vllm", "qwen3", 4, {"tp_size": 2}, 2), marks=pytest.mark.slow),
     ("vllm", "llama", 2, {"pp_size": 2}, 2),
     ("vllm", "qwen2", 4, {"pp_size": 2}, 4),  # more engine ranks than KV heads: replicated
@@ -202,30 +202,31 @@ CASES = [
     pytest.param(*("vllm", "qwen3_moe", 2, {"ep_size": 2}, 2), marks=pytest.mark.slow),
     ("vllm", "mixtral", 2, {"ep_size": 2}, 2),
     ("vllm", "glm4_moe", 2, {"tp_size": 2, "ep_size": 2, "etp_size": 1}, 2),
-    ("hf", "qwen3_moe", 2, {"ep_size": 2}, 1),
+    pytest.param(*("hf", "qwen3_moe", 2, {"ep_size": 2}, 1), marks=pytest.mark.slow),
     ("vllm", "phi3", 2, {"tp_size": 2}, 1),
     ("vllm", "gemma3_text", 2, {"pp_size": 2}, 2),
     ("hf", "smollm3", 2, {"tp_size": 2}, 1),
     ("vllm", "gpt_oss", 2, {"tp_size": 2, "ep_size": 2, "etp_size": 1}, 2),
     ("hf", "gpt_oss", 2, {"ep_size": 2}, 1),
-    ("megatron", "gpt_oss", 2, {"tp_size": 2}, 1),
+    pytest.param(*("megatron", "gpt_oss", 2, {"tp_size": 2}, 1), marks=pytest.mark.slow),
     ("hf", "olmo2", 2, {"tp_size": 2}, 1),
     ("hf", "qwen3_next", 2, {"tp_size": 2}, 1),
     ("hf", "qwen3_5_text", 2, {"pp_size": 2}, 1),
     ("hf", "qwen3_5_moe_text", 2, {"ep_size": 2}, 1),
     ("vllm", "glm4", 2, {"tp_size": 2}, 1),
     pytest.param(*("vllm", "glm4_moe", 4, {"tp_size": 2, "pp_size": 2}, 1), marks=pytest.mark.slow),
-    ("vllm", "deepseek_v3", 4, {"tp_size": 2, "ep_size": 2}, 2),
-    ("megatron", "deepseek_v3", 4, {"tp_size": 2, "pp_size": 2}, 1),
+    pytest.param(*("vllm", "deepseek_v3", 4, {"tp_size": 2, "ep_size": 2}, 2), marks=pytest.mark.slow),
+    pytest.param(*("megatron", "deepseek_v3", 4, {"tp_size": 2, "pp_size": 2}, 1), marks=pytest.mark.slow),
     ("vllm", "qwen2", 3, {"zero_stage": 3}, 1),
     pytest.param(*("vllm", "qwen3", 4, {"tp_size": 2, "zero_stage": 3}, 2), marks=pytest.mark.slow),
     ("vllm", "qwen3_moe", 4, {"ep_size": 2, "zero_stage": 3}, 1),
     pytest.param(*("vllm", "glm4_moe", 4, {"ep_size": 2, "zero_stage": 3}, 1), marks=pytest.mark.slow),
     pytest.param(*("vllm", "deepseek_v3", 2, {"zero_stage": 3}, 1), marks=pytest.mark.slow),
     pytest.param(*("megatron", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1), marks=pytest.mark.slow),
-    ("megatron", "llama", 4, {"tp_size": 2, "cp_size": 2}, 2),
+    pytest.param(*("megatron", "llama", 4, {"tp_size": 2, "cp_size": 2}, 2), marks=pytest.mark.slow),
     ("megatron", "gemma", 2, {"pp_size": 2, "vpp_size": 2}, 1),
     ("megatron", "qwen3_moe", 2, {"ep_size": 2}, 1),
+    ("vllm", "deepseek_v3", 2, {"ep_size": 2}, 2),
 ]
 
 
@@ -265,14 +266,14 @@ def test_engine_speaks_for_the_actor(
 @pytest.mark.parametrize(
     ("engine", "family", "world", "layout", "rollout_tp", "mode"),
     [
-        ("vllm", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1, "merge"),
+        pytest.param(*("vllm", "qwen2", 4, {"tp_size": 2, "pp_size": 2}, 1, "merge"), marks=pytest.mark.slow),
         ("vllm", "qwen3", 2, {"tp_size": 2}, 2, "merge"),
         ("vllm", "qwen3_moe", 2, {"ep_size": 2}, 1, "merge"),
         ("hf", "qwen2", 2, {"pp_size": 2, "vpp_size": 2}, 1, "merge"),
         ("megatron", "qwen2", 4, {"tp_size": 2, "cp_size": 2}, 2, "merge"),
         ("vllm", "qwen2", 2, {"pp_size": 2}, 1, "adapter"),
         ("vllm", "qwen3", 2, {"tp_size": 2}, 2, "adapter"),
-        ("vllm", "qwen2", 4, {"pp_size": 2}, 4, "adapter"),
+        pytest.param(*("vllm", "qwen2", 4, {"pp_size": 2}, 4, "adapter"), marks=pytest.mark.slow),
     ],
 )
 def test_engine_speaks_for_an_actor_with_adapters(
@@ -390,7 +391,10 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, int], int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "layout", "rollout_tp", "transport"), OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "layout", "rollout_tp", "transport"),
+    [pytest.param(*row, marks=[pytest.mark.slow] * ("bucket_bytes" in row[0])) for row in OPTIONS],
+)
 def test_every_road_of_the_weights(
     tmp_path: Path,
     vllm_imported: None,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's promises over many pairs of layouts; plans are applied in this process, without messages.
 
-The default tier has every pair of up to 4 ranks and some of 8, so that each layout of 8 ranks meets some family; the
-slow tier has all of 8.
+The default tier has every layout of up to 4 ranks, with engines of 1, 2 and 4 ranks in turn over the families, and one
+of 8 ranks each; the slow tier has all pairs.
 """
 
 from __future__ import annotations
@@ -153,8 +153,14 @@ def check_layouts(shape: ModelShape, layouts: list[ParallelLayout], rollout_tp: 
         check_plans(shape, place_megatron(shape, layout), place_vllm(shape, layout.world_size, rollout_tp))
 
 
-@pytest.mark.parametrize("rollout_tp", ROLLOUT_TP)
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize(
+    ("family", "rollout_tp"),
+    [
+        pytest.param(family, tp, marks=[pytest.mark.slow] * ((i + j) % 3 > 0))  # engines in turn
+        for i, family in enumerate(SHAPES)
+        for j, tp in enumerate(ROLLOUT_TP)
+    ],
+)
 def test_every_layout_pair_of_up_to_4_ranks_and_some_of_8(family: str, rollout_tp: int) -> None:
     shape = SHAPES[family]
     assert {shape.family for shape in SHAPES.values()} == FAMILIES.keys(), "a new family needs a shape here"
