@@ -39,7 +39,7 @@ MAX_FUNCTION_LINES = 60
 # Exceptions older than these limits: the lists may only shrink.
 MAX_FAN_OUT = 26
 # A plain run loads fewer lines than this, and none of these modules.
-MAX_LOADED_LINES = 31_000
+MAX_LOADED_LINES = 31_200
 BEHIND_DOORS = (
     "agents.adapters",
     "agents.environment",
