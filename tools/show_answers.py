@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from megatron_rl.observability.metrics import ROLLOUTS, VALIDATION
 from megatron_rl.rewards.answers import RESTATES
-from megatron_rl.rewards.rules import COUNTS
+from megatron_rl.rewards.scoring import COUNTS
 from megatron_rl.run.command_line import end_program
 from megatron_rl.types import UserError
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
 from megatron_rl.checkpoint.side_files import CONFIG_DIR
@@ -107,6 +108,7 @@ def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
     megatron_trace = trace_megatron(policy, traced)
     report: dict[str, Any] | None = None
     if process.rank == 0:
+        logging.disable_progress_bar()
         model: Any = AutoModelForCausalLM.from_pretrained(
             check.hf, dtype=getattr(torch, check.dtype), attn_implementation="eager", local_files_only=True
         )
