@@ -272,7 +272,7 @@ def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer) -> None:
 
 
 def _without_marks(model: sentencepiece.SentencePieceProcessor) -> sentencepiece.SentencePieceProcessor:
-    """Return the model with its user-defined symbols that are marks disabled, so that they are encoded as text."""
+    """Return the model with marks such as <|im_start|> (see `is_mark`) disabled, so that they are encoded as text."""
     if not any(is_mark(model.id_to_piece(i), is_special=False) for i in range(model.vocab_size())):
         return model
     messages: Any = import_module("sentencepiece.sentencepiece_model_pb2")
