@@ -21,7 +21,7 @@ from distributed import run_ranks
 from megatron_rl.checkpoint.huggingface import load_huggingface
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engines.build import OneTurn
-from megatron_rl.engines.protocol import EngineSpec, Request, Sampled
+from megatron_rl.engines.protocol import ClosedBatches, EngineSpec, Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.vllm.vllm_engine import VllmEngine
 from megatron_rl.parallel.collectives import init_distributed, world
@@ -201,7 +201,7 @@ def test_one_turn_engines_generate_what_waits() -> None:
     """Requests that are drawn alike are one call; too many and too few answers show in the keys."""
     calls: list[tuple[int, float]] = []
 
-    class Whole:
+    class Whole(ClosedBatches):
         def generate(self, prompts: Any, seeds: Any, sampling: SamplingConfig) -> list[Sampled]:
             calls.append((len(prompts), sampling.temperature))
             answered = [*prompts, prompts[0]] if sampling.is_greedy else prompts[:-1]
