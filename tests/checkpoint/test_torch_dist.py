@@ -43,6 +43,7 @@ def build_plain_model(shape: ModelShape, tp_size: int) -> tuple[torch.nn.Module,
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe import moe_utils
 
     groups = build_groups(ParallelLayout(tp_size, tp_size=tp_size))
     model_parallel_cuda_manual_seed(1, tp_rank=groups.at.tp, ep_rank=0, etp_rank=groups.at.tp)
@@ -53,6 +54,7 @@ def build_plain_model(shape: ModelShape, tp_size: int) -> tuple[torch.nn.Module,
     if shape.num_experts:  # the local spec gives this norm a dense model's name; Transformer Engine's spec does not
         spec.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     config.perform_initialization, config.use_te_activation_func = True, False  # its layer spec has no activation
+    vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16.1 without TE: NameError in every router
     model = GPTModel(
         config,
         spec,
