@@ -75,5 +75,7 @@ def main(directory: Path, recipes: list[Path]) -> None:
 
 if __name__ == "__main__":
     given = [Path(path) for path in sys.argv[2:]]
-    shipped = sorted(path for path in (ROOT / "launch/recipes").glob("*.yaml") if not path.name.startswith("toy_"))
+    shipped = sorted(
+        path for path in (ROOT / "launch/recipes").glob("*.yaml") if not path.name.startswith(("toy_", "smollm2_"))
+    )
     main(Path(sys.argv[1]), given or shipped)

@@ -197,6 +197,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_environments_of_every_kind_end_and_leave_nothing(tmp_path: Path) -> None:
     check(tmp_path, [1], len(REASONS), seconds=2.0)
 

@@ -214,6 +214,7 @@ def found(model: Path, vllm_imported: None) -> dict[str, Any]:
     return run_ranks(work, 1, model, timeout=400.0)[0]
 
 
+pytestmark = pytest.mark.slow
 NAMES = [
     "temperature 1",
     "temperature 0.6",

@@ -92,9 +92,9 @@ def assert_equals_eager(world_size: int, names: set[str], path: Path, num_steps:
             assert name == "critic" or result["metrics"]["moe/max_load"] > 1
 
 
-@pytest.mark.parametrize("world_size", SETUPS)
-def test_replay_equals_eager_in_every_layout(world_size: int, path: Path) -> None:
-    assert_equals_eager(world_size, {*SETUPS[world_size]} - LONG - COVERED, path, 2)
+def test_replay_equals_eager_on_one_rank(path: Path) -> None:
+    """More ranks are in the slow tier, below."""
+    assert_equals_eager(1, {*SETUPS[1]} - LONG - COVERED, path, 2)
 
 
 @pytest.mark.slow

@@ -39,7 +39,11 @@ PROMPTS = [np.array([5, *[4 + i % 9 for i in range(length)]], np.int32) for leng
         (2, [*layout_overrides(2, 1, 2), "rollout.engine=vllm", "rollout.top_p=0.8", "rollout.min_p=0.01"]),
         (2, ["actor.context_parallel_size=2", "rollout.engine=vllm", "actor.share_prompts=false", "rollout.top_p=0.9"]),
         (2, ["rollout.engine=hf", "actor.step_mode=static", "rollout.top_k=5"]),
-        (4, [*layout_overrides(2, 2, 1), "rollout.engine=megatron", "rollout.max_num_seqs=5"]),
+        pytest.param(
+            4,
+            [*layout_overrides(2, 2, 1), "rollout.engine=megatron", "rollout.max_num_seqs=5"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["vllm_tp2", "vllm_tp2_truncated", "vllm_cp2", "hf_dp2_static", "megatron_tp2_pp2"],
 )

@@ -16,7 +16,9 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(path for path in (ROOT / "launch/recipes").glob("*.yaml") if not path.name.startswith("toy_"))
+RECIPES = sorted(
+    path for path in (ROOT / "launch/recipes").glob("*.yaml") if not path.name.startswith(("toy_", "smollm2_"))
+)
 SEVEN = str(ROOT / "launch/recipes/qwen2.5_7b_gsm8k.yaml")
 SEVENTY = str(ROOT / "launch/recipes/qwen2.5_72b_math.yaml")
 SEVENTY_LORA = str(ROOT / "launch/recipes/qwen2.5_72b_lora.yaml")

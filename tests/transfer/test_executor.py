@@ -279,7 +279,7 @@ def switch_without_rank_2(rank: int, world_size: int, transport: str, leave: Cal
     return "continued"
 
 
-@pytest.mark.parametrize("transport", ["buckets", "pull"])
+@pytest.mark.parametrize("transport", ["buckets", pytest.param("pull", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_makes_the_others_fail(transport: str) -> None:
     """Within the timeout of the group, on every other rank, naming the awaited rank."""
     messages = run_ranks(switch_without_rank_2, 4, transport, lambda: time.sleep(6), timeout=60)
