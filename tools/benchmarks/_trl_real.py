@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout without installation
 
 import torch
 from datasets import Dataset
@@ -23,10 +22,8 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.observability.metrics import METRICS_FILE
 from megatron_rl.rewards.scoring import score_math
 from megatron_rl.run.loading import load_config
+from tools.benchmarks.bench_real import ACCURACY, RECIPE, ROOT, TEST_FREQ
 
-RECIPE = ROOT / "launch/recipes/smollm2_sums.yaml"
-ACCURACY = "validation/validation/accuracy"
-TEST_FREQ = 4  # steps between validations, on both sides
 _ROWS = 32  # validation prompts in one call
 
 

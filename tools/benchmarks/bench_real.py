@@ -28,8 +28,10 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout without installation
 
 from megatron_rl.observability.metrics import METRICS_FILE
 from megatron_rl.types import UserError
-from tools.benchmarks._trl_real import ACCURACY, RECIPE, TEST_FREQ
 
+RECIPE = ROOT / "launch/recipes/smollm2_sums.yaml"
+ACCURACY = "validation/validation/accuracy"
+TEST_FREQ = 4  # steps between validations, on both sides
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
