@@ -86,18 +86,14 @@ def run_side(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_PLUGINS": "",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
     }
     if name == "trl":
         environment["PYTHONPATH"] = str(options.trl)
         command = [str(ROOT / "tools/benchmarks/_trl_real.py"), str(directory), str(options.steps)]
         command += [str(options.micro_batch)]
-    else:
+    else:  # one rank without torchrun, whose process would hide the rank's
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [str(ROOT / "launch/pretrain_grpo.py"), str(RECIPE), f"trainer.run_dir={directory}"]
         command += [f"trainer.total_steps={options.steps}", f"trainer.test_freq={TEST_FREQ}"]
     options.out.mkdir(parents=True, exist_ok=True)
