@@ -319,7 +319,7 @@ class Minibatch:
 
 
 def find_runs(branches: Sequence[Branch]) -> list[Turn]:
-    """Return the runs of consecutive sampled tokens, which are the turns of an episode."""
+    """Return one turn per run of consecutive sampled tokens, branch by branch."""
     turns = []
     for index, branch in enumerate(branches):
         edges = np.flatnonzero(np.diff(branch.sampled, prepend=False, append=False))

@@ -29,7 +29,7 @@ _RMS_OF_ADAM = 0.2
 
 
 class AdamAndMuon(torch.optim.AdamW):
-    """Fused AdamW that applies the gradients of `matrices` directly as updates."""
+    """Fused AdamW; gradients of `matrices` hold Muon's updates, applied with learning rate and weight decay."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -110,7 +110,7 @@ class LaidOutModel:
 
     @property
     def merged_params(self) -> frozenset[str]:
-        """Names of adapted parameters on any rank."""
+        """Names of the base weights that have an adapter, equal on every rank; empty without adapters."""
         if self.adapters is None:
             return frozenset()
         return adapted_parameters(self.adapters, self.placements(self.layout.first_rank))

@@ -112,7 +112,7 @@ class EagerStep:
 
 
 class StaticStep(EagerStep):
-    """Step on static buffers."""
+    """Forward and backward passes of an optimizer step on reused input buffers of bucketed shapes."""
 
     def __init__(self, model: PackedModel, head: Head, optimizer: Optimizer) -> None:
         super().__init__(model, head, optimizer)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums as chat prompts: right answers, no shared prompt, the same bytes for the same arguments, and a second opinion.
 
-The model and the run on it are those of launch/quickstart_real.sh, which is run by hand: it downloads.
+Not covered: launch/quickstart_real.sh, which downloads the model and trains it.
 """
 
 from __future__ import annotations

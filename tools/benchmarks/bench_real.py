@@ -7,7 +7,7 @@
 Needs the model and the prompts of launch/quickstart_real.sh. Each side is one process that samples, scores, updates and
 validates greedily; TRL samples with transformers. Rewards and accuracies are plotted over samples and over the
 CPU-seconds of training: a step's CPU-seconds less its validation's share of the step's wall time. Each side draws its
-own prompts and samples; the settings are those of launch/recipes/smollm2_sums.yaml, with TRL's nearest.
+own prompts and samples. Both take the settings of launch/recipes/smollm2_sums.yaml, TRL in its own names.
 """
 
 from __future__ import annotations
