@@ -11,6 +11,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from megatron_rl.types import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER_ERROR
@@ -153,7 +154,8 @@ def _find_area(path: Path) -> str:
     return prefixes[max((prefix for prefix in prefixes if name.startswith(prefix)), key=len)]
 
 
-def read_rows(root: Path) -> list[Row]:
+@cache
+def read_rows(root: Path) -> tuple[Row, ...]:
     """List all errors by file and line."""
     trees = {
         path.relative_to(root): ast.parse(path.read_text(encoding="utf-8"))
@@ -161,11 +163,11 @@ def read_rows(root: Path) -> list[Row]:
         for path in sorted((root / room).rglob("*.py"))
     }
     public = [builder for tree in trees.values() for builder in _find_builders(tree) if builder.is_shared]
-    rows = []
+    rows: list[Row] = []
     for path, tree in trees.items():
         found = {row.line: row for row in _ModuleReader(path, tree, public).rows()}  # a line has one error
         rows += [found[line] for line in sorted(found)]
-    return rows
+    return tuple(rows)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,13 @@ RECIPE = ROOT / "launch/recipes/smollm2_sums.yaml"
 ACCURACY = "validation/validation/accuracy"
 TEST_FREQ = 4  # steps between validations, on both sides
 TICKS = os.sysconf("SC_CLK_TCK")
+ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_PLUGINS": "",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -79,14 +86,7 @@ def run_side(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     directory = options.out / name
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(options.threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_PLUGINS": "",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+    environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(options.threads)}
     if name == "trl":
         environment["PYTHONPATH"] = str(options.trl)
         command = [str(ROOT / "tools/benchmarks/_trl_real.py"), str(directory), str(options.steps)]
