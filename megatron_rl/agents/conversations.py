@@ -2,7 +2,7 @@
 """Maps a program's requests to exact tokens; earlier replies keep their sampled tokens.
 
 A program sends the whole conversation each time. The longest prefix that was seen before and ends with a reply is
-reused; only the rest is rendered (see `transcript`). Without such a prefix, the episode forks.
+reused, and only the rest is rendered (see `transcript`).
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Conversations:
         return Context(self._tokenizer.encode_rendered(text), names[-1], transcript)
 
     def show_text(self, text: str) -> Context:
-        """Return the context of plain text, reusing tokens of an earlier prompt and reply at its start.
+        """Return the prompt for plain text; an earlier prompt and reply at the text's start keep their tokens.
 
-        Special tokens in the text are recognized, because the program rendered it.
+        The program rendered the text, so special tokens in it are recognized.
         """
         known = max((key for key in self._texts if text.startswith(key)), key=len, default=None)
         if known is not None:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment interface, and the registry for `agents.environment`.
-
-Each episode has its own environment in its own process.
-"""
+"""The environment interface, and the registry for `agents.environment`."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class Task:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call of a reply; `arguments` is `None` if it is malformed. Chat templates need the id."""
+    """A tool call of a reply; `arguments` is `None` for a malformed call. Chat templates need the id."""
 
     name: str
     arguments: dict[str, Any] | None
@@ -69,7 +66,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Observation:
-    """An answer that continues the episode.
+    """An environment's answer that continues the episode.
 
     Attributes:
         messages: shown to the policy next, with "role" and "content".

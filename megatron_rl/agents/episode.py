@@ -166,7 +166,7 @@ def play_environment(
 
 
 def build_transcript(tokenizer: Tokenizer, setup: Setup, opening: Opening) -> Transcript:
-    """Return the transcript for the prompt's kind: plain text or chat."""
+    """Return the transcript for the prompt, plain text or chat."""
     task = opening.task
     if task.messages is None:
         return TextTranscript(tokenizer)

@@ -37,10 +37,10 @@ class _Episode:
         self._python, self._numpy = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
 
     def ask(self, question: Callable[[_Answers], Answer]) -> Answer:
-        """Compute the episode's next answer under its own states of Python's and numpy's random generators.
+        """Compute the next answer under the episode's own states of Python's and numpy's random generators.
 
         Args:
-            question: advances the episode's generator of answers; its errors become a failed answer.
+            question: advances the generator of answers; an exception in it becomes a failed answer.
         """
         with keep_random_streams():
             random.setstate(self._python)
@@ -54,7 +54,7 @@ class _Episode:
 
 
 class EpisodesInRank:
-    """The episodes of a debugged rank, run in its own process instead of `EpisodeProcesses`; runs no programs."""
+    """The episodes of a rank under a debugger, run in the rank's process; not for `agents.program`."""
 
     def __init__(self, setup: Setup) -> None:
         self._given = setup
@@ -128,7 +128,7 @@ class EpisodeProcesses:
     """A rank's episodes in separate processes; not thread-safe.
 
     Args:
-        num_workers: number of processes from which episodes are forked.
+        num_workers: processes from which episodes are forked.
         episode_seconds: limit on the sum of an episode's answer times, including the first.
         turn_seconds: limit for one answer.
     """
@@ -153,7 +153,7 @@ class EpisodeProcesses:
         self._ask(key, Opening.of(prompt, self._setup.run_seed))
 
     def send_reply(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
-        """Send the policy's reply to an episode's process: tokens and their log-probs."""
+        """Send the policy's reply to an episode's process."""
         self._ask(key, (tokens, logprobs, finish_reason))
 
     def wait(self) -> dict[Any, Answer]:

@@ -66,14 +66,14 @@ def find_program(name: str) -> Program:
 
 
 class _Rank:
-    """An episode's connection to the rank."""
+    """A program's connection to the training rank that samples its replies."""
 
     def __init__(self, connection: Connection, max_turns: int) -> None:
         self._connection, self._max_turns = connection, max_turns
         self.num_turns, self._since = 0, time.monotonic()
 
     def sample(self, tokens: list[int], max_tokens: int | None) -> Sample:
-        """Return the policy's reply to a request; after `max_turns` replies the episode is killed, with reward 0."""
+        """Return the policy's reply to a prompt; after `max_turns` replies the episode is killed, with reward 0."""
         is_over = self.num_turns == self._max_turns
         self._connection.send(
             Answer(
@@ -93,7 +93,7 @@ class _Rank:
 
 
 def run_program(connection: Connection, program: Program, setup: Setup, tokenizer: Tokenizer, opening: Opening) -> None:
-    """Run an episode; raises any error of the program.
+    """Run an episode; errors of the program are raised.
 
     Raises:
         TypeError, ValueError: the program returned no valid reward.

@@ -69,7 +69,7 @@ def read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def _get(body: Mapping[str, Any], field: str) -> Any:
-    """Return a field's value or `None`; BadRequest for a wrong type."""
+    """Return the value of a field of `_KINDS`, or `None`; BadRequest for another type."""
     value, kind = body.get(field), _KINDS[field]
     if value is not None and not isinstance(value, kind):
         raise BadRequest(f"{field} = {value!r} is no {kind.__name__}", field)

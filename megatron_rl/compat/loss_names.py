@@ -120,7 +120,7 @@ _VERL_KL_PENALTY = "k1"
 
 
 def combine_kl(parts: Parts) -> Combined:
-    """Translate the enabled KL term; report settings of the disabled one."""
+    """Translate the enabled one of verl's two KL terms; yield notes on settings of the other."""
     in_loss, in_reward = (name in parts and read_boolean(parts[name]) for name in (_USE_KL_LOSS, _USE_KL_IN_REWARD))
     if in_loss and in_reward:
         raise UserError(

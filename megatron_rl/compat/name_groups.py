@@ -181,7 +181,7 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
 
 
 def _sequence_parallel_group(prefix: str, role: str) -> AliasGroup:
-    """Build the translation of a role's sequence parallelism, which is ignored without TP (verl enables it always)."""
+    """Build the translation of a role's sequence parallelism, which has no effect without tensor parallelism."""
     name, target = f"{prefix}.megatron.sequence_parallel", f"{role}.sequence_parallel"
     sizes = (f"{prefix}.megatron.tensor_model_parallel_size", f"{role}.tensor_model_parallel_size")
 

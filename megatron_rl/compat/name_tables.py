@@ -55,7 +55,7 @@ def megatron_names(role: str) -> dict[str, Alias]:
 
 
 def lora_names(role: str) -> dict[str, Alias]:
-    """Return the translations of verl's adapter settings of a role, by name below `model`."""
+    """Return the translations of a role's adapter settings, by name within verl's section `model`."""
     names = {
         **each("lora_rank lora.rank", "rank"),
         **each("lora_alpha lora.alpha", "alpha"),

@@ -135,7 +135,7 @@ os.register_at_fork(after_in_child=_JUDGE.forget)
 
 @lru_cache(_REMEMBERED)
 def judge(answer: str, truth: str) -> Verdict:
-    """Call `Judge.compare` with this process's child; cached."""
+    """Return the verdict of this process's `Judge` (math-verify); cached."""
     return _JUDGE.compare(answer, truth)
 
 

@@ -48,7 +48,7 @@ class SourceSpec:
     Attributes:
         name: of its component in the logs.
         target: a rule, "path.py:name", or a service URL.
-        setting: source of the target, for errors.
+        setting: config setting that names the target, for errors.
         function: `None` for a service.
     """
 
@@ -130,9 +130,9 @@ def build_reward_plan(
 def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) -> tuple[float, dict[str, float]]:
     """Return a response's reward without the reward model, and the components to log.
 
-    The reward of an environment (not NaN) stands in for the sources; a component of the environment whose name is taken
-    becomes "environment/name". In a sum, a source's score is logged as "source" and its components as
-    "source/component"; a single source's components keep their names unless another metric has them.
+    An environment's reward (not NaN) replaces the sum of the sources, and its components with a taken name become
+    "environment/name". If `plan.is_sum`, a source's score is logged as "source" and its components as
+    "source/component"; else components keep their names unless another metric has them.
 
     Raises:
         UserError: the sum is not finite or too large.

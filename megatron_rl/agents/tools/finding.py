@@ -80,7 +80,7 @@ _LONGEST_OUTPUT = 4000  # bytes; longer output keeps its first and last half
 
 
 def find_missing_layers() -> dict[str, str]:
-    """Return the sandbox layers that the kernel or the container does not allow: layer of `confinement` -> reason."""
+    """Return the sandbox layers that the kernel or the container does not allow, with the reasons."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-I", "-B", confinement.__file__, directory]
         said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
@@ -188,9 +188,9 @@ _START_SECONDS = 60.0
 
 
 def list_mcp_tools(command: str) -> list[Tool]:
-    """Start an MCP server over stdin and stdout, list its tools, and stop it.
+    """Start an MCP server (over stdin and stdout), return its tools, and stop it.
 
-    Each episode starts its own server at its first call; it ends with the episode's process.
+    An episode's first call of a tool starts a server that ends with the episode's process.
 
     Raises:
         UserError: the package `mcp` is missing, or the server does not start.
