@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 from megatron_rl.agents.episode import Opening, Setup
@@ -103,10 +104,7 @@ class Conversations:
 
 
 def _name_prefixes(messages: Sequence[Message], tools: list[Any]) -> list[str]:
-    names = [json.dumps(tools, sort_keys=True)]
-    for message in messages:
-        names.append(_digest(names[-1], message))
-    return names
+    return list(accumulate(messages, _digest, initial=json.dumps(tools, sort_keys=True)))
 
 
 def _digest(name: str, message: Message) -> str:

@@ -174,14 +174,12 @@ class Endpoint:
         message = {**found.message, "refusal": None}
         if calls := found.message.get("tool_calls"):
             choice["finish_reason"] = "tool_calls"
-            message["tool_calls"] = [_write_call(call) for call in calls]
+            message["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+                for call in calls
+            ]
             message["content"] = message["content"] or None
         return {"object": "chat.completion", "choices": [choice | {"message": message}], **shown}
-
-
-def _write_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {"name": function["name"], "arguments": json.dumps(function["arguments"])}}
 
 
 def _write_logprobs(names: Iterable[str], sample: Sample) -> dict[str, Any]:

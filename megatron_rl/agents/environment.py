@@ -103,8 +103,6 @@ class Environment(Protocol):
         ...
 
 
-# Name -> module and class; users give "path.py:Name".
-ENVIRONMENTS = {"calculator": ("megatron_rl.agents.environment", "Calculator")}
 # Prefix of a name -> module and function(prefix, rest) that returns the factory.
 ADAPTERS = {
     "textarena": ("megatron_rl.agents.adapters.games", "find_game"),
@@ -115,15 +113,14 @@ ADAPTERS = {
 
 def find_environment(name: str) -> Callable[[], Environment]:
     """Return the factory for a value of `agents.environment` (UserError if there is none or it lacks a method)."""
-    if name in ENVIRONMENTS:
-        module, attribute = ENVIRONMENTS[name]
-        return getattr(import_module(module), attribute)
+    if name == "calculator":
+        return Calculator
     kind, _, rest = name.partition(":")
     if kind in ADAPTERS:
         module, attribute = ADAPTERS[kind]
         return getattr(import_module(module), attribute)(kind, rest)
     path, _, attribute = name.rpartition(":")
-    expected = ", ".join(["path.py:Name", *ENVIRONMENTS, *(f"{kind}:NAME" for kind in ADAPTERS)])
+    expected = ", ".join(["path.py:Name", "calculator", *(f"{kind}:NAME" for kind in ADAPTERS)])
     if not path or not attribute:
         raise UserError(
             f'"{name}" names no environment',

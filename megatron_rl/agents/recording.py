@@ -134,14 +134,13 @@ class _Part(NamedTuple):
 
 
 class _Context:
-    def __init__(self, *parts: _Part) -> None:
+    def __init__(self, part: _Part) -> None:
         self._parts: list[_Part] = []
         self.rewards: dict[int, float] = {}  # by token index
         self._routes: np.ndarray | None = None
         self._routed_by: int | None = None  # policy version of the latest routes
         self.length = self._replied = 0  # in tokens; end of the last reply
-        for part in parts:
-            self.append(part)
+        self.append(part)
 
     @classmethod
     def of(cls, branch: Branch) -> _Context:

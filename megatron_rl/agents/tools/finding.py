@@ -204,8 +204,11 @@ def list_mcp_tools(command: str) -> list[Tool]:
             expected="a command that serves MCP over stdin and stdout, and the package mcp",
             hint=f"try the command by hand: {command}; pip install mcp",
         ) from error
-    server = _Server(command)
-    return [Tool(_write_spec(tool), lambda name=tool.name: server.bind(name)) for tool in found]
+    server, tools = _Server(command), []
+    for tool in found:
+        function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+        tools.append(Tool({"type": "function", "function": function}, lambda name=tool.name: server.bind(name)))
+    return tools
 
 
 class _Server:
@@ -242,11 +245,6 @@ def _open(command: str) -> Any:
 
     program, *arguments = shlex.split(command)
     return mcp.Client(mcp.StdioServerParameters(command=program, args=arguments))
-
-
-def _write_spec(tool: Any) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
 
 
 def _describe(error: BaseException) -> str:
