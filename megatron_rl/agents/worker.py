@@ -144,15 +144,11 @@ def _end(pid: int, running: set[int]) -> None:
         running.discard(pid)
         _kill(pid)
     # As a subreaper, this process becomes the parent of orphaned descendants.
-    while orphans := set(_list_children()) - running:
-        for orphan in orphans:
-            _kill(orphan)
-
-
-def _list_children() -> list[int]:
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
     with contextlib.suppress(OSError):
-        return [int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    return []
+        while orphans := {int(child) for child in children.read_text().split()} - running:
+            for orphan in orphans:
+                _kill(orphan)
 
 
 def _kill(pid: int) -> None:

@@ -23,7 +23,6 @@ from megatron_rl.rewards.scoring import (
     COUNTS,
     LARGEST,
     RULES,
-    AnswerPolicy,
     RewardFunction,
     Score,
     describe_rollout,
@@ -115,7 +114,16 @@ def build_reward_plan(
             names = chain([name], (f"{name}_{number}" for number in count(2)))
             taken = {*_RESERVED, *(source.name for source in sources)}
             name = next(unique for unique in names if unique not in taken)
-            loaded = function or _load(target, setting, config.answer)
+            loaded = function
+            if function is None and not is_service(target):
+                loaded = load_reward_function(target, setting, config.answer)
+            elif function is None and not urlsplit(target).hostname:
+                raise UserError(
+                    f'"{redact(target)}" names no host',
+                    source=setting,
+                    expected="http://host:port/path",
+                    hint="write the whole URL",
+                )
             sources.append(SourceSpec(name, weight, target, setting, loaded))
     return RewardPlan(
         tuple(sources),
@@ -224,19 +232,6 @@ def _parse_component(text: str, setting: str) -> tuple[float, str]:
             hint="write e.g. '1.0 math', '0.1 my_reward.py:brevity' or '0.5 model'",
         )
     return value, target.strip()
-
-
-def _load(target: str, setting: str, answer: AnswerPolicy) -> RewardFunction | None:
-    if not is_service(target):
-        return load_reward_function(target, setting, answer)
-    if not urlsplit(target).hostname:
-        raise UserError(
-            f'"{redact(target)}" names no host',
-            source=setting,
-            expected="http://host:port/path",
-            hint="write the whole URL",
-        )
-    return None
 
 
 def check_truths(plan: RewardPlan, prompts: Sequence[Prompt]) -> list[str]:
