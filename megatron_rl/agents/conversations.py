@@ -2,7 +2,7 @@
 """Maps a program's requests to exact tokens; earlier replies keep their sampled tokens.
 
 A program sends the whole conversation each time. The longest prefix that was seen before and ends with a reply is
-reused; only the rest is rendered (see `transcript`). Without such a prefix, the episode forks.
+reused, and only the rest is rendered (see `transcript`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 from megatron_rl.agents.episode import Opening, Setup
@@ -80,9 +81,9 @@ class Conversations:
         return Context(self._tokenizer.encode_rendered(text), names[-1], transcript)
 
     def show_text(self, text: str) -> Context:
-        """Return the context of plain text, reusing tokens of an earlier prompt and reply at its start.
+        """Return the prompt for plain text; an earlier prompt and reply at the text's start keep their tokens.
 
-        Special tokens in the text are recognized, because the program rendered it.
+        The program rendered the text, so special tokens in it are recognized.
         """
         known = max((key for key in self._texts if text.startswith(key)), key=len, default=None)
         if known is not None:
@@ -103,10 +104,7 @@ class Conversations:
 
 
 def _name_prefixes(messages: Sequence[Message], tools: list[Any]) -> list[str]:
-    names = [json.dumps(tools, sort_keys=True)]
-    for message in messages:
-        names.append(_digest(names[-1], message))
-    return names
+    return list(accumulate(messages, _digest, initial=json.dumps(tools, sort_keys=True)))
 
 
 def _digest(name: str, message: Message) -> str:

@@ -71,8 +71,8 @@ class Endpoint:
         lock: held while a request is answered.
 
     Attributes:
-        refusal: error of a request with tools that the chat template cannot show, or whose calls cannot be parsed; or
-            `None`.
+        refusal: the error if a request had tools and the chat template omits tools or calls cannot be parsed;
+            else `None`.
     """
 
     def __init__(
@@ -174,14 +174,12 @@ class Endpoint:
         message = {**found.message, "refusal": None}
         if calls := found.message.get("tool_calls"):
             choice["finish_reason"] = "tool_calls"
-            message["tool_calls"] = [_write_call(call) for call in calls]
+            message["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+                for call in calls
+            ]
             message["content"] = message["content"] or None
         return {"object": "chat.completion", "choices": [choice | {"message": message}], **shown}
-
-
-def _write_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {"name": function["name"], "arguments": json.dumps(function["arguments"])}}
 
 
 def _write_logprobs(names: Iterable[str], sample: Sample) -> dict[str, Any]:
@@ -290,7 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_welcome(self) -> bool:
         """Return whether a request has the bearer token and an allowed length; otherwise refuse it.
 
-        A refusal closes the connection if the request has a body, which was not read.
+        A refusal closes a connection with an unread body.
         """
         length, is_chunked = self.headers.get("Content-Length") or "0", "Transfer-Encoding" in self.headers
         given, expected = self.headers.get("Authorization") or "", f"Bearer {self._served.token}"

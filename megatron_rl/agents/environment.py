@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment interface, and the registry for `agents.environment`.
-
-Each episode has its own environment in its own process.
-"""
+"""The environment interface, and the registry for `agents.environment`."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class Task:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call of a reply; `arguments` is `None` if it is malformed. Chat templates need the id."""
+    """A tool call of a reply; `arguments` is `None` for a malformed call. Chat templates need the id."""
 
     name: str
     arguments: dict[str, Any] | None
@@ -69,7 +66,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Observation:
-    """An answer that continues the episode.
+    """An environment's answer that continues the episode.
 
     Attributes:
         messages: shown to the policy next, with "role" and "content".
@@ -106,8 +103,6 @@ class Environment(Protocol):
         ...
 
 
-# Name -> module and class; users give "path.py:Name".
-ENVIRONMENTS = {"calculator": ("megatron_rl.agents.environment", "Calculator")}
 # Prefix of a name -> module and function(prefix, rest) that returns the factory.
 ADAPTERS = {
     "textarena": ("megatron_rl.agents.adapters.games", "find_game"),
@@ -118,15 +113,14 @@ ADAPTERS = {
 
 def find_environment(name: str) -> Callable[[], Environment]:
     """Return the factory for a value of `agents.environment` (UserError if there is none or it lacks a method)."""
-    if name in ENVIRONMENTS:
-        module, attribute = ENVIRONMENTS[name]
-        return getattr(import_module(module), attribute)
+    if name == "calculator":
+        return Calculator
     kind, _, rest = name.partition(":")
     if kind in ADAPTERS:
         module, attribute = ADAPTERS[kind]
         return getattr(import_module(module), attribute)(kind, rest)
     path, _, attribute = name.rpartition(":")
-    expected = ", ".join(["path.py:Name", *ENVIRONMENTS, *(f"{kind}:NAME" for kind in ADAPTERS)])
+    expected = ", ".join(["path.py:Name", "calculator", *(f"{kind}:NAME" for kind in ADAPTERS)])
     if not path or not attribute:
         raise UserError(
             f'"{name}" names no environment',

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import count
 from typing import Any
 
 from megatron_rl.agents.environment import Done, Environment, Reply, Task, check_answer
@@ -17,8 +18,6 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import Prompt
 
 _LONGEST_TRACE = 2000
-
-Transcript = TextTranscript | ChatTranscript
 
 
 @dataclass(frozen=True)
@@ -113,45 +112,6 @@ class Answer:
         return cls(finish_reason="error", failure=traceback.format_exc()[-_LONGEST_TRACE:])
 
 
-class Episode:
-    """An environment and the transcript of its conversation."""
-
-    def __init__(self, setup: Setup, environment: Environment, transcript: Transcript, tokenizer: Tokenizer) -> None:
-        self._setup, self._environment, self._transcript, self._tokenizer = setup, environment, transcript, tokenizer
-        self._reader = ToolReader(tokenizer, setup.tool_format)
-        self._tools: list[Any] = []
-        self._num_turns = 0
-
-    def begin(self, task: Task) -> Answer:
-        """Return the answer with the first observation."""
-        self._tools = task.tools
-        started = time.monotonic()
-        found = check_answer(self._environment.reset(task))
-        if isinstance(found, Done):
-            raise TypeError("reset returned Done: an episode has at least one reply")
-        return Answer(self._transcript.begin(found.messages), seconds=time.monotonic() - started)
-
-    def step(self, tokens: list[int], finish_reason: str) -> Answer:
-        """Pass a reply to the environment and return its answer."""
-        _, calls = self._reader.read(tokens, self._tools)
-        reply, started = Reply(self._tokenizer.decode(tokens), calls, finish_reason), time.monotonic()
-        found = check_answer(self._environment.step(reply))
-        seconds = time.monotonic() - started
-        self._num_turns += 1
-        if isinstance(found, Done):
-            return Answer.of_done(found, seconds)
-        reward = None if found.reward is None else float(found.reward)
-        if self._num_turns == self._setup.max_turns:
-            return Answer(None, reward, seconds=seconds, finish_reason="turns")
-        # The i-th message of role "tool" gets the id of the i-th call, which some chat templates require.
-        ids = iter([call.id for call in calls])
-        messages = [
-            {"tool_call_id": next(ids, ""), **message} if message["role"] == "tool" else message
-            for message in found.messages
-        ]
-        return Answer(self._transcript.extend(tokens, messages), reward, seconds=seconds)
-
-
 def play_environment(
     make_environment: Callable[[], Environment], setup: Setup, tokenizer: Tokenizer, opening: Opening
 ) -> Generator[Answer, tuple[list[int], str]]:
@@ -159,21 +119,38 @@ def play_environment(
 
     A reply is sent as (tokens, finish reason).
     """
-    episode = Episode(setup, make_environment(), build_transcript(tokenizer, setup, opening), tokenizer)
-    reply = yield episode.begin(opening.task)
-    while True:
-        reply = yield episode.step(*reply)
-
-
-def build_transcript(tokenizer: Tokenizer, setup: Setup, opening: Opening) -> Transcript:
-    """Return the transcript for the prompt's kind: plain text or chat."""
-    task = opening.task
+    task, environment, reader = opening.task, make_environment(), ToolReader(tokenizer, setup.tool_format)
     if task.messages is None:
-        return TextTranscript(tokenizer)
-    return ChatTranscript(
-        tokenizer,
-        task.messages,
-        setup.options | ({"tools": task.tools} if task.tools else {}),
-        setup.stop_token_ids,
-        follows_template=setup.follows_template,
-    )
+        transcript = TextTranscript(tokenizer)
+    else:
+        transcript = ChatTranscript(
+            tokenizer,
+            task.messages,
+            setup.options | ({"tools": task.tools} if task.tools else {}),
+            setup.stop_token_ids,
+            follows_template=setup.follows_template,
+        )
+    started = time.monotonic()
+    found = check_answer(environment.reset(task))
+    if isinstance(found, Done):
+        raise TypeError("reset returned Done: an episode has at least one reply")
+    answer = Answer(transcript.begin(found.messages), seconds=time.monotonic() - started)
+    for turn in count(1):
+        tokens, finish_reason = yield answer
+        _, calls = reader.read(tokens, task.tools)
+        reply, started = Reply(tokenizer.decode(tokens), calls, finish_reason), time.monotonic()
+        found = check_answer(environment.step(reply))
+        seconds = time.monotonic() - started
+        reward = None if found.reward is None else float(found.reward)
+        if isinstance(found, Done):
+            answer = Answer.of_done(found, seconds)
+        elif turn == setup.max_turns:
+            answer = Answer(None, reward, seconds=seconds, finish_reason="turns")
+        else:
+            # The i-th message of role "tool" gets the id of the i-th call, which some chat templates require.
+            ids = iter([call.id for call in calls])
+            messages = [
+                {"tool_call_id": next(ids, ""), **message} if message["role"] == "tool" else message
+                for message in found.messages
+            ]
+            answer = Answer(transcript.extend(tokens, messages), reward, seconds=seconds)

@@ -28,38 +28,15 @@ from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.rewards.child import ChildProcess
 from megatron_rl.types import Prompt, UserError
 
-_Answers = Generator[Answer, tuple[list[int], str]]
-
-
-class _Episode:
-    def __init__(self, answers: _Answers, seed: int) -> None:
-        self._answers = answers
-        self._python, self._numpy = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
-
-    def ask(self, question: Callable[[_Answers], Answer]) -> Answer:
-        """Compute the episode's next answer under its own states of Python's and numpy's random generators.
-
-        Args:
-            question: advances the episode's generator of answers; its errors become a failed answer.
-        """
-        with keep_random_streams():
-            random.setstate(self._python)
-            np.random.set_state(self._numpy)
-            try:
-                return question(self._answers)
-            except (Exception, SystemExit):  # environments can raise anything
-                return Answer.of_error()
-            finally:
-                self._python, self._numpy = random.getstate(), np.random.get_state()
-
 
 class EpisodesInRank:
-    """The episodes of a debugged rank, run in its own process instead of `EpisodeProcesses`; runs no programs."""
+    """The episodes of a rank under a debugger, run in the rank's process; not for `agents.program`."""
 
     def __init__(self, setup: Setup) -> None:
         self._given = setup
         self._found: tuple[Callable[[], Environment], Setup, Tokenizer] | None = None
-        self._episodes: dict[Hashable, _Episode] = {}
+        # Each with the states of its random generators in Python and numpy.
+        self._episodes: dict[Hashable, tuple[Generator[Answer, tuple[list[int], str]], tuple[Any, Any]]] = {}
         self._answers: dict[Hashable, Answer] = {}
 
     def open(self, key: Hashable, prompt: Prompt) -> None:
@@ -67,12 +44,26 @@ class EpisodesInRank:
         if self._found is None:
             self._found = find_environments(self._given), *read_tokenizer(self._given)
         opening = Opening.of(prompt, self._given.run_seed)
-        self._episodes[key] = _Episode(play_environment(*self._found, opening), opening.task.seed)
-        self._answers[key] = self._episodes[key].ask(next)
+        seed = opening.task.seed
+        states = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
+        self._episodes[key] = play_environment(*self._found, opening), states
+        self._advance(key, None)
 
     def send_reply(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
         """Pass the policy's reply to an episode and compute its answer."""
-        self._answers[key] = self._episodes[key].ask(lambda answers: answers.send((tokens, finish_reason)))
+        self._advance(key, (tokens, finish_reason))
+
+    def _advance(self, key: Hashable, reply: Any) -> None:
+        with keep_random_streams():
+            episode, (python, numpy) = self._episodes[key]
+            random.setstate(python)
+            np.random.set_state(numpy)
+            try:
+                self._answers[key] = episode.send(reply)
+            except (Exception, SystemExit):  # environments can raise anything
+                self._answers[key] = Answer.of_error()
+            finally:
+                self._episodes[key] = episode, (random.getstate(), np.random.get_state())
 
     def wait(self) -> dict[Any, Answer]:
         """Return the answers computed since the last call, by key."""
@@ -128,7 +119,7 @@ class EpisodeProcesses:
     """A rank's episodes in separate processes; not thread-safe.
 
     Args:
-        num_workers: number of processes from which episodes are forked.
+        num_workers: processes from which episodes are forked.
         episode_seconds: limit on the sum of an episode's answer times, including the first.
         turn_seconds: limit for one answer.
     """
@@ -153,7 +144,7 @@ class EpisodeProcesses:
         self._ask(key, Opening.of(prompt, self._setup.run_seed))
 
     def send_reply(self, key: Hashable, tokens: list[int], logprobs: list[float], finish_reason: str) -> None:
-        """Send the policy's reply to an episode's process: tokens and their log-probs."""
+        """Send the policy's reply to an episode's process."""
         self._ask(key, (tokens, logprobs, finish_reason))
 
     def wait(self) -> dict[Any, Answer]:
@@ -164,10 +155,8 @@ class EpisodeProcesses:
         found, self._failed = self._failed, {}
         while self._waited_for:
             of = {self._running[key].connection: key for key in self._waited_for}
-            times = {
-                key: self._running[key].deadline(self._turn_seconds) - time.monotonic() for key in self._waited_for
-            }
-            for connection in wait(list(of), max(min(times.values()), 0.0)):
+            first = min(self._running[key].deadline(self._turn_seconds) for key in self._waited_for)
+            for connection in wait(list(of), max(first - time.monotonic(), 0.0)):
                 assert isinstance(connection, Connection)
                 if (answer := self._receive(of[connection])) is not None:
                     found[of[connection]] = answer

@@ -12,7 +12,7 @@ import inspect
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -66,14 +66,14 @@ def find_program(name: str) -> Program:
 
 
 class _Rank:
-    """An episode's connection to the rank."""
+    """A program's connection to the training rank that samples its replies."""
 
     def __init__(self, connection: Connection, max_turns: int) -> None:
         self._connection, self._max_turns = connection, max_turns
         self.num_turns, self._since = 0, time.monotonic()
 
     def sample(self, tokens: list[int], max_tokens: int | None) -> Sample:
-        """Return the policy's reply to a request; after `max_turns` replies the episode is killed, with reward 0."""
+        """Return the policy's reply to a prompt; after `max_turns` replies the episode is killed, with reward 0."""
         is_over = self.num_turns == self._max_turns
         self._connection.send(
             Answer(
@@ -93,7 +93,7 @@ class _Rank:
 
 
 def run_program(connection: Connection, program: Program, setup: Setup, tokenizer: Tokenizer, opening: Opening) -> None:
-    """Run an episode; raises any error of the program.
+    """Run an episode; errors of the program are raised.
 
     Raises:
         TypeError, ValueError: the program returned no valid reward.
@@ -111,7 +111,11 @@ def run_program(connection: Connection, program: Program, setup: Setup, tokenize
             result = asyncio.run(_wait(result))
         if not rank.num_turns:
             raise RuntimeError("the program has ended without a request to its endpoint")
-        done = _read(result)
+        if isinstance(result, bool | int | float):
+            result = Done(float(result))
+        done = check_answer(Done() if result is None else result)
+        if not isinstance(done, Done):
+            raise TypeError("an Observation instead of a reward")
     except Exception as error:
         if endpoint.refusal is not None:  # a four-part error is clearer than the program's own error about status 400
             raise endpoint.refusal from error
@@ -125,15 +129,6 @@ async def _wait(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def _read(result: Any) -> Done:
-    if isinstance(result, bool | int | float):
-        result = Done(float(result))
-    done = check_answer(Done() if result is None else result)
-    if not isinstance(done, Done):
-        raise TypeError("an Observation instead of a reward")
-    return done
-
-
 def check_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) -> list[str]:
     """Return notes on the tool-call format, missing sandbox layers, and templates that rewrite earlier replies.
 
@@ -145,12 +140,28 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: PromptSet) 
         find_program(agents.program)
     options = config.data.apply_chat_template_kwargs
     if list_tools(agents):
-        _check_tools(prompts, tokenizer, options)
+        if any(prompt.messages is None for prompt in prompts.prompts):
+            raise UserError(
+                "a prompt is plain text, which shows no tools",
+                source="agents.tools",
+                expected="chat messages, and a chat template that knows tools",
+                hint="use an environment whose prompt describes its calls, or the template of another model",
+            )
+        shown = prompts.prompts[0]
+        without_tools = tokenizer.apply_chat_template(shown.messages or [], **options)
+        require_shown(shown.text != without_tools, "agents.tools")
     if not chats:
         return []
     render_tail(tokenizer, chats[0], [{"role": "user", "content": "further"}], options)
+    notes: list[str] = []
     has_tools = any(prompt.tools for prompt in prompts.prompts)
-    notes = _describe_calls(agents, tokenizer, options, has_tools) if has_tools or agents.program else []
+    if has_tools or agents.program:
+        found = find_tool_format(tokenizer, options) if agents.tool_format == AUTO else agents.tool_format
+        if has_tools:
+            found = require_format(found, "agents.tool_format = auto")
+        notes += [f"replies call tools in the format {found} (agents.tool_format)"] if found else []
+        if agents.program is not None and not shows_tools(tokenizer, options):
+            notes += ["the chat template does not show tools: a request of the program that has some is refused"]
     notes += describe_gaps(agents.tools)
     if rewrites_history(tokenizer, options):
         keeps = agents.history == "keep"
@@ -165,30 +176,3 @@ def list_tools(agents: AgentsConfig) -> list[dict[str, Any]]:
     if agents.environment is None:
         return describe_tools(agents.tools)
     return getattr(find_environment(agents.environment), "tools", [])
-
-
-def _describe_calls(
-    agents: AgentsConfig, tokenizer: Tokenizer, options: Mapping[str, Any], has_tools: bool
-) -> list[str]:
-    """Return notes on the tool-call format (UserError if tools need an unsupported one)."""
-    found = find_tool_format(tokenizer, options) if agents.tool_format == AUTO else agents.tool_format
-    if has_tools:
-        found = require_format(found, "agents.tool_format = auto")
-    notes = [f"replies call tools in the format {found} (agents.tool_format)"] if found else []
-    if agents.program is not None and not shows_tools(tokenizer, options):
-        notes += ["the chat template does not show tools: a request of the program that has some is refused"]
-    return notes
-
-
-def _check_tools(prompts: PromptSet, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
-    texts = [prompt for prompt in prompts.prompts if prompt.messages is None]
-    shown = prompts.prompts[0]
-    hides = not texts and shown.text == tokenizer.apply_chat_template(shown.messages or [], **options)
-    if texts:
-        raise UserError(
-            "a prompt is plain text, which shows no tools",
-            source="agents.tools",
-            expected="chat messages, and a chat template that knows tools",
-            hint="use an environment whose prompt describes its calls, or the template of another model",
-        )
-    require_shown(not hides, "agents.tools")

@@ -11,11 +11,11 @@ from megatron_rl.types import Branch, KeptSets, Prompt, Rollout, Turn, complete_
 
 
 class Recording:
-    """The token-level record of one episode.
+    """An episode's record in branches: token sequences that grow by replies and observations.
 
-    A request that starts with all tokens of a branch continues the longest such branch; the rest is an observation. Any
-    other request starts a branch, or replaces a prompt without replies. So tokens are trained on exactly once if the
-    engine returned them, and never otherwise.
+    A request continues the longest branch that its tokens begin with; its further tokens are an observation. Any other
+    request starts a branch, or replaces the prompt before the first reply. So training uses each token from the engine
+    exactly once, and no other.
 
     Attributes:
         reward: sum over turns, or `None` without any.
@@ -60,7 +60,7 @@ class Recording:
         return sum(turn.stop - turn.start for turn in self._turns)
 
     def record_request(self, tokens: np.ndarray) -> None:
-        """Record a request: it continues the longest branch that its tokens begin with, or starts a branch."""
+        """Record a request: continue the longest branch that the tokens begin with, or start a branch."""
         known = [i for i, context in enumerate(self._contexts) if context.begins(tokens)]
         if not known:
             begun = _Context(_Part(tokens))
@@ -84,7 +84,8 @@ class Recording:
         """Record the engine's reply to the last request, or the continuation of an interrupted reply.
 
         Args:
-            tokens, logprobs, inserted: [s], new tokens only, as in `Sampled`.
+            tokens, logprobs: [s], new tokens only.
+            inserted: [s] bool, tokens that were not sampled, if any.
             kept: [s] token sets that truncated sampling drew the new tokens from.
             version: policy version.
             routes: expert choices for all tokens up to the reply's end, as in `Sampled`.
@@ -110,7 +111,7 @@ class Recording:
     def judge(self, reward: float) -> None:
         """Add the last reply's reward to the episode's.
 
-        It becomes a turn reward only if the reply is on the latest branch.
+        If the reply is on the newest branch, the reward is also stored there, as a turn reward.
         """
         self.reward = (self.reward or 0.0) + reward
         if self._turns[-1].branch == self.num_forks:
@@ -133,14 +134,13 @@ class _Part(NamedTuple):
 
 
 class _Context:
-    def __init__(self, *parts: _Part) -> None:
+    def __init__(self, part: _Part) -> None:
         self._parts: list[_Part] = []
         self.rewards: dict[int, float] = {}  # by token index
         self._routes: np.ndarray | None = None
         self._routed_by: int | None = None  # policy version of the latest routes
         self.length = self._replied = 0  # in tokens; end of the last reply
-        for part in parts:
-            self.append(part)
+        self.append(part)
 
     @classmethod
     def of(cls, branch: Branch) -> _Context:
@@ -175,7 +175,7 @@ class _Context:
             self._routed_by = version
 
     def as_branch(self, prompt: np.ndarray) -> Branch:
-        """Build the branch up to its last reply; without any, the prompt's last token becomes the response."""
+        """Build the branch up to the last reply; without a reply, its last token becomes the response."""
         tokens, stop, place = self.joined, self._replied or self.length, 0
         sampled, versions = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int32)
         for part in self._parts:

@@ -69,7 +69,7 @@ def read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def _get(body: Mapping[str, Any], field: str) -> Any:
-    """Return a field's value or `None`; BadRequest for a wrong type."""
+    """Return the value of a field of `_KINDS`, or `None`; BadRequest for another type."""
     value, kind = body.get(field), _KINDS[field]
     if value is not None and not isinstance(value, kind):
         raise BadRequest(f"{field} = {value!r} is no {kind.__name__}", field)
@@ -158,22 +158,18 @@ def _read_message(message: Any) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str):
         raise BadRequest("a message is an object with a role and a content", "messages")
-    found: Message = {"role": "system" if role == "developer" else role, "content": _read_content(message)}
+    content = message.get("content")
+    if not isinstance(content, str | None):
+        parts = content if isinstance(content, list) else [None]
+        texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+        strings = [text for text in texts if isinstance(text, str)]
+        if len(strings) < len(texts):
+            raise BadRequest("a content is a text, or a list of parts of the type text", "messages")
+        content = "".join(strings)
+    found: Message = {"role": "system" if role == "developer" else role, "content": content or ""}
     if calls := _get(message, "tool_calls"):
         found["tool_calls"] = [_read_call(call) for call in calls]
     return found | {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
-
-
-def _read_content(message: dict[str, Any]) -> str:
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [None]
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    strings = [text for text in texts if isinstance(text, str)]
-    if len(strings) < len(texts):
-        raise BadRequest("a content is a text, or a list of parts of the type text", "messages")
-    return "".join(strings)
 
 
 def _read_call(call: Any) -> dict[str, Any]:

@@ -192,7 +192,9 @@ class ToolReader:
 
 def read_tool_calls(text: str, tool_format: ToolFormat, tools: Sequence[Any] = ()) -> tuple[str, list[ToolCall]]:
     """Return the text outside of tool calls, and the calls with ids; see `ToolReader.read`."""
-    found = tool_format.find(text, {spec["name"]: _list_properties(spec) for spec in map(_open_spec, tools)})
+    specs = [tool.get("function", tool) if isinstance(tool, dict) else {} for tool in tools]
+    schemas = {spec.get("name", ""): (spec.get("parameters") or {}).get("properties") or {} for spec in specs}
+    found = tool_format.find(text, schemas)
     edges = [0, *(edge for begin, end, _ in found for edge in (begin, end)), len(text)]
     rest = "".join(text[stop:begin] for stop, begin in zip(edges[::2], edges[1::2], strict=True))
     for mark in tool_format.marks:
@@ -252,14 +254,6 @@ def shows_tools(tokenizer: Tokenizer, options: Mapping[str, Any]) -> bool:
     question, tools = [{"role": "user", "content": "question"}], [{"type": "function", "function": _PROBE}]
     with_tools = tokenizer.apply_chat_template(question, **{**options, "tools": tools})
     return with_tools != tokenizer.apply_chat_template(question, **options)
-
-
-def _open_spec(tool: Any) -> dict[str, Any]:
-    return {"name": "", **(tool.get("function", tool) if isinstance(tool, dict) else {})}
-
-
-def _list_properties(spec: dict[str, Any]) -> Mapping[str, Any]:
-    return (spec.get("parameters") or {}).get("properties") or {}
 
 
 def _load(text: str) -> Any:

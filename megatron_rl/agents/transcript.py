@@ -60,8 +60,8 @@ class ChatTranscript:
         options: template arguments, including the tools.
         stop_token_ids: after a reply that ends with one, the template's own end-of-turn token is left out; a truncated
             reply gets it.
-        follows_template: fork to the template's rendering if it differs from the sampled text (for example, without
-            thoughts). If false, the context is never rewritten.
+        follows_template: replace the context by the template's rendering if that differs from the sampled text (for
+            example, without thoughts). If false, the context only grows.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ChatTranscript:
         self._text = remove_guards(self._render(self._task)) if follows_template else ""
 
     def begin(self, messages: Sequence[Message]) -> Tail:
-        """Return the re-rendered task as a whole new context if `messages` extend it, else no tokens."""
+        """Append `messages` to the task and return its rendering as a new context; without messages, no tokens."""
         if not messages:
             return Tail([])
         self._task += messages
@@ -90,7 +90,7 @@ class ChatTranscript:
         return Tail(self._tokenizer.encode_rendered(whole), is_fork=True)
 
     def extend(self, reply: Sequence[int], messages: Sequence[Message]) -> Tail:
-        """See `TextTranscript.extend`; UserError as in `render_tail`."""
+        """Return the tokens between a reply and the next one, or a new context; UserError as in `render_tail`."""
         text = render_tail(self._tokenizer, self._task, messages, self._options)
         if self._follows_template:
             said = self._tokenizer.decode(reply)
@@ -113,7 +113,7 @@ def render_tail(
     """Render the template's text between a reply and the next one.
 
     Returns:
-        The text, with guards (`data.marks`) in the control tokens of the messages' contents.
+        The text, with guard characters (`data.marks`) in control tokens that are part of contents.
 
     Raises:
         UserError: the template rejects the messages, or does not render contents verbatim.

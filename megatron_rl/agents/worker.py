@@ -71,10 +71,10 @@ def serve(connection: Connection) -> None:
 
 
 def fork_worker(descriptor: int) -> None:
-    """Continue in a fork; the parent waits for it and kills its remaining descendants.
+    """Fork, and return in the child; the parent waits for the child, kills leftover descendants, and exits.
 
     Args:
-        descriptor: of the connection to the rank; only the fork keeps it open.
+        descriptor: of the connection to the rank; only the child keeps it open.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _control_process(_PR_SET_CHILD_SUBREAPER, 1)
@@ -139,20 +139,16 @@ def _run(connection: Connection, setup: Setup, player: Player, tokenizer: Tokeni
 
 
 def _end(pid: int, running: set[int]) -> None:
-    """Kill a process and its descendants, and reap them."""
+    """Take `pid` out of `running`; kill and reap that process and orphaned descendants."""
     if pid in running:
         running.discard(pid)
         _kill(pid)
     # As a subreaper, this process becomes the parent of orphaned descendants.
-    while orphans := set(_list_children()) - running:
-        for orphan in orphans:
-            _kill(orphan)
-
-
-def _list_children() -> list[int]:
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
     with contextlib.suppress(OSError):
-        return [int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    return []
+        while orphans := {int(child) for child in children.read_text().split()} - running:
+            for orphan in orphans:
+                _kill(orphan)
 
 
 def _kill(pid: int) -> None:

@@ -2,8 +2,7 @@
 """Translates verl and TRL setting names.
 
 verl's tables are in `name_tables.py` (single names) and `name_groups.py` (names read together), TRL's in `trl.py`.
-Invariant: nothing is dropped silently; a setting without effect yields a note, and one that would change the result
-raises.
+Invariant: a setting without effect yields a note, and one that would change the result an error.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def alias_target(name: str) -> str | None:
 
 
 def find_ranks(settings: Sequence[Setting]) -> int | None:
-    """Return the ranks of a verl recipe, `trainer.nnodes * trainer.n_gpus_per_node`, or `None`."""
+    """Return a verl recipe's number of ranks, `trainer.nnodes * trainer.n_gpus_per_node`, or `None`."""
     values = {setting.name: setting.value for setting in settings}
     nodes, gpus = values.get("trainer.nnodes", 1), values.get("trainer.n_gpus_per_node")
     counted = all(isinstance(number, int) and number > 0 for number in (nodes, gpus))
@@ -86,6 +85,7 @@ def translate(
 
     Args:
         settings: in order; the later of two equal names wins.
+        mistakes: collects the errors, which are not raised.
     """
     latest: dict[str, Setting] = {}
     for setting in settings:

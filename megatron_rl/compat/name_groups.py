@@ -10,17 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_rl.compat import loss_names
 from megatron_rl.compat.kinds import AliasGroup, Combined, Parts, look_up, note, put, read_boolean
-from megatron_rl.compat.loss_names import (
-    AGGREGATION,
-    CLIP_SIDES,
-    KL_NAMES,
-    LOSS_NAMES,
-    LOSS_READS,
-    combine_kl,
-    combine_policy_loss,
-    split_clip,
-)
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.config.sources import describe
 from megatron_rl.types import UserError
@@ -30,7 +21,6 @@ _TRUNCATION, _FILTER = "data.truncation", "data.filter_overlong_prompts"
 _REWARD_KEY = "data.reward_fn_key"
 _DO_SAMPLE = "actor_rollout_ref.rollout.val_kwargs.do_sample"
 _VAL_TEMPERATURE = "actor_rollout_ref.rollout.val_kwargs.temperature"
-_CLIP_RATIO = "actor_rollout_ref.actor.clip_ratio"
 _MODEL_REWARD, _MODEL_REWARD_PATH = "reward_model.enable", "reward_model.model.path"
 _RESUME_MODE, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _PROMPT, _RESPONSE = "data.max_prompt_length", "data.max_response_length"
@@ -181,7 +171,7 @@ def _budget_group(prefix: str, role: str) -> AliasGroup:
 
 
 def _sequence_parallel_group(prefix: str, role: str) -> AliasGroup:
-    """Build the translation of a role's sequence parallelism, which is ignored without TP (verl enables it always)."""
+    """Build the translation of a role's sequence parallelism, which has no effect without tensor parallelism."""
     name, target = f"{prefix}.megatron.sequence_parallel", f"{role}.sequence_parallel"
     sizes = (f"{prefix}.megatron.tensor_model_parallel_size", f"{role}.tensor_model_parallel_size")
 
@@ -240,20 +230,7 @@ def _overlong_buffer_group(prefix: str) -> AliasGroup:
 
 _ROLES = (("actor_rollout_ref.actor", "actor"), ("critic", "critic"))
 GROUPS: tuple[AliasGroup, ...] = (
-    AliasGroup(
-        KL_NAMES,
-        "algorithm.kl_in, kl_coef, kl_type, kl_controller, kl_target (with kl_target_per=token) and kl_horizon",
-        combine_kl,
-    ),
-    AliasGroup(
-        LOSS_NAMES,
-        "algorithm.policy_loss, dual_clip (3.0 in a recipe of verl's that does not write it), "
-        "loss_agg_mode (seq-mean-token-mean for gspo, sapo and geo_mean, whatever is written) and cov_ratio",
-        combine_policy_loss,
-        reads=LOSS_READS,
-        targets={AGGREGATION: "algorithm.loss_agg_mode"},
-    ),
-    AliasGroup((_CLIP_RATIO,), CLIP_SIDES, lambda parts: split_clip(parts[_CLIP_RATIO])),
+    *loss_names.GROUPS,
     AliasGroup((_REWARD_PATH, _REWARD_NAME), "reward.function", _combine_reward),
     AliasGroup(
         (_MODEL_REWARD, _MODEL_REWARD_PATH), "reward_model.path and the reward source 'model'", _combine_reward_model

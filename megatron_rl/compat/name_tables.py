@@ -55,7 +55,7 @@ def megatron_names(role: str) -> dict[str, Alias]:
 
 
 def lora_names(role: str) -> dict[str, Alias]:
-    """Return the translations of verl's adapter settings of a role, by name below `model`."""
+    """Return the translations of a role's adapter settings, by name within verl's section `model`."""
     names = {
         **each("lora_rank lora.rank", "rank"),
         **each("lora_alpha lora.alpha", "alpha"),
@@ -163,18 +163,8 @@ _CRITIC: dict[str, Alias] = trainable_names("critic") | {
     **each("kl_ctrl.type kl_ctrl.kl_coef", Ignored("the critic has no KL term")),
 }
 
-_ROLLOUT: dict[str, Alias] = {
-    leaf: Renamed(f"rollout.{leaf}")
-    for leaf in (
-        "n",
-        "temperature",
-        "top_p",
-        "tensor_model_parallel_size",
-        "gpu_memory_utilization",
-        "enforce_eager",
-        "max_num_seqs",
-    )
-} | {
+_SAME_NAMES = "n temperature top_p tensor_model_parallel_size gpu_memory_utilization enforce_eager max_num_seqs"
+_ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME_NAMES.split()} | {
     "name": Renamed("rollout.engine", (("vllm", "vllm"), ("hf", "hf")), closed=True),
     "top_k": Renamed("rollout.top_k", ((0, -1),)),
     "mode": Ignored("rollout and training alternate in one program"),
@@ -367,10 +357,7 @@ ALIASES: Mapping[str, Alias] = {
 # Shell patterns of sections ignored as a whole, with one note each; ALIASES takes precedence.
 PATTERNS: Mapping[str, Ignored] = {
     "*._target_": Ignored("it names a class of verl"),
-    **each(
-        "*.profiler.* *.profile.* global_profiler.*",
-        Ignored("there is nothing to configure about profiling"),
-    ),
+    **each("*.profiler.* *.profile.* global_profiler.*", Ignored("there is nothing to configure about profiling")),
     **each("ray_init.* ray_kwargs.*", Ignored("there is no Ray in a run")),
     "transfer_queue.*": Ignored("samples stay in the processes that made them"),
     "*.checkpoint.*": Ignored("trainer.save_freq decides what is written and when"),

@@ -150,7 +150,7 @@ def _combine_correction(parts: Parts) -> Combined:
 
 
 def _combine_batches(parts: Parts) -> Combined:
-    """Refuse TRL's batch sizes, in completions, or ignore them with a note if the recipe has batch sizes in prompts."""
+    """Ignore TRL's batch sizes, in completions, with a note if the recipe has sizes in prompts; else refuse them."""
     given = [part for name, part in parts.items() if name not in (_PROMPTS, _MINIBATCH) and part.value is not None]
     if given and not {_PROMPTS, _MINIBATCH} <= parts.keys():
         raise UserError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The answers that responses mark: extraction, copies from the prompt, and metrics of several per prompt.
+r"""Extracts the answers marked in responses, detects copies from the prompt, and computes validation metrics.
 
 An answer is marked by \boxed{}, \fbox{} or "####", and for DAPO and AIME, whose prompts request it, also by a line
 "Answer: ...".

@@ -131,12 +131,7 @@ class Judge:
 _JUDGE = Judge()
 atexit.register(_JUDGE.close)
 os.register_at_fork(after_in_child=_JUDGE.forget)
-
-
-@lru_cache(_REMEMBERED)
-def judge(answer: str, truth: str) -> Verdict:
-    """Call `Judge.compare` with this process's child; cached."""
-    return _JUDGE.compare(answer, truth)
+judge = lru_cache(_REMEMBERED)(_JUDGE.compare)
 
 
 def serve(connection: Connection) -> None:

@@ -23,7 +23,6 @@ from megatron_rl.rewards.scoring import (
     COUNTS,
     LARGEST,
     RULES,
-    AnswerPolicy,
     RewardFunction,
     Score,
     describe_rollout,
@@ -48,7 +47,7 @@ class SourceSpec:
     Attributes:
         name: of its component in the logs.
         target: a rule, "path.py:name", or a service URL.
-        setting: source of the target, for errors.
+        setting: config setting that names the target, for errors.
         function: `None` for a service.
     """
 
@@ -115,7 +114,16 @@ def build_reward_plan(
             names = chain([name], (f"{name}_{number}" for number in count(2)))
             taken = {*_RESERVED, *(source.name for source in sources)}
             name = next(unique for unique in names if unique not in taken)
-            loaded = function or _load(target, setting, config.answer)
+            loaded = function
+            if function is None and not is_service(target):
+                loaded = load_reward_function(target, setting, config.answer)
+            elif function is None and not urlsplit(target).hostname:
+                raise UserError(
+                    f'"{redact(target)}" names no host',
+                    source=setting,
+                    expected="http://host:port/path",
+                    hint="write the whole URL",
+                )
             sources.append(SourceSpec(name, weight, target, setting, loaded))
     return RewardPlan(
         tuple(sources),
@@ -130,9 +138,9 @@ def build_reward_plan(
 def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) -> tuple[float, dict[str, float]]:
     """Return a response's reward without the reward model, and the components to log.
 
-    The reward of an environment (not NaN) stands in for the sources; a component of the environment whose name is taken
-    becomes "environment/name". In a sum, a source's score is logged as "source" and its components as
-    "source/component"; a single source's components keep their names unless another metric has them.
+    An environment's reward (not NaN) replaces the sum of the sources, and its components with a taken name become
+    "environment/name". If `plan.is_sum`, a source's score is logged as "source" and its components as
+    "source/component"; else components keep their names unless another metric has them.
 
     Raises:
         UserError: the sum is not finite or too large.
@@ -224,19 +232,6 @@ def _parse_component(text: str, setting: str) -> tuple[float, str]:
             hint="write e.g. '1.0 math', '0.1 my_reward.py:brevity' or '0.5 model'",
         )
     return value, target.strip()
-
-
-def _load(target: str, setting: str, answer: AnswerPolicy) -> RewardFunction | None:
-    if not is_service(target):
-        return load_reward_function(target, setting, answer)
-    if not urlsplit(target).hostname:
-        raise UserError(
-            f'"{redact(target)}" names no host',
-            source=setting,
-            expected="http://host:port/path",
-            hint="write the whole URL",
-        )
-    return None
 
 
 def check_truths(plan: RewardPlan, prompts: Sequence[Prompt]) -> list[str]:

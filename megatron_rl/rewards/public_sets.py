@@ -137,7 +137,7 @@ def find_scorer(data_source: str) -> Callable[[str, Any], float | dict[str, floa
 
 
 def _last_box(text: str) -> str | None:
-    """Return the content of the last \\boxed as Hendrycks' code finds it; `None` for texts on which that code fails."""
+    """Return the content of the last \\boxed as the MATH data set's code does; `None` where that code fails."""
     bare = "\\boxed "
     if bare in text:
         return text.rpartition(bare)[2].partition("$")[0]

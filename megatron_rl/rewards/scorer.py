@@ -76,7 +76,7 @@ class Scorer:
     def begin(self, rollout: Rollout, step: int = 0) -> None:
         """Decode the last turn and start scoring it (step 0: validation); `finish` must get the same object.
 
-        The reward of an environment is kept.
+        A rollout with an environment's reward is only decoded.
         """
         decoded = replace(rollout, response=self._decode(rollout.answer_tokens.tolist()))
         sources = self._sources if math.isnan(rollout.reward) else []
@@ -112,7 +112,7 @@ class Scorer:
 
     @contextmanager
     def _notice_children(self) -> Iterator[None]:
-        """Track processes that user functions start in this process and leave running."""
+        """Record child processes that user functions leave running, for `close` to kill."""
         before = {*psutil.Process().children()}
         try:
             yield

@@ -41,7 +41,7 @@ _REQUEST = threading.local()  # the thread's current request, with which its con
 
 
 class RequestFailed(Exception):
-    """Failed attempt of a request to the service; `retry`: another one may succeed."""
+    """A failed request to the service; `retry`: another attempt may succeed."""
 
     def __init__(self, what: str, *, retry: bool = True) -> None:
         super().__init__(what)
@@ -180,7 +180,7 @@ class _Deadline:
                 self._sockets.pop().close()
 
     def watch(self, connection: socket.socket) -> None:
-        """Register a socket to shut down at the deadline, by a duplicate, which TLS does not invalidate."""
+        """Shut a socket down at the deadline, through a duplicate, because TLS invalidates the original."""
         with self._lock:
             self._sockets.append(connection.dup())
             if self.is_over:

@@ -16,7 +16,7 @@ import pytest
 from chat_templates import spell_deepseek, write_chat_tokenizer
 
 from megatron_rl.agents.environment import TOOL, Task, calculate
-from megatron_rl.agents.episode import Episode, Opening, Setup, build_transcript
+from megatron_rl.agents.episode import Opening, Setup, play_environment
 from megatron_rl.agents.program import check_episodes
 from megatron_rl.agents.tool_formats import FORMATS, ToolReader, find_tool_format, read_tool_calls
 from megatron_rl.agents.tools.tool import ToolEnvironment
@@ -228,15 +228,14 @@ def test_a_tool_is_called_and_answers_as_the_template_has_it(template, tmp_path)
     setup = Setup(None, "", {}, (tokenizer.eos_token_id,), False, 4, 1, tool_format=OF_TEMPLATE[template])
     messages = [{"role": "user", "content": "hello"}]
     task = Task("", "", "", {}, {}, 1, messages, [TOOL])
-    transcript = build_transcript(tokenizer, setup, Opening(task, []))
-    episode = Episode(setup, ToolEnvironment({"calculate": calculate}), transcript, tokenizer)
-    episode.begin(task)
+    episode = play_environment(lambda: ToolEnvironment({"calculate": calculate}), setup, tokenizer, Opening(task, []))
+    next(episode)
     reply = [*tokenizer.encode(SAID[template]), tokenizer.eos_token_id]
-    tail = episode.step(reply, "stop").tail
+    tail = episode.send((reply, "stop")).tail
     assert tail is not None and not tail.is_fork
     assert SHOWN[template] in tokenizer._tokenizer.decode(tail.tokens)
     assert tail.tokens[0] != tokenizer.eos_token_id  # the sampled one stands
-    assert episode.step([*tokenizer.encode("It is 408."), tokenizer.eos_token_id], "stop").tail is None
+    assert episode.send(([*tokenizer.encode("It is 408."), tokenizer.eos_token_id], "stop")).tail is None
 
 
 def test_texts_of_replies_show_only_the_marks_that_are_asked_for(tmp_path):

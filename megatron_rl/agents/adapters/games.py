@@ -26,7 +26,7 @@ class TextArenaGame:
         return self._observe()
 
     def step(self, reply: Reply) -> Observation | Done:
-        """Play a move; `Done` carries the game's reward."""
+        """Play a move."""
         is_over, _ = self._game.step(reply.text)
         if not is_over:
             return self._observe()
@@ -52,7 +52,7 @@ class GemGame:
         return _say(shown, info)
 
     def step(self, reply: Reply) -> Observation | Done:
-        """Play a move; every turn carries a reward, also the last (`Done`)."""
+        """Play a move."""
         shown, reward, is_over, is_cut, info = self._game.step(reply.text)
         if is_over or is_cut:
             return Done(float(reward))

@@ -22,7 +22,6 @@ from megatron_rl.agents.environment import Done, Environment, Message, Observati
 from megatron_rl.types import UserError
 
 _START_SECONDS = 30.0
-_LIST_TOOLS = {"action": {"type": "list_tools"}}
 
 
 class InvalidAction(ValueError):
@@ -148,8 +147,15 @@ class _Server:
 
 def find_server(kind: str, url: str) -> Callable[[], Environment]:
     """Return a server's environment factory (UserError if the server does not answer)."""
+    found: list[Any] = []
     try:
-        tools = _list_tools(url) if takes_tools(read_schema(url)) else []
+        if takes_tools(read_schema(url)):
+            list_tools = {"action": {"type": "list_tools"}}
+            found = _fetch(f"{url.rstrip('/')}/step", list_tools)["observation"]["tools"]
+        functions = [
+            {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
+            for tool in found
+        ]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"the OpenEnv server does not answer: {type(error).__name__}: {error}",
@@ -157,7 +163,7 @@ def find_server(kind: str, url: str) -> Callable[[], Environment]:
             expected="the URL of an OpenEnv server, such as openenv:http://127.0.0.1:8000",
             hint=f"start it, and try: curl {url}/schema",
         ) from error
-    return _Server(url, tools)
+    return _Server(url, [{"type": "function", "function": function} for function in functions])
 
 
 def read_schema(url: str) -> dict[str, Any]:
@@ -168,14 +174,6 @@ def read_schema(url: str) -> dict[str, Any]:
 def takes_tools(schema: dict[str, Any]) -> bool:
     """Return whether the actions of a schema are MCP tool calls."""
     return "tool_name" in schema["properties"]
-
-
-def _list_tools(url: str) -> list[dict[str, Any]]:
-    found = _fetch(f"{url.rstrip('/')}/step", _LIST_TOOLS)["observation"]["tools"]
-    functions = [
-        {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]} for tool in found
-    ]
-    return [{"type": "function", "function": function} for function in functions]
 
 
 def _fetch(url: str, body: dict[str, Any] | None = None) -> Any:

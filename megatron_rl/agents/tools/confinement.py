@@ -153,7 +153,7 @@ def _enter(layers: Mapping[str, Callable[[str], None]], directory: str) -> dict[
 
 
 def _make_guard(directory: str) -> Callable[[str, tuple[Any, ...]], None]:
-    """Return an audit hook that confines Python's own writes to the directory, even without any kernel layer."""
+    """Return an audit hook that confines Python's file writes to the directory, without help of the kernel."""
     changes = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
 
     realpath, fsdecode = os.path.realpath, os.fsdecode

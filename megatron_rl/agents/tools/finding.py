@@ -80,7 +80,7 @@ _LONGEST_OUTPUT = 4000  # bytes; longer output keeps its first and last half
 
 
 def find_missing_layers() -> dict[str, str]:
-    """Return the sandbox layers that the kernel or the container does not allow: layer of `confinement` -> reason."""
+    """Return the sandbox layers that the kernel or the container does not allow, with the reasons."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-I", "-B", confinement.__file__, directory]
         said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
@@ -188,9 +188,9 @@ _START_SECONDS = 60.0
 
 
 def list_mcp_tools(command: str) -> list[Tool]:
-    """Start an MCP server over stdin and stdout, list its tools, and stop it.
+    """Start an MCP server (over stdin and stdout), return its tools, and stop it.
 
-    Each episode starts its own server at its first call; it ends with the episode's process.
+    An episode's first call of a tool starts a server that ends with the episode's process.
 
     Raises:
         UserError: the package `mcp` is missing, or the server does not start.
@@ -204,8 +204,11 @@ def list_mcp_tools(command: str) -> list[Tool]:
             expected="a command that serves MCP over stdin and stdout, and the package mcp",
             hint=f"try the command by hand: {command}; pip install mcp",
         ) from error
-    server = _Server(command)
-    return [Tool(_write_spec(tool), lambda name=tool.name: server.bind(name)) for tool in found]
+    server, tools = _Server(command), []
+    for tool in found:
+        function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+        tools.append(Tool({"type": "function", "function": function}, lambda name=tool.name: server.bind(name)))
+    return tools
 
 
 class _Server:
@@ -242,11 +245,6 @@ def _open(command: str) -> Any:
 
     program, *arguments = shlex.split(command)
     return mcp.Client(mcp.StdioServerParameters(command=program, args=arguments))
-
-
-def _write_spec(tool: Any) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
 
 
 def _describe(error: BaseException) -> str:

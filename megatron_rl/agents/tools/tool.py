@@ -44,7 +44,7 @@ class ToolEnvironment:
         self._calls = calls
 
     def reset(self, task: Task) -> Observation:
-        """Return an observation without messages; the task's own suffice."""
+        """Return an observation without messages."""
         return Observation([])
 
     def step(self, reply: Reply) -> Observation | Done:
