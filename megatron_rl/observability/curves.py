@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""curves.png of a run, drawn from metrics.jsonl in four panels: reward, validation, distances of policies, seconds.
-
-matplotlib never opens a window.
-"""
+"""curves.png of a run, drawn from metrics.jsonl in four panels: reward, validation, distances of policies, seconds."""
 
 from __future__ import annotations
 

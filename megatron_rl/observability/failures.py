@@ -96,7 +96,7 @@ class Position:
 
 
 def find_place(frame: FrameType) -> tuple[str | None, tuple[int, ...] | None, str]:
-    """Walk outward from a thread's innermost frame, and return `operation`, `ranks` and `caller` of its `Position`."""
+    """Walk outward from a thread's innermost frame; return the thread's `Position.operation`, `ranks` and `caller`."""
     operation, ranks = None, None
     outer: FrameType | None = frame
     while outer is not None and _module(outer).startswith(_WAITING):
@@ -115,7 +115,7 @@ def find_place(frame: FrameType) -> tuple[str | None, tuple[int, ...] | None, st
 
 
 def find_position(rank: int, timers: PhaseTimers, thread: int) -> Position | None:
-    """Return this rank's position at a first look (`seconds` and `looks` 0), or `None` if its main thread is gone."""
+    """Return this rank's current position, with `seconds` and `looks` 0; `None` if its main thread `thread` is gone."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None
@@ -309,7 +309,7 @@ def _first_lines(error: BaseException) -> str:
 
 
 def _locate(error: BaseException) -> str:
-    """Return the place of an error: the innermost frame, and this package's innermost one (no timer or registry)."""
+    """Name the frame that raised an error, and this package's innermost frame around it (no timer or registry)."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "an unknown place"

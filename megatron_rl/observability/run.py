@@ -231,14 +231,14 @@ class Run:
             write_rows(self.dir / VALIDATION / name, step, rows)
 
     def write_histograms(self, step: int, describe: Callable[[], Mapping[str, np.ndarray]]) -> None:
-        """Pass distributions, name -> [k] values, to the sinks every `histograms_every` steps; only on rank 0."""
+        """Pass `describe()` to the sinks every `histograms_every` steps; only on rank 0 with TensorBoard."""
         if self.is_writer and self._settings.tensorboard and is_due(step, self._settings.histograms_every):
             values = describe()
             for sink in self._sinks:
                 sink.histograms(step, values)
 
     def follow_rollouts(self, store: Store) -> RolloutProgress:
-        """Return a counter of generated responses, with a store of its own that all ranks share."""
+        """Return a counter of generated responses, disabled if nothing shows it; `store` is shared by all ranks."""
         is_shown = self._settings.progress_bar or self._settings.status_port is not None
         return RolloutProgress(store, self._show_rollout if self.is_writer else None) if is_shown else RolloutProgress()
 

@@ -164,13 +164,13 @@ class StatusPage(Sink):
 
 
 class StatusFile(Sink):
-    """Sink that writes the page to a file after each step and at the end; opened after the page, closed before it."""
+    """Sink that writes the page of a `StatusPage` to a file after each step and when closed (before that sink)."""
 
     def __init__(self, page: StatusPage, path: Path) -> None:
         self._page, self._path = page, path
 
     def log(self, step: int, record: Record) -> None:
-        """Write the page, whose data already include this step."""
+        """Write the page, which already contains the step if `page.log` came first."""
         self.close()
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ class OpenRequests:
         return request
 
     def describe(self, counts: bool, group: dist.ProcessGroup) -> dict[str, float]:
-        """Compute rollout/prefix_cache_hits, the cached share of prompt tokens, if engines report it; collective."""
+        """Return rollout/prefix_cache_hits (share of prompt tokens on ranks with `counts`) if known; collective."""
         mine = self._sums if counts else dict.fromkeys(self._sums, 0.0)
         sums = reduce_scalars(mine, dist.ReduceOp.SUM, group, torch.device("cpu"))
         return {"rollout/prefix_cache_hits": sums["cached"] / sums["asked"]} if sums["asked"] else {}

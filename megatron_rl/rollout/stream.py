@@ -44,7 +44,7 @@ from megatron_rl.types import Prompt, Rollout, UserError
 
 @dataclass(frozen=True)
 class Taken:
-    """Samples taken by a step, before groups without a signal are dropped.
+    """Complete groups that a step takes; dynamic sampling may drop some later.
 
     Attributes:
         prompts: equal on every rank.
@@ -60,7 +60,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Clock:
-    """Conditions that end a generation phase; `training` ends that of dedicated engines."""
+    """End conditions of generation: `training` for dedicated engines beside training, else `end`."""
 
     end: PhaseEnd
     training: TrainingEnd | None = None
@@ -68,7 +68,11 @@ class Clock:
 
 
 class RolloutStream:
-    """Samples in data order; every rank makes the same calls. `runs_ahead`: engines generate during training."""
+    """Samples of a run in data order, which may begin before their step; every rank makes the same calls.
+
+    Attributes:
+        runs_ahead: dedicated engines generate during training.
+    """
 
     def __init__(
         self,
@@ -88,7 +92,7 @@ class RolloutStream:
         self._open: list[int] = []  # positions of begun, untaken prompts
 
     def next_batch(self) -> list[Prompt] | None:
-        """Return the next prompts, to begin and take in this step; `None` if any may begin, or have begun, earlier."""
+        """Return a step's prompts if none may begin ahead of its step, else `None`: `take` is to be called."""
         return None if self._schedule.max_staleness > 0 or self._open else next(self._order.prompts)
 
     def take(
@@ -201,10 +205,9 @@ class RolloutStream:
         return total.numpy()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the open prompts, whose samples are in `rank_state`.
+        """Return the step and the number of open (begun, untaken) prompts, whose samples are in `rank_state`.
 
-        Open are the last prompts that began, except `taken`: prompts that a step took out of order (none with
-        `order: stream`).
+        They are the last prompts that began, without `taken`: prompts taken out of order (`order: whole`).
         """
         begun = self._order.prompts.position
         span = range(min(self._open, default=begun), begun)

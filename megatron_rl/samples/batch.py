@@ -5,7 +5,7 @@ All token-level tensors are flat `[t]` over the rank's microbatches in execution
 are aligned by construction. A microbatch is padded to a multiple (sequence or context parallelism) or a bucket size,
 and never empty; padding enters no loss and no metric.
 
-Buckets of microbatch shapes (`step_mode` static and graph) show only a few shapes to training steps of fixed shape.
+With `step_mode` static or graph, microbatches have one of a few sizes (buckets): these steps have fixed shapes.
 
 With shared prefixes (`prefix.py`) every token after a prompt has a row, since each has its own loss; the model computes
 shared tokens once.
@@ -198,8 +198,8 @@ class MicrobatchSlice:
     Attributes:
         cu_seqlens: [num_segments + 1] int32; a segment is a sequence, or its rest after a shared prefix.
         max_seqlen: longest segment; with buckets a common bound.
-        keys: keys that each segment attends to, with shared prefixes.
-        is_bucketed: all shapes must follow from the input shapes.
+        keys: keys that each segment attends to; `None` without shared prefixes.
+        is_bucketed: whether all shapes are padded to `Buckets`.
         computed: [m] int64 relative to `start`: for each computed row one of the rows that share it, preferably a loss
             token. `None` if all rows are computed.
     """
@@ -215,7 +215,7 @@ class MicrobatchSlice:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Packed tensors of one DP rank, `[t]` unless noted; position 0 of each sequence is masked.
+    """Packed tensors of one DP rank, [t] (one row per token) unless noted; position 0 of each sequence is masked.
 
     Attributes:
         position_ids: int64, in the sequence including a shared prompt.
@@ -234,7 +234,7 @@ class TrainBatch:
         replayed_routes: [t, layers, choices] experts that the actor replays; see `RouteShape`.
         routes_used: same shape; experts chosen on this rank's rows and layers, written by a forward pass if allocated.
         flipped: bool; tokens whose router disagrees with the replayed experts, written by an update if allocated.
-        ledgers: expected counts of each minibatch's loss over all DP ranks; not checked if empty.
+        ledgers: global `LossLedger` of each minibatch; not checked if empty.
         names: names of the sequences in messages; may be empty.
     """
 
@@ -289,7 +289,7 @@ class TrainBatch:
         return len(self.tokens if rows is None else rows)
 
     def find_kept(self, places: torch.Tensor) -> PackedKeptSets | None:
-        """Return the token sets that sampling kept at `places` (t: padding); `None` if it was not truncated."""
+        """Return the token sets that truncated sampling kept for rows `places` (t: padding); `None` without it."""
         return None if self.kept is None else self.kept.pad(1)[places]
 
     def minibatch(self, index: int) -> TrainBatch:
@@ -307,7 +307,7 @@ class TrainBatch:
         return [self._part([piece]) for piece in self.slices]
 
     def take_updates(self, other: TrainBatch) -> None:
-        """Copy `update_logprobs`, `update_entropy` and `flipped` of an equal batch, if allocated here."""
+        """Copy `update_logprobs`, `update_entropy`, `flipped` (if this batch has them) from one of the same rows."""
         if self.update_logprobs is not None and self.update_entropy is not None:
             assert other.update_logprobs is not None and other.update_entropy is not None, "it was given room as well"
             self.update_logprobs.copy_(other.update_logprobs)

@@ -128,7 +128,7 @@ def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dic
         num_groups: groups to log, spread over the batch and rotated by step; -1 for all, 0 logs nothing.
 
     Returns:
-        Ascending rollout indices. `logged_as` marks extremes, which bias the rows as a sample of the step.
+        Additional fields of each row by ascending rollout index: `logged_as` marks extremes, which are no fair sample.
     """
     total = len(headers.group_sizes)
     wanted = total if num_groups < 0 else min(num_groups, total)

@@ -137,7 +137,7 @@ def correct_mismatch(
 
 
 def measure_lags(batch: TrainBatch, lags: torch.Tensor, most: int, group: dist.ProcessGroup) -> dict[str, float]:
-    """Return `mismatch/lag<N>`, the mean log-prob mismatch |d| of the tokens of lag N <= `most`; collective.
+    """Return `mismatch/lag<N>`: mean |log-prob gap| of trainer and engine on tokens of lag N <= `most`; collective.
 
     Args:
         lags: [t] steps of the main loop between the sampling policy and the current one.

@@ -41,13 +41,13 @@ class Holders:
 
 
 def for_readers(is_wanted: np.ndarray, ranks: Sequence[int]) -> Holders:
-    """Describe `ranks` as readers that all need the wanted sequences, [n] bool."""
+    """Return `Holders` of one replica whose ranks all need the sequences `is_wanted`, [n] bool."""
     return Holders(np.where(is_wanted, 0, -1), np.array([ranks]))
 
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """Transfers of one rank, by sequence index.
+    """Sequences (indices) whose values one rank keeps, sends and receives in a `fetch`.
 
     Attributes:
         kept: needed sequences that are already local.
@@ -135,14 +135,13 @@ _VERSIONS, _REWARDS = {"versions": torch.int32}, {"rewards": torch.float32}  # f
 
 @dataclass(frozen=True)
 class Payload:
-    """Branches with the tokens generated on this rank, by sequence index: the source of fetches.
+    """Branches generated on this rank, by sequence index, as the source of fetches.
 
     Attributes:
         ranks: [num_replicas, width] ranks that hold the sequences of each replica.
         has_kept: any token of the step was drawn by truncated sampling; equal on every rank.
         route_shape: equal on every rank; `None` without routes.
-        has_episodes: rollouts may have several turns. Otherwise `engines/thinking.py` inserted unsampled tokens between
-            sampled ones.
+        has_episodes: whether unsampled tokens separate turns; otherwise `engines/thinking.py` inserted them.
     """
 
     branches: Mapping[int, Branch]

@@ -118,9 +118,9 @@ def _number(bounds: np.ndarray) -> np.ndarray:
 
 
 def _cut(members: np.ndarray, bounds: np.ndarray, shared: SharedPrefixes) -> tuple[np.ndarray, np.ndarray]:
-    """Cut lists of at least two sequences into parts, each with a longer common prefix than its list.
+    """Cut each list of sequences (two or more) into parts; a part has a longer common prefix than its list.
 
-    Returns the bounds of the parts, and the common prefix of each list.
+    Returns the bounds of the parts in `members`, and the length of each list's common prefix.
     """
     saved = shared.measure(members, bounds[:-1])
     saved[bounds[:-1]] = np.iinfo(np.int64).max
@@ -350,7 +350,7 @@ def _fill_bins_of_each(lengths: np.ndarray, part_of: np.ndarray, num_bins: np.nd
 
 
 def _deal(bin_of: np.ndarray, num_bins: int, unit_costs: np.ndarray, dp_size: int) -> np.ndarray:
-    """Deal the heaviest remaining bin to the lightest unfilled rank; returns the new number of each bin, by rank."""
+    """Deal bins, heaviest first, to the lightest unfilled rank; return new bin numbers, adjacent within a rank."""
     costs, firsts = np.zeros(num_bins, np.int64), np.full(num_bins, -1)
     np.add.at(costs, bin_of, unit_costs)
     firsts[bin_of[::-1]] = np.arange(len(bin_of))[::-1]

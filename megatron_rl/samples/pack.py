@@ -28,7 +28,7 @@ FetchBranches = Callable[[Holders], Mapping[int, Branch]]
 
 @dataclass(frozen=True)
 class Packing:
-    """One rank's packed share of a step, in the layout of a role.
+    """Sequences of a step that a role needs on one rank, packed into a batch.
 
     Attributes:
         starts: [n] row of the first token after the prompt; 0 for remote sequences.
@@ -36,7 +36,7 @@ class Packing:
         versions: [t] int32, policy version that sampled each token; undefined elsewhere.
         turn_rewards: [t] float32, at the last token of each turn, if local turns have rewards.
         routes: [t, layers, choices] experts chosen by the engine, if returned.
-        metrics: quality of the plan, averaged over minibatches (padding by bucket: over the step).
+        metrics: `packing/...`, averaged over minibatches; shares of padding over the step.
     """
 
     batch: TrainBatch
@@ -57,7 +57,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packing of a step's sequences for one role.
+    """Builder of one role's `Packing` of a step.
 
     Attributes:
         model: the role's `LaidOutModel`.
@@ -196,8 +196,8 @@ def padding_metrics(shapes: Iterable[tuple[int, int]]) -> dict[str, float]:
 def number_prompts(headers: Headers) -> np.ndarray:
     """Number the runs of adjacent sequences with equal prompt tokens and prompt routes, [n].
 
-    Branches of one rollout can keep different parts of the prompt. Prompts with different routes are numbered apart,
-    because each is replayed.
+    Branches of one rollout can keep different parts of the prompt. Different routes (chosen experts) get different
+    numbers, because the actor replays them.
     """
     names = ("prompt_id", "num_prompt_tokens", "prompt_routes")
     return np.cumsum(np.any([np.diff(headers.rows[name], prepend=headers.rows[name][:1]) for name in names], axis=0))

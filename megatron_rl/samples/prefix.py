@@ -25,7 +25,7 @@ from megatron_rl.types import Branch
 class SharedPrefixes:
     """Common prefixes of sequences, by packing order.
 
-    Any two sequences share at least the minimum of `num_shared` between them; exactly that in a prefix tree's order.
+    Places i < j share at least min(num_shared[i + 1 : j + 1]) tokens; exactly that if the order walks a prefix tree.
 
     Attributes:
         places: [n] int64, place of each sequence in the packing order.
