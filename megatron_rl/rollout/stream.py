@@ -75,12 +75,7 @@ class RolloutStream:
     """
 
     def __init__(
-        self,
-        generator: RolloutGenerator,
-        order: SampleOrder,
-        config: RunConfig,
-        clock: Clock,
-        group: dist.ProcessGroup,
+        self, generator: RolloutGenerator, order: SampleOrder, config: RunConfig, clock: Clock, group: dist.ProcessGroup
     ) -> None:
         self._generator, self._order, self._clock, self._group = generator, order, clock, group
         self._carried = generator.open(order)
@@ -96,11 +91,7 @@ class RolloutStream:
         return None if self._schedule.max_staleness > 0 or self._open else next(self._order.prompts)
 
     def take(
-        self,
-        sampling: SamplingConfig,
-        on_finished: OnFinished | None,
-        count: int | None = None,
-        round: int = 0,
+        self, sampling: SamplingConfig, on_finished: OnFinished | None, count: int | None = None, round: int = 0
     ) -> Taken:
         """Generate until the next groups are complete, and take them; collective.
 

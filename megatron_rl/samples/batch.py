@@ -22,13 +22,7 @@ import torch
 
 from megatron_rl.parallel.vocab_parallel import PackedKeptSets
 from megatron_rl.samples.microbatches import MicrobatchPlan
-from megatron_rl.samples.prefix import (
-    SegmentKeys,
-    SharedPrefixes,
-    build_segment_keys,
-    move_to_device,
-    pad_segment_keys,
-)
+from megatron_rl.samples.prefix import SegmentKeys, SharedPrefixes, build_segment_keys, move_to_device, pad_segment_keys
 from megatron_rl.types import Branch, KeptSets, LossLedger
 
 _STEPS = 16

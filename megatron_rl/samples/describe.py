@@ -51,10 +51,7 @@ def describe_staleness(headers: Headers, version: int, optimizer_steps: int) -> 
         optimizer_steps: optimizer steps per step of the main loop.
     """
     staleness = (version - headers.rollouts["first_version"]) / optimizer_steps
-    return {
-        "schedule/staleness_mean": float(staleness.mean()),
-        "schedule/staleness_max": float(staleness.max()),
-    }
+    return {"schedule/staleness_mean": float(staleness.mean()), "schedule/staleness_max": float(staleness.max())}
 
 
 def describe_sources(headers: Headers, sources: Sequence[str]) -> dict[str, float]:

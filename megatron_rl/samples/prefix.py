@@ -89,8 +89,7 @@ def arrange_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int]]:
         The place of each branch, and the tokens that it shares with the previous place.
     """
     order = sorted(
-        range(len(branches)),
-        key=lambda i: (-branches[i].num_prompt_tokens, branches[i].tokens.astype(">u4").tobytes()),
+        range(len(branches)), key=lambda i: (-branches[i].num_prompt_tokens, branches[i].tokens.astype(">u4").tobytes())
     )
     places, num_shared = [0] * len(branches), [0] * len(branches)
     for place, index in enumerate(order):
