@@ -84,7 +84,7 @@ class Run:
         self.best_value = float("-inf")  # highest `trainer.best_metric` so far
         self.failed_saves: list[dict[str, Any]] = []  # {"step", "error"} of checkpoints that could not be written
         self._config_yaml, self._total_steps, self._settings = config_yaml, total_steps, settings
-        self._counts: dict[str, list[float]] = {}
+        self.series: dict[str, list[float]] = {}  # all values of each metric counted in this step, in order
         self._sinks: list[Sink] = []
         self._writer = ThreadPoolExecutor(1, "rollouts")
         self._writing: Future[None] | None = None
@@ -123,17 +123,14 @@ class Run:
                 `attempt-<n>/`; `None` begins a new run.
             positions: returns the last heartbeat of every rank.
         """
-        if self.is_writer:
-            (self.dir / ROLLOUTS).mkdir(exist_ok=True)
-            attempt = None if after_step is None else set_aside(self.dir, after_step)
-            if attempt is not None:
-                self.log.info("records of steps that are done again are kept: %s", attempt)
-            for name in (STOPPED_FILE, SUMMARY_FILE):
-                (self.dir / name).unlink(missing_ok=True)
-            self._open_sinks(after_step, positions)
-            replace_text(self.dir / CONFIG_FILE, self._config_yaml)
-
-    def _open_sinks(self, after_step: int | None, positions: Positions) -> None:
+        if not self.is_writer:
+            return
+        (self.dir / ROLLOUTS).mkdir(exist_ok=True)
+        attempt = None if after_step is None else set_aside(self.dir, after_step)
+        if attempt is not None:
+            self.log.info("records of steps that are done again are kept: %s", attempt)
+        for name in (STOPPED_FILE, SUMMARY_FILE):
+            (self.dir / name).unlink(missing_ok=True)
         settings, add = self._settings, self._sinks.append
         self._pace = Pace(self._total_steps, max(after_step or 0, 0))
         add(MetricsFile(self.dir))
@@ -163,11 +160,12 @@ class Run:
         self._display = ProgressDisplay(self._pace, is_wanted=settings.progress_bar)
         add(ConsoleLines(self._total_steps, settings.console_every, self._display.print))
         add(self._display)
+        replace_text(self.dir / CONFIG_FILE, self._config_yaml)
 
     def count(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the step's record; several values of a metric are averaged."""
         for name, value in metrics.items():
-            self._counts.setdefault(name, []).append(float(value))
+            self.series.setdefault(name, []).append(float(value))
 
     def complete(self, series: Mapping[str, Sequence[float]], times: Mapping[str, float]) -> None:
         """Merge another rank's metrics and times of this step into the record.
@@ -177,25 +175,20 @@ class Run:
             times: from `PhaseTimers.seen`; the larger value of each phase is kept.
         """
         for name, values in series.items():
-            self._counts.setdefault(name, list(values))
+            self.series.setdefault(name, list(values))
         self.timers.complete(times)
-
-    @property
-    def series(self) -> Mapping[str, Sequence[float]]:
-        """All values of each metric counted in this step, in order."""
-        return self._counts
 
     def counted(self) -> dict[str, float]:
         """Return the metrics counted in this step so far: their means, or first values if `Metric.first_only`."""
         return {
             name: values[0] if (metric := find_metric(name)) and metric.first_only else sum(values) / len(values)
-            for name, values in self._counts.items()
+            for name, values in self.series.items()
         }
 
     def record(self, step: int) -> None:
         """Write the record of one step: its metrics and the seconds of its phases."""
         metrics = self.counted()
-        self._counts = {}
+        self.series = {}
         seconds = self.timers.pop()
         tokens = metrics.get("tokens/prompt", 0.0) + metrics.get("tokens/response", 0.0)
         if tokens and seconds.get("time/step"):

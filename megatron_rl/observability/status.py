@@ -126,10 +126,8 @@ class StatusPage(Sink):
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replace the previous step's rollouts."""
         if rows:
-            self._samples = {
-                "step": step,
-                "rows": [{name: _text(row.get(name)) for name in _SAMPLE_FIELDS} for row in rows],
-            }
+            texts = [{name: _text(row.get(name)) for name in _SAMPLE_FIELDS} for row in rows]
+            self._samples = {"step": step, "rows": texts}
 
     def alarm(self, step: int, name: str, text: str) -> None:
         """Show the alarm above the curves, the newest first."""

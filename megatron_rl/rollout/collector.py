@@ -113,11 +113,8 @@ class Collector:
         while sum(informative) < wanted and len(informative) < most:
             missing = min(wanted - sum(informative), most - len(informative))
             part = self._draw(step, len(parts), missing)
-            informative += (
-                find_informative(part.headers, algorithm.dynamic_sampling_metric)
-                if resamples
-                else [True] * len(part.prompts)
-            )
+            metric = algorithm.dynamic_sampling_metric
+            informative += find_informative(part.headers, metric) if resamples else [True] * len(part.prompts)
             parts.append(part)
             failed = self._check_failures(parts, f"step {step}")
         found = sum(informative)

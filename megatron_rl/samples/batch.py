@@ -318,14 +318,8 @@ class TrainBatch:
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
         """Apply `function` to every tensor [t, ...], not to `slices` and `kept`."""
-        return replace(
-            self,
-            **{
-                item.name: function(value)
-                for item in fields(self)
-                if isinstance(value := getattr(self, item.name), torch.Tensor)
-            },
-        )
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return replace(self, **{name: function(x) for name, x in values.items() if isinstance(x, torch.Tensor)})
 
 
 def expand_to_tokens(values: Sequence[float] | np.ndarray, batch: TrainBatch) -> torch.Tensor:

@@ -166,25 +166,14 @@ def hold(
     `num_bytes`: bytes received so far for this step.
     """
     firsts = headers.rollouts.rows
-    starts = dict(
-        zip(
-            zip(firsts["group"].tolist(), firsts["sample_index"].tolist(), strict=True),
-            headers.first_of_rollout.tolist(),
-            strict=True,
-        )
-    )
-    return Payload(
-        {
-            starts[index, rollout.sample_index] + place: branch
-            for index, rollout in held
-            for place, branch in enumerate(rollout.branches)
-        },
-        ranks,
-        num_bytes,
-        has_kept,
-        route_shape,
-        has_episodes,
-    )
+    names = zip(firsts["group"].tolist(), firsts["sample_index"].tolist(), strict=True)
+    starts = dict(zip(names, headers.first_of_rollout.tolist(), strict=True))
+    branches = {
+        starts[index, rollout.sample_index] + place: branch
+        for index, rollout in held
+        for place, branch in enumerate(rollout.branches)
+    }
+    return Payload(branches, ranks, num_bytes, has_kept, route_shape, has_episodes)
 
 
 def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_first: Fetch) -> dict[int, Branch]:

@@ -153,19 +153,12 @@ class Packer:
         return Padding(self.model.pad_multiple, self.model.buckets, self.plan.longest_sequence)
 
     def _measure(self, minibatches: list[_Minibatch]) -> dict[str, float]:
-        pad, metrics, sizes = self._padding.find_size, [], []
+        pad, budget, ratio = self._padding.find_size, self.config.max_tokens_per_microbatch, self.model.attention_ratio
+        metrics, sizes = [], []
         for part in minibatches:
-            metrics.append(
-                packing_metrics(
-                    part.plan,
-                    part.lengths,
-                    self.config.max_tokens_per_microbatch,
-                    pad=pad,
-                    attention_ratio=self.model.attention_ratio,
-                    shared=part.shared,
-                )
-            )
-            sizes += microbatch_sizes(part.plan, part.lengths, part.shared)
+            plan, lengths, shared = part.plan, part.lengths, part.shared
+            metrics.append(packing_metrics(plan, lengths, budget, pad=pad, attention_ratio=ratio, shared=shared))
+            sizes += microbatch_sizes(plan, lengths, shared)
         padding = padding_metrics((size, pad(size)) for size in sizes) if self.model.buckets else {}
         return {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]} | padding
 

@@ -123,11 +123,8 @@ class Headers:
 
     def reported(self, index: int) -> dict[str, float]:
         """Return the reported reward components of one sequence by name."""
-        return {
-            name: float(value)
-            for name, value in zip(self.names, self.components[index], strict=True)
-            if not np.isnan(value)
-        }
+        pairs = zip(self.names, self.components[index].tolist(), strict=True)
+        return {name: value for name, value in pairs if not np.isnan(value)}
 
     def list_titles(self) -> list[str]:
         """Return the name of each sequence for messages."""
