@@ -119,16 +119,8 @@ def find_position(rank: int, timers: PhaseTimers, thread: int) -> Position | Non
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None
-    phases = [name for name in timers.phases if name != "step"]
-    return Position(
-        rank,
-        timers.step,
-        phases[-1] if phases else "between phases",
-        timers.num_entered,
-        *find_place(frame),
-        seconds=0.0,
-        looks=0,
-    )
+    phase = next((name for name in reversed(timers.phases) if name != "step"), "between phases")
+    return Position(rank, timers.step, phase, timers.num_entered, *find_place(frame), seconds=0.0, looks=0)
 
 
 def explain_wait(positions: Sequence[Position | None], silent: Sequence[int]) -> str:

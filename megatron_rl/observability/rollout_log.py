@@ -121,12 +121,11 @@ def summarize(records: Sequence[Record]) -> dict[str, Any]:
         kind, _, name = key.partition("/")
         if kind in sums and key != "tokens/per_second":
             sums[kind][name] = sum(record.get(key) or 0 for record in records)
-    wholes = [record.get("time/step") for record in records]
     return {
         "steps": max((step_of(record) for record in records), default=0),
         "seconds_total": sum(
-            sum(phase_seconds(record).values()) if whole is None else whole
-            for record, whole in zip(records, wholes, strict=True)
+            sum(phase_seconds(record).values()) if (whole := record.get("time/step")) is None else whole
+            for record in records
         ),
         "seconds": sums["time"],
         "tokens": sums["tokens"],

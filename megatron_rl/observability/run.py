@@ -140,14 +140,8 @@ class Run:
         if settings.status_port is not None:
             from megatron_rl.observability.status import STATUS_FILE, StatusFile, StatusPage
 
-            page = StatusPage(
-                self.dir.resolve().name,
-                settings.status_host,
-                settings.status_port,
-                now=self._describe_now,
-                positions=positions,
-                records=records,
-            )
+            name, host, port = self.dir.resolve().name, settings.status_host, settings.status_port
+            page = StatusPage(name, host, port, now=self._describe_now, positions=positions, records=records)
             add(page)
             add(StatusFile(page, self.dir / STATUS_FILE))
             self.log.info("status page: %s", page.url)
@@ -292,14 +286,10 @@ class Run:
         if self.is_writer:
             step, best = find_best_responses(self.dir)
             shown = ("prompt_id", "sample_index", "reward", "response")
-            summary = write_summary(
-                self.dir,
-                {
-                    "failed_saves": self.failed_saves,
-                    "alarms": [asdict(alarm) for alarm in self._health.alarms],
-                    "best_responses": [{"step": step, **{name: row[name] for name in shown}} for row in best],
-                },
-            )
+            responses = [{"step": step, **{name: row[name] for name in shown}} for row in best]
+            alarms = [asdict(alarm) for alarm in self._health.alarms]
+            extra = {"failed_saves": self.failed_saves, "alarms": alarms, "best_responses": responses}
+            summary = write_summary(self.dir, extra)
             for row in best:
                 self.log.info("best of step %d: %s", step, format_response(row))
             for name, course in json.loads(summary.read_text())["validation"].items():

@@ -185,13 +185,8 @@ class RolloutGenerator:
         if sampled.finish_reason == "interrupted" and not len(sampled.tokens):
             return
         prompt, sample = samples.sample_of(request.key)
-        check_sampled(
-            sampled,
-            request,
-            vocab_size=self._weights.shape.vocab_size,
-            source=f"{self._name}, prompt_id {prompt.prompt_id}, sample {sample}",
-            route_shape=self.route_shape,
-        )
+        source, size = f"{self._name}, prompt_id {prompt.prompt_id}, sample {sample}", self._weights.shape.vocab_size
+        check_sampled(sampled, request, vocab_size=size, source=source, route_shape=self.route_shape)
 
     def close(self) -> None:
         """Stop the environment processes and close the engine."""

@@ -150,12 +150,9 @@ class RolloutStream:
         counts.update(dict.fromkeys(counts, 0.0))
         if busy_share is not None:
             metrics["schedule/engine_busy"] = busy / len(self._generator.engines.of)
-        return Taken(
-            [self._order.prompts.stream.prompt(position) for position in positions],
-            [self._order.step_of(position * self._group_size) for position in positions],
-            rollouts,
-            metrics,
-        )
+        prompts = [self._order.prompts.stream.prompt(position) for position in positions]
+        steps = [self._order.step_of(position * self._group_size) for position in positions]
+        return Taken(prompts, steps, rollouts, metrics)
 
     def _count_unfinished(self) -> np.ndarray:
         """Count this engine's unfinished samples of each open (begun, untaken) prompt, [open prompts]."""
@@ -180,12 +177,9 @@ class RolloutStream:
     def _begin(self, positions: range, max_tokens: int) -> None:
         loads = np.zeros(len(self._generator.engines.of))
         loads[self._generator.engine_index] = len(self._carried.find_unfinished())
-        mine = self._generator.assign(
-            [self._order.prompts.stream.prompt(position) for position in positions],
-            self._group_size,
-            max_tokens,
-            self._sum_over_engines(loads).astype(np.int64),
-        )
+        loads = self._sum_over_engines(loads).astype(np.int64)
+        prompts = [self._order.prompts.stream.prompt(position) for position in positions]
+        mine = self._generator.assign(prompts, self._group_size, max_tokens, loads)
         self._carried.begin([positions.start * self._group_size + key for key in mine])
 
     def _sum_over_engines(self, values: Sequence[float] | np.ndarray) -> np.ndarray:

@@ -115,16 +115,9 @@ class Rows:
         rows, own, repeated = positions + (self.num_tokens - skipped), length - num_shared, num_shared - skipped
         path = np.concatenate([self._path[:num_shared], np.arange(self.num_computed, self.num_computed + own)])
         mask = sequence.sampled[skipped:] & (positions > 0)
-        self._pieces.append(
-            (
-                sequence.tokens[skipped:],
-                positions,
-                path[np.maximum(positions - 1, 0)],
-                mask,
-                np.full(len(positions), index),
-                sequence.logprobs[skipped:],
-            )
-        )
+        tokens, logprobs, ids = sequence.tokens[skipped:], sequence.logprobs[skipped:], np.full(len(positions), index)
+        predecessors = path[np.maximum(positions - 1, 0)]
+        self._pieces.append((tokens, positions, predecessors, mask, ids, logprobs))
         kept = sequence.kept or KeptSets.whole(length)
         self._kept.append(KeptSets(kept.ids, kept.counts[skipped:]))  # prompt tokens have no kept ids
         self._has_kept |= sequence.kept is not None
@@ -150,9 +143,10 @@ class Rows:
         self.pad(padding.find_size(self.num_computed), padding.max_seqlen if buckets else None)
         computed = None
         if self.num_computed < self.num_tokens:
-            computed = np.concatenate(self._own)
+            chosen = np.concatenate(self._own)
             for rows, others in self._instead:
-                computed[rows] = others
+                chosen[rows] = others
+            computed = move_to_device(chosen, device)
         bounds, longest = np.cumsum([0, *self.lengths]), max(self.lengths)
         keys = build_segment_keys(self.paths, self.lengths, device)
         if buckets is not None:
@@ -166,15 +160,8 @@ class Rows:
         first, self._total = self._total, self._total + self.num_tokens
         self.lengths, self.paths, self._own, self._instead = [], [], [], []
         self.num_tokens = self.num_computed = 0
-        return MicrobatchSlice(
-            first,
-            self._total,
-            move_to_device(bounds.astype(np.int32), device),
-            longest,
-            keys,
-            is_bucketed=buckets is not None,
-            computed=None if computed is None else move_to_device(computed, device),
-        )
+        cu_seqlens = move_to_device(bounds.astype(np.int32), device)
+        return MicrobatchSlice(first, self._total, cu_seqlens, longest, keys, buckets is not None, computed)
 
     def build_columns(self, device: torch.device) -> dict[str, Any]:
         """Concatenate the columns of all rows, [t] each; `kept` is `None` if sampling was not truncated."""

@@ -123,9 +123,8 @@ class Experience:
     def read(self, packer: Packer, names: Sequence[str] = ()) -> TrainBatch:
         """Return a role's batch with the named columns that exist; collective if one must be fetched."""
         packing = self.pack(packer)
-        return replace(
-            packing.batch, **{name: self._bring(name, packing, packer.key) for name in names if name in self.columns}
-        )
+        columns = {name: self._bring(name, packing, packer.key) for name in names if name in self.columns}
+        return replace(packing.batch, **columns)
 
     def fetch_rollouts(
         self,
@@ -261,13 +260,8 @@ class Experience:
         def read(_: str, sequences: np.ndarray) -> torch.Tensor:
             return column.values[column.packing.rows(sequences)].flatten()
 
-        found = self._fetch(
-            column.holders or column.packing.holders,
-            destination,
-            self.headers.num_response_tokens * size.numel(),
-            {"values": column.values.dtype},
-            read,
-        )
+        source, lengths = column.holders or column.packing.holders, self.headers.num_response_tokens * size.numel()
+        found = self._fetch(source, destination, lengths, {"values": column.values.dtype}, read)
         return replace(found, columns={"values": found.columns["values"].view(-1, *size)})
 
     def _fetch(

@@ -216,7 +216,6 @@ def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_
 
 
 def _fetch_kept(payload: Payload, lengths: np.ndarray, fetch: Fetch) -> dict[int, KeptSets]:
-
     def read(name: str, sequences: np.ndarray) -> torch.Tensor:
         branches = [payload.branches[i] for i in sequences.tolist()]
         sets = [branch.kept or KeptSets.whole(len(branch.tokens)) for branch in branches]
@@ -236,7 +235,6 @@ def _fetch_kept(payload: Payload, lengths: np.ndarray, fetch: Fetch) -> dict[int
 
 
 def _fetch_routes(payload: Payload, shape: RouteShape, lengths: np.ndarray, fetch: Fetch) -> dict[int, np.ndarray]:
-
     def read(name: str, sequences: np.ndarray) -> torch.Tensor:
         branches = [payload.branches[i] for i in sequences.tolist()]
         found = [shape.unknown(len(b.tokens)) if b.routes is None else b.routes for b in branches]

@@ -72,14 +72,9 @@ class Packer:
     @property
     def key(self) -> Hashable:
         """Cache key; roles with equal keys share one packing."""
-        model = self.model
-        return (
-            model.layout,
-            model.pad_multiple,
-            model.buckets,
-            self.config.max_tokens_per_microbatch,
-            self.config.share_prompts,
-        )
+        model, config = self.model, self.config
+        layout = (model.layout, model.pad_multiple, model.buckets)
+        return (*layout, config.max_tokens_per_microbatch, config.share_prompts)
 
     def pack(self, headers: Headers, fetch_branches: FetchBranches) -> Packing:
         """Plan all DP replicas' microbatches, then fetch and pack the sequences of this replica; collective."""

@@ -135,11 +135,8 @@ def build_segment_keys(paths: Sequence[np.ndarray], lengths: Sequence[int], devi
     num_keys = [len(path) for path in paths]
     if num_keys == [*lengths]:
         return None
-    return SegmentKeys(
-        move_to_device(np.concatenate(paths), device),
-        move_to_device(np.cumsum([0, *num_keys], dtype=np.int32), device),
-        max(num_keys),
-    )
+    cu_seqlens = move_to_device(np.cumsum([0, *num_keys], dtype=np.int32), device)
+    return SegmentKeys(move_to_device(np.concatenate(paths), device), cu_seqlens, max(num_keys))
 
 
 def move_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
