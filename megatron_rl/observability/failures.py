@@ -261,7 +261,18 @@ def explain_lost(lost: Sequence[Position], scene: Scene, what: str) -> UserError
 
 
 def _explain_memory(error: BaseException, scene: Scene) -> UserError:
-    asked, in_use = _read_sizes(text_of(error))
+    message, gib = text_of(error), 1 << 30
+    found = re.search(
+        r"Tried to allocate ([\d.]+ \w+)|tried to allocate (\d+) bytes|Unable to allocate ([\d.]+ \w+)", message
+    )
+    asked = "" if found is None else next(part for part in found.groups() if part)
+    asked = f"{int(asked) / gib:.2f} GiB" if asked.isdigit() else asked
+    if (device := re.search(r"GPU \d+ has a total capacity of .*?is free", message)) is not None:
+        used = re.search(r"this process has ([\d.]+ \w+) memory in use", message)
+        in_use = device[0] + (f", {used[1]} in use by this rank" if used else "")
+    else:
+        in_use = f"{psutil.Process().memory_info().rss / gib:.2f} GiB in use by this rank, "
+        in_use += f"{psutil.virtual_memory().available / gib:.2f} GiB left on the host"
     frames = [Path(frame.filename) for frame in reversed(traceback.extract_tb(error.__traceback__))]
     rooms = [_ROOM_OF_PHASE.get(scene.phase or "", scene.phase)]
     rooms += [file.relative_to(_FOLDER).parts[0] for file in frames if file.is_relative_to(_FOLDER)]
@@ -272,25 +283,6 @@ def _explain_memory(error: BaseException, scene: Scene) -> UserError:
         source=f"{scene}, {_locate(error)}",
         expected="that this fits beside what is in use",
         hint=_MEMORY_HINTS[room].format(role=role),
-    )
-
-
-def _read_sizes(message: str) -> tuple[str, str]:
-    """Parse the requested size and the memory in use from a message of torch or numpy."""
-    asked = re.search(
-        r"Tried to allocate ([\d.]+ \w+)|tried to allocate (\d+) bytes|Unable to allocate ([\d.]+ \w+)", message
-    )
-    size = "" if asked is None else next(part for part in asked.groups() if part)
-    device = re.search(r"GPU \d+ has a total capacity of .*?is free", message)
-    if device is not None:
-        used = re.search(r"this process has ([\d.]+ \w+) memory in use", message)
-        return size, device[0] + (f", {used[1]} in use by this rank" if used else "")
-    gib = 1 << 30
-    if size.isdigit():
-        size = f"{int(size) / gib:.2f} GiB"
-    return size, (
-        f"{psutil.Process().memory_info().rss / gib:.2f} GiB in use by this rank, "
-        f"{psutil.virtual_memory().available / gib:.2f} GiB left on the host"
     )
 
 

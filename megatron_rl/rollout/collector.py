@@ -156,19 +156,12 @@ class Collector:
         config, metrics = self._config, {}
         for name, prompt_set in validation.items():
             drawn = config.rollout.for_validation(name)
-            sampling = replace(
-                self.sampling(drawn.temperature),
-                top_p=drawn.top_p,
-                top_k=drawn.top_k,
-                min_p=0.0,
-                thinking_budget=drawn.thinking_budget,
-            )
+            base, budget = self.sampling(drawn.temperature), drawn.thinking_budget
+            sampling = replace(base, top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0, thinking_budget=budget)
             parts = [self.generate(SampleGroups(prompt_set.prompts, drawn.n, sampling, step=0), with_answers=True)]
             headers = join_headers([part.headers for part in parts]).rollouts
-            shape = (-1, drawn.n)
-            found = compute_validation_metrics(
-                correctness_of(headers).reshape(shape).tolist(), headers["answer"].reshape(shape).tolist()
-            )
+            columns = (correctness_of(headers), headers["answer"])
+            found = compute_validation_metrics(*(column.reshape(-1, drawn.n).tolist() for column in columns))
             failed = self._check_failures(parts, f'the validation set "{name}"')
             if self._config.agents.has_episodes:
                 found["failed"] = failed

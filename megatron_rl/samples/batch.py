@@ -131,16 +131,13 @@ class Rows:
         self.num_tokens += len(positions)
         self.num_computed += own
 
-    def pad(self, length: int, max_seqlen: int | None = None) -> None:
-        """Append padding segments of at most `max_seqlen` tokens until the microbatch computes `length` rows."""
-        while (missing := length - self.num_computed) > 0:
-            count = min(missing, max_seqlen or missing)
-            self.append(Branch.of_response(np.zeros(count, np.int32), count), -1, 0)
-
     def close_microbatch(self, padding: Padding, device: torch.device) -> MicrobatchSlice:
         """Pad the current microbatch, and begin the next one."""
         buckets = padding.buckets
-        self.pad(padding.find_size(self.num_computed), padding.max_seqlen if buckets else None)
+        length, most = padding.find_size(self.num_computed), padding.max_seqlen if buckets else None
+        while (missing := length - self.num_computed) > 0:  # append padding segments
+            count = min(missing, most or missing)
+            self.append(Branch.of_response(np.zeros(count, np.int32), count), -1, 0)
         computed = None
         if self.num_computed < self.num_tokens:
             chosen = np.concatenate(self._own)
