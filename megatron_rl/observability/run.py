@@ -21,6 +21,7 @@ import numpy as np
 from torch.distributed.distributed_c10d import Store
 
 from megatron_rl.config.sections import ObservabilityConfig
+from megatron_rl.observability import rollout_log
 from megatron_rl.observability.health import HealthMonitor
 from megatron_rl.observability.metric_table import find_metric
 from megatron_rl.observability.metrics import (
@@ -48,13 +49,6 @@ from megatron_rl.observability.progress import (
     log_path,
     open_rank_log,
     read_warnings,
-)
-from megatron_rl.observability.rollout_log import (
-    SUMMARY_FILE,
-    find_best_responses,
-    format_response,
-    write_rows,
-    write_summary,
 )
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.types import UserError
@@ -103,7 +97,7 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """True if the run of this directory is complete."""
-        return (self.dir / SUMMARY_FILE).exists()
+        return (self.dir / rollout_log.SUMMARY_FILE).exists()
 
     @property
     def checkpoints(self) -> Path:
@@ -129,7 +123,7 @@ class Run:
         attempt = None if after_step is None else set_aside(self.dir, after_step)
         if attempt is not None:
             self.log.info("records of steps that are done again are kept: %s", attempt)
-        for name in (STOPPED_FILE, SUMMARY_FILE):
+        for name in (STOPPED_FILE, rollout_log.SUMMARY_FILE):
             (self.dir / name).unlink(missing_ok=True)
         settings, add = self._settings, self._sinks.append
         self._pace = Pace(self._total_steps, max(after_step or 0, 0))
@@ -202,7 +196,7 @@ class Run:
         self.settle()
         if self.is_writer:
             rows = list(rows)
-            self._writing = self._writer.submit(write_rows, self.dir, step, rows)
+            self._writing = self._writer.submit(rollout_log.write_rows, self.dir, step, rows)
             for sink in self._sinks:
                 sink.samples(step, rows[:_NUM_SAMPLES])
 
@@ -215,7 +209,7 @@ class Run:
     def write_validation(self, step: int, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the responses of a validation set after a step."""
         if self.is_writer:
-            write_rows(self.dir / VALIDATION / name, step, rows)
+            rollout_log.write_rows(self.dir / VALIDATION / name, step, rows)
 
     def write_histograms(self, step: int, describe: Callable[[], Mapping[str, np.ndarray]]) -> None:
         """Pass `describe()` to the sinks every `histograms_every` steps; only on rank 0 with TensorBoard."""
@@ -284,14 +278,14 @@ class Run:
         self.settle()
         self._close_sinks()
         if self.is_writer:
-            step, best = find_best_responses(self.dir)
+            step, best = rollout_log.find_best_responses(self.dir)
             shown = ("prompt_id", "sample_index", "reward", "response")
             responses = [{"step": step, **{name: row[name] for name in shown}} for row in best]
             alarms = [asdict(alarm) for alarm in self._health.alarms]
             extra = {"failed_saves": self.failed_saves, "alarms": alarms, "best_responses": responses}
-            summary = write_summary(self.dir, extra)
+            summary = rollout_log.write_summary(self.dir, extra)
             for row in best:
-                self.log.info("best of step %d: %s", step, format_response(row))
+                self.log.info("best of step %d: %s", step, rollout_log.format_response(row))
             for name, course in json.loads(summary.read_text())["validation"].items():
                 numbers = (course[key] for key in ("first", "first_step", "last", "last_step", "best"))
                 self.log.info("%s accuracy: %.4f at step %d -> %.4f at step %d (best %.4f)", name, *numbers)

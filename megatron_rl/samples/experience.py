@@ -194,12 +194,9 @@ class Experience:
             for index, branch in part._payload.branches.items()
             if start + index in places
         }
-        payload = replace(
-            parts[0]._payload,
-            branches=branches,
-            num_bytes=sum(part.count_bytes() for part in parts),
-            has_kept=any(part._payload.has_kept for part in parts),
-        )
+        num_bytes = sum(part.count_bytes() for part in parts)
+        has_kept = any(part._payload.has_kept for part in parts)
+        payload = replace(parts[0]._payload, branches=branches, num_bytes=num_bytes, has_kept=has_kept)
         return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
 
     def select(self, groups: Sequence[int]) -> tuple[Experience, np.ndarray]:
