@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""curves.png of a run, drawn from metrics.jsonl in four panels: reward, validation, distances of policies, seconds.
-
-matplotlib never opens a window.
-"""
+"""curves.png of a run, drawn from metrics.jsonl in four panels: reward, validation, distances of policies, seconds."""
 
 from __future__ import annotations
 
@@ -98,20 +95,13 @@ def _draw_validation(axes: Any, records: Sequence[Record]) -> None:
     keys = sorted({key for record in records for key in record if accuracy_set(key)})
     if not keys:
         return
+    above = {"textcoords": "offset points", "ha": "center", "fontsize": 9}
     for index, key in enumerate(keys):
         steps, values = read_points(records, key)
         color = _SETS[index % len(_SETS)]
         axes.plot(steps, values, color=color, lw=2, marker="o", ms=5, label=accuracy_set(key))
         for step, value in {(steps[0], values[0]), (steps[-1], values[-1])} if steps else ():
-            axes.annotate(
-                f"{value:.3f}",
-                (step, value),
-                textcoords="offset points",
-                xytext=(0, 7),
-                ha="center",
-                fontsize=9,
-                color=color,
-            )
+            axes.annotate(f"{value:.3f}", (step, value), xytext=(0, 7), color=color, **above)
     axes.margins(y=0.15)
     axes.legend(loc="best")
 

@@ -96,7 +96,7 @@ class Position:
 
 
 def find_place(frame: FrameType) -> tuple[str | None, tuple[int, ...] | None, str]:
-    """Walk outward from a thread's innermost frame, and return `operation`, `ranks` and `caller` of its `Position`."""
+    """Walk outward from a thread's innermost frame; return the thread's `Position.operation`, `ranks` and `caller`."""
     operation, ranks = None, None
     outer: FrameType | None = frame
     while outer is not None and _module(outer).startswith(_WAITING):
@@ -115,20 +115,12 @@ def find_place(frame: FrameType) -> tuple[str | None, tuple[int, ...] | None, st
 
 
 def find_position(rank: int, timers: PhaseTimers, thread: int) -> Position | None:
-    """Return this rank's position at a first look (`seconds` and `looks` 0), or `None` if its main thread is gone."""
+    """Return this rank's current position, with `seconds` and `looks` 0; `None` if its main thread `thread` is gone."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None
-    phases = [name for name in timers.phases if name != "step"]
-    return Position(
-        rank,
-        timers.step,
-        phases[-1] if phases else "between phases",
-        timers.num_entered,
-        *find_place(frame),
-        seconds=0.0,
-        looks=0,
-    )
+    phase = next((name for name in reversed(timers.phases) if name != "step"), "between phases")
+    return Position(rank, timers.step, phase, timers.num_entered, *find_place(frame), seconds=0.0, looks=0)
 
 
 def explain_wait(positions: Sequence[Position | None], silent: Sequence[int]) -> str:
@@ -269,7 +261,18 @@ def explain_lost(lost: Sequence[Position], scene: Scene, what: str) -> UserError
 
 
 def _explain_memory(error: BaseException, scene: Scene) -> UserError:
-    asked, in_use = _read_sizes(text_of(error))
+    message, gib = text_of(error), 1 << 30
+    found = re.search(
+        r"Tried to allocate ([\d.]+ \w+)|tried to allocate (\d+) bytes|Unable to allocate ([\d.]+ \w+)", message
+    )
+    asked = "" if found is None else next(part for part in found.groups() if part)
+    asked = f"{int(asked) / gib:.2f} GiB" if asked.isdigit() else asked
+    if (device := re.search(r"GPU \d+ has a total capacity of .*?is free", message)) is not None:
+        used = re.search(r"this process has ([\d.]+ \w+) memory in use", message)
+        in_use = device[0] + (f", {used[1]} in use by this rank" if used else "")
+    else:
+        in_use = f"{psutil.Process().memory_info().rss / gib:.2f} GiB in use by this rank, "
+        in_use += f"{psutil.virtual_memory().available / gib:.2f} GiB left on the host"
     frames = [Path(frame.filename) for frame in reversed(traceback.extract_tb(error.__traceback__))]
     rooms = [_ROOM_OF_PHASE.get(scene.phase or "", scene.phase)]
     rooms += [file.relative_to(_FOLDER).parts[0] for file in frames if file.is_relative_to(_FOLDER)]
@@ -283,25 +286,6 @@ def _explain_memory(error: BaseException, scene: Scene) -> UserError:
     )
 
 
-def _read_sizes(message: str) -> tuple[str, str]:
-    """Parse the requested size and the memory in use from a message of torch or numpy."""
-    asked = re.search(
-        r"Tried to allocate ([\d.]+ \w+)|tried to allocate (\d+) bytes|Unable to allocate ([\d.]+ \w+)", message
-    )
-    size = "" if asked is None else next(part for part in asked.groups() if part)
-    device = re.search(r"GPU \d+ has a total capacity of .*?is free", message)
-    if device is not None:
-        used = re.search(r"this process has ([\d.]+ \w+) memory in use", message)
-        return size, device[0] + (f", {used[1]} in use by this rank" if used else "")
-    gib = 1 << 30
-    if size.isdigit():
-        size = f"{int(size) / gib:.2f} GiB"
-    return size, (
-        f"{psutil.Process().memory_info().rss / gib:.2f} GiB in use by this rank, "
-        f"{psutil.virtual_memory().available / gib:.2f} GiB left on the host"
-    )
-
-
 def _first_lines(error: BaseException) -> str:
     lines = text_of(error).strip().splitlines()[:3] or [""]
     text = " ".join(line.strip() for line in lines)
@@ -309,7 +293,7 @@ def _first_lines(error: BaseException) -> str:
 
 
 def _locate(error: BaseException) -> str:
-    """Return the place of an error: the innermost frame, and this package's innermost one (no timer or registry)."""
+    """Name the frame that raised an error, and this package's innermost frame around it (no timer or registry)."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "an unknown place"

@@ -63,7 +63,7 @@ class _Courses:
         return values[: self.window] if len(values) >= 2 * self.window else []
 
     def earlier(self, key: str) -> list[float]:
-        """Return the window `_EARLIER` windows ago, or the first of a shorter series; empty if it overlaps the last."""
+        """Return the values of the window that ended `_EARLIER` windows ago; of a shorter series the `first` window."""
         values, end = self.series.get(key, []), -_EARLIER * self.window
         return values[end - self.window : end] if len(values) >= self.window - end else self.first(key)
 
@@ -175,7 +175,7 @@ CHECKS: dict[str, tuple[str, Callable[..., str | None]]] = {
 
 
 class HealthMonitor:
-    """Checks of every step's record; a failing check raises one alarm, and another after a window without failure."""
+    """Checks of every step's record; a failing check raises an alarm if it passed in the `window` records before."""
 
     def __init__(self, settings: HealthConfig) -> None:
         self.alarms: list[Alarm] = []

@@ -188,7 +188,7 @@ ROWS: tuple[Metric, ...] = (
 
 @cache
 def find_metric(key: str) -> Metric | None:
-    """Return the declaration of a record's key, if several match, the one with fewest placeholders; if none, `None`."""
+    """Return the declaration of a record's key, with the fewest placeholders if several match; `None` if none does."""
     found = [metric for metric in ROWS if metric.match(key) is not None]
     return min(found, key=lambda metric: metric.name.count("<"), default=None)
 

@@ -36,7 +36,7 @@ class Sink:
         """Take the record of one step: metric -> number, sorted; step 0 is before training."""
 
     def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        """Take distributions of a step: name -> [k] values."""
+        """Receive distributions of a step: arrays of values by name."""
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Take some rollouts of a step, as rows of rollouts/step_<N>.jsonl."""

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output of a run for people: lines and bars on the terminal (plain lines without one), and a log file per rank.
 
-During a generation, a thread sums the engines' counts of responses and tokens in the job's store, twice a second, and
-passes the sums to the display on rank 0.
-
 The logger is the package's own, so every module's `logging.getLogger(__name__)` writes to the file.
 """
 
@@ -130,7 +127,7 @@ class ConsoleLines(Sink):
         self._total_steps, self._every, self._print = total_steps, every, print_line
 
     def log(self, step: int, record: NumberRecord) -> None:
-        """Print the line of every `every`-th step, of the last step, and of a step with a validation."""
+        """Print the line of a step that is due."""
         is_due = step % self._every == 0 or step == self._total_steps
         if is_due or any(key.startswith("validation/") for key in record):
             self._print(format_console_line(step, self._total_steps, record))
@@ -279,7 +276,7 @@ _WARNING = re.compile(r"(?:([\d-]+ [\d:]+),\d+ rank\d+ (WARNING|ERROR|CRITICAL) 
 
 
 class _ConsoleHandler(logging.Handler):
-    """Handler that prints to the current stdout, which a progress bar replaces (`progress.py`)."""
+    """Handler that prints to the current `sys.stdout`, which progress bars may replace later."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -47,7 +47,9 @@ class TokenTexts:
                 self._known.clear()
                 break
         for token in map(int, tokens):
-            text = self._text_of(token)
+            if token not in self._known:  # behind another token: some tokenizers drop the leading space of a text
+                self._known[token] = self._decode([*self._anchor, token])[len(self._anchor_text) :]
+            text = self._known[token]
             if _BROKEN not in text:
                 if parts:  # an unfinished character
                     texts[-1] = self._decode(parts)
@@ -62,12 +64,6 @@ class TokenTexts:
         if parts:
             texts[-1] = self._decode(parts)
         return texts
-
-    # Decoded behind another token, because some tokenizers drop the leading space of a text.
-    def _text_of(self, token: int) -> str:
-        if token not in self._known:
-            self._known[token] = self._decode([*self._anchor, token])[len(self._anchor_text) :]
-        return self._known[token]
 
 
 def token_fields(num_tokens: int, values: Mapping[str, np.ndarray]) -> dict[str, list[float | None]]:
@@ -125,12 +121,11 @@ def summarize(records: Sequence[Record]) -> dict[str, Any]:
         kind, _, name = key.partition("/")
         if kind in sums and key != "tokens/per_second":
             sums[kind][name] = sum(record.get(key) or 0 for record in records)
-    wholes = [record.get("time/step") for record in records]
     return {
         "steps": max((step_of(record) for record in records), default=0),
         "seconds_total": sum(
-            sum(phase_seconds(record).values()) if whole is None else whole
-            for record, whole in zip(records, wholes, strict=True)
+            sum(phase_seconds(record).values()) if (whole := record.get("time/step")) is None else whole
+            for record in records
         ),
         "seconds": sums["time"],
         "tokens": sums["tokens"],

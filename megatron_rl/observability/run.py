@@ -21,6 +21,7 @@ import numpy as np
 from torch.distributed.distributed_c10d import Store
 
 from megatron_rl.config.sections import ObservabilityConfig
+from megatron_rl.observability import rollout_log
 from megatron_rl.observability.health import HealthMonitor
 from megatron_rl.observability.metric_table import find_metric
 from megatron_rl.observability.metrics import (
@@ -48,13 +49,6 @@ from megatron_rl.observability.progress import (
     log_path,
     open_rank_log,
     read_warnings,
-)
-from megatron_rl.observability.rollout_log import (
-    SUMMARY_FILE,
-    find_best_responses,
-    format_response,
-    write_rows,
-    write_summary,
 )
 from megatron_rl.observability.timers import PhaseTimers
 from megatron_rl.types import UserError
@@ -84,7 +78,7 @@ class Run:
         self.best_value = float("-inf")  # highest `trainer.best_metric` so far
         self.failed_saves: list[dict[str, Any]] = []  # {"step", "error"} of checkpoints that could not be written
         self._config_yaml, self._total_steps, self._settings = config_yaml, total_steps, settings
-        self._counts: dict[str, list[float]] = {}
+        self.series: dict[str, list[float]] = {}  # all values of each metric counted in this step, in order
         self._sinks: list[Sink] = []
         self._writer = ThreadPoolExecutor(1, "rollouts")
         self._writing: Future[None] | None = None
@@ -103,7 +97,7 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """True if the run of this directory is complete."""
-        return (self.dir / SUMMARY_FILE).exists()
+        return (self.dir / rollout_log.SUMMARY_FILE).exists()
 
     @property
     def checkpoints(self) -> Path:
@@ -123,17 +117,14 @@ class Run:
                 `attempt-<n>/`; `None` begins a new run.
             positions: returns the last heartbeat of every rank.
         """
-        if self.is_writer:
-            (self.dir / ROLLOUTS).mkdir(exist_ok=True)
-            attempt = None if after_step is None else set_aside(self.dir, after_step)
-            if attempt is not None:
-                self.log.info("records of steps that are done again are kept: %s", attempt)
-            for name in (STOPPED_FILE, SUMMARY_FILE):
-                (self.dir / name).unlink(missing_ok=True)
-            self._open_sinks(after_step, positions)
-            replace_text(self.dir / CONFIG_FILE, self._config_yaml)
-
-    def _open_sinks(self, after_step: int | None, positions: Positions) -> None:
+        if not self.is_writer:
+            return
+        (self.dir / ROLLOUTS).mkdir(exist_ok=True)
+        attempt = None if after_step is None else set_aside(self.dir, after_step)
+        if attempt is not None:
+            self.log.info("records of steps that are done again are kept: %s", attempt)
+        for name in (STOPPED_FILE, rollout_log.SUMMARY_FILE):
+            (self.dir / name).unlink(missing_ok=True)
         settings, add = self._settings, self._sinks.append
         self._pace = Pace(self._total_steps, max(after_step or 0, 0))
         add(MetricsFile(self.dir))
@@ -143,14 +134,8 @@ class Run:
         if settings.status_port is not None:
             from megatron_rl.observability.status import STATUS_FILE, StatusFile, StatusPage
 
-            page = StatusPage(
-                self.dir.resolve().name,
-                settings.status_host,
-                settings.status_port,
-                now=self._describe_now,
-                positions=positions,
-                records=records,
-            )
+            name, host, port = self.dir.resolve().name, settings.status_host, settings.status_port
+            page = StatusPage(name, host, port, now=self._describe_now, positions=positions, records=records)
             add(page)
             add(StatusFile(page, self.dir / STATUS_FILE))
             self.log.info("status page: %s", page.url)
@@ -163,11 +148,12 @@ class Run:
         self._display = ProgressDisplay(self._pace, is_wanted=settings.progress_bar)
         add(ConsoleLines(self._total_steps, settings.console_every, self._display.print))
         add(self._display)
+        replace_text(self.dir / CONFIG_FILE, self._config_yaml)
 
     def count(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the step's record; several values of a metric are averaged."""
         for name, value in metrics.items():
-            self._counts.setdefault(name, []).append(float(value))
+            self.series.setdefault(name, []).append(float(value))
 
     def complete(self, series: Mapping[str, Sequence[float]], times: Mapping[str, float]) -> None:
         """Merge another rank's metrics and times of this step into the record.
@@ -177,25 +163,20 @@ class Run:
             times: from `PhaseTimers.seen`; the larger value of each phase is kept.
         """
         for name, values in series.items():
-            self._counts.setdefault(name, list(values))
+            self.series.setdefault(name, list(values))
         self.timers.complete(times)
-
-    @property
-    def series(self) -> Mapping[str, Sequence[float]]:
-        """All values of each metric counted in this step, in order."""
-        return self._counts
 
     def counted(self) -> dict[str, float]:
         """Return the metrics counted in this step so far: their means, or first values if `Metric.first_only`."""
         return {
             name: values[0] if (metric := find_metric(name)) and metric.first_only else sum(values) / len(values)
-            for name, values in self._counts.items()
+            for name, values in self.series.items()
         }
 
     def record(self, step: int) -> None:
         """Write the record of one step: its metrics and the seconds of its phases."""
         metrics = self.counted()
-        self._counts = {}
+        self.series = {}
         seconds = self.timers.pop()
         tokens = metrics.get("tokens/prompt", 0.0) + metrics.get("tokens/response", 0.0)
         if tokens and seconds.get("time/step"):
@@ -215,7 +196,7 @@ class Run:
         self.settle()
         if self.is_writer:
             rows = list(rows)
-            self._writing = self._writer.submit(write_rows, self.dir, step, rows)
+            self._writing = self._writer.submit(rollout_log.write_rows, self.dir, step, rows)
             for sink in self._sinks:
                 sink.samples(step, rows[:_NUM_SAMPLES])
 
@@ -228,17 +209,17 @@ class Run:
     def write_validation(self, step: int, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the responses of a validation set after a step."""
         if self.is_writer:
-            write_rows(self.dir / VALIDATION / name, step, rows)
+            rollout_log.write_rows(self.dir / VALIDATION / name, step, rows)
 
     def write_histograms(self, step: int, describe: Callable[[], Mapping[str, np.ndarray]]) -> None:
-        """Pass distributions, name -> [k] values, to the sinks every `histograms_every` steps; only on rank 0."""
+        """Pass `describe()` to the sinks every `histograms_every` steps; only on rank 0 with TensorBoard."""
         if self.is_writer and self._settings.tensorboard and is_due(step, self._settings.histograms_every):
             values = describe()
             for sink in self._sinks:
                 sink.histograms(step, values)
 
     def follow_rollouts(self, store: Store) -> RolloutProgress:
-        """Return a counter of generated responses, with a store of its own that all ranks share."""
+        """Return a counter of generated responses, disabled if nothing shows it; `store` is shared by all ranks."""
         is_shown = self._settings.progress_bar or self._settings.status_port is not None
         return RolloutProgress(store, self._show_rollout if self.is_writer else None) if is_shown else RolloutProgress()
 
@@ -297,18 +278,14 @@ class Run:
         self.settle()
         self._close_sinks()
         if self.is_writer:
-            step, best = find_best_responses(self.dir)
+            step, best = rollout_log.find_best_responses(self.dir)
             shown = ("prompt_id", "sample_index", "reward", "response")
-            summary = write_summary(
-                self.dir,
-                {
-                    "failed_saves": self.failed_saves,
-                    "alarms": [asdict(alarm) for alarm in self._health.alarms],
-                    "best_responses": [{"step": step, **{name: row[name] for name in shown}} for row in best],
-                },
-            )
+            responses = [{"step": step, **{name: row[name] for name in shown}} for row in best]
+            alarms = [asdict(alarm) for alarm in self._health.alarms]
+            extra = {"failed_saves": self.failed_saves, "alarms": alarms, "best_responses": responses}
+            summary = rollout_log.write_summary(self.dir, extra)
             for row in best:
-                self.log.info("best of step %d: %s", step, format_response(row))
+                self.log.info("best of step %d: %s", step, rollout_log.format_response(row))
             for name, course in json.loads(summary.read_text())["validation"].items():
                 numbers = (course[key] for key in ("first", "first_step", "last", "last_step", "best"))
                 self.log.info("%s accuracy: %.4f at step %d -> %.4f at step %d (best %.4f)", name, *numbers)

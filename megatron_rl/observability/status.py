@@ -126,10 +126,8 @@ class StatusPage(Sink):
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replace the previous step's rollouts."""
         if rows:
-            self._samples = {
-                "step": step,
-                "rows": [{name: _text(row.get(name)) for name in _SAMPLE_FIELDS} for row in rows],
-            }
+            texts = [{name: _text(row.get(name)) for name in _SAMPLE_FIELDS} for row in rows]
+            self._samples = {"step": step, "rows": texts}
 
     def alarm(self, step: int, name: str, text: str) -> None:
         """Show the alarm above the curves, the newest first."""
@@ -164,13 +162,13 @@ class StatusPage(Sink):
 
 
 class StatusFile(Sink):
-    """Sink that writes the page to a file after each step and at the end; opened after the page, closed before it."""
+    """Sink that writes the page of a `StatusPage` to a file after each step and when closed (before that sink)."""
 
     def __init__(self, page: StatusPage, path: Path) -> None:
         self._page, self._path = page, path
 
     def log(self, step: int, record: Record) -> None:
-        """Write the page, whose data already include this step."""
+        """Write the page, which already contains the step if `page.log` came first."""
         self.close()
 
     def close(self) -> None:

@@ -113,11 +113,8 @@ class Collector:
         while sum(informative) < wanted and len(informative) < most:
             missing = min(wanted - sum(informative), most - len(informative))
             part = self._draw(step, len(parts), missing)
-            informative += (
-                find_informative(part.headers, algorithm.dynamic_sampling_metric)
-                if resamples
-                else [True] * len(part.prompts)
-            )
+            metric = algorithm.dynamic_sampling_metric
+            informative += find_informative(part.headers, metric) if resamples else [True] * len(part.prompts)
             parts.append(part)
             failed = self._check_failures(parts, f"step {step}")
         found = sum(informative)
@@ -159,19 +156,12 @@ class Collector:
         config, metrics = self._config, {}
         for name, prompt_set in validation.items():
             drawn = config.rollout.for_validation(name)
-            sampling = replace(
-                self.sampling(drawn.temperature),
-                top_p=drawn.top_p,
-                top_k=drawn.top_k,
-                min_p=0.0,
-                thinking_budget=drawn.thinking_budget,
-            )
+            base, budget = self.sampling(drawn.temperature), drawn.thinking_budget
+            sampling = replace(base, top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0, thinking_budget=budget)
             parts = [self.generate(SampleGroups(prompt_set.prompts, drawn.n, sampling, step=0), with_answers=True)]
             headers = join_headers([part.headers for part in parts]).rollouts
-            shape = (-1, drawn.n)
-            found = compute_validation_metrics(
-                correctness_of(headers).reshape(shape).tolist(), headers["answer"].reshape(shape).tolist()
-            )
+            columns = (correctness_of(headers), headers["answer"])
+            found = compute_validation_metrics(*(column.reshape(-1, drawn.n).tolist() for column in columns))
             failed = self._check_failures(parts, f'the validation set "{name}"')
             if self._config.agents.has_episodes:
                 found["failed"] = failed
@@ -283,12 +273,8 @@ class Collector:
             error = caught
         raise_together(error, self._group)
         self._failures |= {rollout.finish_reason in FAILED: rollout.failure for rollout in scored if rollout.failure}
-        headers = build_headers(
-            zip((index for index, _ in mine), scored, strict=True),
-            holder=engine,
-            mask_truncated=self._config.algorithm.mask_truncated,
-            with_answers=with_answers,
-        )
+        pairs, masks = zip((index for index, _ in mine), scored, strict=True), self._config.algorithm.mask_truncated
+        headers = build_headers(pairs, holder=engine, mask_truncated=masks, with_answers=with_answers)
         return gather_headers(headers, self._group)
 
     def close(self) -> None:

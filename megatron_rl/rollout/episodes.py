@@ -46,7 +46,7 @@ _COUNTED = (
 
 @dataclass(frozen=True)
 class Following:
-    """Requests to add before an engine's next step, keys of newly finished samples, and whether these are the last."""
+    """Requests before an engine's next step, keys of newly finished samples, and whether no request can follow."""
 
     requests: Sequence[Request]
     finished: Sequence[int]
@@ -70,11 +70,9 @@ class _Episode:
 
 
 class Episodes:
-    """Samples of one engine, by key, that have begun and no step has taken yet.
+    """Begun samples of one engine by key (`order.Samples`), until a step takes them.
 
-    Every rank of the engine makes the same calls.
-
-    Environment processes and episode results exist on the engine's first rank only.
+    Every rank of the engine makes the same calls; environment processes and episode results are on its first rank only.
 
     Attributes:
         counts: input of `describe_episodes`.
@@ -152,13 +150,7 @@ class Episodes:
         key, is_whole = sampled.key, sampled.finish_reason != "interrupted"
         recording = self._episodes[key].recording
         recording.reply(
-            sampled.tokens,
-            sampled.logprobs,
-            version,
-            sampled.kept,
-            sampled.routes,
-            sampled.inserted,
-            is_whole=is_whole,
+            sampled.tokens, sampled.logprobs, version, sampled.kept, sampled.routes, sampled.inserted, is_whole=is_whole
         )
         if is_whole and self._is_plain:
             self._episodes[key] = _Episode(recording, rollout=recording.finish(sampled.finish_reason))

@@ -51,7 +51,7 @@ class OpenRequests:
         return request
 
     def describe(self, counts: bool, group: dist.ProcessGroup) -> dict[str, float]:
-        """Compute rollout/prefix_cache_hits, the cached share of prompt tokens, if engines report it; collective."""
+        """Return rollout/prefix_cache_hits (share of prompt tokens on ranks with `counts`) if known; collective."""
         mine = self._sums if counts else dict.fromkeys(self._sums, 0.0)
         sums = reduce_scalars(mine, dist.ReduceOp.SUM, group, torch.device("cpu"))
         return {"rollout/prefix_cache_hits": sums["cached"] / sums["asked"]} if sums["asked"] else {}
@@ -185,13 +185,8 @@ class RolloutGenerator:
         if sampled.finish_reason == "interrupted" and not len(sampled.tokens):
             return
         prompt, sample = samples.sample_of(request.key)
-        check_sampled(
-            sampled,
-            request,
-            vocab_size=self._weights.shape.vocab_size,
-            source=f"{self._name}, prompt_id {prompt.prompt_id}, sample {sample}",
-            route_shape=self.route_shape,
-        )
+        source, size = f"{self._name}, prompt_id {prompt.prompt_id}, sample {sample}", self._weights.shape.vocab_size
+        check_sampled(sampled, request, vocab_size=size, source=source, route_shape=self.route_shape)
 
     def close(self) -> None:
         """Stop the environment processes and close the engine."""

@@ -21,7 +21,7 @@ _SAVING = 1 / 4
 
 
 class Samples:
-    """Samples by key, prompt position * group_size + sample_index; equal on every rank."""
+    """Samples (rollouts to generate), by key = prompt position * group_size + sample index; equal on every rank."""
 
     group_size: int
     round: int = 0
@@ -73,7 +73,7 @@ class SampleGroups(Samples):
 
 
 class SampleOrder(Samples):
-    """Samples of a run in data order."""
+    """Samples of a whole run, numbered in data order."""
 
     def __init__(self, prompts: PromptBatches[Prompt], config: RunConfig) -> None:
         self.prompts, self.group_size = prompts, config.rollout.n

@@ -77,13 +77,20 @@ def unpack_rollouts(tensors: Mapping[str, torch.Tensor], samples: Samples) -> di
         stops = np.cumsum(arrays["route_lengths"])[:-1]
         routes = [part if len(part) else None for part in np.split(arrays["routes"], stops)]
     rewards = [None if worth is None or np.isnan(worth).any() else worth for worth in split("rewards")]
+    found: dict[int, Rollout | None] = {}
     if "episodes" not in arrays:
         rows = zip(*(arrays[name].tolist() for name in ("keys", "reasons")), strict=True)
         parts = zip(*map(split, ("tokens", "logprobs", "versions", "inserted")), kept, routes, strict=True)
-        return dict(_read_response(samples, *row, *part) for row, part in zip(rows, parts, strict=False))
+        reasons = ("interrupted", "stop", "length")
+        for (key, reason), (tokens, logprobs, versions, inserted, sets, chosen) in zip(rows, parts, strict=False):
+            rollout = Rollout.from_response(*samples.sample_of(key), tokens, logprobs, reasons[reason], versions, sets)
+            branch = replace(rollout.branches[0], routes=chosen)
+            if inserted is not None:
+                branch.sampled[branch.num_prompt_tokens :] &= ~inserted
+            found[key] = replace(rollout, branches=[branch]) if len(tokens) else None
+        return found
     columns = [*map(split, ("tokens", "sampled", "logprobs", "versions")), arrays["prompt_lengths"].tolist()]
     branches = map(Branch, *columns, kept, rewards, routes)
-    found: dict[int, Rollout | None] = {}
     for row in json.loads(bytes(arrays["episodes"])):
         found[row["key"]] = None
         if "turns" in row:
@@ -97,23 +104,3 @@ def unpack_rollouts(tensors: Mapping[str, torch.Tensor], samples: Samples) -> di
                 failure=row.get("failure", ""),
             )
     return found
-
-
-def _read_response(
-    samples: Samples,
-    key: int,
-    reason: int,
-    tokens: np.ndarray,
-    logprobs: np.ndarray,
-    versions: np.ndarray,
-    inserted: np.ndarray | None,
-    kept: KeptSets | None,
-    routes: np.ndarray | None,
-) -> tuple[int, Rollout | None]:
-    """Return key and rollout of a response in an older checkpoint; `None` for the rollout if it has no tokens."""
-    reasons = ("interrupted", "stop", "length")
-    rollout = Rollout.from_response(*samples.sample_of(key), tokens, logprobs, reasons[reason], versions, kept)
-    branch = replace(rollout.branches[0], routes=routes)
-    if inserted is not None:
-        branch.sampled[branch.num_prompt_tokens :] &= ~inserted
-    return key, replace(rollout, branches=[branch]) if len(tokens) else None

@@ -50,11 +50,11 @@ def find_window(open_: Sequence[int], begun: int, wanted: int, ahead: int, passe
         open_: ordered positions of begun, untaken prompts.
         begun: number of prompts that have begun.
         wanted: prompts that the step needs.
-        ahead: prompts that may begin ahead of their step, k B.
-        passed: prompts that may be passed over, p.
+        ahead: prompts that may begin ahead of their step.
+        passed: prompts that may be passed over.
 
     Returns:
-        Number of prompts to take from `open_` followed by the new ones; positions of the new ones.
+        How many of the open and then the new prompts must be taken; positions of the new ones.
     """
     end = begun - len(open_) + wanted - passed
     new = range(begun, max(begun, end + ahead))
@@ -101,7 +101,6 @@ class ByStore(PhaseEnd):
 
     A phase ends for all engines as soon as every engine has finished its samples of the first `needed` groups, and
     enough of the other, optional groups are finished by all of their `holders` for `wanted` complete groups in total.
-    Engines with finished needed groups poll the store every 20 ms.
     """
 
     def __init__(self, store: Store, num_engines: int) -> None:
@@ -168,7 +167,7 @@ class StepCount(PhaseEnd):
         self._steps, self._goal = 0, target
 
     def is_over(self, left: np.ndarray) -> bool:
-        """Count a decode step; return whether the phase ends, which engines compare every `every` steps."""
+        """Count a decode step; return whether the phase ends; collective over engines in every `every`-th step."""
         self._steps += 1
         return self._steps % self._every == 0 and self._meet(left, 0)
 
@@ -218,11 +217,11 @@ class TrainingEnd(PhaseEnd):
 
 
 class Phase:
-    """Control of one engine during a phase, on its first rank.
+    """Control of one engine during a phase (stretch of generation), on its first rank.
 
     Args:
         awaited: positions of the leading prompts, which the step may take.
-        left: [groups] this engine's unfinished samples.
+        left: this engine's unfinished samples of each prompt, `awaited` first.
         end: if `None`, the phase ends when no requests follow.
 
     Attributes:
@@ -324,7 +323,7 @@ class ScheduleTrace:
         return _AfterSteps(0 if self._engine is None else self._replayed[self._engine][step, phase])
 
     def write(self, step: int, phase: str, decode_steps: int) -> None:
-        """Append the end of a phase."""
+        """Append a phase to the trace, on an engine's first rank."""
         if self._directory is None or self._engine is None:
             return
         line = {"step": step, "phase": phase, "decode_steps": decode_steps, "engines": self._num_engines}

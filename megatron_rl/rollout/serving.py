@@ -101,8 +101,8 @@ def serve(
         on_requests: called on every rank before requests are added.
 
     Returns:
-        The first exception of `take` or `on_sampled`, which is not called afterwards. All requests are interrupted, or
-        completed if a stop message preceded.
+        The first exception of `take` or `on_sampled`, after which neither is called. All requests are interrupted, or
+        completed if a stop message came first.
 
     Raises:
         Exception: an error of the engine; all requests are interrupted.

@@ -44,7 +44,7 @@ from megatron_rl.types import Prompt, Rollout, UserError
 
 @dataclass(frozen=True)
 class Taken:
-    """Samples taken by a step, before groups without a signal are dropped.
+    """Complete groups that a step takes; dynamic sampling may drop some later.
 
     Attributes:
         prompts: equal on every rank.
@@ -60,7 +60,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Clock:
-    """Conditions that end a generation phase; `training` ends that of dedicated engines."""
+    """End conditions of generation: `training` for dedicated engines beside training, else `end`."""
 
     end: PhaseEnd
     training: TrainingEnd | None = None
@@ -68,15 +68,14 @@ class Clock:
 
 
 class RolloutStream:
-    """Samples in data order; every rank makes the same calls. `runs_ahead`: engines generate during training."""
+    """Samples of a run in data order, which may begin before their step; every rank makes the same calls.
+
+    Attributes:
+        runs_ahead: dedicated engines generate during training.
+    """
 
     def __init__(
-        self,
-        generator: RolloutGenerator,
-        order: SampleOrder,
-        config: RunConfig,
-        clock: Clock,
-        group: dist.ProcessGroup,
+        self, generator: RolloutGenerator, order: SampleOrder, config: RunConfig, clock: Clock, group: dist.ProcessGroup
     ) -> None:
         self._generator, self._order, self._clock, self._group = generator, order, clock, group
         self._carried = generator.open(order)
@@ -88,15 +87,11 @@ class RolloutStream:
         self._open: list[int] = []  # positions of begun, untaken prompts
 
     def next_batch(self) -> list[Prompt] | None:
-        """Return the next prompts, to begin and take in this step; `None` if any may begin, or have begun, earlier."""
+        """Return a step's prompts if none may begin ahead of its step, else `None`: `take` is to be called."""
         return None if self._schedule.max_staleness > 0 or self._open else next(self._order.prompts)
 
     def take(
-        self,
-        sampling: SamplingConfig,
-        on_finished: OnFinished | None,
-        count: int | None = None,
-        round: int = 0,
+        self, sampling: SamplingConfig, on_finished: OnFinished | None, count: int | None = None, round: int = 0
     ) -> Taken:
         """Generate until the next groups are complete, and take them; collective.
 
@@ -155,12 +150,9 @@ class RolloutStream:
         counts.update(dict.fromkeys(counts, 0.0))
         if busy_share is not None:
             metrics["schedule/engine_busy"] = busy / len(self._generator.engines.of)
-        return Taken(
-            [self._order.prompts.stream.prompt(position) for position in positions],
-            [self._order.step_of(position * self._group_size) for position in positions],
-            rollouts,
-            metrics,
-        )
+        prompts = [self._order.prompts.stream.prompt(position) for position in positions]
+        steps = [self._order.step_of(position * self._group_size) for position in positions]
+        return Taken(prompts, steps, rollouts, metrics)
 
     def _count_unfinished(self) -> np.ndarray:
         """Count this engine's unfinished samples of each open (begun, untaken) prompt, [open prompts]."""
@@ -185,12 +177,9 @@ class RolloutStream:
     def _begin(self, positions: range, max_tokens: int) -> None:
         loads = np.zeros(len(self._generator.engines.of))
         loads[self._generator.engine_index] = len(self._carried.find_unfinished())
-        mine = self._generator.assign(
-            [self._order.prompts.stream.prompt(position) for position in positions],
-            self._group_size,
-            max_tokens,
-            self._sum_over_engines(loads).astype(np.int64),
-        )
+        loads = self._sum_over_engines(loads).astype(np.int64)
+        prompts = [self._order.prompts.stream.prompt(position) for position in positions]
+        mine = self._generator.assign(prompts, self._group_size, max_tokens, loads)
         self._carried.begin([positions.start * self._group_size + key for key in mine])
 
     def _sum_over_engines(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -201,10 +190,9 @@ class RolloutStream:
         return total.numpy()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the open prompts, whose samples are in `rank_state`.
+        """Return the step and the number of open (begun, untaken) prompts, whose samples are in `rank_state`.
 
-        Open are the last prompts that began, except `taken`: prompts that a step took out of order (none with
-        `order: stream`).
+        They are the last prompts that began, without `taken`: prompts taken out of order (`order: whole`).
         """
         begun = self._order.prompts.position
         span = range(min(self._open, default=begun), begun)

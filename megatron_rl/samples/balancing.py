@@ -91,9 +91,7 @@ class _Ranks:
         return True
 
     def _list_others(self, gives: list[int], top: int) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield (load, -rank, costs of units) of more ranks to try, cheapest first.
-
-        Leading ranks that allow no useful exchange are skipped.
+        """Yield entries of `by_load` after `_TRIED_IN_TURN`, from the first rank that allows a useful exchange.
 
         Args:
             gives: costs of the costliest rank's units, ascending.
@@ -110,9 +108,9 @@ class _Ranks:
 
 
 def _exchange_best(ranks: _Ranks, high: int, low: int, gap: int) -> tuple[int, int, int, int] | None:
-    """Exchange the pair of units that comes closest to moving half of `gap`, their cost difference, or move one unit.
+    """Exchange two units, or move one, so that close to half of the cost difference `gap` moves from `high` to `low`.
 
-    Returns the unit given to the cheaper rank, its bin, the unit taken (-1 if none) and its bin; `None` if impossible.
+    Returns the unit given to rank `low`, its bin, the unit taken (-1 if none) and its bin; `None` if impossible.
     """
     count, bins, rooms, tokens, costs = ranks.num_bins, ranks.bins, ranks.rooms, ranks.tokens, ranks.costs
     into = range(low * count, low * count + count)
@@ -153,7 +151,7 @@ def sort_into(part_of: np.ndarray, num_parts: int) -> tuple[np.ndarray, np.ndarr
 
 
 def find_bounds(part_of: np.ndarray, num_parts: int) -> np.ndarray:
-    """Return the bounds of each part (value of `part_of`) after `sort_into`, [num_parts + 1]."""
+    """Return the start of each part (value of `part_of`) in sorted order, and the total count, [num_parts + 1]."""
     bounds = np.zeros(num_parts + 1, np.int64)
     np.bincount(part_of, minlength=num_parts).cumsum(out=bounds[1:])
     return bounds

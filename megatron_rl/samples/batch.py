@@ -5,7 +5,7 @@ All token-level tensors are flat `[t]` over the rank's microbatches in execution
 are aligned by construction. A microbatch is padded to a multiple (sequence or context parallelism) or a bucket size,
 and never empty; padding enters no loss and no metric.
 
-Buckets of microbatch shapes (`step_mode` static and graph) show only a few shapes to training steps of fixed shape.
+With `step_mode` static or graph, microbatches have one of a few sizes (buckets): these steps have fixed shapes.
 
 With shared prefixes (`prefix.py`) every token after a prompt has a row, since each has its own loss; the model computes
 shared tokens once.
@@ -22,13 +22,7 @@ import torch
 
 from megatron_rl.parallel.vocab_parallel import PackedKeptSets
 from megatron_rl.samples.microbatches import MicrobatchPlan
-from megatron_rl.samples.prefix import (
-    SegmentKeys,
-    SharedPrefixes,
-    build_segment_keys,
-    move_to_device,
-    pad_segment_keys,
-)
+from megatron_rl.samples.prefix import SegmentKeys, SharedPrefixes, build_segment_keys, move_to_device, pad_segment_keys
 from megatron_rl.types import Branch, KeptSets, LossLedger
 
 _STEPS = 16
@@ -121,16 +115,9 @@ class Rows:
         rows, own, repeated = positions + (self.num_tokens - skipped), length - num_shared, num_shared - skipped
         path = np.concatenate([self._path[:num_shared], np.arange(self.num_computed, self.num_computed + own)])
         mask = sequence.sampled[skipped:] & (positions > 0)
-        self._pieces.append(
-            (
-                sequence.tokens[skipped:],
-                positions,
-                path[np.maximum(positions - 1, 0)],
-                mask,
-                np.full(len(positions), index),
-                sequence.logprobs[skipped:],
-            )
-        )
+        tokens, logprobs, ids = sequence.tokens[skipped:], sequence.logprobs[skipped:], np.full(len(positions), index)
+        predecessors = path[np.maximum(positions - 1, 0)]
+        self._pieces.append((tokens, positions, predecessors, mask, ids, logprobs))
         kept = sequence.kept or KeptSets.whole(length)
         self._kept.append(KeptSets(kept.ids, kept.counts[skipped:]))  # prompt tokens have no kept ids
         self._has_kept |= sequence.kept is not None
@@ -144,21 +131,19 @@ class Rows:
         self.num_tokens += len(positions)
         self.num_computed += own
 
-    def pad(self, length: int, max_seqlen: int | None = None) -> None:
-        """Append padding segments of at most `max_seqlen` tokens until the microbatch computes `length` rows."""
-        while (missing := length - self.num_computed) > 0:
-            count = min(missing, max_seqlen or missing)
-            self.append(Branch.of_response(np.zeros(count, np.int32), count), -1, 0)
-
     def close_microbatch(self, padding: Padding, device: torch.device) -> MicrobatchSlice:
         """Pad the current microbatch, and begin the next one."""
         buckets = padding.buckets
-        self.pad(padding.find_size(self.num_computed), padding.max_seqlen if buckets else None)
+        length, most = padding.find_size(self.num_computed), padding.max_seqlen if buckets else None
+        while (missing := length - self.num_computed) > 0:  # append padding segments
+            count = min(missing, most or missing)
+            self.append(Branch.of_response(np.zeros(count, np.int32), count), -1, 0)
         computed = None
         if self.num_computed < self.num_tokens:
-            computed = np.concatenate(self._own)
+            chosen = np.concatenate(self._own)
             for rows, others in self._instead:
-                computed[rows] = others
+                chosen[rows] = others
+            computed = move_to_device(chosen, device)
         bounds, longest = np.cumsum([0, *self.lengths]), max(self.lengths)
         keys = build_segment_keys(self.paths, self.lengths, device)
         if buckets is not None:
@@ -172,15 +157,8 @@ class Rows:
         first, self._total = self._total, self._total + self.num_tokens
         self.lengths, self.paths, self._own, self._instead = [], [], [], []
         self.num_tokens = self.num_computed = 0
-        return MicrobatchSlice(
-            first,
-            self._total,
-            move_to_device(bounds.astype(np.int32), device),
-            longest,
-            keys,
-            is_bucketed=buckets is not None,
-            computed=None if computed is None else move_to_device(computed, device),
-        )
+        cu_seqlens = move_to_device(bounds.astype(np.int32), device)
+        return MicrobatchSlice(first, self._total, cu_seqlens, longest, keys, buckets is not None, computed)
 
     def build_columns(self, device: torch.device) -> dict[str, Any]:
         """Concatenate the columns of all rows, [t] each; `kept` is `None` if sampling was not truncated."""
@@ -198,8 +176,8 @@ class MicrobatchSlice:
     Attributes:
         cu_seqlens: [num_segments + 1] int32; a segment is a sequence, or its rest after a shared prefix.
         max_seqlen: longest segment; with buckets a common bound.
-        keys: keys that each segment attends to, with shared prefixes.
-        is_bucketed: all shapes must follow from the input shapes.
+        keys: keys that each segment attends to; `None` without shared prefixes.
+        is_bucketed: whether all shapes are padded to `Buckets`.
         computed: [m] int64 relative to `start`: for each computed row one of the rows that share it, preferably a loss
             token. `None` if all rows are computed.
     """
@@ -215,7 +193,7 @@ class MicrobatchSlice:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Packed tensors of one DP rank, `[t]` unless noted; position 0 of each sequence is masked.
+    """Packed tensors of one DP rank, [t] (one row per token) unless noted; position 0 of each sequence is masked.
 
     Attributes:
         position_ids: int64, in the sequence including a shared prompt.
@@ -234,7 +212,7 @@ class TrainBatch:
         replayed_routes: [t, layers, choices] experts that the actor replays; see `RouteShape`.
         routes_used: same shape; experts chosen on this rank's rows and layers, written by a forward pass if allocated.
         flipped: bool; tokens whose router disagrees with the replayed experts, written by an update if allocated.
-        ledgers: expected counts of each minibatch's loss over all DP ranks; not checked if empty.
+        ledgers: global `LossLedger` of each minibatch; not checked if empty.
         names: names of the sequences in messages; may be empty.
     """
 
@@ -289,7 +267,7 @@ class TrainBatch:
         return len(self.tokens if rows is None else rows)
 
     def find_kept(self, places: torch.Tensor) -> PackedKeptSets | None:
-        """Return the token sets that sampling kept at `places` (t: padding); `None` if it was not truncated."""
+        """Return the token sets that truncated sampling kept for rows `places` (t: padding); `None` without it."""
         return None if self.kept is None else self.kept.pad(1)[places]
 
     def minibatch(self, index: int) -> TrainBatch:
@@ -307,7 +285,7 @@ class TrainBatch:
         return [self._part([piece]) for piece in self.slices]
 
     def take_updates(self, other: TrainBatch) -> None:
-        """Copy `update_logprobs`, `update_entropy` and `flipped` of an equal batch, if allocated here."""
+        """Copy `update_logprobs`, `update_entropy`, `flipped` (if this batch has them) from one of the same rows."""
         if self.update_logprobs is not None and self.update_entropy is not None:
             assert other.update_logprobs is not None and other.update_entropy is not None, "it was given room as well"
             self.update_logprobs.copy_(other.update_logprobs)
@@ -324,14 +302,8 @@ class TrainBatch:
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
         """Apply `function` to every tensor [t, ...], not to `slices` and `kept`."""
-        return replace(
-            self,
-            **{
-                item.name: function(value)
-                for item in fields(self)
-                if isinstance(value := getattr(self, item.name), torch.Tensor)
-            },
-        )
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return replace(self, **{name: function(x) for name, x in values.items() if isinstance(x, torch.Tensor)})
 
 
 def expand_to_tokens(values: Sequence[float] | np.ndarray, batch: TrainBatch) -> torch.Tensor:

@@ -51,10 +51,7 @@ def describe_staleness(headers: Headers, version: int, optimizer_steps: int) -> 
         optimizer_steps: optimizer steps per step of the main loop.
     """
     staleness = (version - headers.rollouts["first_version"]) / optimizer_steps
-    return {
-        "schedule/staleness_mean": float(staleness.mean()),
-        "schedule/staleness_max": float(staleness.max()),
-    }
+    return {"schedule/staleness_mean": float(staleness.mean()), "schedule/staleness_max": float(staleness.max())}
 
 
 def describe_sources(headers: Headers, sources: Sequence[str]) -> dict[str, float]:
@@ -128,7 +125,7 @@ def choose_logged(headers: Headers, num_groups: int, step: int) -> dict[int, dic
         num_groups: groups to log, spread over the batch and rotated by step; -1 for all, 0 logs nothing.
 
     Returns:
-        Ascending rollout indices. `logged_as` marks extremes, which bias the rows as a sample of the step.
+        Additional fields of each row by ascending rollout index: `logged_as` marks extremes, which are no fair sample.
     """
     total = len(headers.group_sizes)
     wanted = total if num_groups < 0 else min(num_groups, total)

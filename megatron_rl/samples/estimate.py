@@ -13,17 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import advantages as estimation
-from megatron_rl.algorithms import losses
+from megatron_rl.algorithms import losses, mismatch
 from megatron_rl.algorithms.catalog import CHOOSES_TOKENS
 from megatron_rl.algorithms.kl import compute_kl
 from megatron_rl.algorithms.losses import PolicyLossInputs
-from megatron_rl.algorithms.mismatch import (
-    compute_importance_weights,
-    finish_importance_weights,
-    finish_mismatch,
-    normalize_weights,
-    sum_mismatch,
-)
 from megatron_rl.algorithms.plugin_types import Responses, mark_first
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.parallel.collectives import raise_together, reduce_scalars
@@ -123,21 +116,21 @@ def correct_mismatch(
         Correcting importance weights [t] or `None`, and the metrics `mismatch/...`.
     """
     device, old_logprobs = batch.tokens.device, batch.column("old_logprobs")
-    sums, maximum = sum_mismatch(old_logprobs, batch.rollout_logprobs, batch.loss_mask)
+    sums, maximum = mismatch.sum_mismatch(old_logprobs, batch.rollout_logprobs, batch.loss_mask)
     responses = _find_responses(headers, batch, group)
-    weights, counts = compute_importance_weights(
+    weights, counts = mismatch.compute_importance_weights(
         old_logprobs, batch.rollout_logprobs, batch.loss_mask, responses, algorithm
     )
     counts = {name: float(value) for name, value in counts.items()}
     sums, counts = (reduce_scalars(part, dist.ReduceOp.SUM, group, device) for part in (sums, counts))
     if weights is not None and algorithm.importance_normalize:
-        weights = normalize_weights(weights, counts)
+        weights = mismatch.normalize_weights(weights, counts)
     maxima = reduce_scalars({"max": maximum}, dist.ReduceOp.MAX, group, device)
-    return weights, finish_mismatch(sums, maxima["max"]) | finish_importance_weights(counts)
+    return weights, mismatch.finish_mismatch(sums, maxima["max"]) | mismatch.finish_importance_weights(counts)
 
 
 def measure_lags(batch: TrainBatch, lags: torch.Tensor, most: int, group: dist.ProcessGroup) -> dict[str, float]:
-    """Return `mismatch/lag<N>`, the mean log-prob mismatch |d| of the tokens of lag N <= `most`; collective.
+    """Return `mismatch/lag<N>`: mean |log-prob gap| of trainer and engine on tokens of lag N <= `most`; collective.
 
     Args:
         lags: [t] steps of the main loop between the sampling policy and the current one.

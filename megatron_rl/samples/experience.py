@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experience: the scored sequences of a step.
+"""Scored sequences of a step (`Experience`).
 
-Every rank has all headers. Tokens stay on the ranks that generated them, and roles fetch their share. A column is a
-per-token result of a role.
+Every rank has all headers. Tokens stay on the ranks that generated them, and roles fetch their share.
 
     samples.values = critic.compute_values(samples)     # a column in the critic's packing
     samples.read(actor's packer, ["values"])            # the actor fetches it into its own
@@ -40,7 +39,11 @@ from megatron_rl.types import Branch, Prompt, Rollout, RouteShape, Turn
 
 @dataclass(frozen=True)
 class Column:
-    """Values [t, ...] of the tokens after the prompts, in the rows of `packing`, held by all its ranks or `holders`."""
+    """Per-token result of a role: [t, ...] in the rows of `packing`, valid after the prompts.
+
+    Attributes:
+        holders: ranks with the values; `None` for all ranks of `packing`.
+    """
 
     values: torch.Tensor
     packing: Packing
@@ -63,7 +66,7 @@ class _Slot:
 
 
 class Experience:
-    """Headers of all sequences of a step, the tokens held on this rank, and columns.
+    """Scored sequences of a step: all headers, the tokens held on this rank, and columns (results of roles).
 
     Args:
         prompts: one per group.
@@ -71,7 +74,7 @@ class Experience:
         metrics: metrics of the rollout phase.
 
     Attributes:
-        columns: results by name, each set once.
+        columns: by name, each set once.
     """
 
     old_logprobs = _Slot()
@@ -120,9 +123,8 @@ class Experience:
     def read(self, packer: Packer, names: Sequence[str] = ()) -> TrainBatch:
         """Return a role's batch with the named columns that exist; collective if one must be fetched."""
         packing = self.pack(packer)
-        return replace(
-            packing.batch, **{name: self._bring(name, packing, packer.key) for name in names if name in self.columns}
-        )
+        columns = {name: self._bring(name, packing, packer.key) for name in names if name in self.columns}
+        return replace(packing.batch, **columns)
 
     def fetch_rollouts(
         self,
@@ -192,12 +194,9 @@ class Experience:
             for index, branch in part._payload.branches.items()
             if start + index in places
         }
-        payload = replace(
-            parts[0]._payload,
-            branches=branches,
-            num_bytes=sum(part.count_bytes() for part in parts),
-            has_kept=any(part._payload.has_kept for part in parts),
-        )
+        num_bytes = sum(part.count_bytes() for part in parts)
+        has_kept = any(part._payload.has_kept for part in parts)
+        payload = replace(parts[0]._payload, branches=branches, num_bytes=num_bytes, has_kept=has_kept)
         return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
 
     def select(self, groups: Sequence[int]) -> tuple[Experience, np.ndarray]:
@@ -211,10 +210,10 @@ class Experience:
         return Experience.join([self], groups, {}), order
 
     def take(self, column: Column, order: np.ndarray, part: Experience, packer: Packer) -> torch.Tensor:
-        """Copy a column of a selection into a role's packing of all samples: [t, ...], NaN elsewhere; collective.
+        """Copy a column of the selection `part` to a role's rows of this experience, [t, ...], else NaN; collective.
 
         Args:
-            order, part: from `select`.
+            order, part: results of `select`.
         """
         packing = self.pack(packer)
         if column.packing is packing:
@@ -258,13 +257,8 @@ class Experience:
         def read(_: str, sequences: np.ndarray) -> torch.Tensor:
             return column.values[column.packing.rows(sequences)].flatten()
 
-        found = self._fetch(
-            column.holders or column.packing.holders,
-            destination,
-            self.headers.num_response_tokens * size.numel(),
-            {"values": column.values.dtype},
-            read,
-        )
+        source, lengths = column.holders or column.packing.holders, self.headers.num_response_tokens * size.numel()
+        found = self._fetch(source, destination, lengths, {"values": column.values.dtype}, read)
         return replace(found, columns={"values": found.columns["values"].view(-1, *size)})
 
     def _fetch(

@@ -41,13 +41,13 @@ class Holders:
 
 
 def for_readers(is_wanted: np.ndarray, ranks: Sequence[int]) -> Holders:
-    """Describe `ranks` as readers that all need the wanted sequences, [n] bool."""
+    """Return `Holders` of one replica whose ranks all need the sequences `is_wanted`, [n] bool."""
     return Holders(np.where(is_wanted, 0, -1), np.array([ranks]))
 
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """Transfers of one rank, by sequence index.
+    """Sequences (indices) whose values one rank keeps, sends and receives in a `fetch`.
 
     Attributes:
         kept: needed sequences that are already local.
@@ -135,14 +135,13 @@ _VERSIONS, _REWARDS = {"versions": torch.int32}, {"rewards": torch.float32}  # f
 
 @dataclass(frozen=True)
 class Payload:
-    """Branches with the tokens generated on this rank, by sequence index: the source of fetches.
+    """Branches generated on this rank, by sequence index, as the source of fetches.
 
     Attributes:
         ranks: [num_replicas, width] ranks that hold the sequences of each replica.
         has_kept: any token of the step was drawn by truncated sampling; equal on every rank.
         route_shape: equal on every rank; `None` without routes.
-        has_episodes: rollouts may have several turns. Otherwise `engines/thinking.py` inserted unsampled tokens between
-            sampled ones.
+        has_episodes: whether unsampled tokens separate turns; otherwise `engines/thinking.py` inserted them.
     """
 
     branches: Mapping[int, Branch]
@@ -167,25 +166,14 @@ def hold(
     `num_bytes`: bytes received so far for this step.
     """
     firsts = headers.rollouts.rows
-    starts = dict(
-        zip(
-            zip(firsts["group"].tolist(), firsts["sample_index"].tolist(), strict=True),
-            headers.first_of_rollout.tolist(),
-            strict=True,
-        )
-    )
-    return Payload(
-        {
-            starts[index, rollout.sample_index] + place: branch
-            for index, rollout in held
-            for place, branch in enumerate(rollout.branches)
-        },
-        ranks,
-        num_bytes,
-        has_kept,
-        route_shape,
-        has_episodes,
-    )
+    names = zip(firsts["group"].tolist(), firsts["sample_index"].tolist(), strict=True)
+    starts = dict(zip(names, headers.first_of_rollout.tolist(), strict=True))
+    branches = {
+        starts[index, rollout.sample_index] + place: branch
+        for index, rollout in held
+        for place, branch in enumerate(rollout.branches)
+    }
+    return Payload(branches, ranks, num_bytes, has_kept, route_shape, has_episodes)
 
 
 def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_first: Fetch) -> dict[int, Branch]:
@@ -228,7 +216,6 @@ def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_
 
 
 def _fetch_kept(payload: Payload, lengths: np.ndarray, fetch: Fetch) -> dict[int, KeptSets]:
-
     def read(name: str, sequences: np.ndarray) -> torch.Tensor:
         branches = [payload.branches[i] for i in sequences.tolist()]
         sets = [branch.kept or KeptSets.whole(len(branch.tokens)) for branch in branches]
@@ -248,7 +235,6 @@ def _fetch_kept(payload: Payload, lengths: np.ndarray, fetch: Fetch) -> dict[int
 
 
 def _fetch_routes(payload: Payload, shape: RouteShape, lengths: np.ndarray, fetch: Fetch) -> dict[int, np.ndarray]:
-
     def read(name: str, sequences: np.ndarray) -> torch.Tensor:
         branches = [payload.branches[i] for i in sequences.tolist()]
         found = [shape.unknown(len(b.tokens)) if b.routes is None else b.routes for b in branches]

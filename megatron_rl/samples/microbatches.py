@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -71,9 +71,6 @@ class _Workload:
         tokens = np.asarray(lengths, np.int64)
         return cls(tokens, _compute_costs(tokens, attention_ratio), attention_ratio, shared)
 
-    def sum_each(self, parts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        return self.sum_joined(*_join(parts))
-
     def sum_joined(self, members: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sums = np.zeros((2, len(members) + 1), np.int64)
         tokens, costs = sums[:, 1:]
@@ -108,19 +105,16 @@ class _Units(NamedTuple):
         )
 
 
-def _join(parts: Sequence[Sequence[int]]) -> _Joined:
+def _join(parts: Iterable[Sequence[int]]) -> _Joined:
+    parts = list(parts)
     bounds = np.cumsum([0, *map(len, parts)])
     return np.fromiter(chain.from_iterable(parts), np.int64, int(bounds[-1])), bounds
 
 
-def _number(bounds: np.ndarray) -> np.ndarray:
-    return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-
-
 def _cut(members: np.ndarray, bounds: np.ndarray, shared: SharedPrefixes) -> tuple[np.ndarray, np.ndarray]:
-    """Cut lists of at least two sequences into parts, each with a longer common prefix than its list.
+    """Cut each list of sequences (two or more) into parts; a part has a longer common prefix than its list.
 
-    Returns the bounds of the parts, and the common prefix of each list.
+    Returns the bounds of the parts in `members`, and the length of each list's common prefix.
     """
     saved = shared.measure(members, bounds[:-1])
     saved[bounds[:-1]] = np.iinfo(np.int64).max
@@ -241,7 +235,8 @@ def _divide_overloaded(
         is_overloaded &= np.arange(len(loads)) == loads.index(max(loads))
         share = math.inf
     rank_of = np.empty(len(work.tokens), np.int64)
-    rank_of[plan[0]] = _number(plan[1][:: (len(plan[1]) - 1) // len(loads)])
+    bounds_of_ranks = plan[1][:: (len(plan[1]) - 1) // len(loads)]
+    rank_of[plan[0]] = np.repeat(np.arange(len(loads)), np.diff(bounds_of_ranks))
     ranks = rank_of[firsts]
     some = np.flatnonzero(is_overloaded[ranks] & (sizes > 1))
     some = some[np.lexsort((firsts[some], -costs[some], ranks[some]))]
@@ -350,7 +345,7 @@ def _fill_bins_of_each(lengths: np.ndarray, part_of: np.ndarray, num_bins: np.nd
 
 
 def _deal(bin_of: np.ndarray, num_bins: int, unit_costs: np.ndarray, dp_size: int) -> np.ndarray:
-    """Deal the heaviest remaining bin to the lightest unfilled rank; returns the new number of each bin, by rank."""
+    """Deal bins, heaviest first, to the lightest unfilled rank; return new bin numbers, adjacent within a rank."""
     costs, firsts = np.zeros(num_bins, np.int64), np.full(num_bins, -1)
     np.add.at(costs, bin_of, unit_costs)
     firsts[bin_of[::-1]] = np.arange(len(bin_of))[::-1]
@@ -377,7 +372,7 @@ def _rank_costs(plan: _Joined, work: _Workload, dp_size: int) -> list[int]:
 def microbatch_sizes(plan: MicrobatchPlan, lengths: Sequence[int], shared: SharedPrefixes | None = None) -> list[int]:
     """Return the tokens of all microbatches of a plan, without padding."""
     work = _Workload.measure(lengths, 0.0, shared)
-    return work.sum_each([members for rank in plan for members in rank])[0].tolist()
+    return work.sum_joined(*_join(chain.from_iterable(plan)))[0].tolist()
 
 
 def packing_metrics(
@@ -401,18 +396,17 @@ def packing_metrics(
         packing/<shared.name>_repeats: only with `shared`; shareable tokens computed / distinct ones (1 is ideal).
     """
     work = _Workload.measure(lengths, attention_ratio, shared)
-    microbatches = [members for rank in plan for members in rank]
-    sizes = work.sum_each(microbatches)[0].tolist()
-    loads = _rank_costs(_join(microbatches), work, len(plan))
+    members, bounds = joined = _join(chain.from_iterable(plan))
+    sizes = work.sum_joined(*joined)[0].tolist()
+    loads = _rank_costs(joined, work, len(plan))
     metrics = {
         "packing/efficiency": sum(sizes) / sum(map(pad, sizes)),
         "packing/padded_efficiency": sum(lengths) / max(len(lengths) * max(lengths, default=0), 1),
-        "packing/budget_use": sum(sizes) / (len(microbatches) * max_tokens),
+        "packing/budget_use": sum(sizes) / (len(sizes) * max_tokens),
         "packing/imbalance": max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0,
     }
     if shared is not None:
         total = int(shared.shareable.sum())
-        members, bounds = _join(microbatches)
         executed = total - int(shared.measure(members, bounds[:-1]).sum())
         unique = total - int(shared.num_shared.sum())
         metrics[f"packing/{shared.name}_repeats"] = executed / unique if unique else 1.0

@@ -28,7 +28,7 @@ FetchBranches = Callable[[Holders], Mapping[int, Branch]]
 
 @dataclass(frozen=True)
 class Packing:
-    """One rank's packed share of a step, in the layout of a role.
+    """Sequences of a step that a role needs on one rank, packed into a batch.
 
     Attributes:
         starts: [n] row of the first token after the prompt; 0 for remote sequences.
@@ -36,7 +36,7 @@ class Packing:
         versions: [t] int32, policy version that sampled each token; undefined elsewhere.
         turn_rewards: [t] float32, at the last token of each turn, if local turns have rewards.
         routes: [t, layers, choices] experts chosen by the engine, if returned.
-        metrics: quality of the plan, averaged over minibatches (padding by bucket: over the step).
+        metrics: `packing/...`, averaged over minibatches; shares of padding over the step.
     """
 
     batch: TrainBatch
@@ -57,7 +57,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packing of a step's sequences for one role.
+    """Builder of one role's `Packing` of a step.
 
     Attributes:
         model: the role's `LaidOutModel`.
@@ -72,14 +72,9 @@ class Packer:
     @property
     def key(self) -> Hashable:
         """Cache key; roles with equal keys share one packing."""
-        model = self.model
-        return (
-            model.layout,
-            model.pad_multiple,
-            model.buckets,
-            self.config.max_tokens_per_microbatch,
-            self.config.share_prompts,
-        )
+        model, config = self.model, self.config
+        layout = (model.layout, model.pad_multiple, model.buckets)
+        return (*layout, config.max_tokens_per_microbatch, config.share_prompts)
 
     def pack(self, headers: Headers, fetch_branches: FetchBranches) -> Packing:
         """Plan all DP replicas' microbatches, then fetch and pack the sequences of this replica; collective."""
@@ -153,19 +148,12 @@ class Packer:
         return Padding(self.model.pad_multiple, self.model.buckets, self.plan.longest_sequence)
 
     def _measure(self, minibatches: list[_Minibatch]) -> dict[str, float]:
-        pad, metrics, sizes = self._padding.find_size, [], []
+        pad, budget, ratio = self._padding.find_size, self.config.max_tokens_per_microbatch, self.model.attention_ratio
+        metrics, sizes = [], []
         for part in minibatches:
-            metrics.append(
-                packing_metrics(
-                    part.plan,
-                    part.lengths,
-                    self.config.max_tokens_per_microbatch,
-                    pad=pad,
-                    attention_ratio=self.model.attention_ratio,
-                    shared=part.shared,
-                )
-            )
-            sizes += microbatch_sizes(part.plan, part.lengths, part.shared)
+            plan, lengths, shared = part.plan, part.lengths, part.shared
+            metrics.append(packing_metrics(plan, lengths, budget, pad=pad, attention_ratio=ratio, shared=shared))
+            sizes += microbatch_sizes(plan, lengths, shared)
         padding = padding_metrics((size, pad(size)) for size in sizes) if self.model.buckets else {}
         return {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]} | padding
 
@@ -196,8 +184,8 @@ def padding_metrics(shapes: Iterable[tuple[int, int]]) -> dict[str, float]:
 def number_prompts(headers: Headers) -> np.ndarray:
     """Number the runs of adjacent sequences with equal prompt tokens and prompt routes, [n].
 
-    Branches of one rollout can keep different parts of the prompt. Prompts with different routes are numbered apart,
-    because each is replayed.
+    Branches of one rollout can keep different parts of the prompt. Different routes (chosen experts) get different
+    numbers, because the actor replays them.
     """
     names = ("prompt_id", "num_prompt_tokens", "prompt_routes")
     return np.cumsum(np.any([np.diff(headers.rows[name], prepend=headers.rows[name][:1]) for name in names], axis=0))

@@ -25,7 +25,7 @@ from megatron_rl.types import Branch
 class SharedPrefixes:
     """Common prefixes of sequences, by packing order.
 
-    Any two sequences share at least the minimum of `num_shared` between them; exactly that in a prefix tree's order.
+    Places i < j share at least min(num_shared[i + 1 : j + 1]) tokens; exactly that if the order walks a prefix tree.
 
     Attributes:
         places: [n] int64, place of each sequence in the packing order.
@@ -89,8 +89,7 @@ def arrange_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int]]:
         The place of each branch, and the tokens that it shares with the previous place.
     """
     order = sorted(
-        range(len(branches)),
-        key=lambda i: (-branches[i].num_prompt_tokens, branches[i].tokens.astype(">u4").tobytes()),
+        range(len(branches)), key=lambda i: (-branches[i].num_prompt_tokens, branches[i].tokens.astype(">u4").tobytes())
     )
     places, num_shared = [0] * len(branches), [0] * len(branches)
     for place, index in enumerate(order):
@@ -136,11 +135,8 @@ def build_segment_keys(paths: Sequence[np.ndarray], lengths: Sequence[int], devi
     num_keys = [len(path) for path in paths]
     if num_keys == [*lengths]:
         return None
-    return SegmentKeys(
-        move_to_device(np.concatenate(paths), device),
-        move_to_device(np.cumsum([0, *num_keys], dtype=np.int32), device),
-        max(num_keys),
-    )
+    cu_seqlens = move_to_device(np.cumsum([0, *num_keys], dtype=np.int32), device)
+    return SegmentKeys(move_to_device(np.concatenate(paths), device), cu_seqlens, max(num_keys))
 
 
 def move_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -3,7 +3,7 @@
 
 Every decision about a step is a pure function of its headers. Tokens and texts stay on the ranks that generated them.
 
-A sequence is one branch of a rollout. Baselines, denominators and metrics count rollouts.
+A sequence is one branch (context window) of a rollout. Baselines, denominators and metrics count rollouts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ HEADER = np.dtype(
 
 @dataclass(frozen=True)
 class Headers:
-    """Headers of all sequences of a step.
+    """Table of numbers, one row per sequence of a step; a group is the rollouts of one prompt.
 
     Attributes:
         rows: [n] of HEADER, sorted by group, sample and branch.
@@ -123,11 +123,8 @@ class Headers:
 
     def reported(self, index: int) -> dict[str, float]:
         """Return the reported reward components of one sequence by name."""
-        return {
-            name: float(value)
-            for name, value in zip(self.names, self.components[index], strict=True)
-            if not np.isnan(value)
-        }
+        pairs = zip(self.names, self.components[index].tolist(), strict=True)
+        return {name: value for name, value in pairs if not np.isnan(value)}
 
     def list_titles(self) -> list[str]:
         """Return the name of each sequence for messages."""
