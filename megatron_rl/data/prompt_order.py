@@ -40,10 +40,10 @@ class EpochOrder:
 
 
 class Turns:
-    """A periodic schedule of parties (data files) with given shares.
+    """A periodic order of data files (parties) with given shares.
 
     Args:
-        shares: integer turns of each party per period; the period is their sum.
+        shares: integer turns of each file per period.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:
@@ -53,7 +53,7 @@ class Turns:
         self._before = (np.cumsum(turns, axis=1) - turns)[self._party, np.arange(self._period)]
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return the party (data file) at a position, and the number of its earlier turns."""
+        """Return the data file at a position, and the number of its earlier positions."""
         period, place = divmod(position, self._period)
         party = int(self._party[place])
         return party, period * self._shares[party] + int(self._before[place])

@@ -6,8 +6,7 @@ Rows have the plain schema (`prompt`, `answer`; names from the config) or verl's
 Chat messages are rendered by the chat template; truncation shortens contents only. Special tokens in contents, and in
 SFT responses to chats, stay text.
 
-Invariants: `prompt_id` is the row index over all files, before any row is dropped. Too long prompts are counted, and
-refused, cut or dropped by the config.
+Invariants: `prompt_id` is the row index over all files, before any row is dropped.
 """
 
 from __future__ import annotations
@@ -249,9 +248,9 @@ def _fit_rows(
     """Read rows and tokenize their prompts; refuse, cut or drop too long ones, as configured.
 
     Args:
-        counts: incremented: "kept", "dropped" and "truncated" prompts.
+        counts: receives the numbers of "kept", "dropped" and "truncated" prompts.
         starts: receives the index of the first row of each file.
-        read: reads the rest of a row.
+        read: parses the columns besides the prompt.
 
     Yields:
         Each kept row, the result of `read`, and the prompt.

@@ -75,7 +75,7 @@ def as_text(value: Any, column: str, location: str) -> str:
 
 
 def wrong_type(column: str, value: Any, location: str, expected: str) -> UserError:
-    """Build the error for a wrong value."""
+    """Return the error for a column's value of a wrong type."""
     return UserError(
         f'column "{column}" holds {excerpt(repr(value))} ({type(value).__name__})',
         source=location,

@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Encode a result of `render`, or a part of it."""
+        """Encode a result of `render`, or a part of one."""
         ...
 
     def read_vocabulary(self) -> dict[str, int]:
@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
         ...
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """Render as `apply_chat_template`, with guards around special tokens in contents, for `encode_rendered`."""
+        """Apply the chat template; guard characters keep special tokens in contents text in `encode_rendered`."""
         ...
 
 
@@ -224,10 +224,9 @@ def load_tokenizer(path: Path, *, reads_marks: bool = False) -> Tokenizer:
 def find_stop_tokens(
     tokenizer: Tokenizer, model: Path, vocab_size: int, further: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the token ids that end a response: EOS, those in generation_config.json, and `further`.
+    """Return the token ids that end a response: EOS, those in the model's generation_config.json, and `further`.
 
     Args:
-        model: directory of the model.
         further: `rollout.stop_token_ids`.
 
     Raises:

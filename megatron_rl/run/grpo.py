@@ -142,7 +142,7 @@ class Trainer(Session):
             self.run.count(describe_staleness(samples.headers, version, steps))
 
     def estimate(self, samples: Experience) -> tuple[Column | None, ...]:
-        """Return advantages, returns (with a critic), and tokens chosen by clip_cov or kl_cov; collective."""
+        """Return advantages, returns (with a critic), and tokens of clip_cov or kl_cov, else `None`; collective."""
         if self.teachers:
             self.run.count(self.teachers.teach(samples))
         batch, algorithm = self.policy.read(samples, *READ_BY_ESTIMATORS), self.algorithm_now()
@@ -168,7 +168,7 @@ class Trainer(Session):
             self.reference.role.become(self.policy.model)
 
     def describe(self, step: int, samples: Experience) -> None:
-        """Count a step's metrics and write some of its rollouts; collective."""
+        """Add a step's metrics to the run's record and write some of its rollouts to the log; collective."""
         headers = samples.headers
         reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
         self.run.count(describe_rollouts(headers) | samples.metrics | self.policy.describe_packing(samples))

@@ -49,9 +49,9 @@ class Parts:
     Attributes:
         reward: verl's signature `(data_source, solution_str, ground_truth, extra_info)`, a number or a dict with
             "score"; called in the rank.
-        adv_estimator: `(AdvantageInputs, AlgorithmConfig)` -> advantages [t]; a `RegisteredEstimator` if it needs a
-            critic's values or greedy responses.
-        policy_loss: `(PolicyLossInputs, AlgorithmConfig)` -> token loss [t] and a clip mask [t].
+        adv_estimator: `(AdvantageInputs, AlgorithmConfig)` -> advantages per token; a `RegisteredEstimator` if it needs
+            a critic's values or greedy responses.
+        policy_loss: `(PolicyLossInputs, AlgorithmConfig)` -> per token, a loss and whether it was clipped.
         engine: see `EngineMaker` in `engines.protocol`; a `RegisteredEngine` if it supports more than plain sampling.
         reward_model: all rollouts of a step -> one score each, called on every rank with the same result; the reward,
             or added to the sum of `reward.components`.
@@ -164,7 +164,7 @@ class RlInputs:
     Attributes:
         roles: models by role, in the order of `spec`.
         tokenizer: of the policy.
-        thoughts: marks around a thought if a budget bounds it.
+        thoughts: delimiters of reasoning; `None` without a budget for it.
         plan: batch arithmetic for these prompts.
         notes: a line for each setting without effect, prompt left out by its pass rate, ground truth that a rule cannot
             read, and image-text model.
@@ -242,7 +242,7 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
 
 
 def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
-    """Return the marks around a thought, `None` without a budget for thoughts."""
+    """Return the delimiters of a response's reasoning; `None` without `rollout.thinking_budget`."""
     rollout, longest = config.rollout, config.data.max_response_length
     budgets = [rollout.for_validation(name).thinking_budget for name in (*rollout.validation_sets, "")]
     known = [budget for budget in (rollout.thinking_budget, *budgets) if budget is not None]

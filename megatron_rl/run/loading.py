@@ -99,7 +99,7 @@ class LoadedConfig:
 
     Attributes:
         config: resolved, without the settings that have no effect.
-        notes: one line for each of those.
+        notes: one line for each setting without effect.
         sources: full name -> file:line or "command line", for the given settings.
         num_ranks: ranks requested by a verl recipe (nodes times GPUs per node); torchrun decides.
     """
@@ -196,7 +196,7 @@ def _aliases() -> Any:
 
 
 def _is_ours(setting: Setting, fields: Mapping[str, FieldInfo]) -> bool:
-    """Whether a setting has a name of ours, and no value with another meaning in verl's recipes."""
+    """Whether a setting is ours, not verl's: a known name, and a value without a special meaning in verl."""
     value = setting.value
     # Hydra marks a value that is given elsewhere with `???`; -1 is verl's "never", `~/` a user's home there.
     if setting.name not in fields or value in ("???", {}, -1):
@@ -242,7 +242,7 @@ def _without_empty_sections(settings: list[Setting], mistakes: Mistakes) -> list
 
 
 def _gather_mappings(settings: list[Setting], fields: Mapping[str, FieldInfo]) -> list[Setting]:
-    """Collect `section.mapping.key = value` in the setting `section.mapping`; later keys replace earlier ones."""
+    """Merge settings of a mapping's keys (`section.field.key`) into one of `section.field`; the last value is kept."""
     names = [name for name, info in fields.items() if info.is_mapping]
     gathered: dict[str, Setting] = {}
     others = []
@@ -266,7 +266,7 @@ def _put(mapping: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo], mistakes: Mistakes) -> dict[str, Setting]:
-    """Choose one setting per name: the last of the command line, else of the recipe; in each, `weak` ones yield."""
+    """Choose one setting per name: the command line's last, else the recipe's; `weak` ones yield to others there."""
     chosen: dict[str, Setting] = {}
     for setting in settings:
         with mistakes.collect(setting.name):

@@ -33,11 +33,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Owner:
-    """Holder of a lock.
+    """The process that holds a lock.
 
     Attributes:
-        machine: scope of process numbers: host, boot, and process namespace.
-        started, since: start of the process and of its lock, by the clock of its host.
+        machine: host, boot and process namespace, in which `pid` is unique.
+        started, since: when the process started and took the lock, in seconds of its host's clock.
         token: unique per lock.
     """
 
@@ -60,7 +60,7 @@ class Owner:
         return cls(host, machine, os.getpid(), started, time.time(), uuid.uuid4().hex)
 
     def is_running(self) -> bool:
-        """Whether the process exists; valid on its machine."""
+        """Whether the process exists; only valid on its own machine."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < 2.0  # else another one has its number by now
@@ -76,7 +76,7 @@ _UNKNOWN = Owner("an unknown host", "", 0, 0.0, 0.0, "")  # a lock whose writing
 
 
 class RunLock:
-    """Lock of a run directory; not held until `acquire`.
+    """Lock of a run directory, held from `acquire` to `release`.
 
     Args:
         beat_seconds: between two heartbeats.

@@ -197,7 +197,7 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
 
 
 def note_models(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str | None = None) -> list[str]:
-    """Return a line per image-text model, whose text part alone is read, and the notes of `check_machine`."""
+    """Return notes: the image-text models (only their text part is used), and those of `check_machine`."""
     paths = dict.fromkeys(role.spec.path for role in roles.values())
     seeing = [path for path in paths if is_image_text(find_model_files(path))]
     notes = [f"{path} is an image-text model: its text part is used, and saved as a text model" for path in seeing]
@@ -281,7 +281,7 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> N
 
 
 def _check_vocabularies(config: RunConfig, role: RoleSpec, tokenizer: Tokenizer, sizes: Sequence[ModelShape]) -> None:
-    """Refuse a teacher with other token ids than the policy, or too few logits; `sizes`: policy, teacher."""
+    """Refuse a teacher with other token ids (kind full: or fewer logits) than the policy; `sizes`: policy, teacher."""
     theirs = load_tokenizer(find_model_files(Path(role.path))).read_vocabulary()
     differing = [token for token, index in tokenizer.read_vocabulary().items() if theirs.get(token) != index]
     if differing:
@@ -364,7 +364,7 @@ def check_machine(
 
 
 def _why_in_turn(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtype: str) -> str:
-    """Return the reason why experts are multiplied one by one (see `models/experts.py`), else ""."""
+    """Return why experts need one matrix product each, "" if one product serves all (`models/experts.py`)."""
     multiple = ROW_BYTES // DTYPE_BYTES[dtype]
     if spec.batch_invariant:
         return "rollout.bitwise"
