@@ -93,7 +93,8 @@ class Marks:
             if i in self._ids:
                 tokens.append(self._ids[i])
             elif i in self._controls:  # pieces of text form a mark in the model's own vocabulary
-                tokens += self._spell(i)
+                model = self._encoder.model
+                tokens += [piece.id for letter in model.id_to_token(i) for piece in model.tokenize(letter)]
             else:
                 tokens.append(i)
         return tokens
@@ -102,10 +103,6 @@ class Marks:
     def _controls(self) -> set[int]:
         """Return the ids of all marks except the unknown token."""
         return set(self._marks.values()) - {piece.id for piece in self._encoder.model.tokenize(GUARD)}
-
-    def _spell(self, token: int) -> list[int]:
-        model, text = self._encoder.model, self._encoder.model.id_to_token(token)
-        return [piece.id for letter in text for piece in model.tokenize(letter)]
 
     def _guard_text(self, text: str) -> str:
         places = [match.start() for match in self._first.finditer(text)]
