@@ -73,12 +73,10 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
 
             roles[name] = BaseOfActor(roles[role.spec.shares])
         else:
-            teacher = next(iter(inputs.spec.teachers), None) if name == "actor" else None
-            if teacher is not None and distillation.kind != "sampled":
+            learned, teacher = None, next(iter(inputs.spec.teachers), None)
+            if name == "actor" and teacher is not None and distillation.kind != "sampled":
                 first = inputs.roles[f"teachers.{teacher}"]
                 learned = LearnedTeacher(distillation, first.spec.path, first.shape)
-            else:
-                learned = None
             # Steps of `critic_warmup` do not update the policy.
             skipped = warmup if "critic" in inputs.roles and name != "critic" else 0
             updates = max((inputs.plan.total_steps or 0) - skipped, 0) * inputs.plan.optimizer_steps_per_step
@@ -170,11 +168,10 @@ def build_rollout(
         return {name: param for name, param in found.items() if isinstance(param, torch.Tensor)}
 
     engine = _build_engine(config, actor, process, find_shareable, stop, thoughts)
-    group, engines = world(), engine.ranks
     hybrid = HybridEngine(
         actor,
         engine.weights,
-        engines=engines,
+        engines=engine.ranks,
         process=process,
         config=config.hybrid,
         timers=timers,
@@ -183,9 +180,9 @@ def build_rollout(
     return hybrid, RolloutGenerator(
         engine,
         hybrid,
-        open_channel(engines, process.rank, group_timeout(config)),
+        open_channel(engine.ranks, process.rank, group_timeout(config)),
         config=config,
-        group=group,
+        group=world(),
         progress=progress,
         processes=processes,
     )

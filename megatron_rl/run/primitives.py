@@ -49,12 +49,7 @@ class Policy(ActorOnSamples):
     """The policy: a model in training, and its copies in rollout engines; methods are collective."""
 
     def __init__(
-        self,
-        role: Any,
-        packer: Packer,
-        sampling: RolloutMembers,
-        state: TrainingState,
-        config: RunConfig,
+        self, role: Any, packer: Packer, sampling: RolloutMembers, state: TrainingState, config: RunConfig
     ) -> None:
         super().__init__(role, packer)
         self.hybrid, self._collector, self._state, self._config = sampling.hybrid, sampling.collector, state, config
@@ -82,11 +77,7 @@ class Policy(ActorOnSamples):
             )
 
     def sample(
-        self,
-        step: int,
-        prompts: Sequence[Prompt] | None = None,
-        n: int | None = None,
-        temperature: float | None = None,
+        self, step: int, prompts: Sequence[Prompt] | None = None, n: int | None = None, temperature: float | None = None
     ) -> Experience:
         """Generate and score responses; only inside a `rollout_mode` block.
 

@@ -217,11 +217,7 @@ class Session:
 
     @classmethod
     def from_hf_config(
-        cls,
-        model_path: str | Path,
-        config: str | Path | Mapping[str, Any],
-        overrides: Sequence[str] = (),
-        **parts: Any,
+        cls, model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), **parts: Any
     ) -> Self:
         """Build the run of `launch/pretrain_grpo.py` in a user's own program, started by torchrun.
 

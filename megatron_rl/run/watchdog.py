@@ -264,8 +264,13 @@ class Watchdog:
             if not self._is_handed_over.wait(_GRACE_SECONDS):
                 self._dump_stacks()
                 self._conclude(EXIT_FAILED)
-        elif watched.is_stopping():
-            self._end_if_peers_are_gone(position)
+        elif watched.is_stopping() and (gone := self._listen(self._heard, _SILENT_SECONDS, counts_closed=False)):
+            if self.board.claim():
+                scene = Scene(watched.rank, position.step, position.phase, watched.log_file)
+                lost = explain_lost(gone, scene, "asked to stop, and no checkpoint is possible")
+                self.board.post(str(lost), EXIT_FAILED)
+            self._dump_stacks()
+            self._conclude(EXIT_FAILED)
 
     def _update(self) -> float:
         """Update the position; return the seconds since it changed."""
@@ -292,33 +297,21 @@ class Watchdog:
         self._publish("answer", dataclasses.replace(position, recent=recent))
         self._dump_stacks(recent)
         if is_first and self.board.claim():
-            self.board.post(str(self._explain_stall()), EXIT_STALLED)
+            watched = self._watched
+            self.board.wait_for([f"answer/{rank}" for rank in range(watched.world_size)], _ANSWER_SECONDS)
+            answers = self._collect("answer")
+            silent = [rank for rank, answer in enumerate(answers) if answer is None]
+            roles = f"\n  roles: {watched.roles}" if watched.roles else ""
+            stall = UserError(
+                f"no progress in {watched.limit:g} s (trainer.collective_timeout): "
+                f"{explain_wait(answers, silent)}{roles}",
+                source=f"the watchdog of rank {watched.rank}",
+                expected="ranks that answer each other within that time",
+                hint=f"the stacks of all threads of rank N are in {watched.log_file.parent}/rank<N>.log; raise "
+                "trainer.collective_timeout if the late rank was only slow",
+            )
+            self.board.post(str(stall), EXIT_STALLED)
         self._conclude(EXIT_STALLED)
-
-    def _explain_stall(self) -> UserError:
-        self.board.wait_for([f"answer/{rank}" for rank in range(self._watched.world_size)], _ANSWER_SECONDS)
-        answers = self._collect("answer")
-        silent = [rank for rank, answer in enumerate(answers) if answer is None]
-        limit, logs = self._watched.limit, self._watched.log_file.parent
-        roles = f"\n  roles: {self._watched.roles}" if self._watched.roles else ""
-        return UserError(
-            f"no progress in {limit:g} s (trainer.collective_timeout): {explain_wait(answers, silent)}{roles}",
-            source=f"the watchdog of rank {self._watched.rank}",
-            expected="ranks that answer each other within that time",
-            hint=f"the stacks of all threads of rank N are in {logs}/rank<N>.log; raise trainer.collective_timeout if "
-            "the late rank was only slow",
-        )
-
-    def _end_if_peers_are_gone(self, position: Position) -> None:
-        gone = self._listen(self._heard, _SILENT_SECONDS, counts_closed=False)
-        if gone:
-            if self.board.claim():
-                watched = self._watched
-                scene = Scene(watched.rank, position.step, position.phase, watched.log_file)
-                lost = explain_lost(gone, scene, "asked to stop, and no checkpoint is possible")
-                self.board.post(str(lost), EXIT_FAILED)
-            self._dump_stacks()
-            self._conclude(EXIT_FAILED)
 
     def _dump_stacks(self, recent: tuple[str, ...] = ()) -> None:
         with contextlib.suppress(OSError), open(self._watched.log_file, "a", encoding="utf-8") as file:
