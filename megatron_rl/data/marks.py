@@ -42,10 +42,7 @@ def remove_guards(text: str) -> str:
 
 
 class Marks:
-    """The marks of a Hugging Face (fast) tokenizer, and an encoder of guarded texts.
-
-    Only marks without a guard become control tokens.
-    """
+    """Control tokens (marks) of a fast tokenizer; a guard, a character inserted into a mark, keeps the mark text."""
 
     def __init__(self, tokenizer: RustTokenizer) -> None:
         added, model_ids = tokenizer.get_added_tokens_decoder(), tokenizer.get_vocab(with_added_tokens=False)
@@ -71,9 +68,9 @@ class Marks:
         self._normalize = tokenizer.normalizer.normalize_str if folded and tokenizer.normalizer is not None else None
 
     def guard(self, value: Any) -> Any:
-        """Insert guard characters into the marks (control tokens) in the texts of a message, a tool, or a list of them.
+        """Insert guards into the marks in the texts of a message, a tool, or a list of them.
 
-        A partial mark at a text's end gets one too. Field names and roles that are plain words are kept.
+        A partial mark at a text's end gets one too, since the next text may complete it.
         """
         if isinstance(value, str):
             return self._guard_text(value)
@@ -87,7 +84,7 @@ class Marks:
         }
 
     def encode(self, text: str) -> list[int]:
-        """Encode a guarded text; only marks without a guard become control tokens."""
+        """Encode a rendered text; only marks without a guard become control tokens."""
         found = sorted((mark for mark in self._names if mark in text), key=len, reverse=True)
         if found:
             text = re.sub("|".join(map(re.escape, found)), lambda match: self._names[match[0]], text)
@@ -96,19 +93,16 @@ class Marks:
             if i in self._ids:
                 tokens.append(self._ids[i])
             elif i in self._controls:  # pieces of text form a mark in the model's own vocabulary
-                tokens += self._spell(i)
+                model = self._encoder.model
+                tokens += [piece.id for letter in model.id_to_token(i) for piece in model.tokenize(letter)]
             else:
                 tokens.append(i)
         return tokens
 
     @cached_property
     def _controls(self) -> set[int]:
-        """Return the ids of marks, which only the template may write; excludes the unknown token, which is no mark."""
+        """Return the ids of all marks except the unknown token."""
         return set(self._marks.values()) - {piece.id for piece in self._encoder.model.tokenize(GUARD)}
-
-    def _spell(self, token: int) -> list[int]:
-        model, text = self._encoder.model, self._encoder.model.id_to_token(token)
-        return [piece.id for letter in text for piece in model.tokenize(letter)]
 
     def _guard_text(self, text: str) -> str:
         places = [match.start() for match in self._first.finditer(text)]
@@ -121,11 +115,7 @@ class Marks:
         return GUARD.join(text[start:stop] for start, stop in pairwise([0, *(i + 1 for i in places), len(text)]))
 
     def _begins_mark(self, text: str, place: int, end: int) -> bool:
-        """Return whether a mark starts at index `place`, or the beginning of a mark that the next text may complete.
-
-        Args:
-            end: index after the last character that is no white space.
-        """
+        """Return whether `text[place:]` starts with a mark, or `text[place:end]` is the start of one."""
         is_whole = any(text[place : place + length] in self._marks for length in self._lengths)
         return is_whole or (end - place < self._lengths[-1] and text[place:end] in self._begun)
 

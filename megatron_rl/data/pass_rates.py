@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatron_rl.config.sections import DataConfig
 from megatron_rl.data.prompts import PromptSet, name_files
-from megatron_rl.data.rows import Row, read_rows
-from megatron_rl.types import Prompt, UserError, has_reward
+from megatron_rl.data.rows import read_rows
+from megatron_rl.types import UserError, has_reward
 
 _CORRECT_FROM = 0.5  # minimum reward of a correct response, as in pass@k
 _HINT = (
@@ -46,40 +46,33 @@ def select_by_pass_rate(train: PromptSet, cfg: DataConfig, shaping: str) -> tupl
         UserError: a prompt was not measured, or has changed since.
     """
     measured = [_read(path, shaping) for path in list_pass_rate_files(cfg).values()]
-    low, high = cfg.pass_rate_range
-    kept = [prompt for prompt in train.prompts if low <= _find_rate(prompt, train, measured, cfg) <= high]
+    (low, high), kept = cfg.pass_rate_range, []
+    for prompt in train.prompts:
+        file = bisect_right(train.file_starts, prompt.prompt_id) - 1
+        row = prompt.prompt_id - train.file_starts[file]
+        text, correct = measured[file].get(row, (None, []))
+        if text != prompt.text:
+            state = "has not been measured" if text is None else "was another one when it was measured"
+            found = f"the prompt in row {row} (from 0) of {cfg.train_files[file]} {state}"
+            raise _refuse(found, "rollouts of each prompt")
+        if low <= sum(correct) / len(correct) <= high:
+            kept.append(prompt)
     note = f"data.pass_rates: {len(kept)} of {len(train.prompts)} prompts are right in {low:g} to {high:g} of the cases"
     return replace(train, prompts=kept), [note]
-
-
-def _find_rate(prompt: Prompt, train: PromptSet, measured: list[Measured], cfg: DataConfig) -> float:
-    file = bisect_right(train.file_starts, prompt.prompt_id) - 1
-    row = prompt.prompt_id - train.file_starts[file]
-    text, correct = measured[file].get(row, (None, []))
-    if text != prompt.text:
-        state = "has not been measured" if text is None else "was another one when it was measured"
-        raise _refuse(f"the prompt in row {row} (from 0) of {cfg.train_files[file]} {state}", "rollouts of each prompt")
-    return sum(correct) / len(correct)
 
 
 def _read(path: Path, shaping: str) -> Measured:
     found: Measured = {}
     for row in read_rows([str(path)]):
-        number, text, is_correct = _parse(row, shaping)
-        if is_correct is not None:
-            found.setdefault(number, (text, []))[1].append(is_correct)
+        columns = row.columns
+        try:
+            number, text, components = int(columns["prompt_id"]), str(columns["prompt"]), columns["reward_components"]
+            is_correct = columns["reward"] - components.get(shaping, 0.0) >= _CORRECT_FROM
+            if has_reward(columns.get("finish_reason", ""), components):
+                found.setdefault(number, (text, []))[1].append(is_correct)
+        except (KeyError, TypeError, AttributeError, ValueError):
+            raise _refuse(f"{row.location} is no scored rollout", "rollouts that tools/evaluate.py wrote") from None
     return found
-
-
-def _parse(row: Row, shaping: str) -> tuple[int, str, bool | None]:
-    columns = row.columns
-    try:
-        components = columns["reward_components"]
-        is_correct = columns["reward"] - components.get(shaping, 0.0) >= _CORRECT_FROM
-        is_known = has_reward(columns.get("finish_reason", ""), components)
-        return int(columns["prompt_id"]), str(columns["prompt"]), is_correct if is_known else None
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise _refuse(f"{row.location} is no scored rollout", "rollouts that tools/evaluate.py wrote") from None
 
 
 def _refuse(found: str, expected: str) -> UserError:

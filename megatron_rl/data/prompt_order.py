@@ -8,7 +8,7 @@ assignment of R. Tijdeman, Discrete Mathematics 32, 1980).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Generic, TypeVar
@@ -21,29 +21,25 @@ from megatron_rl.types import UserError
 T = TypeVar("T")
 
 
-class EpochOrder:
-    """The numbers 0 to size - 1, epoch after epoch, each in its own permutation (or in order without `shuffle`)."""
+def _order_epochs(size: int, seed: Sequence[int], shuffle: bool) -> Callable[[int], int]:
+    """Return position -> number below `size`, each once per epoch, in random order with `shuffle`, else in order."""
 
-    def __init__(self, size: int, seed: Sequence[int], shuffle: bool) -> None:
-        self._size, self._shuffle = size, shuffle
+    @lru_cache(maxsize=2)  # a batch may span the end of an epoch
+    def permute(epoch: int) -> np.ndarray:
+        return np.random.default_rng([*seed, epoch]).permutation(size)
 
-        @lru_cache(maxsize=2)  # a batch may span the end of an epoch
-        def permute(epoch: int) -> np.ndarray:
-            return np.random.default_rng([*seed, epoch]).permutation(size)
+    def find(position: int) -> int:
+        epoch, offset = divmod(position, size)
+        return int(permute(epoch)[offset]) if shuffle else offset
 
-        self._permutation = permute
-
-    def at(self, position: int) -> int:
-        """Return the number, from 0 to size - 1, at a position counted from the start of the first epoch."""
-        epoch, offset = divmod(position, self._size)
-        return int(self._permutation(epoch)[offset]) if self._shuffle else offset
+    return find
 
 
 class Turns:
-    """A periodic schedule of parties (data files) with given shares.
+    """A periodic order of data files (parties) with given shares.
 
     Args:
-        shares: integer turns of each party per period; the period is their sum.
+        shares: integer turns of each file per period.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:
@@ -53,7 +49,7 @@ class Turns:
         self._before = (np.cumsum(turns, axis=1) - turns)[self._party, np.arange(self._period)]
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return the party (data file) at a position, and the number of its earlier turns."""
+        """Return the data file at a position, and the number of its earlier positions."""
         period, place = divmod(position, self._period)
         party = int(self._party[place])
         return party, period * self._shares[party] + int(self._before[place])
@@ -99,16 +95,16 @@ class PromptStream(Generic[T]):
     ) -> None:
         self._prompts, self.num_prompts = prompts, len(prompts)
         if weights is None:
-            self._turns, self._orders, self._first = Turns([1]), [EpochOrder(len(prompts), [seed], shuffle)], [0]
+            self._turns, self._orders, self._first = Turns([1]), [_order_epochs(len(prompts), [seed], shuffle)], [0]
         else:
             self._turns = Turns(reduce_weights(weights))
-            self._orders = [EpochOrder(size, [seed, file], shuffle) for file, size in enumerate(file_sizes)]
+            self._orders = [_order_epochs(size, [seed, file], shuffle) for file, size in enumerate(file_sizes)]
             self._first = [0, *accumulate(file_sizes)]
 
     def prompt(self, position: int) -> T:
         """Return the prompt at a position, from 0."""
         file, draw = self._turns.at(position)
-        return self._prompts[self._first[file] + self._orders[file].at(draw)]
+        return self._prompts[self._first[file] + self._orders[file](draw)]
 
 
 class PromptBatches(Generic[T]):

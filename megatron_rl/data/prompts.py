@@ -6,8 +6,7 @@ Rows have the plain schema (`prompt`, `answer`; names from the config) or verl's
 Chat messages are rendered by the chat template; truncation shortens contents only. Special tokens in contents, and in
 SFT responses to chats, stay text.
 
-Invariants: `prompt_id` is the row index over all files, before any row is dropped. Too long prompts are counted, and
-refused, cut or dropped by the config.
+Invariants: `prompt_id` is the row index over all files, before any row is dropped.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,13 +49,10 @@ def read_messages(value: Sequence[Any], row: Row, column: str) -> list[dict[str,
 
 def read_tools(row: Row) -> list[Any]:
     """Return the column `tools`, if present: a list in OpenAI format, or its JSON text (UserError otherwise)."""
-    value = row.columns.get("tools")
-    tools = value
+    value = tools = row.columns.get("tools")
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             tools = json.loads(value)
-        except ValueError:
-            tools = value
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise wrong_type("tools", value, row.location, "a list of objects, one per tool, or that as JSON text")
     return tools or []
@@ -183,6 +180,7 @@ def load_prompts(
         UserError: a file or row is invalid, a prompt is too long under the policy "error", or no prompt is left.
     """
     prompts, counts, starts = list[Prompt](), Counter[str](), list[int]()
+    known = {cfg.prompt_key, cfg.answer_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
     for row, ground_truth, fitted in _fit_rows(files, tokenizer, cfg, counts, starts, _ground_truth, limit, tools):
         prompts.append(
             Prompt(
@@ -191,7 +189,8 @@ def load_prompts(
                 text=fitted.text,
                 ground_truth=ground_truth,
                 data_source=row.optional("data_source", str, "default"),
-                extra_info=_extra_info(row, cfg),
+                extra_info={name: value for name, value in row.columns.items() if name not in known}
+                | row.optional("extra_info", dict, {}),
                 row={name: value for name, value in row.columns.items() if name != cfg.prompt_key},
                 messages=fitted.messages,
                 tools=fitted.tools,
@@ -249,9 +248,9 @@ def _fit_rows(
     """Read rows and tokenize their prompts; refuse, cut or drop too long ones, as configured.
 
     Args:
-        counts: incremented: "kept", "dropped" and "truncated" prompts.
+        counts: receives the numbers of "kept", "dropped" and "truncated" prompts.
         starts: receives the index of the first row of each file.
-        read: reads the rest of a row.
+        read: parses the columns besides the prompt.
 
     Yields:
         Each kept row, the result of `read`, and the prompt.
@@ -322,13 +321,6 @@ def _ground_truth(row: Row, cfg: DataConfig) -> Any:
     if value is None:
         value, column = row.require(cfg.answer_key), cfg.answer_key
     return value if isinstance(value, list | dict) else as_text(value, column, row.location)
-
-
-def _extra_info(row: Row, cfg: DataConfig) -> dict[str, Any]:
-    """Merge a row's columns without a meaning of their own with verl's `extra_info`, which takes precedence."""
-    known = {cfg.prompt_key, cfg.answer_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
-    further = {name: value for name, value in row.columns.items() if name not in known}
-    return further | row.optional("extra_info", dict, {})
 
 
 def choose_teachers(config: RunConfig, prompts: Sequence[Prompt]) -> dict[str, list[int]]:

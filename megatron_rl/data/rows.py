@@ -75,7 +75,7 @@ def as_text(value: Any, column: str, location: str) -> str:
 
 
 def wrong_type(column: str, value: Any, location: str, expected: str) -> UserError:
-    """Build the error for a wrong value."""
+    """Return the error for a column's value of a wrong type."""
     return UserError(
         f'column "{column}" holds {excerpt(repr(value))} ({type(value).__name__})',
         source=location,
@@ -172,23 +172,18 @@ def _parse_line(line: bytes, location: str) -> dict[str, Any]:
             hint=hint,
         )
     if b"\\ud" in line.lower():  # a surrogate can only come from an escape
-        _refuse_surrogates(value, shown, location)
+        for name, held in value.items():
+            try:
+                json.dumps([name, held], ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:  # tokenizers and later writes fail likewise
+                code = error.object[error.start].encode("ascii", "backslashreplace").decode()
+                raise UserError(
+                    f"column {json.dumps(name)} holds {code}, half of a character (a lone surrogate): {shown}",
+                    source=location,
+                    expected="whole characters",
+                    hint="remove it, or write the file again from texts that were not cut inside of a character",
+                ) from None
     return value
-
-
-def _refuse_surrogates(columns: dict[str, Any], shown: str, location: str) -> None:
-    """Refuse lone surrogates, which tokenizers and later writes cannot encode."""
-    for name, value in columns.items():
-        try:
-            json.dumps([name, value], ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            code = error.object[error.start].encode("ascii", "backslashreplace").decode()
-            raise UserError(
-                f"column {json.dumps(name)} holds {code}, half of a character (a lone surrogate): {shown}",
-                source=location,
-                expected="whole characters",
-                hint="remove it, or write the file again from texts that were not cut inside of a character",
-            ) from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

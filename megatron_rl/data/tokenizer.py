@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Encode a result of `render`, or a part of it."""
+        """Encode a result of `render`, or a part of one."""
         ...
 
     def read_vocabulary(self) -> dict[str, int]:
@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
         ...
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """Render as `apply_chat_template`, with guards around special tokens in contents, for `encode_rendered`."""
+        """Apply the chat template; guard characters keep special tokens in contents text in `encode_rendered`."""
         ...
 
 
@@ -166,24 +166,6 @@ class HuggingFaceTokenizer:
         Raises:
             UserError: there is no template, or it rejects these messages.
         """
-        return self._apply(messages, options)
-
-    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """See `Tokenizer.render`; raises as `apply_chat_template`."""
-        given = {name: self._guard(options[name]) for name in ("tools", "documents") if name in options}
-        return self._apply(self._guard(messages), {**options, **given})
-
-    def _guard(self, value: Any) -> Any:
-        if self._marks is None and not self._reads_marks:
-            raise UserError(
-                "the tokenizer is a slow one, which has no way to keep the text of special tokens in messages as text",
-                source=self.source,
-                expected="a tokenizer with tokenizer.json, which is a fast one",
-                hint="convert it with transformers, or trust all messages and set data.special_tokens_in_contents=true",
-            )
-        return value if self._marks is None else self._marks.guard(value)
-
-    def _apply(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         try:
             return self._tokenizer.apply_chat_template(
                 messages, **{"tokenize": False, "add_generation_prompt": True, **options}
@@ -195,6 +177,21 @@ class HuggingFaceTokenizer:
                 expected="a tokenizer with a chat template that accepts these messages",
                 hint="use a chat tokenizer, or prompts that are plain text",
             ) from error
+
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """See `Tokenizer.render`; raises as `apply_chat_template`."""
+        given = {name: self._guard(options[name]) for name in ("tools", "documents") if name in options}
+        return self.apply_chat_template(self._guard(messages), **(options | given))
+
+    def _guard(self, value: Any) -> Any:
+        if self._marks is None and not self._reads_marks:
+            raise UserError(
+                "the tokenizer is a slow one, which has no way to keep the text of special tokens in messages as text",
+                source=self.source,
+                expected="a tokenizer with tokenizer.json, which is a fast one",
+                hint="convert it with transformers, or trust all messages and set data.special_tokens_in_contents=true",
+            )
+        return value if self._marks is None else self._marks.guard(value)
 
 
 def load_tokenizer(path: Path, *, reads_marks: bool = False) -> Tokenizer:
@@ -224,10 +221,9 @@ def load_tokenizer(path: Path, *, reads_marks: bool = False) -> Tokenizer:
 def find_stop_tokens(
     tokenizer: Tokenizer, model: Path, vocab_size: int, further: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the token ids that end a response: EOS, those in generation_config.json, and `further`.
+    """Return the token ids that end a response: EOS, those in the model's generation_config.json, and `further`.
 
     Args:
-        model: directory of the model.
         further: `rollout.stop_token_ids`.
 
     Raises:
@@ -289,9 +285,11 @@ def _read_hugging_face(directory: Path) -> Any:
     try:
         if (directory / "tokenizer_config.json").is_file():
             return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        return transformers.PreTrainedTokenizerFast(
-            tokenizer_file=str(directory / "tokenizer.json"), **_special_tokens(directory)
-        )
+        file = directory / "special_tokens_map.json"
+        entries = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        texts = {name: value["content"] if isinstance(value, dict) else value for name, value in entries.items()}
+        special = {name: texts[name] for name in ("bos_token", "eos_token", "pad_token", "unk_token") if name in texts}
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"), **special)
     except Exception as error:  # tokenizers raises bare Exception on a broken file
         raise UserError(
             f"transformers cannot read the tokenizer: {_first_line(error)}",
@@ -299,13 +297,6 @@ def _read_hugging_face(directory: Path) -> Any:
             expected=_ACCEPTED,
             hint="check the files, or copy them from the model again",
         ) from error
-
-
-def _special_tokens(directory: Path) -> dict[str, str]:
-    file = directory / "special_tokens_map.json"
-    entries = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in entries.items()}
-    return {name: texts[name] for name in ("bos_token", "eos_token", "pad_token", "unk_token") if name in texts}
 
 
 def _require_eos(eos: int | None, pad: int | None, source: str) -> tuple[int, int]:

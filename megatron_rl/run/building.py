@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the members of a run from its checked inputs: roles with their process groups, and the producers of samples.
-
-These are engines with the actor's weights, prompts and rewards.
-"""
+"""Build a run from its checked inputs: roles with process groups, rollout engines, prompts and rewards."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def launched_sizes() -> tuple[int, int]:
 
 
 def group_timeout(config: RunConfig) -> timedelta:
-    """Return the process groups' time limit, longer than the watchdog's, which explains the stall."""
+    """Return the process groups' time limit, longer than the watchdog's, so that the watchdog reports a stall."""
     return timedelta(seconds=config.trainer.collective_timeout + 30)
 
 
@@ -76,12 +73,10 @@ def build_roles(config: RunConfig, inputs: RlInputs, parts: Parts) -> dict[str, 
 
             roles[name] = BaseOfActor(roles[role.spec.shares])
         else:
-            teacher = next(iter(inputs.spec.teachers), None) if name == "actor" else None
-            if teacher is not None and distillation.kind != "sampled":
+            learned, teacher = None, next(iter(inputs.spec.teachers), None)
+            if name == "actor" and teacher is not None and distillation.kind != "sampled":
                 first = inputs.roles[f"teachers.{teacher}"]
                 learned = LearnedTeacher(distillation, first.spec.path, first.shape)
-            else:
-                learned = None
             # Steps of `critic_warmup` do not update the policy.
             skipped = warmup if "critic" in inputs.roles and name != "critic" else 0
             updates = max((inputs.plan.total_steps or 0) - skipped, 0) * inputs.plan.optimizer_steps_per_step
@@ -118,9 +113,9 @@ def build_role(
     """Build one role with the weights of its path; collective.
 
     Args:
-        total_optimizer_steps: length of its learning-rate schedule.
-        make: the user's own class, if any.
-        teacher: of an actor that learns from distributions.
+        total_optimizer_steps: length of the role's learning-rate schedule.
+        make: a user's class for the role; `None` for the package's.
+        teacher: whose distributions an actor learns.
     """
     return (make or _find_class(inputs.spec))(
         RoleSetup(
@@ -137,7 +132,7 @@ def build_role(
 
 
 def verify_served(weights: EngineWeights, actor: Actor, config: RunConfig) -> Callable[[], None] | None:
-    """Return an `end_weight_update` that verifies the weights of servers by probing; `None` for other engines."""
+    """Return the end of a weight update that compares log-probs of servers and actor; `None` for other engines."""
     if not config.rollout.supports("is_server"):
         return None
     from megatron_rl.training.roles.frozen import score_sequences
@@ -173,11 +168,10 @@ def build_rollout(
         return {name: param for name, param in found.items() if isinstance(param, torch.Tensor)}
 
     engine = _build_engine(config, actor, process, find_shareable, stop, thoughts)
-    group, engines = world(), engine.ranks
     hybrid = HybridEngine(
         actor,
         engine.weights,
-        engines=engines,
+        engines=engine.ranks,
         process=process,
         config=config.hybrid,
         timers=timers,
@@ -186,16 +180,16 @@ def build_rollout(
     return hybrid, RolloutGenerator(
         engine,
         hybrid,
-        open_channel(engines, process.rank, group_timeout(config)),
+        open_channel(engine.ranks, process.rank, group_timeout(config)),
         config=config,
-        group=group,
+        group=world(),
         progress=progress,
         processes=processes,
     )
 
 
 def find_shared(config: RunConfig, actor: Actor, rank: int, wanted: Sequence[ShardBox]) -> dict[str, str]:
-    """Return parameters of the placements `wanted` on `rank` that may alias the actor's: engine name -> actor name."""
+    """Return engine parameters (of `wanted`) that may share memory with the actor's on `rank`: engine -> actor name."""
     model = actor.model
     if not config.hybrid.alias_weights or rank not in model.layout.ranks:
         return {}
@@ -213,7 +207,7 @@ def _build_engine(
     stop: StopStrings | None,
     thoughts: Thoughts | None,
 ) -> BuiltEngine:
-    """Build this rank's share of an engine, or a stand-in on ranks without one; collective over the job."""
+    """Build this rank's share of an engine, or a stand-in on ranks without an engine; collective."""
     ranks, built = config.placement.ranks_of("rollout", process.world_size), None
     if len(ranks) < process.world_size:
         align_group_names()  # an engine makes groups of its own ranks
@@ -254,7 +248,7 @@ class RunSinks:
 
 @dataclass(frozen=True)
 class RolloutMembers:
-    """Engine with the actor's weights, collector of scored samples, prompts, stream, and reward model."""
+    """Engine with the actor's weights, collector of scored samples, prompts, unfinished responses, reward model."""
 
     hybrid: Any
     collector: Any
@@ -271,7 +265,7 @@ def build_rollout_members(
     run: RunSinks,
     parts: Parts = NO_PARTS,
 ) -> RolloutMembers:
-    """Build the engine around the actor, and the rewards; collective."""
+    """Build prompts, rewards, and an engine with the actor's weights; collective."""
     decode, model = inputs.tokenizer.decode, None
     if "reward_model" in roles:
         model = RewardModelOnSamples(

@@ -101,7 +101,7 @@ class Checkpoints:
         return resumed.step
 
     def mark(self, step: int) -> None:
-        """Copy the state at the end of a step; not weights and optimizer states, which change only in updates."""
+        """Keep the state at the end of a step for a later save, except weights and optimizer states."""
         best = self._run.best_value
         state = self._state.small_parts() | {
             "best_value": None if best == float("-inf") else best,
@@ -148,10 +148,10 @@ class Checkpoints:
         return save_now(root, content, self._state.roles, self._group, rank_state).error
 
     def safe_point(self) -> None:
-        """Stop the run here if a signal was received; no weight has changed since the last mark.
+        """Save and stop the run if a rank received a stop signal; only where weights are those of the last `mark`.
 
         Raises:
-            Preempted: a signal was received, and the end of the last step is on the disk.
+            Preempted: a signal was received; the end of the last step is saved.
             UserError: saving failed (now or too often), or another job has taken the directory.
         """
         self._opened.lock.check()

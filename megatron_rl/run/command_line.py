@@ -166,9 +166,8 @@ def end_program(error: BaseException) -> int:
 def leave(code: int) -> NoReturn:
     """End this process like `sys.exit`, but without finalizing a rank's interpreter.
 
-    Finalization takes seconds, which can exceed the patience of `end_program` on other ranks. Also, a thread of torch's
-    process groups may release a tensor during it, which aborts the process with status -6 ("terminate called without an
-    active exception").
+    Finalization takes seconds, too long for `end_program` on other ranks, and may abort with status -6 if a thread of
+    torch's process groups releases a tensor meanwhile.
     """
     distributed = sys.modules.get("torch.distributed")
     if "RANK" not in os.environ and (distributed is None or not distributed.is_initialized()):

@@ -17,7 +17,6 @@ from megatron_rl.algorithms.mismatch import has_importance_weights
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.observability.rollout_log import TokenTexts
 from megatron_rl.run.session import Session
-from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.samples.describe import (
     choose_logged,
     describe_distributions,
@@ -37,15 +36,6 @@ from megatron_rl.samples.estimate import (
     measure_stale_routes,
 )
 from megatron_rl.samples.experience import Column, Experience
-
-READ_BY_ESTIMATORS = (
-    "old_logprobs",
-    "ref_logprobs",
-    "values",
-    "sum_pi_squared",
-    "importance_weights",
-    "teacher_logprobs",
-)
 
 
 class Trainer(Session):
@@ -117,7 +107,15 @@ class Trainer(Session):
                 samples.importance_weights = self.policy.as_column(samples, torch.empty_like(batch.loss_weights))
             return
         headers, group = samples.headers, self.policy.model.groups.dp
-        self.compare_by_age(samples, batch)
+        version, steps = self.policy.role.policy_version, self.plan.optimizer_steps_per_step
+        lags = (version - samples.pack(self.policy.packer).versions) // steps
+        if self.config.rollout.bitwise:
+            check_bits(batch, lags == 0, group)  # tokens of the current policy version
+        if self.config.actor.router_replay == "engine":
+            self.run.count({"moe/replayed_stale": measure_stale_routes(headers, batch, version, group)})
+        if most := self.config.schedule.max_staleness:
+            self.run.count(measure_lags(batch, lags, most, group))
+            self.run.count(describe_staleness(headers, version, steps))
         if self.reference:
             samples.kl_per_rollout = kl = measure_kl(headers, batch, algorithm.kl_type, group)
             count = max(int(headers.rollouts.has_reward.sum()), 1)  # a rollout without a reward has no loss token
@@ -126,26 +124,12 @@ class Trainer(Session):
         self.run.count(samples.mismatch)
         samples.importance_weights = self.policy.as_column(samples, weights)
 
-    def compare_by_age(self, samples: Experience, batch: TrainBatch) -> None:
-        """Record the policy-engine mismatch by staleness.
-
-        In bitwise mode, check that it is zero for tokens of the current policy version.
-        """
-        version, steps = self.policy.role.policy_version, self.plan.optimizer_steps_per_step
-        lags, group = (version - samples.pack(self.policy.packer).versions) // steps, self.policy.model.groups.dp
-        if self.config.rollout.bitwise:
-            check_bits(batch, lags == 0, group)
-        if self.config.actor.router_replay == "engine":
-            self.run.count({"moe/replayed_stale": measure_stale_routes(samples.headers, batch, version, group)})
-        if most := self.config.schedule.max_staleness:
-            self.run.count(measure_lags(batch, lags, most, group))
-            self.run.count(describe_staleness(samples.headers, version, steps))
-
     def estimate(self, samples: Experience) -> tuple[Column | None, ...]:
-        """Return advantages, returns (with a critic), and tokens chosen by clip_cov or kl_cov; collective."""
+        """Return advantages, returns (with a critic), and tokens of clip_cov or kl_cov, else `None`; collective."""
         if self.teachers:
             self.run.count(self.teachers.teach(samples))
-        batch, algorithm = self.policy.read(samples, *READ_BY_ESTIMATORS), self.algorithm_now()
+        read = "old_logprobs", "ref_logprobs", "values", "sum_pi_squared", "importance_weights", "teacher_logprobs"
+        batch, algorithm = self.policy.read(samples, *read), self.algorithm_now()
         if not self.policy.is_here:
             nothing = self.policy.as_column(samples, torch.empty_like(batch.loss_weights))
             return nothing, nothing if self.critic else None, None
@@ -168,7 +152,7 @@ class Trainer(Session):
             self.reference.role.become(self.policy.model)
 
     def describe(self, step: int, samples: Experience) -> None:
-        """Count a step's metrics and write some of its rollouts; collective."""
+        """Add a step's metrics to the run's record and write some of its rollouts to the log; collective."""
         headers = samples.headers
         reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
         self.run.count(describe_rollouts(headers) | samples.metrics | self.policy.describe_packing(samples))

@@ -62,9 +62,8 @@ class Guard:
     """Reports failures of one rank to the job, and decides whether the process raises or ends.
 
     Args:
-        watchdog: None in a job of one rank.
-        release: restores signal handlers and releases the lock of the run; called by `close` after the watchdog has
-            ended.
+        watchdog: `None` in a job of one rank.
+        release: called by `close` after the watchdog has ended.
     """
 
     def __init__(self, watched: Watched, watchdog: Watchdog | None, release: Callable[[], None] = lambda: None) -> None:
@@ -98,7 +97,7 @@ class Guard:
             importlib.import_module("debugpy").breakpoint()
 
     def positions(self) -> Sequence[Position | None]:
-        """Return the last heartbeat of every rank; empty in a job of one."""
+        """Return the last heartbeat of every rank; empty in a job of one rank."""
         return self._watchdog.positions() if self._watchdog else ()
 
     def _report(self, error: Exception) -> None:
@@ -126,7 +125,7 @@ class Guard:
         mark_reported(error, code)
 
     def close(self) -> None:
-        """End the watchdog and release signals and lock."""
+        """End the watchdog, restore signal handlers and release the lock."""
         if self._watchdog is not None:
             self._watchdog.close()
         self._release()

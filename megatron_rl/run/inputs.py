@@ -49,9 +49,9 @@ class Parts:
     Attributes:
         reward: verl's signature `(data_source, solution_str, ground_truth, extra_info)`, a number or a dict with
             "score"; called in the rank.
-        adv_estimator: `(AdvantageInputs, AlgorithmConfig)` -> advantages [t]; a `RegisteredEstimator` if it needs a
-            critic's values or greedy responses.
-        policy_loss: `(PolicyLossInputs, AlgorithmConfig)` -> token loss [t] and a clip mask [t].
+        adv_estimator: `(AdvantageInputs, AlgorithmConfig)` -> advantages per token; a `RegisteredEstimator` if it needs
+            a critic's values or greedy responses.
+        policy_loss: `(PolicyLossInputs, AlgorithmConfig)` -> per token, a loss and whether it was clipped.
         engine: see `EngineMaker` in `engines.protocol`; a `RegisteredEngine` if it supports more than plain sampling.
         reward_model: all rollouts of a step -> one score each, called on every rank with the same result; the reward,
             or added to the sum of `reward.components`.
@@ -164,7 +164,7 @@ class RlInputs:
     Attributes:
         roles: models by role, in the order of `spec`.
         tokenizer: of the policy.
-        thoughts: marks around a thought if a budget bounds it.
+        thoughts: delimiters of reasoning; `None` without a budget for it.
         plan: batch arithmetic for these prompts.
         notes: a line for each setting without effect, prompt left out by its pass rate, ground truth that a rule cannot
             read, and image-text model.
@@ -209,7 +209,17 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
     find_policy_loss(config.algorithm.policy_loss)
     find_loss_aggregation(config.algorithm.loss_agg_mode)
     BatchPlan.build(config, world_size, spec)  # before files are read, which takes longer
-    reward_plan = _read_reward_plan(config, parts)
+    reward = config.reward
+    if parts.reward_model is not None or (config.reward_model.path and not reward.components):
+        if parts.reward is not None or (parts.reward_model and config.reward_model.path):
+            raise UserError(
+                "a reward model beside another reward",
+                source="the objects that were passed",
+                expected="one of them",
+                hint="name the others with their weights in reward.components",
+            )
+        reward = replace(reward, components=[*reward.components, "1.0 model"])
+    reward_plan = build_reward_plan(reward, config.data.max_response_length, parts.reward)
     roles, tokenizer = read_rl_models(config, spec, world_size)
     noted = note_models(config, roles, config.rollout.engine)
     policy = roles["actor"].shape
@@ -226,6 +236,13 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
                 hint="a set is called after its file",
             )
     plan = BatchPlan.build(config, world_size, spec, len(train.prompts))
+    trainer, idle = config.trainer, []
+    if trainer.critic_warmup and "critic" not in spec.roles:
+        idle.append(f"ignored: trainer.critic_warmup={trainer.critic_warmup}, there is no critic")
+    if trainer.capture_step is not None and trainer.capture_step > (plan.total_steps or 0):
+        idle.append(f"ignored: trainer.capture_step={trainer.capture_step}, the run takes {plan.total_steps} steps")
+    absent = [role for role in config.placement.placed if role not in (*spec.roles, "rollout")]
+    idle += [f"ignored: placement.{role}={config.placement.text_of(role)}, there is no {role}" for role in absent]
     return RlInputs(
         spec=spec,
         roles=roles,
@@ -235,14 +252,14 @@ def read_rl_inputs(config: RunConfig, world_size: int, parts: Parts = NO_PARTS) 
         validation=validation,
         reward_plan=reward_plan,
         plan=plan,
-        notes=_find_idle_settings(config, spec, plan) + notes + noted,
+        notes=idle + _NOT_READ + notes + noted,
         stop=StopStrings(rollout.stop, tokenizer.decode) if rollout.stop else None,
         thoughts=_read_thoughts(config, tokenizer),
     )
 
 
 def _read_thoughts(config: RunConfig, tokenizer: Tokenizer) -> Thoughts | None:
-    """Return the marks around a thought, `None` without a budget for thoughts."""
+    """Return the delimiters of a response's reasoning; `None` without `rollout.thinking_budget`."""
     rollout, longest = config.rollout, config.data.max_response_length
     budgets = [rollout.for_validation(name).thinking_budget for name in (*rollout.validation_sets, "")]
     known = [budget for budget in (rollout.thinking_budget, *budgets) if budget is not None]
@@ -301,29 +318,3 @@ def _check_paths(config: RunConfig) -> None:
             expected="the interpreter of the servers' environment",
             hint="correct the path, or run launch/setup_sglang.sh, which makes .venv-sglang/bin/python",
         )
-
-
-def _read_reward_plan(config: RunConfig, parts: Parts) -> RewardPlan:
-    """Build the reward plan; a reward model without `reward.components` has weight 1."""
-    reward = config.reward
-    if parts.reward_model is not None or (config.reward_model.path and not reward.components):
-        if parts.reward is not None or (parts.reward_model and config.reward_model.path):
-            raise UserError(
-                "a reward model beside another reward",
-                source="the objects that were passed",
-                expected="one of them",
-                hint="name the others with their weights in reward.components",
-            )
-        reward = replace(reward, components=[*reward.components, "1.0 model"])
-    return build_reward_plan(reward, config.data.max_response_length, parts.reward)
-
-
-def _find_idle_settings(config: RunConfig, spec: RunSpec, plan: BatchPlan) -> list[str]:
-    trainer, notes = config.trainer, []
-    if trainer.critic_warmup and "critic" not in spec.roles:
-        notes.append(f"ignored: trainer.critic_warmup={trainer.critic_warmup}, there is no critic")
-    if trainer.capture_step is not None and trainer.capture_step > (plan.total_steps or 0):
-        notes.append(f"ignored: trainer.capture_step={trainer.capture_step}, the run takes {plan.total_steps} steps")
-    absent = [role for role in config.placement.placed if role not in (*spec.roles, "rollout")]
-    notes += [f"ignored: placement.{role}={config.placement.text_of(role)}, there is no {role}" for role in absent]
-    return notes + _NOT_READ

@@ -33,11 +33,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Owner:
-    """Holder of a lock.
+    """The process that holds a lock.
 
     Attributes:
-        machine: scope of process numbers: host, boot, and process namespace.
-        started, since: start of the process and of its lock, by the clock of its host.
+        machine: host, boot and process namespace, in which `pid` is unique.
+        started, since: when the process started and took the lock, in seconds of its host's clock.
         token: unique per lock.
     """
 
@@ -60,7 +60,7 @@ class Owner:
         return cls(host, machine, os.getpid(), started, time.time(), uuid.uuid4().hex)
 
     def is_running(self) -> bool:
-        """Whether the process exists; valid on its machine."""
+        """Whether the process exists; only valid on its own machine."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < 2.0  # else another one has its number by now
@@ -76,7 +76,7 @@ _UNKNOWN = Owner("an unknown host", "", 0, 0.0, 0.0, "")  # a lock whose writing
 
 
 class RunLock:
-    """Lock of a run directory; not held until `acquire`.
+    """Lock of a run directory, held from `acquire` to `release`.
 
     Args:
         beat_seconds: between two heartbeats.
@@ -87,7 +87,7 @@ class RunLock:
         self, run_dir: Path, *, beat_seconds: float = BEAT_SECONDS, dead_seconds: float = DEAD_SECONDS
     ) -> None:
         self.path, self._beat_seconds, self._dead_seconds = run_dir / LOCK_FILE, beat_seconds, dead_seconds
-        self._me: Owner | None = None
+        self._me = Owner.here()
         self._lost_to: Owner | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._keep_fresh, name="run-lock", daemon=True)
@@ -99,13 +99,22 @@ class RunLock:
             UserError: another job holds it.
             OSError: the directory cannot be written.
         """
-        self._me, taken_over = Owner.here(), None
+        taken_over = None
         while not self._create():
             owner = self._read()
             if owner is None:
                 continue  # released just now
             if self._is_alive(owner):
-                raise self._refuse(owner)
+                beat, held = self._last_beat(), timedelta(seconds=max(0, int(time.time() - owner.since)))
+                raise UserError(
+                    f"{self.path.parent} is in use: {owner} has held it for {held}, since "
+                    f"{datetime.fromtimestamp(owner.since):%Y-%m-%d %H:%M:%S}; its last sign of life was "
+                    f"{0.0 if beat is None else self._age(beat):.0f} s ago",
+                    source="trainer.run_dir",
+                    expected="a run directory that no other job writes to",
+                    hint="choose another trainer.run_dir, or end that job (if it is known to be gone: remove "
+                    f"{self.path})",
+                )
             if self._remove(owner):
                 taken_over = f"{self.path.parent} was held by {owner}, which is gone: its lock was taken over"
         self._thread.start()
@@ -132,7 +141,6 @@ class RunLock:
 
     def _create(self) -> bool:
         """Create the lock file; False if it exists."""
-        assert self._me is not None, "`acquire` comes first"
         try:
             with open(self.path, "x", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(self._me)) + "\n")
@@ -153,7 +161,6 @@ class RunLock:
         return _UNKNOWN
 
     def _is_alive(self, owner: Owner) -> bool:
-        assert self._me is not None, "`acquire` comes first"
         if owner.machine == self._me.machine:
             return owner.is_running()
         first = self._last_beat()
@@ -213,15 +220,3 @@ class RunLock:
                     return
             except Exception as error:  # logged, since the next beat may succeed
                 _LOG.warning("%s: no heartbeat: %r", self.path, error)
-
-    def _refuse(self, owner: Owner) -> UserError:
-        beat = self._last_beat()
-        held = timedelta(seconds=max(0, int(time.time() - owner.since)))
-        return UserError(
-            f"{self.path.parent} is in use: {owner} has held it for {held}, since "
-            f"{datetime.fromtimestamp(owner.since):%Y-%m-%d %H:%M:%S}; its last sign of life was "
-            f"{0.0 if beat is None else self._age(beat):.0f} s ago",
-            source="trainer.run_dir",
-            expected="a run directory that no other job writes to",
-            hint=f"choose another trainer.run_dir, or end that job (if it is known to be gone: remove {self.path})",
-        )

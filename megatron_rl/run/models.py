@@ -160,7 +160,19 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
     found = {"actor": actor}
     for name, role in spec.roles.items():
         if name == "reference":
-            found[name] = _read_reference(config, role, actor, world_size)
+            if role.path != actor.spec.path:
+                shape = load_model_shape(find_model_files(role.path))
+                if shape != actor.shape:
+                    raise UserError(
+                        "the reference has another architecture than the policy",
+                        source="reference.path",
+                        expected=str(actor.shape),
+                        hint="use a checkpoint of the same model",
+                    )
+                _check_weights(role, shape)
+            ranks = config.placement.ranks_of(name, world_size)
+            layout = read_layout(role, ranks, actor.shape, config.model.dtype)
+            found[name] = replace(actor, spec=role, layout=layout)
         elif name != "actor":
             found[name] = _read_role(config, role, world_size)
             _check_vocabulary(tokenizer, found[name].shape, f"model.tokenizer and {role.path}")
@@ -197,7 +209,7 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
 
 
 def note_models(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str | None = None) -> list[str]:
-    """Return a line per image-text model, whose text part alone is read, and the notes of `check_machine`."""
+    """Return notes: the image-text models (only their text part is used), and those of `check_machine`."""
     paths = dict.fromkeys(role.spec.path for role in roles.values())
     seeing = [path for path in paths if is_image_text(find_model_files(path))]
     notes = [f"{path} is an image-text model: its text part is used, and saved as a text model" for path in seeing]
@@ -208,23 +220,15 @@ def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs
     shape = load_model_shape(find_model_files(spec.path), head="lm" if spec.head == "logprob" else "score")
     layout = read_layout(spec, config.placement.ranks_of(spec.name, world_size), shape, config.model.dtype)
     _check_weights(spec, shape)
-    _check_positions(config, shape)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > shape.max_position_embeddings:
+        raise UserError(
+            f"max_prompt_length + max_response_length = {longest} tokens",
+            source="data.max_*_length",
+            expected=f"at most the model's max_position_embeddings, {shape.max_position_embeddings}",
+            hint="shorten one of them or use a model with longer positions",
+        )
     return RoleInputs(spec, shape, layout)
-
-
-def _read_reference(config: RunConfig, spec: RoleSpec, actor: RoleInputs, world_size: int) -> RoleInputs:
-    if spec.path != actor.spec.path:
-        shape = load_model_shape(find_model_files(spec.path))
-        if shape != actor.shape:
-            raise UserError(
-                "the reference has another architecture than the policy",
-                source="reference.path",
-                expected=str(actor.shape),
-                hint="use a checkpoint of the same model",
-            )
-        _check_weights(spec, shape)
-    ranks = config.placement.ranks_of(spec.name, world_size)
-    return replace(actor, spec=spec, layout=read_layout(spec, ranks, actor.shape, config.model.dtype))
 
 
 def _check_transformers(model: Path, *, is_built: bool) -> None:
@@ -259,17 +263,6 @@ def _check_weights(spec: RoleSpec, shape: ModelShape) -> None:
             peft.check_adapters(spec.lora.path, adapters, f"{spec.section}.lora.path")
 
 
-def _check_positions(config: RunConfig, shape: ModelShape) -> None:
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if longest > shape.max_position_embeddings:
-        raise UserError(
-            f"max_prompt_length + max_response_length = {longest} tokens",
-            source="data.max_*_length",
-            expected=f"at most the model's max_position_embeddings, {shape.max_position_embeddings}",
-            hint="shorten one of them or use a model with longer positions",
-        )
-
-
 def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> None:
     if tokenizer.vocab_size > shape.vocab_size:
         raise UserError(
@@ -281,7 +274,7 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> N
 
 
 def _check_vocabularies(config: RunConfig, role: RoleSpec, tokenizer: Tokenizer, sizes: Sequence[ModelShape]) -> None:
-    """Refuse a teacher with other token ids than the policy, or too few logits; `sizes`: policy, teacher."""
+    """Refuse a teacher with other token ids (kind full: or fewer logits) than the policy; `sizes`: policy, teacher."""
     theirs = load_tokenizer(find_model_files(Path(role.path))).read_vocabulary()
     differing = [token for token, index in tokenizer.read_vocabulary().items() if theirs.get(token) != index]
     if differing:
@@ -364,7 +357,7 @@ def check_machine(
 
 
 def _why_in_turn(spec: RoleSpec, shape: ModelShape, layout: ParallelLayout, dtype: str) -> str:
-    """Return the reason why experts are multiplied one by one (see `models/experts.py`), else ""."""
+    """Return why experts need one matrix product each, "" if one product serves all (`models/experts.py`)."""
     multiple = ROW_BYTES // DTYPE_BYTES[dtype]
     if spec.batch_invariant:
         return "rollout.bitwise"

@@ -157,7 +157,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Handler of `STOP_SIGNALS` until `close`; `signal`: number of the one that this rank has received, else 0."""
+    """Handler of `STOP_SIGNALS` until `close`; `signal` is the number of this rank's first such signal, else 0."""
 
     def __init__(self, log: logging.Logger) -> None:
         self.signal, self._told = 0, False
@@ -175,7 +175,7 @@ class StopRequest:
 
     @property
     def is_here(self) -> bool:
-        """True if this rank has received a signal; safe to read from another thread."""
+        """Whether this rank has received a stop signal; safe to read from another thread."""
         if not self.signal and self._wakeup is not None:
             with contextlib.suppress(BlockingIOError):
                 self._told = self._told or any(number in STOP_SIGNALS for number in self._wakeup[0].recv(4096))
@@ -258,7 +258,15 @@ def _open_locked(
     if is_finished and (checkpoint is None or checkpoint.parent != run.checkpoints):
         raise _refuse(run_dir)
     if checkpoint is not None and not config.trainer.val_only:
-        _check_steps(checkpoint, total_steps, is_finished, group)
+        with failing_together(group):
+            step = read_manifest(checkpoint).get("step", 0)
+            if step > total_steps or (step == total_steps and is_finished):
+                raise UserError(
+                    f"the run has taken {step} steps, of {total_steps} requested",
+                    source=str(checkpoint),
+                    expected="steps that are left to take",
+                    hint="raise trainer.total_steps (or total_epochs) to continue, or choose another trainer.run_dir",
+                )
     dependencies = _find_dependencies(config, checkpoint, run, group)
     stop = StopRequest(run.log)
 
@@ -358,19 +366,6 @@ def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.Process
             hint="remove the newer ones to go back in this run, or choose another trainer.run_dir",
         )
     return found.directory
-
-
-def _check_steps(checkpoint: Path, total_steps: int, is_finished: bool, group: dist.ProcessGroup) -> None:
-    """Refuse a checkpoint without remaining steps, unless the run was interrupted after its last step."""
-    with failing_together(group):
-        step = read_manifest(checkpoint).get("step", 0)
-        if step > total_steps or (step == total_steps and is_finished):
-            raise UserError(
-                f"the run has taken {step} steps, of {total_steps} requested",
-                source=str(checkpoint),
-                expected="steps that are left to take",
-                hint="raise trainer.total_steps (or total_epochs) to continue, or choose another trainer.run_dir",
-            )
 
 
 def _refuse(run_dir: Path) -> UserError:

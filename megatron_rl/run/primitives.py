@@ -46,15 +46,10 @@ if TYPE_CHECKING:
 
 
 class Policy(ActorOnSamples):
-    """The policy in training and in its engines."""
+    """The policy: a model in training, and its copies in rollout engines; methods are collective."""
 
     def __init__(
-        self,
-        role: Any,
-        packer: Packer,
-        sampling: RolloutMembers,
-        state: TrainingState,
-        config: RunConfig,
+        self, role: Any, packer: Packer, sampling: RolloutMembers, state: TrainingState, config: RunConfig
     ) -> None:
         super().__init__(role, packer)
         self.hybrid, self._collector, self._state, self._config = sampling.hybrid, sampling.collector, state, config
@@ -64,7 +59,7 @@ class Policy(ActorOnSamples):
 
     @contextmanager
     def rollout_mode(self) -> Iterator[None]:
-        """Move the actor's weights into the engines, which sleep afterwards if they share its ranks. Collective."""
+        """Copy the actor's weights into the engines for a `with` block; then engines on the actor's ranks sleep."""
         with self.hybrid.rollout_mode():
             self._generates = True
             try:
@@ -82,22 +77,18 @@ class Policy(ActorOnSamples):
             )
 
     def sample(
-        self,
-        step: int,
-        prompts: Sequence[Prompt] | None = None,
-        n: int | None = None,
-        temperature: float | None = None,
+        self, step: int, prompts: Sequence[Prompt] | None = None, n: int | None = None, temperature: float | None = None
     ) -> Experience:
-        """Generate and score responses with the engines' weights, in `rollout_mode`.
+        """Generate and score responses; only inside a `rollout_mode` block.
 
         Args:
             step: part of every response's seed: equal steps give equal responses for equal weights.
             prompts: the same on every rank; by default the next `data.train_batch_size`, with dynamic sampling and
                 greedy responses if needed.
-            n, temperature: override `rollout`'s for given prompts; `logprobs` keeps `rollout.temperature`.
+            n, temperature: override those of `rollout` for given prompts; `logprobs` keeps `rollout.temperature`.
 
         Raises:
-            UserError: a prompt is too long, a reward failed, or it is not rollout mode; on every rank.
+            UserError: a prompt is too long, a reward failed, or no `rollout_mode` is open; on every rank.
         """
         self._check_mode("sample")
         rollout, limit = self._config.rollout, self._config.data.max_prompt_length
@@ -116,23 +107,23 @@ class Policy(ActorOnSamples):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether dedicated engines generate during training (docs/schedules.md)."""
+        """Whether engines on ranks of their own generate while the policy trains (docs/schedules.md)."""
         return self._collector.runs_ahead
 
     def run_ahead(self) -> None:
-        """Let dedicated engines generate until all training ranks call this, before the next `sample`."""
+        """On ranks of engines only, generate until all training ranks call this; once per step, after its updates."""
         if self.runs_ahead:
             self._collector.run_ahead()
 
     def validate(
         self, validation: Mapping[str, PromptSet], on_set: Callable[[str, list[Experience]], None] | None = None
     ) -> dict[str, float]:
-        """Return `validation/<set>/<metric>`, in `rollout_mode`; `on_set` receives each set's name and samples."""
+        """Return `validation/<set>/<metric>`; only in `rollout_mode`. `on_set` receives a set's name and samples."""
         self._check_mode("validate")
         return self._collector.validate(validation, on_set)
 
     def expand(self, samples: Experience, values: Sequence[float] | np.ndarray) -> Column:
-        """Expand values per rollout, [num_rollouts], to tokens in the loss; 0 elsewhere."""
+        """Repeat a value per rollout, [num_rollouts], for each of its tokens in the loss; other tokens get 0."""
         batch = self.read(samples)
         table = torch.tensor([*values, 0.0], dtype=torch.float32, device=batch.tokens.device)
         rollouts = find_rollouts(samples.headers, batch)
@@ -152,13 +143,13 @@ class Policy(ActorOnSamples):
         return outcome.directory
 
     def load(self, directory: str | Path) -> int:
-        """Load a checkpoint of `save` or a run, saved in any layout, and return its step.
+        """Load a checkpoint of `save` or a run, from any parallel layout, and return its step.
 
         Args:
-            directory: `step_<N>`, or one that has `latest`.
+            directory: `step_<N>`, or a directory whose latest checkpoint is loaded.
 
         Raises:
-            UserError: it is incomplete, or of another model; on every rank, and nothing was changed.
+            UserError: the checkpoint is incomplete, or of another model; on every rank, with nothing changed.
         """
         from megatron_rl.checkpoint.resuming import load_training_state
 
@@ -172,7 +163,7 @@ class Policy(ActorOnSamples):
         self._export(Path(directory))
 
     def describe_reshard(self) -> dict[str, float]:
-        """Return the metrics of the last reshard."""
+        """Return metrics of the last transfer of weights from the actor to the engines."""
         stats = self.hybrid.reshard_stats
         return {
             "reshard/bytes_moved": stats.bytes_moved,
@@ -188,11 +179,10 @@ class Policy(ActorOnSamples):
 
 @dataclass(frozen=True)
 class Primitives:
-    """Everything a training loop uses; roles that the config does not have are `None`.
+    """The objects of a training loop; a role that the config does not have is `None`.
 
     Attributes:
         inputs: with the batch arithmetic `plan` and the policy's `tokenizer`.
-        state: everything that a checkpoint contains.
     """
 
     config: RunConfig
@@ -207,7 +197,7 @@ class Primitives:
 
     @property
     def trained(self) -> dict[str, Any]:
-        """Trained roles by name, with equal keys on every rank (a stand-in outside a role)."""
+        """Model and optimizer of each trained role by name; stand-ins on ranks without the role."""
         roles = {"actor": self.policy.role} | ({"critic": self.critic.role} if self.critic else {})
         return {name: TrainedPart(role.model.trained, role.optimizer) for name, role in roles.items()}
 
@@ -215,7 +205,7 @@ class Primitives:
 def build_primitives(
     config: RunConfig, inputs: RlInputs, parts: Parts, process: Process, sinks: RunSinks
 ) -> Primitives:
-    """Build the roles on samples, the engines and the training state; collective."""
+    """Build the roles, the engines and the training state; collective."""
     spec, timers = inputs.spec, sinks.timers
     if not parts.rollouts and process.rank in config.placement.ranks_of("rollout", process.world_size):
         import_library(config.rollout.engine, process.device)

@@ -45,8 +45,8 @@ class Prepared:
     """A run whose inputs were read and checked.
 
     Attributes:
-        recipe: source of the default directory's name.
-        chosen: one line for each automatic layout choice.
+        recipe: file whose name the default run directory gets.
+        chosen: one line per layout setting that was chosen automatically.
     """
 
     config: RunConfig
@@ -217,15 +217,11 @@ class Session:
 
     @classmethod
     def from_hf_config(
-        cls,
-        model_path: str | Path,
-        config: str | Path | Mapping[str, Any],
-        overrides: Sequence[str] = (),
-        **parts: Any,
+        cls, model_path: str | Path, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), **parts: Any
     ) -> Self:
         """Build the run of `launch/pretrain_grpo.py` in a user's own program, started by torchrun.
 
-        An uncaught error ends the program with one message in the job, and the exit codes of docs/checkpoints.md.
+        An uncaught error is printed once in the job, and ends it with an exit code of docs/checkpoints.md.
 
         Args:
             model_path: directory of the policy in HF format, or a checkpoint of this package.
@@ -259,7 +255,7 @@ class Session:
             self.close()
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of each remaining step; validate, save and record after it."""
+        """Yield the number of each remaining step; after each, validate and save if due, and record its metrics."""
         total, trainer, run = self.total_steps, self.config.trainer, self.run
         resumed = self.checkpoints.start()
         if trainer.val_only:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def actor_export(config: RunConfig, model: LaidOutModel, mtp: LaidOutModel | None = None) -> Callable[[Path], None]:
-    """Return a collective function that writes the actor in HF format, or its adapters in PEFT format, with side files.
+    """Return a collective function that writes the actor in HF format, or its adapters in PEFT format.
 
     Args:
         mtp: the trained multi-token prediction layer; without it, that of `model.path` is copied.
@@ -77,7 +77,7 @@ def _add_mtp(model: ShardedModel, part: LaidOutModel, mtp: LaidOutModel) -> Shar
 
 
 def side_files(config: RunConfig, path: str) -> dict[str, Path]:
-    """Return a role's model files besides its weights."""
+    """Return name -> path of a role's files besides weights (config, tokenizer)."""
     tokenizer = config.model.tokenizer
     return list_side_files(Path(path), Path(tokenizer) if tokenizer else None)
 
@@ -86,7 +86,7 @@ _ROLLOUTS = "rollouts"
 
 
 class Stateful(Protocol):
-    """Part of a run with a small state (JSON)."""
+    """Interface of an object whose state is saved as JSON in a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
@@ -110,9 +110,9 @@ class TrainingState:
 
     Attributes:
         roles: trained roles of this rank.
-        parts: other stateful parts.
-        side_files: model files besides weights, by role.
-        rollouts: unfinished responses, if any begin ahead of their step.
+        parts: other objects with a state, by name.
+        side_files: files besides weights, by role.
+        rollouts: unfinished responses; `None` if all end in their step.
     """
 
     roles: Mapping[str, SavedRole]

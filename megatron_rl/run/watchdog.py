@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread on every rank that ends a job that hangs or has failed elsewhere, and the job's one report of the reason.
 
-Its heartbeat is the rank's position (`failures.py`) in the job's store. A rank *stalls* if its program stays in one
-collective for `limit` seconds: every rank dumps the stacks of its threads into its log, the first stalled rank reports
-which ranks wait for which, in which phase and group, and all ranks exit with EXIT_STALLED; the launcher restarts them.
+Its heartbeat in the job's store is the rank's position: step, phase and collective. A rank *stalls* if its program
+stays in one collective for `limit` seconds: every rank dumps the stacks of its threads into its log, the first stalled
+rank reports which ranks wait for which, in which phase and group, and all ranks exit with EXIT_STALLED; the launcher
+restarts them.
 A report of another rank (`guard.py`) also ends this rank unless its program ends by itself, and a rank with a stop
 signal ends when another one is gone, since they can no longer agree on a checkpoint.
 
-The first rank to `claim` writes the report. Rank 0 shows it and confirms; without a confirmation, the author shows it.
-Its collectives come from torch's flight recorder, which keeps the last 2000 of every process group (gloo and NCCL) and
-is on by default.
+The first rank to `claim` writes the report. Rank 0 prints it and confirms; without a confirmation, the author prints
+it. The collectives in a report come from torch's flight recorder.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Report:
 
 
 class ReportBoard:
-    """This rank's access to the job's one report, in a store; thread-safe. Shown texts go to `log_file`, too."""
+    """This rank's access to the one report of why the job ends, in the job's key-value store; thread-safe."""
 
     def __init__(self, store: Store, rank: int, log_file: Path) -> None:
         self._store, self._rank, self._log_file = store, rank, log_file
@@ -114,7 +114,7 @@ class ReportBoard:
         return self.wait_for([f"failed/{rank}" for rank in range(world_size)], seconds)
 
     def conclude(self) -> Report | None:
-        """Wait for the job's report and return it, if any; rank 0 shows it, or its author if rank 0 does not."""
+        """Wait for the report and return it, `None` without one; rank 0 prints it, or its author if rank 0 is gone."""
         if not self.wait_for(["report"], _REPORT_SECONDS):
             return None
         report = Report(**json.loads(self._store.get("report")))
@@ -156,12 +156,11 @@ class Watched:
     """A watched rank.
 
     Attributes:
-        limit: seconds that it may wait in one collective.
-        log_file: receives the stacks.
+        limit: seconds that the rank may wait in one collective.
+        log_file: receives the stacks of all threads when the job ends.
         is_stopping: whether this rank received a stop signal.
-        any_place: limit waits in every phase, not only in collectives (on CUDA the program waits for the device
-            instead).
-        roles: in words; empty if every rank has all roles.
+        any_place: apply `limit` outside of collectives, too (on CUDA the program waits for the device there).
+        roles: ranks of each role, for the report; empty if every rank has all roles.
     """
 
     rank: int
@@ -176,9 +175,10 @@ class Watched:
 
 
 class Watchdog:
-    """Watches the thread that builds it until `close`; needs a connection of its own to the store."""
+    """Thread that publishes the position (step, phase, collective) of its creator thread, and ends a stalled job."""
 
     def __init__(self, watched: Watched, store: Store) -> None:
+        # The store needs a connection of its own: a call of the program on the same one would block the heartbeats.
         self._watched, self._store = watched, store
         self.board = ReportBoard(store, watched.rank, watched.log_file)
         self._program, self._position, self._since = threading.get_ident(), None, time.monotonic()
@@ -189,7 +189,7 @@ class Watchdog:
         self._thread.start()
 
     def hand_over(self) -> None:
-        """Only send heartbeats from now on: the failed program reports by itself."""
+        """Send only heartbeats from now on, since the failed program reports its error."""
         self._is_handed_over.set()
 
     def close(self) -> None:
@@ -203,7 +203,7 @@ class Watchdog:
         return self._collect("beat")
 
     def find_silent(self, seconds: float) -> list[Position]:
-        """Return the last positions of ranks without a heartbeat for `seconds`; none once a report is posted."""
+        """Wait for ranks without a heartbeat for `seconds`, return their last positions; [] if a report is posted."""
         deadline, heard = time.monotonic() + 2 * seconds, {}
         while time.monotonic() < deadline and not self.board.is_posted:
             silent = self._listen(heard, seconds, counts_closed=True)
@@ -264,8 +264,13 @@ class Watchdog:
             if not self._is_handed_over.wait(_GRACE_SECONDS):
                 self._dump_stacks()
                 self._conclude(EXIT_FAILED)
-        elif watched.is_stopping():
-            self._end_if_peers_are_gone(position)
+        elif watched.is_stopping() and (gone := self._listen(self._heard, _SILENT_SECONDS, counts_closed=False)):
+            if self.board.claim():
+                scene = Scene(watched.rank, position.step, position.phase, watched.log_file)
+                lost = explain_lost(gone, scene, "asked to stop, and no checkpoint is possible")
+                self.board.post(str(lost), EXIT_FAILED)
+            self._dump_stacks()
+            self._conclude(EXIT_FAILED)
 
     def _update(self) -> float:
         """Update the position; return the seconds since it changed."""
@@ -286,39 +291,27 @@ class Watchdog:
         return [Position.decode(self._store.get(name)) if self._store.check([name]) else None for name in names]
 
     def _answer_stall(self, position: Position) -> None:
-        """Publish this rank's position; the first rank to detect the stall explains it."""
+        """Publish this rank's position and end the process; the first rank to detect the stall reports it."""
         is_first = self._store.add("stalled", 1) == 1
         recent = tuple(describe_collectives())
         self._publish("answer", dataclasses.replace(position, recent=recent))
         self._dump_stacks(recent)
         if is_first and self.board.claim():
-            self.board.post(str(self._explain_stall()), EXIT_STALLED)
+            watched = self._watched
+            self.board.wait_for([f"answer/{rank}" for rank in range(watched.world_size)], _ANSWER_SECONDS)
+            answers = self._collect("answer")
+            silent = [rank for rank, answer in enumerate(answers) if answer is None]
+            roles = f"\n  roles: {watched.roles}" if watched.roles else ""
+            stall = UserError(
+                f"no progress in {watched.limit:g} s (trainer.collective_timeout): "
+                f"{explain_wait(answers, silent)}{roles}",
+                source=f"the watchdog of rank {watched.rank}",
+                expected="ranks that answer each other within that time",
+                hint=f"the stacks of all threads of rank N are in {watched.log_file.parent}/rank<N>.log; raise "
+                "trainer.collective_timeout if the late rank was only slow",
+            )
+            self.board.post(str(stall), EXIT_STALLED)
         self._conclude(EXIT_STALLED)
-
-    def _explain_stall(self) -> UserError:
-        self.board.wait_for([f"answer/{rank}" for rank in range(self._watched.world_size)], _ANSWER_SECONDS)
-        answers = self._collect("answer")
-        silent = [rank for rank, answer in enumerate(answers) if answer is None]
-        limit, logs = self._watched.limit, self._watched.log_file.parent
-        roles = f"\n  roles: {self._watched.roles}" if self._watched.roles else ""
-        return UserError(
-            f"no progress in {limit:g} s (trainer.collective_timeout): {explain_wait(answers, silent)}{roles}",
-            source=f"the watchdog of rank {self._watched.rank}",
-            expected="ranks that answer each other within that time",
-            hint=f"the stacks of all threads of rank N are in {logs}/rank<N>.log; raise trainer.collective_timeout if "
-            "the late rank was only slow",
-        )
-
-    def _end_if_peers_are_gone(self, position: Position) -> None:
-        gone = self._listen(self._heard, _SILENT_SECONDS, counts_closed=False)
-        if gone:
-            if self.board.claim():
-                watched = self._watched
-                scene = Scene(watched.rank, position.step, position.phase, watched.log_file)
-                lost = explain_lost(gone, scene, "asked to stop, and no checkpoint is possible")
-                self.board.post(str(lost), EXIT_FAILED)
-            self._dump_stacks()
-            self._conclude(EXIT_FAILED)
 
     def _dump_stacks(self, recent: tuple[str, ...] = ()) -> None:
         with contextlib.suppress(OSError), open(self._watched.log_file, "a", encoding="utf-8") as file:
