@@ -61,7 +61,7 @@ def index_safetensors(directory: Path) -> dict[str, Path]:
 
 
 def read_headers(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and safetensors dtype of every tensor by name, reading each file once."""
+    """Return shape and safetensors dtype of every tensor by name."""
     headers = {}
     for file in sorted(set(files.values())):
         with safe_open(file, framework="pt") as handle:

@@ -74,7 +74,7 @@ class SavedOptimizer(Protocol):
         ...
 
     def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
-        """Set the number of steps taken and the position in the learning-rate schedule to saved ones."""
+        """Restore the number of steps taken and the state of the learning-rate schedule."""
 
 
 class SavedRole(Protocol):
@@ -140,7 +140,7 @@ def find_holders(role: SavedRole) -> Holders:
 
 
 def choose_saved(role: SavedRole, holders: Holders, rank: int) -> list[ShardBox]:
-    """Choose the placements that `rank` saves: each box is saved once, and replicas share the bytes."""
+    """Choose the placements that `rank` saves: one holder saves each box, and all save about equally much."""
     loads, mine = dict.fromkeys(role.model.groups.layout.ranks, 0), set()
     for (name, box), ranks in sorted(holders.items(), key=lambda item: -box_volume(item[0][1])):
         owner = min(ranks, key=loads.__getitem__)

@@ -126,12 +126,12 @@ class CheckpointSaver:
         export: Callable[[Path], None] | None = None,
         rank_state: RankState | None = None,
     ) -> None:
-        """Save a checkpoint after finishing a pending save; collective. Errors are reported, not raised.
+        """Save a checkpoint after finishing a pending save; collective. Errors go to `report`, and are not raised.
 
         Args:
-            content: its `side_files` name the roles of all ranks.
+            content: with `side_files` of every role of the job, on any rank.
             with_optimizer: include optimizer and RNG states, which resuming needs.
-            export: called on every rank with a directory in the new checkpoint for the HF model.
+            export: called on every rank to write the HF model into a given directory of the checkpoint.
             rank_state: folder -> tensors of this rank that belong to no role; by default its RNG states.
         """
         self.wait()
@@ -231,7 +231,7 @@ def save_now(
     group: dist.ProcessGroup,
     rank_state: RankState | None = None,
 ) -> SaveOutcome:
-    """Write `<root>/step_<N>` without pruning; collective. For arguments see `CheckpointSaver.save`."""
+    """Write `<root>/step_<N>` without pruning; collective; see `CheckpointSaver.save`."""
     outcomes: list[SaveOutcome] = []
     saver = CheckpointSaver(root, group, async_save=False, keep_last=None, keep_best=False, report=outcomes.append)
     saver.save(content, roles, rank_state=rank_state)

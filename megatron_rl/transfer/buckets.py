@@ -147,7 +147,10 @@ class BucketTransport:
         self._turns = self._order_turns()
 
     def _order_turns(self) -> list[tuple[int, list[_Outgoing], int, list[torch.Tensor]]]:
-        """List the exchanges by bucket, then by peer, so that pieces for several peers stay in the CPU cache."""
+        """List all exchanges as (rank to send to, pieces, rank to receive from, targets).
+
+        First buckets of all peers precede second ones, so that pieces for several peers stay in the CPU cache.
+        """
         rank, size = self._group.rank(), self._group.size()
         turns = []
         longest = max((len(buckets) for side in (self._sends, self._receives) for buckets in side.values()), default=0)
@@ -178,7 +181,7 @@ class BucketTransport:
         """Exchange everything; collective over the ranks involved.
 
         Raises:
-            RuntimeError: a peer failed or timed out; names the pending transfer.
+            RuntimeError: a peer failed or timed out.
         """
         out_buffers, in_buffers = self._buffers(self._out_elements), self._buffers(self._in_elements)
         in_flight: list[_Exchange] = []

@@ -121,7 +121,7 @@ class Certificate:
         self._rotation = _split_by_share(self._shapes, SAMPLE_SHARE)
 
     def verify(self, turn: int | None = None) -> int:
-        """Compare all tensors, or one turn of a rotating selection, and return the number compared.
+        """Compare all tensors, or part `turn` of a rotation over them in parts of 2 %, and return the number compared.
 
         Raises:
             CertificateError: on every rank.

@@ -31,7 +31,7 @@ class BoxPiece:
     """A box that source shards hold, the same in every tensor of a class.
 
     Attributes:
-        holders: source shard -> (place of the tensor in that shard, box in the parameter).
+        holders: index of a source shard -> (place, see `TensorIndex`; box in the parameter).
     """
 
     box: Box
@@ -40,7 +40,7 @@ class BoxPiece:
 
 @dataclass(slots=True, eq=False)
 class TensorClass:
-    """Logical tensors with the same boxes on the same shards of both sides, so that one plan serves all."""
+    """Logical tensors that the same shards hold in the same boxes, before and after a move: one plan serves all."""
 
     pieces: list[BoxPiece]
     targets: Targets
@@ -48,7 +48,7 @@ class TensorClass:
 
 
 class TensorIndex:
-    """Index of one side's tensors. The *places* of a tensor are the table rows that contain its name, in shard order.
+    """Index from each logical tensor to its *places*, the rows of some shards' placement tables that contain its name.
 
     Attributes:
         cuts: tensor -> (table rows, kind) of each place; shards that share table rows share places.
@@ -69,7 +69,7 @@ class TensorIndex:
                 self.places[name].append(place)
 
     def param(self, name: str, place: int) -> str:
-        """Return the parameter at a place of a tensor."""
+        """Return the name of the parameter in place number `place` of tensor `name`."""
         rows, _ = self.cuts[name][place]
         return rows[self.places[name][place]][0]
 
@@ -82,7 +82,7 @@ class TensorIndex:
         return [rows[row] for row in found]
 
     def list_boxes(self, cuts: Sequence[Cut]) -> Iterator[tuple[int, int, BoxPair]]:
-        """Yield shard, place and boxes of a tensor with these `TensorIndex.cuts`."""
+        """Yield (shard, place number, boxes) for a tensor with these `cuts`, in shard order."""
         found = sorted((shard, place) for place, (rows, _) in enumerate(cuts) for shard in self._sharing[rows])
         for shard, place in found:
             yield shard, place, self.tables[shard].boxes[cuts[place][1]]

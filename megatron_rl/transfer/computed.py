@@ -66,8 +66,7 @@ class MergedParam(_Computed):
 class ScaledParam(_Computed):
     """Adapter matrix B with LoRA's scale, for engines that apply adapters unscaled.
 
-    `scaled[rows, columns]` is that piece of s W, with W = `weight` (the actor's B) and s = `scale`. It is computed when
-    read, so that no second copy is stored.
+    `scaled[rows, columns]` computes that piece of `scale` times `weight`, the actor's B.
     """
 
     weight: torch.Tensor

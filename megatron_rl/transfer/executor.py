@@ -179,7 +179,7 @@ class Resharder:
         """Move the weights and return this rank's bytes; collective.
 
         Raises:
-            RuntimeError: a peer failed or timed out; names the pending operation.
+            RuntimeError: a peer failed or timed out.
         """
         if self._is_pulling:
             self._meet("before")  # no rank may read a source that its owner is still writing

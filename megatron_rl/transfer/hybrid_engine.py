@@ -48,12 +48,12 @@ class SourceModel(Protocol):
 
     @property
     def merged_params(self) -> frozenset[str]:
-        """Parameters, on any rank, that adapters are added to."""
+        """Parameters with adapters, by name, over all ranks."""
         ...
 
     @property
     def quantized_params(self) -> frozenset[str]:
-        """Parameters, on any rank, that are stored in NF4."""
+        """Parameters stored in NF4, by name, over all ranks."""
         ...
 
     def merge(self) -> SourceParams:
@@ -109,7 +109,7 @@ class HybridEngine:
     Attributes:
         policy_version: of the engine's weights; -1 before the first reshard.
         reshard_stats: bytes of one reshard, summed over ranks.
-        verified_tensors: compared by the last certificate.
+        verified_tensors: number that the last reshard compared.
         is_apart: no rank has both the actor and an engine.
     """
 
@@ -213,7 +213,7 @@ class HybridEngine:
         """Write the actor's current weights into the engine and verify them; collective.
 
         Raises:
-            CertificateError: the engine does not hold the actor's weights; names tensor, rank and box.
+            CertificateError: the engine does not hold the actor's weights.
         """
         with self._timers.phase("reshard"):
             self._engine.begin_weight_update()
@@ -229,7 +229,7 @@ class HybridEngine:
         self.policy_version = self._find_version()
 
     def _list_transfers(self) -> list[Transfer]:
-        """Return the due transfers; parameters that adapters do not change move only if the engine lacks them."""
+        """Return the transfers to run now; untrained weights move again only if the engine lost them."""
         if self._transferred_once and self._has_model:
             return self._transfers[self._transferred_once :]
         self._has_model = not self._loses_model
@@ -244,9 +244,9 @@ class HybridEngine:
 
     @contextmanager
     def rollout_mode(self) -> Iterator[HybridEngine]:
-        """Reshard, and put an engine on the actor's ranks to sleep after the block; collective.
+        """Reshard before the block; after it, an engine that shares ranks with the actor sleeps; collective.
 
-        Training memory is released before the engine allocates its own, so that the peak is that of one mode.
+        Training memory is released first, so that the peak is that of one mode.
         """
         for training in self._releasable:
             training.release()

@@ -32,13 +32,13 @@ _Piece = TypeVar("_Piece", bound=Hashable)
 
 @dataclass(slots=True)
 class SourceChoice:
-    """Choice of the owner from which each demanding rank receives its pieces.
+    """Source rank of every rank that needs some pieces, chosen among the ranks that own them.
 
     Attributes:
-        owners: ranks that hold the pieces, ascending.
-        fixed: demanding rank -> its source for every piece.
-        leftover: (ranks without a fixed source, candidate owners); fewer ranks than owners.
-        load: owner -> ranks with this fixed source.
+        owners: ascending.
+        fixed: needing rank -> its source for every piece.
+        leftover: (needing ranks, candidate owners), fewer ranks than owners; the source depends on the piece.
+        load: owner -> number of ranks with this fixed source; empty if all are equal.
     """
 
     owners: tuple[int, ...]
@@ -47,7 +47,7 @@ class SourceChoice:
     load: dict[int, int] = field(default_factory=dict)
 
     def spread_leftover(self, volumes: Mapping[_Piece, int], turn: int) -> dict[_Piece, dict[int, int]]:
-        """Choose sources of the leftover ranks for each piece: piece -> (demanding rank -> source).
+        """Choose the sources of `leftover` so that owners send equally much: piece -> (needing rank -> source).
 
         Args:
             volumes: piece -> elements.
@@ -108,7 +108,7 @@ def _serve_near(choice: SourceChoice, demanding: Sequence[int], ranks_per_node: 
 
 
 def _serve_far(choice: SourceChoice, far: list[int]) -> None:
-    """Choose owners for ranks without one on their node: first level the owners' loads, then in turn."""
+    """Choose an owner for each rank without one on its node: the least loaded owners first, then round robin."""
     level, top = min(choice.load.values()), max(choice.load.values())
     levelling: list[int] = []
     while level < top:
@@ -176,7 +176,7 @@ _Spread = dict[tuple[str, BoxPiece], dict[int, int]]  # piece of a tensor -> lef
 
 @dataclass(slots=True, eq=False)
 class _Route:
-    """Pieces of any class with equal holders and destination shards, and thus one choice of sources."""
+    """Pieces that the same shards hold and the same destination shards need; one choice of sources serves all."""
 
     holders: tuple[int, ...]
     destinations: tuple[int, ...]
@@ -186,7 +186,7 @@ class _Route:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The overlap of a source piece and a destination box, equal for all tensors of a class."""
+    """Overlap of a source piece and a destination box: `box` in the logical tensor, `dst_box` in the parameter."""
 
     piece: BoxPiece
     box: Box
@@ -308,7 +308,7 @@ class Planner:
                             yield replace(first, dst_rank=other)
 
     def _serve(self, rank: int) -> dict[str, list[tuple[BoxPiece, dict[int, list[int]]]]]:
-        """Return tensor name -> pieces that this rank sends, each with destination shard -> ranks."""
+        """Return, per tensor, the pieces that this rank sends, each with its receivers: destination shard -> ranks."""
         shard = self._source_of[rank]
         fixed_of: dict[_Route, dict[int, list[int]]] = {}
         mine: dict[str, list[tuple[BoxPiece, dict[int, list[int]]]]] = {}

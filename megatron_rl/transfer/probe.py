@@ -81,7 +81,7 @@ class ProbedWeights:
         self._compare_movements(rank, sampled[0], scores[0])
 
     def _compare_movements(self, rank: int, greedy: Sampled, score: np.ndarray) -> None:
-        """Check that the server's log-probs moved with the trainer's, unless its greedy tokens changed."""
+        """Check that the server's log-probs moved like the trainer's; skipped if the server's greedy tokens changed."""
         tokens, theirs, ours = self._last.get(rank, (greedy.tokens[:0], greedy.logprobs[:0], score[:0]))
         self._last[rank] = greedy.tokens, greedy.logprobs, score
         size = min(len(tokens), len(greedy.tokens))

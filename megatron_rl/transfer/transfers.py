@@ -62,7 +62,7 @@ class TransferContext:
     """Ranks, group and settings of the transfers of one model.
 
     Attributes:
-        actor_ranks, actor_key: ranks of the actor; equal keys mean equal tables.
+        actor_key: actor rank -> key, equal for ranks with equal placements.
         shared: per rank, engine parameters that share the actor's storage.
         dtype: of most engine parameters.
     """

@@ -188,14 +188,14 @@ class ShardPlace(NamedTuple):
 
 
 def find_shard_places(layout: ParallelLayout, rank: int) -> tuple[ShardPlace, ShardPlace]:
-    """Return a rank's share of dense parameters, and of experts."""
+    """Return a rank's share of dense parameters, and of experts, under ZeRO-3."""
     at, replicas = layout.coordinates(rank), layout.cp_size * layout.dp_size
     experts = layout.expert_coordinates(rank).dp
     return ShardPlace(at.cp + layout.cp_size * at.dp, replicas), ShardPlace(experts, layout.expert_replicas)
 
 
 def check_shared_experts(layout: ParallelLayout, shape: ModelShape, section: str) -> None:
-    """Refuse expert replicas that cannot split rows evenly, which FSDP requires there (UserError)."""
+    """Refuse ZeRO-3 if the replicas of an expert cannot split its rows evenly, as FSDP requires (UserError)."""
     replicas = find_shard_places(layout, layout.first_rank)[1].count
     for what, rows in (
         ("gate and up", 2 * shape.ffn_hidden_size // layout.expert_tp_size),

@@ -56,11 +56,11 @@ class PlacementTable(Sequence[ShardBox]):
             yield ShardBox(param, local_box, hf_name, hf_box)
 
     def without(self, params: frozenset[str]) -> PlacementTable:
-        """Return the table without these parameters; ranks that share rows still do."""
+        """Return the table without these parameters; rows stay shared between ranks."""
         return PlacementTable(_select(self.rows, 0, params, keeps=False), self.boxes) if params else self
 
     def only(self, names: frozenset[str]) -> PlacementTable:
-        """Return the table of these HF tensors only; ranks that share rows still do."""
+        """Return the table of these HF tensors only; rows stay shared between ranks."""
         return PlacementTable(_select(self.rows, 1, names, keeps=True), self.boxes)
 
 
@@ -72,7 +72,7 @@ def as_table(placements: Iterable[ShardBox]) -> PlacementTable:
 
 
 class Share(NamedTuple):
-    """One of `count` tensor parallel ranks."""
+    """Share of a TP rank: part `index` of `count` equal parts."""
 
     count: int
     index: int
@@ -160,7 +160,7 @@ def _split_delta_net(
 
 
 def list_parts(kind: str) -> list[tuple[str, str]]:
-    """Return the kind of each matrix in a possibly fused checkpoint tensor, and its key in `split_boxes`."""
+    """Return (kind, key in `split_boxes`) of each part of a checkpoint tensor; several parts if the tensor is fused."""
     if kind in FUSED_KINDS:
         return [(part, f"{kind}.{part}") for part in FUSED_KINDS[kind]]
     return [(kind, "hidden" if kind in NORM_KINDS else kind)]

@@ -16,11 +16,7 @@ LARGEST_RANK = 512  # largest buffer of vLLM
 def check_engine(
     shape: ModelShape, engine: str, quantization: str = "none", adapters: AdapterShape | None = None
 ) -> None:
-    """Refuse an engine that lacks support for sinks, gated delta nets, quantization or adapters (UserError).
-
-    Args:
-        adapters: adapters kept apart from the weights, if any.
-    """
+    """Refuse a model, a quantization or separate `adapters` that the engine does not support (UserError)."""
     supports = find_engine(engine).has
     if shape.delta_net is not None and not supports("delta_nets"):
         raise UserError(
@@ -88,11 +84,7 @@ def check_training_layout(
     sequence_parallel: bool = True,
     section: str = "actor",
 ) -> None:
-    """Refuse a Megatron layout that does not fit the model (UserError).
-
-    Args:
-        sequence_parallel: megatron-core needs it to train experts under TP.
-    """
+    """Refuse a Megatron layout that does not fit the model (UserError)."""
     _check_expert_layout(shape, tp_size, ep_size, sequence_parallel, section)
     sizes = (shape.num_heads, shape.num_kv_heads, *_shared_sizes(shape))
     for what, size in (
