@@ -132,20 +132,15 @@ class Certificate:
         digests[:, -1] = len(padding)
         column = {name: index for index, name in enumerate(names)}
         for row, side in ((0, self._source), (1 + self._engine, self._destination)):
-            for placement, digest in self._digests(side, column):
-                digests[row, column[placement.hf_name]] += digest.cpu()
+            wanted = [p for p in side.counted if p.hf_name in column]
+            found = [compute_digest(self._piece(side, p), p.hf_box, self._shapes[p.hf_name]) for p in wanted]
+            for p, digest in zip(wanted, found, strict=True):
+                digests[row, column[p.hf_name]] += digest.cpu()
         dist.all_reduce(digests, group=self._group)
         wrong, is_dirty = (digests[1:] != digests[0]).nonzero().tolist(), bool(digests[0, -1] > 0)
         if wrong or is_dirty:
             self._raise_if_wrong(wrong, digests, names, padding)
         return len(names)
-
-    def _digests(self, side: CertifiedParams, wanted: Mapping[str, int]) -> list[tuple[ShardBox, torch.Tensor]]:
-        return [
-            (p, compute_digest(self._piece(side, p), p.hf_box, self._shapes[p.hf_name]))
-            for p in side.counted
-            if p.hf_name in wanted
-        ]
 
     def _piece(self, side: CertifiedParams, placement: ShardBox) -> torch.Tensor:
         return side.params[placement.param][box_slices(placement.local_box)].to(self._dtype)

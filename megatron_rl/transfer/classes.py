@@ -15,7 +15,6 @@ from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, Row, T
 from megatron_rl.weights.shard_box import Box, ShardBox, box_volume
 
 Cut = tuple[TableRows, Hashable]  # rows of the table, kind
-Targets = tuple[tuple[Box, tuple[int, ...]], ...]  # boxes of a tensor and the destination shards that place them
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class TensorClass:
     """Logical tensors that the same shards hold in the same boxes, before and after a move: one plan serves all."""
 
     pieces: list[BoxPiece]
-    targets: Targets
+    targets: dict[Box, list[int]]  # box of a tensor -> destination shards that place it
     names: list[str] = field(default_factory=list)
 
 
@@ -95,23 +94,14 @@ def find_classes(source: TensorIndex, destination: TensorIndex) -> dict[str, Ten
     for name, cuts in source.cuts.items():
         key = tuple(cuts), tuple(destination.cuts.get(name, ()))
         if key not in classes:
-            classes[key] = TensorClass(_find_pieces(source, key[0]), _find_targets(destination, key[1]))
+            pieces: dict[Box, BoxPiece] = {}  # replicas are one piece with several holders
+            for shard, place, (local_box, hf_box) in source.list_boxes(key[0]):
+                if hf_box in pieces or box_volume(hf_box):
+                    pieces.setdefault(hf_box, BoxPiece(hf_box, {})).holders.setdefault(shard, (place, local_box))
+            targets: dict[Box, list[int]] = defaultdict(list)
+            for shard, _, (_, hf_box) in destination.list_boxes(key[1]):
+                targets[hf_box].append(shard)
+            classes[key] = TensorClass(list(pieces.values()), targets)
         classes[key].names.append(name)
         found[name] = classes[key]
     return found
-
-
-def _find_pieces(source: TensorIndex, cuts: Sequence[Cut]) -> list[BoxPiece]:
-    """Group equal boxes: replicas are one piece with several holders."""
-    pieces: dict[Box, BoxPiece] = {}
-    for shard, place, (local_box, hf_box) in source.list_boxes(cuts):
-        if hf_box in pieces or box_volume(hf_box):
-            pieces.setdefault(hf_box, BoxPiece(hf_box, {})).holders.setdefault(shard, (place, local_box))
-    return list(pieces.values())
-
-
-def _find_targets(destination: TensorIndex, cuts: Sequence[Cut]) -> Targets:
-    boxes: dict[Box, list[int]] = defaultdict(list)
-    for shard, _, (_, hf_box) in destination.list_boxes(cuts):
-        boxes[hf_box].append(shard)
-    return tuple((box, tuple(shards)) for box, shards in boxes.items())

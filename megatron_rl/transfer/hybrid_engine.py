@@ -148,7 +148,11 @@ class HybridEngine:
         packs_experts = process.device.type == "cpu" and self.shape.num_experts > 0
         self._loses_model = packs_experts or process.device.type == "cuda" and not self.is_apart
         self._has_model = False
-        self.reshard_stats = self._total_stats()
+        parts = [asdict(transfer.resharder.stats) for transfer in self._transfers[self._transferred_once :]]
+        mine = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
+        mine["bytes_aliased"] = sum(engine.params[name].nbytes for name in engine.shared_params)
+        total = reduce_scalars(mine, dist.ReduceOp.SUM, group, torch.device("cpu"))
+        self.reshard_stats = ReshardStats(**{name: int(value) for name, value in total.items()})
         self.policy_version = -1
         self._certificate_turn = 0
         self.verified_tensors = 0
@@ -202,13 +206,6 @@ class HybridEngine:
         """Transport between ranks: pull, buckets, or pull+buckets."""
         return self._transfers[-1].resharder.transport
 
-    def _total_stats(self) -> ReshardStats:
-        parts = [asdict(transfer.resharder.stats) for transfer in self._transfers[self._transferred_once :]]
-        mine = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
-        mine["bytes_aliased"] = sum(self._engine.params[name].nbytes for name in self._engine.shared_params)
-        total = reduce_scalars(mine, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
-        return ReshardStats(**{name: int(value) for name, value in total.items()})
-
     def reshard(self) -> None:
         """Write the actor's current weights into the engine and verify them; collective.
 
@@ -217,8 +214,10 @@ class HybridEngine:
         """
         with self._timers.phase("reshard"):
             self._engine.begin_weight_update()
-            for transfer in self._list_transfers():
+            # Weights that training does not change move again only if the engine lost them.
+            for transfer in self._transfers[self._transferred_once if self._has_model else 0 :]:
                 transfer.run()
+            self._has_model = not self._loses_model
             if self._verify != "off":
                 with self._timers.phase("verify"):
                     samples = self._verify == "sample"
@@ -226,21 +225,11 @@ class HybridEngine:
                     self.verified_tensors = sum(transfer.certificate.verify(turn) for transfer in self._transfers)
                     self._certificate_turn += samples
             self._end_update()
-        self.policy_version = self._find_version()
-
-    def _list_transfers(self) -> list[Transfer]:
-        """Return the transfers to run now; untrained weights move again only if the engine lost them."""
-        if self._transferred_once and self._has_model:
-            return self._transfers[self._transferred_once :]
-        self._has_model = not self._loses_model
-        return self._transfers
-
-    def _find_version(self) -> int:
         version = self._actor.policy_version
-        if self._actor.model.layout.world_size == self._group.size():
-            return version
-        found = reduce_scalars({"version": version}, dist.ReduceOp.MAX, self._group, torch.device("cpu"))
-        return int(found["version"])
+        if self._actor.model.layout.world_size < self._group.size():  # some ranks have no actor
+            found = reduce_scalars({"version": version}, dist.ReduceOp.MAX, self._group, torch.device("cpu"))
+            version = int(found["version"])
+        self.policy_version = version
 
     @contextmanager
     def rollout_mode(self) -> Iterator[HybridEngine]:

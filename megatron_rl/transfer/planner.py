@@ -24,7 +24,7 @@ from typing import TypeVar
 import numpy as np
 
 from megatron_rl.transfer.classes import BoxPiece, Shard, TensorClass, TensorIndex, find_classes
-from megatron_rl.weights.placement_tables import BoxPair, as_table
+from megatron_rl.weights.placement_tables import as_table
 from megatron_rl.weights.shard_box import Box, ShardBox, box_volume, find_overlap, intersect, localize
 
 _Piece = TypeVar("_Piece", bound=Hashable)
@@ -78,18 +78,10 @@ def choose_sources(owners: Sequence[int], demanding: Sequence[int], ranks_per_no
     if len(owners) == 1:
         return SourceChoice(tuple(owners), dict.fromkeys(demanding, owners[0]))
     choice = SourceChoice(tuple(owners), load=dict.fromkeys(owners, 0))
-    far = _serve_near(choice, demanding, ranks_per_node)
-    _serve_far(choice, far)
-    if len(set(choice.load.values())) == 1:  # equal loads do not change the ranking
-        return replace(choice, load={})
-    return choice
-
-
-def _serve_near(choice: SourceChoice, demanding: Sequence[int], ranks_per_node: int) -> list[int]:
     by_node: dict[int, list[int]] = {}
-    for owner in choice.owners:
+    for owner in owners:
         by_node.setdefault(owner // ranks_per_node, []).append(owner)
-    far: list[int] = []
+    far: list[int] = []  # ranks without an owner on their node
     done = 0
     for node, local in by_node.items():
         start = bisect_left(demanding, node * ranks_per_node, done)
@@ -103,8 +95,10 @@ def _serve_near(choice: SourceChoice, demanding: Sequence[int], ranks_per_node: 
         _assign(choice, near[:even], cycle(local))
         if near[even:]:
             choice.leftover.append((near[even:], tuple(local)))
-    far += demanding[done:]
-    return far
+    _serve_far(choice, [*far, *demanding[done:]])
+    if len(set(choice.load.values())) == 1:  # equal loads do not change the ranking
+        return replace(choice, load={})
+    return choice
 
 
 def _serve_far(choice: SourceChoice, far: list[int]) -> None:
@@ -235,7 +229,15 @@ class Planner:
         self._ordinals = {name: number for number, name in enumerate(self._classes)}
         self._routes: dict[BoxPiece, _Route] = {}  # pieces without a destination have none
         self._choose = cache(self._make_choice)  # only for routes that `plan` needs
-        self._index_routes()
+        routes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Route] = {}
+        for tensors in dict.fromkeys(self._classes.values()):
+            for piece in tensors.pieces:
+                needing = (shards for box, shards in tensors.targets.items() if self._intersect(piece.box, box))
+                if needed := tuple(sorted(set(chain.from_iterable(needing)))):
+                    holders = tuple(piece.holders)
+                    route = routes.setdefault((holders, needed), _Route(holders, needed, len(routes), []))
+                    route.pieces.append((tensors, piece))
+                    self._routes[piece] = route
 
     def plan(self, rank: int) -> RankPlan:
         """Return one rank's part of the plan; raises like `plan_rank`."""
@@ -280,15 +282,15 @@ class Planner:
         for param, name, kind in table.rows:
             tensors = self._classes.get(name)
             if (tensors, kind) not in known:
-                known[tensors, kind] = self._find_parts(tensors, table.boxes[kind])
-                parts = [part.box for part in known[tensors, kind]]
-                _check_cover(parts, table.boxes[kind][1], name, f"rank {rank} parameter {param}")
+                boxes = table.boxes[kind]
+                parts = ((piece, self._intersect(piece.box, boxes[1])) for piece in (tensors.pieces if tensors else ()))
+                found = [_Part(piece, box, localize(box, boxes)) for piece, box in parts if box is not None]
+                _check_cover([part.box for part in found], boxes[1], name, f"rank {rank} parameter {param}")
+                known[tensors, kind] = found
             for part in known[tensors, kind]:
-                yield self._make_op(name, part, self._find_source(name, part.piece, rank), rank, param)
-
-    def _find_parts(self, tensors: TensorClass | None, boxes: BoxPair) -> list[_Part]:
-        parts = ((piece, self._intersect(piece.box, boxes[1])) for piece in (tensors.pieces if tensors else ()))
-        return [_Part(piece, box, localize(box, boxes)) for piece, box in parts if box is not None]
+                choice, leftover = self._choose(self._routes[part.piece])
+                source = choice.fixed[rank] if rank in choice.fixed else leftover[name, part.piece][rank]
+                yield self._make_op(name, part, source, rank, param)
 
     def _outgoing(self, rank: int) -> Iterator[TransferOp]:
         if rank not in self._source_of:
@@ -345,10 +347,6 @@ class Planner:
             part.dst_box,
         )
 
-    def _find_source(self, name: str, piece: BoxPiece, rank: int) -> int:
-        choice, leftover = self._choose(self._routes[piece])
-        return choice.fixed[rank] if rank in choice.fixed else leftover[name, piece][rank]
-
     def _make_choice(self, route: _Route) -> tuple[SourceChoice, _Spread]:
         owners = _merge_ranks(self._source, route.holders)
         choice = choose_sources(owners, _merge_ranks(self._destination, route.destinations), self._ranks_per_node)
@@ -362,29 +360,9 @@ class Planner:
         volumes = {(name, piece): box_volume(piece.box) for _, _, name, piece in sorted(pieces, key=itemgetter(0, 1))}
         return choice, choice.spread_leftover(volumes, route.turn)
 
-    def _index_routes(self) -> None:
-        routes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Route] = {}
-        for tensors in dict.fromkeys(self._classes.values()):
-            for piece in tensors.pieces:
-                needed = tuple(
-                    sorted(
-                        {
-                            index
-                            for box, indices in tensors.targets
-                            if self._intersect(piece.box, box)
-                            for index in indices
-                        }
-                    )
-                )
-                if needed:
-                    holders = tuple(piece.holders)
-                    route = routes.setdefault((holders, needed), _Route(holders, needed, len(routes), []))
-                    route.pieces.append((tensors, piece))
-                    self._routes[piece] = route
-
     def _demand(self, tensors: TensorClass, piece: BoxPiece) -> dict[int, int]:
         demand: dict[int, int] = defaultdict(int)
-        for box, indices in tensors.targets:
+        for box, indices in tensors.targets.items():
             part = self._intersect(piece.box, box)
             if part is not None:
                 for index in indices:
