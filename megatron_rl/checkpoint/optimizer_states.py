@@ -22,16 +22,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX, Holders, Piece, SavedRole
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.packed_experts import find_fused
-from megatron_rl.weights.shard_box import (
-    Box,
-    ShardBox,
-    box_shape,
-    box_slices,
-    box_volume,
-    full_box,
-    intersect,
-    localize,
-)
+from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect, localize
 
 
 @dataclass(frozen=True)
@@ -158,7 +149,7 @@ def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
         return [((start, stop),)] if start < stop else []
     (_, *middle, width), boxes = shape, []
     assert all(size == 1 for size in middle), "experts are seen as matrices"
-    between = full_box(middle)
+    between = [(0, 1)] * len(middle)
     while start < stop:
         row, column = divmod(start, width)
         if column or stop - start < width:

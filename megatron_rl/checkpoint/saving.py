@@ -260,26 +260,23 @@ def copy_to_host(piece: Piece) -> Piece:
 def _write(pending: _Pending, pieces: Mapping[str, list[Piece]], rank_state: RankState, rank: int) -> None:
     with pending.keeping_error(rank):
         for name, found in pieces.items():
-            if found:
-                _write_role(pending, name, found, rank)
+            if not found:
+                continue
+            writer = ChunkWriter(pending.partial / name / f"__{rank}_0.distcp")
+            try:
+                for piece in found:
+                    writer.add(piece.key, piece.shape, piece.offset, piece.data)
+                pending.records.append(writer.close())
+            except OSError as error:
+                num_bytes = sum(piece.data.numel() * piece.data.element_size() for piece in found)
+                raise explain_os_error(error, pending.partial, num_bytes) from None
+            finally:
+                writer.abandon()
+            pending.chunks[name] = writer.chunks
         for folder, tensors in rank_state.items():
             (pending.partial / folder).mkdir(exist_ok=True)
             path = pending.partial / folder / f"rank_{rank}.safetensors"
             pending.records.append(write_file(path, to_safetensors(dict(tensors))))
-
-
-def _write_role(pending: _Pending, name: str, pieces: list[Piece], rank: int) -> None:
-    writer = ChunkWriter(pending.partial / name / f"__{rank}_0.distcp")
-    try:
-        for piece in pieces:
-            writer.add(piece.key, piece.shape, piece.offset, piece.data)
-        pending.records.append(writer.close())
-    except OSError as error:
-        num_bytes = sum(piece.data.numel() * piece.data.element_size() for piece in pieces)
-        raise explain_os_error(error, pending.partial, num_bytes) from None
-    finally:
-        writer.abandon()
-    pending.chunks[name] = writer.chunks
 
 
 # Generators of a rank: torch's, CUDA's, numpy's, Python's, and megatron-core's named streams.
