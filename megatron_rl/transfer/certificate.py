@@ -166,8 +166,7 @@ class Certificate:
                 f"{_hex(digests[1 + engine, index])}"
             )
             lines += self._locate(name)
-        if lines:
-            raise CertificateError("weights differ between training and rollout:\n  " + "\n  ".join(lines))
+        raise CertificateError("weights differ between training and rollout:\n  " + "\n  ".join(lines))
 
     def _locate(self, name: str) -> list[str]:
         mine = {

@@ -172,7 +172,9 @@ class HybridEngine:
         if shape is None or not merged:
             return [whole]
         if config.lora == "merge":
-            changing = self._list_tensors(merged)
+            table = model.placements(model.layout.first_rank)
+            kinds = {kind for param, _, kind in table.rows if param in merged}
+            changing = frozenset(name for name, kind in model.shape.tensor_kinds().items() if kind in kinds)
             changed = replace(whole.only(changing), params=model.merge(), computed=merged | quantized)
             return [whole.only(frozenset(whole.shapes) - changing), changed]
         adapters = TensorSet(
@@ -183,11 +185,6 @@ class HybridEngine:
         )
         table = adapters.source(model.layout.first_rank)
         return [whole, replace(adapters, computed=frozenset(p.param for p in table if p.param.endswith("lora_B")))]
-
-    def _list_tensors(self, params: frozenset[str]) -> frozenset[str]:
-        model = self._actor.model
-        kinds = {kind for param, _, kind in model.placements(model.layout.first_rank).rows if param in params}
-        return frozenset(name for name, kind in model.shape.tensor_kinds().items() if kind in kinds)
 
     def _ask_engine(self, engines: EngineRanks) -> tuple[torch.dtype, frozenset[str], CodeFormat | None]:
         """Return an engine's dtype, the HF names of float32 exceptions, and its 8-bit code format; collective."""

@@ -261,17 +261,13 @@ class Planner:
             for tensors, piece in route.pieces:
                 for index, elements in self._demand(tensors, piece).items():
                     total[index] += elements * len(tensors.names)
-            yield (
-                np.array(list(choice.fixed.values()), np.int64),
-                np.array(list(choice.fixed), np.int64),
-                np.array([total[self._destination_of[rank]] for rank in choice.fixed], np.int64),
-            )
-            for (name, piece), sources in leftover.items():
-                demand = self._demand(self._classes[name], piece)
+            spread = ((s, self._demand(self._classes[name], piece)) for (name, piece), s in leftover.items())
+            for sources, demand in chain([(choice.fixed, total)], spread):
+                elements = [demand[self._destination_of[rank]] for rank in sources]
                 yield (
                     np.array(list(sources.values()), np.int64),
                     np.array(list(sources), np.int64),
-                    np.array([demand[self._destination_of[rank]] for rank in sources], np.int64),
+                    np.array(elements, np.int64),
                 )
 
     def _incoming(self, rank: int) -> Iterator[TransferOp]:
