@@ -155,8 +155,8 @@ def read_pointer(root: Path, name: str) -> int | None:
 def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[int]:
     """Delete old checkpoints and remains of unfinished ones, and return the deleted steps.
 
-    Checkpoints that a timer wrote are deleted despite `keep_last`. The target of `latest` stays. Newer checkpoints are
-    damaged: they do not count towards `keep_last`, and the run replaces them when it reaches their step again.
+    Checkpoints that a timer wrote are deleted despite `keep_last`. The target of `latest` stays. Checkpoints newer than
+    `latest` are damaged: they stay, do not count towards `keep_last`, and the run replaces them at their step.
     """
     for path in root.glob("step_*"):
         if path.suffix in UNFINISHED:
@@ -191,7 +191,7 @@ def find_step(path: Path) -> Path:
 def find_gaps(directory: Path, manifest: Mapping[str, Any], part: int = 0, num_parts: int = 1) -> list[str]:
     """List tensors, elements and random states that a training checkpoint lacks or has twice, a line each.
 
-    Checks every `num_parts`-th role from role `part` on; other kinds of checkpoints give [].
+    Only every `num_parts`-th role from role `part` on is checked; manifests without roles have no gaps.
     """
     has_optimizer, gaps = bool(manifest.get("has_optimizer")), []
     for name, role in list(manifest.get("roles", {}).items())[part::num_parts]:

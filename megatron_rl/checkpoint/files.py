@@ -54,7 +54,7 @@ class HashingFile:
         return size
 
     def flush(self) -> None:
-        """Flush buffers, for writers that need it."""
+        """Flush buffers."""
         self._file.flush()
 
     def close(self) -> FileRecord:

@@ -202,11 +202,7 @@ def name_safetensors(index: int, count: int) -> str:
 def finish_model(
     partial: Path, directory: Path, units: Sequence[Unit], config: Path, shape: ModelShape, dtype: torch.dtype
 ) -> None:
-    """Write index, config and tokenizer files beside `units` in `partial`, and rename it to `directory`.
-
-    Args:
-        config: directory with config and tokenizer files to copy.
-    """
+    """Write the index, and the side files of model `config`, beside `units` in `partial`; rename it to `directory`."""
     if len(units) > 1:
         weight_map = {name: unit.file for unit in units for name in unit.tensors}
         total = {"total_size": sum(unit.num_bytes for unit in units)}

@@ -50,7 +50,7 @@ def make_manifest(content: RunContent, roles: Mapping[str, SavedRole], *, with_o
     """Build this rank's part of a checkpoint's manifest, as a copy that later training does not change.
 
     Args:
-        roles: the roles whose first rank this is.
+        roles: those of which this is the first rank.
 
     Raises:
         TypeError: `content.state` is not serializable as JSON.

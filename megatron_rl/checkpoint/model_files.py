@@ -37,7 +37,11 @@ def index_safetensors(directory: Path) -> dict[str, Path]:
     """
     index = directory / INDEX_FILE
     named = _read_index(index) if index.is_file() else None
-    files = _list_parts(directory) if named is None else sorted({directory / file for file in named.values()})
+    found = set(directory.glob("*.safetensors")) if named is None else {directory / file for file in named.values()}
+    for match in filter(None, (_NUMBERED.fullmatch(file.name) for file in tuple(found) if named is None)):
+        numbers = range(1, int(match[2]) + 1)
+        found |= {directory / f"{match[1]}{number:05d}-of-{match[2]}.safetensors" for number in numbers}
+    files = sorted(found)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UserError(
@@ -47,8 +51,16 @@ def index_safetensors(directory: Path) -> dict[str, Path]:
             hint=f"download {', '.join(missing[:3])} again",
         )
     held = {file: read_names(file) for file in files}
+    for name, file in (named or {}).items():
+        if name not in held[directory / file]:
+            others = [other.name for other, names in held.items() if name in names]
+            raise UserError(
+                f"{name} is not in {file}, as {index.name} says" + (f", but in {others[0]}" if others else ""),
+                source=str(index),
+                expected="an index that fits the files",
+                hint=f"download {index.name} and {file} again, from one version of the model",
+            )
     if named is not None:
-        _check_index(index, named, held)
         return {name: directory / file for name, file in named.items()}
     if not files:
         raise UserError(
@@ -61,7 +73,7 @@ def index_safetensors(directory: Path) -> dict[str, Path]:
 
 
 def read_headers(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and safetensors dtype of every tensor by name, reading each file once."""
+    """Return shape and safetensors dtype of every tensor by name."""
     headers = {}
     for file in sorted(set(files.values())):
         with safe_open(file, framework="pt") as handle:
@@ -69,14 +81,6 @@ def read_headers(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
                 tensor = handle.get_slice(name)
                 headers[name] = tuple(tensor.get_shape()), tensor.get_dtype()
     return headers
-
-
-def _list_parts(directory: Path) -> list[Path]:
-    files = set(directory.glob("*.safetensors"))
-    for match in filter(None, (_NUMBERED.fullmatch(file.name) for file in tuple(files))):
-        count = int(match[2])
-        files |= {directory / f"{match[1]}{number:05d}-of-{match[2]}.safetensors" for number in range(1, count + 1)}
-    return sorted(files)
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -120,18 +124,6 @@ def read_names(file: Path) -> set[str]:
             if content.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 what, hint = "it is a pointer of Git LFS", "run git lfs pull"
     raise UserError(f"{file.name} is damaged: {what}", source=str(file), expected="a whole safetensors file", hint=hint)
-
-
-def _check_index(index: Path, named: Mapping[str, str], held: Mapping[Path, set[str]]) -> None:
-    for name, file in named.items():
-        if name not in held[index.parent / file]:
-            others = [other.name for other, names in held.items() if name in names]
-            raise UserError(
-                f"{name} is not in {file}, as {index.name} says" + (f", but in {others[0]}" if others else ""),
-                source=str(index),
-                expected="an index that fits the files",
-                hint=f"download {index.name} and {file} again, from one version of the model",
-            )
 
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 8 to 15 are the negatives

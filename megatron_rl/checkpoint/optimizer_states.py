@@ -22,16 +22,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX, Holders, Piece, SavedRole
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.weights.packed_experts import find_fused
-from megatron_rl.weights.shard_box import (
-    Box,
-    ShardBox,
-    box_shape,
-    box_slices,
-    box_volume,
-    full_box,
-    intersect,
-    localize,
-)
+from megatron_rl.weights.shard_box import Box, ShardBox, box_shape, box_slices, box_volume, intersect, localize
 
 
 @dataclass(frozen=True)
@@ -41,7 +32,7 @@ class StateShard:
     Attributes:
         start: first element in the flattened parameter.
         is_sharded: replicas hold different parts (ZeRO).
-        main: float32 values, the key of their state in `optimizer`.
+        main: float32 values; `optimizer.state[main]` is their state.
     """
 
     param: str
@@ -71,10 +62,7 @@ def list_state_shards(stages: torch.nn.Module, whole: MegatronOptimizer) -> list
 
 
 def count_steps(role: SavedRole) -> int:
-    """Return the number of steps that this rank's optimizer has taken.
-
-    A rank without optimized parameters returns `role.optimizer.steps`.
-    """
+    """Return the steps that this rank's optimizer has taken; without parameters, `role.optimizer.steps`."""
     found = set()
     for shard in list_state_shards(role.model.stages, role.optimizer.megatron):
         if role.optimizer.moments(shard.main) != MOMENTS:
@@ -107,7 +95,7 @@ def create_states(role: SavedRole, steps: int) -> None:
 
 
 def make_state_pieces(role: SavedRole, rank: int, saved_by: Holders | None) -> Iterator[Piece]:
-    """Yield the pieces of this rank's optimizer states, or with `saved_by` only the pieces that it saves."""
+    """Yield this rank's optimizer states as pieces: all, or with `saved_by`, the holders of each box, those to save."""
     shapes = role.model.shape.logical_tensors()
     by_param: dict[str, dict[str, list[ShardBox]]] = {}  # parameter -> its names in the tables, in order
     for placement in role.model.placements(rank):
@@ -161,7 +149,7 @@ def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
         return [((start, stop),)] if start < stop else []
     (_, *middle, width), boxes = shape, []
     assert all(size == 1 for size in middle), "experts are seen as matrices"
-    between = full_box(middle)
+    between = [(0, 1)] * len(middle)
     while start < stop:
         row, column = divmod(start, width)
         if column or stop - start < width:
@@ -175,9 +163,9 @@ def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
 
 
 def _saves(layout: ParallelLayout, rank: int, first_holder: int, placement: ShardBox, *, is_sharded: bool) -> bool:
-    """Return whether `rank` saves the state of a box whose first holder is `first_holder`.
+    """Return whether `rank` saves its optimizer state of a box that `first_holder` is the first rank to hold.
 
-    Under ZeRO the replicas split the state; other replicas (norms under TP, a tied embedding) hold duplicates.
+    Under ZeRO (`is_sharded`) each data parallel replica saves its part; otherwise only `first_holder` does.
     """
     if not is_sharded:
         return rank == first_holder

@@ -84,7 +84,17 @@ def check_adapters(directory: str | Path, shape: AdapterShape, source: str) -> N
             expected=f"adapters of {', '.join(shape.modules)} in every layer",
             hint=f"set lora.target_modules={show(config.get('target_modules'))}, or use adapters of this model",
         )
-    _check_numbers(weights, headers)
+    wrong = [f"{name} is {dtype}" for name, (_, dtype) in headers.items() if dtype not in ("F32", "F16", "BF16")]
+    if not wrong:
+        with safe_open(weights, framework="pt") as handle:
+            wrong = [f"{name} is not finite" for name in headers if not handle.get_tensor(name).isfinite().all()]
+    if wrong:
+        raise UserError(
+            f"{len(wrong)} tensor(s) of the adapters cannot be trained: {'; '.join(wrong[:3])}",
+            source=str(weights),
+            expected="finite numbers in float32, float16 or bfloat16",
+            hint="save the adapters again, from a training that has not diverged",
+        )
 
 
 def _read_config(file: Path, shape: AdapterShape) -> dict[str, Any]:
@@ -110,20 +120,6 @@ def _read_config(file: Path, shape: AdapterShape) -> dict[str, Any]:
             "model (PiSSA and its relatives), save them with path_initial_model_for_weight_conversion",
         )
     return config
-
-
-def _check_numbers(weights: Path, headers: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-    wrong = [f"{name} is {dtype}" for name, (_, dtype) in headers.items() if dtype not in ("F32", "F16", "BF16")]
-    if not wrong:
-        with safe_open(weights, framework="pt") as handle:
-            wrong = [f"{name} is not finite" for name in headers if not handle.get_tensor(name).isfinite().all()]
-    if wrong:
-        raise UserError(
-            f"{len(wrong)} tensor(s) of the adapters cannot be trained: {'; '.join(wrong[:3])}",
-            source=str(weights),
-            expected="finite numbers in float32, float16 or bfloat16",
-            hint="save the adapters again, from a training that has not diverged",
-        )
 
 
 @torch.no_grad()

@@ -6,17 +6,21 @@ Saving writes the pieces, loading fills them. Weights have megatron-core's globa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
+from megatron_rl.checkpoint.torch_dist import METADATA_FILE, ChunkReader
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.planner import group_shards
+from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_global import GlobalPlacement, Table
+from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements
 from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume, intersect, localize
 
 if TYPE_CHECKING:  # conversion tools must run without megatron-core
@@ -24,15 +28,6 @@ if TYPE_CHECKING:  # conversion tools must run without megatron-core
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     from megatron_rl.parallel.groups import ParallelGroups
-
-
-from collections.abc import Collection, Iterable
-from pathlib import Path
-
-from megatron_rl.checkpoint.huggingface import check_checkpoint, load_huggingface
-from megatron_rl.checkpoint.torch_dist import METADATA_FILE, ChunkReader
-from megatron_rl.types import UserError
-from megatron_rl.weights.megatron_global import megatron_global_placements
 
 Holders = dict[tuple[str, Box], list[int]]
 
@@ -74,7 +69,7 @@ class SavedOptimizer(Protocol):
         ...
 
     def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
-        """Set the number of steps taken and the position in the learning-rate schedule to saved ones."""
+        """Restore the number of steps taken and the state of the learning-rate schedule."""
 
 
 class SavedRole(Protocol):
@@ -140,7 +135,7 @@ def find_holders(role: SavedRole) -> Holders:
 
 
 def choose_saved(role: SavedRole, holders: Holders, rank: int) -> list[ShardBox]:
-    """Choose the placements that `rank` saves: each box is saved once, and replicas share the bytes."""
+    """Choose the placements that `rank` saves: one holder saves each box, and all save about equally much."""
     loads, mine = dict.fromkeys(role.model.groups.layout.ranks, 0), set()
     for (name, box), ranks in sorted(holders.items(), key=lambda item: -box_volume(item[0][1])):
         owner = min(ranks, key=loads.__getitem__)

@@ -126,12 +126,12 @@ class CheckpointSaver:
         export: Callable[[Path], None] | None = None,
         rank_state: RankState | None = None,
     ) -> None:
-        """Save a checkpoint after finishing a pending save; collective. Errors are reported, not raised.
+        """Save a checkpoint after finishing a pending save; collective. Errors go to `report`, and are not raised.
 
         Args:
-            content: its `side_files` name the roles of all ranks.
+            content: with `side_files` of every role of the job, on any rank.
             with_optimizer: include optimizer and RNG states, which resuming needs.
-            export: called on every rank with a directory in the new checkpoint for the HF model.
+            export: called on every rank to write the HF model into a given directory of the checkpoint.
             rank_state: folder -> tensors of this rank that belong to no role; by default its RNG states.
         """
         self.wait()
@@ -231,7 +231,7 @@ def save_now(
     group: dist.ProcessGroup,
     rank_state: RankState | None = None,
 ) -> SaveOutcome:
-    """Write `<root>/step_<N>` without pruning; collective. For arguments see `CheckpointSaver.save`."""
+    """Write `<root>/step_<N>` without pruning; collective; see `CheckpointSaver.save`."""
     outcomes: list[SaveOutcome] = []
     saver = CheckpointSaver(root, group, async_save=False, keep_last=None, keep_best=False, report=outcomes.append)
     saver.save(content, roles, rank_state=rank_state)
@@ -260,26 +260,23 @@ def copy_to_host(piece: Piece) -> Piece:
 def _write(pending: _Pending, pieces: Mapping[str, list[Piece]], rank_state: RankState, rank: int) -> None:
     with pending.keeping_error(rank):
         for name, found in pieces.items():
-            if found:
-                _write_role(pending, name, found, rank)
+            if not found:
+                continue
+            writer = ChunkWriter(pending.partial / name / f"__{rank}_0.distcp")
+            try:
+                for piece in found:
+                    writer.add(piece.key, piece.shape, piece.offset, piece.data)
+                pending.records.append(writer.close())
+            except OSError as error:
+                num_bytes = sum(piece.data.numel() * piece.data.element_size() for piece in found)
+                raise explain_os_error(error, pending.partial, num_bytes) from None
+            finally:
+                writer.abandon()
+            pending.chunks[name] = writer.chunks
         for folder, tensors in rank_state.items():
             (pending.partial / folder).mkdir(exist_ok=True)
             path = pending.partial / folder / f"rank_{rank}.safetensors"
             pending.records.append(write_file(path, to_safetensors(dict(tensors))))
-
-
-def _write_role(pending: _Pending, name: str, pieces: list[Piece], rank: int) -> None:
-    writer = ChunkWriter(pending.partial / name / f"__{rank}_0.distcp")
-    try:
-        for piece in pieces:
-            writer.add(piece.key, piece.shape, piece.offset, piece.data)
-        pending.records.append(writer.close())
-    except OSError as error:
-        num_bytes = sum(piece.data.numel() * piece.data.element_size() for piece in pieces)
-        raise explain_os_error(error, pending.partial, num_bytes) from None
-    finally:
-        writer.abandon()
-    pending.chunks[name] = writer.chunks
 
 
 # Generators of a rank: torch's, CUDA's, numpy's, Python's, and megatron-core's named streams.

@@ -99,22 +99,20 @@ class ChunkWriter(HashingFile):
         axis = next((dim for dim, size in enumerate(data.shape) if size > 1), 0)
         step = max(1, MAX_CHUNK_BYTES * data.shape[axis] // max(1, data.numel() * data.element_size()))
         for first in range(0, data.shape[axis], step):
-            part = data.narrow(axis, first, min(step, data.shape[axis] - first))
-            self._append(key, shape, tuple(o + first * (dim == axis) for dim, o in enumerate(offset)), part)
-
-    def _append(self, key: str, shape: tuple[int, ...], offset: tuple[int, ...], part: torch.Tensor) -> None:
-        part, start = part.cpu().contiguous(), self.num_bytes
-        if part.untyped_storage().nbytes() != part.numel() * part.element_size():
-            part = part.clone()  # torch.save writes whole storages
-        try:
-            torch.save(part, cast(IO[bytes], self))  # torch.save only writes
-        except RuntimeError:
-            if self.error is not None:
-                raise self.error from None
-            raise
-        box = tuple((o, o + n) for o, n in zip(offset, part.shape, strict=True))
-        dtype = dtype_name(part.dtype)
-        self.chunks.append(Chunk(key, shape, box, dtype, self.path.name, start, self.num_bytes - start))
+            part = data.narrow(axis, first, min(step, data.shape[axis] - first)).cpu().contiguous()
+            if part.untyped_storage().nbytes() != part.numel() * part.element_size():
+                part = part.clone()  # torch.save writes whole storages
+            start = self.num_bytes
+            try:
+                torch.save(part, cast(IO[bytes], self))  # torch.save only writes
+            except RuntimeError:
+                if self.error is not None:
+                    raise self.error from None
+                raise
+            at = (o + first * (dim == axis) for dim, o in enumerate(offset))
+            box = tuple((o, o + n) for o, n in zip(at, part.shape, strict=True))
+            dtype = dtype_name(part.dtype)
+            self.chunks.append(Chunk(key, shape, box, dtype, self.path.name, start, self.num_bytes - start))
 
 
 def write_index(directory: Path, chunks: Iterable[Chunk], common: dict[str, Any]) -> list[FileRecord]:

@@ -85,10 +85,6 @@ _Outgoing = torch.Tensor | _ComputedPiece
 _P = TypeVar("_P", torch.Tensor, _Outgoing)
 
 
-def _view(param: torch.Tensor | ComputedParam, box: Box) -> _Outgoing:
-    return param[box_slices(box)] if isinstance(param, torch.Tensor) else _ComputedPiece(param, box)
-
-
 @dataclass(frozen=True)
 class _Exchange:
     """One receive and one send in flight."""
@@ -119,10 +115,12 @@ class BucketTransport:
     ) -> None:
         self._group, self._dtype, self._device = group, dtype, find_device(source, destination)
         limit = max(1, bucket_bytes // 2 // dtype.itemsize)
+
+        def view(param: torch.Tensor | ComputedParam, box: Box) -> _Outgoing:
+            return param[box_slices(box)] if isinstance(param, torch.Tensor) else _ComputedPiece(param, box)
+
         self._sends = {
-            peer: [
-                [_view(source[op.src_param], op.src_box) for op in bucket] for bucket in cut_into_buckets(ops, limit)
-            ]
+            peer: [[view(source[op.src_param], op.src_box) for op in bucket] for bucket in cut_into_buckets(ops, limit)]
             for peer, ops in sends.items()
         }
         self._receives = {
@@ -144,12 +142,10 @@ class BucketTransport:
             )
             for side in (self._sends, self._receives)
         )
-        self._turns = self._order_turns()
-
-    def _order_turns(self) -> list[tuple[int, list[_Outgoing], int, list[torch.Tensor]]]:
-        """List the exchanges by bucket, then by peer, so that pieces for several peers stay in the CPU cache."""
-        rank, size = self._group.rank(), self._group.size()
-        turns = []
+        # Exchanges: rank to send to, pieces, rank to receive from, targets. First buckets of all peers precede second
+        # ones, so that pieces for several peers stay in the CPU cache.
+        self._turns: list[tuple[int, list[_Outgoing], int, list[torch.Tensor]]] = []
+        rank, size = group.rank(), group.size()
         longest = max((len(buckets) for side in (self._sends, self._receives) for buckets in side.values()), default=0)
         for index in range(longest):
             for turn in range(1, size):
@@ -159,8 +155,7 @@ class BucketTransport:
                     for buckets in (self._sends.get(to, []), self._receives.get(origin, []))
                 )
                 if outgoing or incoming:
-                    turns.append((to, outgoing, origin, incoming))
-        return turns
+                    self._turns.append((to, outgoing, origin, incoming))
 
     @property
     def transient_bytes(self) -> int:
@@ -178,7 +173,7 @@ class BucketTransport:
         """Exchange everything; collective over the ranks involved.
 
         Raises:
-            RuntimeError: a peer failed or timed out; names the pending transfer.
+            RuntimeError: a peer failed or timed out.
         """
         out_buffers, in_buffers = self._buffers(self._out_elements), self._buffers(self._in_elements)
         in_flight: list[_Exchange] = []

@@ -15,7 +15,6 @@ from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, Row, T
 from megatron_rl.weights.shard_box import Box, ShardBox, box_volume
 
 Cut = tuple[TableRows, Hashable]  # rows of the table, kind
-Targets = tuple[tuple[Box, tuple[int, ...]], ...]  # boxes of a tensor and the destination shards that place them
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class BoxPiece:
     """A box that source shards hold, the same in every tensor of a class.
 
     Attributes:
-        holders: source shard -> (place of the tensor in that shard, box in the parameter).
+        holders: index of a source shard -> (place, see `TensorIndex`; box in the parameter).
     """
 
     box: Box
@@ -40,15 +39,15 @@ class BoxPiece:
 
 @dataclass(slots=True, eq=False)
 class TensorClass:
-    """Logical tensors with the same boxes on the same shards of both sides, so that one plan serves all."""
+    """Logical tensors that the same shards hold in the same boxes, before and after a move: one plan serves all."""
 
     pieces: list[BoxPiece]
-    targets: Targets
+    targets: dict[Box, list[int]]  # box of a tensor -> destination shards that place it
     names: list[str] = field(default_factory=list)
 
 
 class TensorIndex:
-    """Index of one side's tensors. The *places* of a tensor are the table rows that contain its name, in shard order.
+    """Index from each logical tensor to its *places*, the rows of some shards' placement tables that contain its name.
 
     Attributes:
         cuts: tensor -> (table rows, kind) of each place; shards that share table rows share places.
@@ -69,7 +68,7 @@ class TensorIndex:
                 self.places[name].append(place)
 
     def param(self, name: str, place: int) -> str:
-        """Return the parameter at a place of a tensor."""
+        """Return the name of the parameter in place number `place` of tensor `name`."""
         rows, _ = self.cuts[name][place]
         return rows[self.places[name][place]][0]
 
@@ -82,7 +81,7 @@ class TensorIndex:
         return [rows[row] for row in found]
 
     def list_boxes(self, cuts: Sequence[Cut]) -> Iterator[tuple[int, int, BoxPair]]:
-        """Yield shard, place and boxes of a tensor with these `TensorIndex.cuts`."""
+        """Yield (shard, place number, boxes) for a tensor with these `cuts`, in shard order."""
         found = sorted((shard, place) for place, (rows, _) in enumerate(cuts) for shard in self._sharing[rows])
         for shard, place in found:
             yield shard, place, self.tables[shard].boxes[cuts[place][1]]
@@ -95,23 +94,14 @@ def find_classes(source: TensorIndex, destination: TensorIndex) -> dict[str, Ten
     for name, cuts in source.cuts.items():
         key = tuple(cuts), tuple(destination.cuts.get(name, ()))
         if key not in classes:
-            classes[key] = TensorClass(_find_pieces(source, key[0]), _find_targets(destination, key[1]))
+            pieces: dict[Box, BoxPiece] = {}  # replicas are one piece with several holders
+            for shard, place, (local_box, hf_box) in source.list_boxes(key[0]):
+                if hf_box in pieces or box_volume(hf_box):
+                    pieces.setdefault(hf_box, BoxPiece(hf_box, {})).holders.setdefault(shard, (place, local_box))
+            targets: dict[Box, list[int]] = defaultdict(list)
+            for shard, _, (_, hf_box) in destination.list_boxes(key[1]):
+                targets[hf_box].append(shard)
+            classes[key] = TensorClass(list(pieces.values()), targets)
         classes[key].names.append(name)
         found[name] = classes[key]
     return found
-
-
-def _find_pieces(source: TensorIndex, cuts: Sequence[Cut]) -> list[BoxPiece]:
-    """Group equal boxes: replicas are one piece with several holders."""
-    pieces: dict[Box, BoxPiece] = {}
-    for shard, place, (local_box, hf_box) in source.list_boxes(cuts):
-        if hf_box in pieces or box_volume(hf_box):
-            pieces.setdefault(hf_box, BoxPiece(hf_box, {})).holders.setdefault(shard, (place, local_box))
-    return list(pieces.values())
-
-
-def _find_targets(destination: TensorIndex, cuts: Sequence[Cut]) -> Targets:
-    boxes: dict[Box, list[int]] = defaultdict(list)
-    for shard, _, (_, hf_box) in destination.list_boxes(cuts):
-        boxes[hf_box].append(shard)
-    return tuple((box, tuple(shards)) for box, shards in boxes.items())

@@ -7,7 +7,7 @@ the same bits in every piece. W is never changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,10 @@ class MergedParam(_Computed):
         found = self.weight[start:stop, columns]
         found = found.clone() if isinstance(self.weight, torch.Tensor) else found
         for (first, last), a, b in self.parts:
-            for low, high in _list_blocks(first, last, start, stop):
+            for low in range(first, last, _BLOCK_ROWS):
+                high = min(low + _BLOCK_ROWS, last)
+                if low >= stop or high <= start:
+                    continue
                 change = b[low - first : high - first].float() @ a.float()
                 merged = (self.weight[low:high].float() + self.scale * change).to(self.dtype)
                 inner = slice(max(low, start), min(high, stop))
@@ -66,8 +69,7 @@ class MergedParam(_Computed):
 class ScaledParam(_Computed):
     """Adapter matrix B with LoRA's scale, for engines that apply adapters unscaled.
 
-    `scaled[rows, columns]` is that piece of s W, with W = `weight` (the actor's B) and s = `scale`. It is computed when
-    read, so that no second copy is stored.
+    `scaled[rows, columns]` computes that piece of `scale` times `weight`, the actor's B.
     """
 
     weight: torch.Tensor
@@ -109,10 +111,3 @@ class CodedParam:
 ComputedParam = QuantizedMatrix | MergedParam | ScaledParam | CodedParam
 # Parameters of a rank by name; some are computed when they are read.
 SourceParams = Mapping[str, torch.Tensor | ComputedParam]
-
-
-def _list_blocks(first: int, last: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    for low in range(first, last, _BLOCK_ROWS):
-        high = min(low + _BLOCK_ROWS, last)
-        if low < stop and start < high:
-            yield low, high

@@ -137,12 +137,9 @@ class Resharder:
         if computed and self.transport == "pull":
             self.transport = "pull+buckets"
         copies = [(whole, op) for op in plan.local if op.src_param not in computed]
-        pulled = {
-            peer: [op for op in ops if op.src_param not in computed]
-            for peer, ops in plan.receives.items()
-            if peer in near
-        }
-        copies += [(mapped[peer], op) for peer, ops in pulled.items() for op in ops]
+        from_near = [op for peer, ops in plan.receives.items() if peer in near for op in ops]
+        pulled = [op for op in from_near if op.src_param not in computed]
+        copies += [(mapped[op.src_rank], op) for op in pulled]
         self._computed = [
             (destination[op.dst_param][box_slices(op.dst_box)], source[op.src_param], box_slices(op.src_box))
             for op in plan.local
@@ -164,7 +161,7 @@ class Resharder:
             connect(group, device)
         self._buckets = BucketTransport(sends, receives, source, destination, group, transport.bucket_bytes, dtype)
         self.stats = ReshardStats(
-            bytes_pulled=_num_bytes([op for ops in pulled.values() for op in ops], dtype),
+            bytes_pulled=_num_bytes(pulled, dtype),
             bytes_received=_num_bytes([op for ops in receives.values() for op in ops], dtype),
             bytes_copied=_num_bytes(plan.local, dtype),
         )
@@ -179,7 +176,7 @@ class Resharder:
         """Move the weights and return this rank's bytes; collective.
 
         Raises:
-            RuntimeError: a peer failed or timed out; names the pending operation.
+            RuntimeError: a peer failed or timed out.
         """
         if self._is_pulling:
             self._meet("before")  # no rank may read a source that its owner is still writing

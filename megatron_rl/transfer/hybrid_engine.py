@@ -48,12 +48,12 @@ class SourceModel(Protocol):
 
     @property
     def merged_params(self) -> frozenset[str]:
-        """Parameters, on any rank, that adapters are added to."""
+        """Parameters with adapters, by name, over all ranks."""
         ...
 
     @property
     def quantized_params(self) -> frozenset[str]:
-        """Parameters, on any rank, that are stored in NF4."""
+        """Parameters stored in NF4, by name, over all ranks."""
         ...
 
     def merge(self) -> SourceParams:
@@ -109,7 +109,7 @@ class HybridEngine:
     Attributes:
         policy_version: of the engine's weights; -1 before the first reshard.
         reshard_stats: bytes of one reshard, summed over ranks.
-        verified_tensors: compared by the last certificate.
+        verified_tensors: number that the last reshard compared.
         is_apart: no rank has both the actor and an engine.
     """
 
@@ -148,7 +148,11 @@ class HybridEngine:
         packs_experts = process.device.type == "cpu" and self.shape.num_experts > 0
         self._loses_model = packs_experts or process.device.type == "cuda" and not self.is_apart
         self._has_model = False
-        self.reshard_stats = self._total_stats()
+        parts = [asdict(transfer.resharder.stats) for transfer in self._transfers[self._transferred_once :]]
+        mine = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
+        mine["bytes_aliased"] = sum(engine.params[name].nbytes for name in engine.shared_params)
+        total = reduce_scalars(mine, dist.ReduceOp.SUM, group, torch.device("cpu"))
+        self.reshard_stats = ReshardStats(**{name: int(value) for name, value in total.items()})
         self.policy_version = -1
         self._certificate_turn = 0
         self.verified_tensors = 0
@@ -168,7 +172,9 @@ class HybridEngine:
         if shape is None or not merged:
             return [whole]
         if config.lora == "merge":
-            changing = self._list_tensors(merged)
+            table = model.placements(model.layout.first_rank)
+            kinds = {kind for param, _, kind in table.rows if param in merged}
+            changing = frozenset(name for name, kind in model.shape.tensor_kinds().items() if kind in kinds)
             changed = replace(whole.only(changing), params=model.merge(), computed=merged | quantized)
             return [whole.only(frozenset(whole.shapes) - changing), changed]
         adapters = TensorSet(
@@ -179,11 +185,6 @@ class HybridEngine:
         )
         table = adapters.source(model.layout.first_rank)
         return [whole, replace(adapters, computed=frozenset(p.param for p in table if p.param.endswith("lora_B")))]
-
-    def _list_tensors(self, params: frozenset[str]) -> frozenset[str]:
-        model = self._actor.model
-        kinds = {kind for param, _, kind in model.placements(model.layout.first_rank).rows if param in params}
-        return frozenset(name for name, kind in model.shape.tensor_kinds().items() if kind in kinds)
 
     def _ask_engine(self, engines: EngineRanks) -> tuple[torch.dtype, frozenset[str], CodeFormat | None]:
         """Return an engine's dtype, the HF names of float32 exceptions, and its 8-bit code format; collective."""
@@ -202,23 +203,18 @@ class HybridEngine:
         """Transport between ranks: pull, buckets, or pull+buckets."""
         return self._transfers[-1].resharder.transport
 
-    def _total_stats(self) -> ReshardStats:
-        parts = [asdict(transfer.resharder.stats) for transfer in self._transfers[self._transferred_once :]]
-        mine = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
-        mine["bytes_aliased"] = sum(self._engine.params[name].nbytes for name in self._engine.shared_params)
-        total = reduce_scalars(mine, dist.ReduceOp.SUM, self._group, torch.device("cpu"))
-        return ReshardStats(**{name: int(value) for name, value in total.items()})
-
     def reshard(self) -> None:
         """Write the actor's current weights into the engine and verify them; collective.
 
         Raises:
-            CertificateError: the engine does not hold the actor's weights; names tensor, rank and box.
+            CertificateError: the engine does not hold the actor's weights.
         """
         with self._timers.phase("reshard"):
             self._engine.begin_weight_update()
-            for transfer in self._list_transfers():
+            # Weights that training does not change move again only if the engine lost them.
+            for transfer in self._transfers[self._transferred_once if self._has_model else 0 :]:
                 transfer.run()
+            self._has_model = not self._loses_model
             if self._verify != "off":
                 with self._timers.phase("verify"):
                     samples = self._verify == "sample"
@@ -226,27 +222,17 @@ class HybridEngine:
                     self.verified_tensors = sum(transfer.certificate.verify(turn) for transfer in self._transfers)
                     self._certificate_turn += samples
             self._end_update()
-        self.policy_version = self._find_version()
-
-    def _list_transfers(self) -> list[Transfer]:
-        """Return the due transfers; parameters that adapters do not change move only if the engine lacks them."""
-        if self._transferred_once and self._has_model:
-            return self._transfers[self._transferred_once :]
-        self._has_model = not self._loses_model
-        return self._transfers
-
-    def _find_version(self) -> int:
         version = self._actor.policy_version
-        if self._actor.model.layout.world_size == self._group.size():
-            return version
-        found = reduce_scalars({"version": version}, dist.ReduceOp.MAX, self._group, torch.device("cpu"))
-        return int(found["version"])
+        if self._actor.model.layout.world_size < self._group.size():  # some ranks have no actor
+            found = reduce_scalars({"version": version}, dist.ReduceOp.MAX, self._group, torch.device("cpu"))
+            version = int(found["version"])
+        self.policy_version = version
 
     @contextmanager
     def rollout_mode(self) -> Iterator[HybridEngine]:
-        """Reshard, and put an engine on the actor's ranks to sleep after the block; collective.
+        """Reshard before the block; after it, an engine that shares ranks with the actor sleeps; collective.
 
-        Training memory is released before the engine allocates its own, so that the peak is that of one mode.
+        Training memory is released first, so that the peak is that of one mode.
         """
         for training in self._releasable:
             training.release()

@@ -24,7 +24,7 @@ from typing import TypeVar
 import numpy as np
 
 from megatron_rl.transfer.classes import BoxPiece, Shard, TensorClass, TensorIndex, find_classes
-from megatron_rl.weights.placement_tables import BoxPair, as_table
+from megatron_rl.weights.placement_tables import as_table
 from megatron_rl.weights.shard_box import Box, ShardBox, box_volume, find_overlap, intersect, localize
 
 _Piece = TypeVar("_Piece", bound=Hashable)
@@ -32,13 +32,13 @@ _Piece = TypeVar("_Piece", bound=Hashable)
 
 @dataclass(slots=True)
 class SourceChoice:
-    """Choice of the owner from which each demanding rank receives its pieces.
+    """Source rank of every rank that needs some pieces, chosen among the ranks that own them.
 
     Attributes:
-        owners: ranks that hold the pieces, ascending.
-        fixed: demanding rank -> its source for every piece.
-        leftover: (ranks without a fixed source, candidate owners); fewer ranks than owners.
-        load: owner -> ranks with this fixed source.
+        owners: ascending.
+        fixed: needing rank -> its source for every piece.
+        leftover: (needing ranks, candidate owners), fewer ranks than owners; the source depends on the piece.
+        load: owner -> number of ranks with this fixed source; empty if all are equal.
     """
 
     owners: tuple[int, ...]
@@ -47,7 +47,7 @@ class SourceChoice:
     load: dict[int, int] = field(default_factory=dict)
 
     def spread_leftover(self, volumes: Mapping[_Piece, int], turn: int) -> dict[_Piece, dict[int, int]]:
-        """Choose sources of the leftover ranks for each piece: piece -> (demanding rank -> source).
+        """Choose the sources of `leftover` so that owners send equally much: piece -> (needing rank -> source).
 
         Args:
             volumes: piece -> elements.
@@ -78,18 +78,10 @@ def choose_sources(owners: Sequence[int], demanding: Sequence[int], ranks_per_no
     if len(owners) == 1:
         return SourceChoice(tuple(owners), dict.fromkeys(demanding, owners[0]))
     choice = SourceChoice(tuple(owners), load=dict.fromkeys(owners, 0))
-    far = _serve_near(choice, demanding, ranks_per_node)
-    _serve_far(choice, far)
-    if len(set(choice.load.values())) == 1:  # equal loads do not change the ranking
-        return replace(choice, load={})
-    return choice
-
-
-def _serve_near(choice: SourceChoice, demanding: Sequence[int], ranks_per_node: int) -> list[int]:
     by_node: dict[int, list[int]] = {}
-    for owner in choice.owners:
+    for owner in owners:
         by_node.setdefault(owner // ranks_per_node, []).append(owner)
-    far: list[int] = []
+    far: list[int] = []  # ranks without an owner on their node
     done = 0
     for node, local in by_node.items():
         start = bisect_left(demanding, node * ranks_per_node, done)
@@ -103,12 +95,14 @@ def _serve_near(choice: SourceChoice, demanding: Sequence[int], ranks_per_node: 
         _assign(choice, near[:even], cycle(local))
         if near[even:]:
             choice.leftover.append((near[even:], tuple(local)))
-    far += demanding[done:]
-    return far
+    _serve_far(choice, [*far, *demanding[done:]])
+    if len(set(choice.load.values())) == 1:  # equal loads do not change the ranking
+        return replace(choice, load={})
+    return choice
 
 
 def _serve_far(choice: SourceChoice, far: list[int]) -> None:
-    """Choose owners for ranks without one on their node: first level the owners' loads, then in turn."""
+    """Choose an owner for each rank without one on its node: the least loaded owners first, then round robin."""
     level, top = min(choice.load.values()), max(choice.load.values())
     levelling: list[int] = []
     while level < top:
@@ -176,7 +170,7 @@ _Spread = dict[tuple[str, BoxPiece], dict[int, int]]  # piece of a tensor -> lef
 
 @dataclass(slots=True, eq=False)
 class _Route:
-    """Pieces of any class with equal holders and destination shards, and thus one choice of sources."""
+    """Pieces that the same shards hold and the same destination shards need; one choice of sources serves all."""
 
     holders: tuple[int, ...]
     destinations: tuple[int, ...]
@@ -186,7 +180,7 @@ class _Route:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The overlap of a source piece and a destination box, equal for all tensors of a class."""
+    """Overlap of a source piece and a destination box: `box` in the logical tensor, `dst_box` in the parameter."""
 
     piece: BoxPiece
     box: Box
@@ -235,7 +229,15 @@ class Planner:
         self._ordinals = {name: number for number, name in enumerate(self._classes)}
         self._routes: dict[BoxPiece, _Route] = {}  # pieces without a destination have none
         self._choose = cache(self._make_choice)  # only for routes that `plan` needs
-        self._index_routes()
+        routes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Route] = {}
+        for tensors in dict.fromkeys(self._classes.values()):
+            for piece in tensors.pieces:
+                needing = (shards for box, shards in tensors.targets.items() if self._intersect(piece.box, box))
+                if needed := tuple(sorted(set(chain.from_iterable(needing)))):
+                    holders = tuple(piece.holders)
+                    route = routes.setdefault((holders, needed), _Route(holders, needed, len(routes), []))
+                    route.pieces.append((tensors, piece))
+                    self._routes[piece] = route
 
     def plan(self, rank: int) -> RankPlan:
         """Return one rank's part of the plan; raises like `plan_rank`."""
@@ -259,17 +261,13 @@ class Planner:
             for tensors, piece in route.pieces:
                 for index, elements in self._demand(tensors, piece).items():
                     total[index] += elements * len(tensors.names)
-            yield (
-                np.array(list(choice.fixed.values()), np.int64),
-                np.array(list(choice.fixed), np.int64),
-                np.array([total[self._destination_of[rank]] for rank in choice.fixed], np.int64),
-            )
-            for (name, piece), sources in leftover.items():
-                demand = self._demand(self._classes[name], piece)
+            spread = ((s, self._demand(self._classes[name], piece)) for (name, piece), s in leftover.items())
+            for sources, demand in chain([(choice.fixed, total)], spread):
+                elements = [demand[self._destination_of[rank]] for rank in sources]
                 yield (
                     np.array(list(sources.values()), np.int64),
                     np.array(list(sources), np.int64),
-                    np.array([demand[self._destination_of[rank]] for rank in sources], np.int64),
+                    np.array(elements, np.int64),
                 )
 
     def _incoming(self, rank: int) -> Iterator[TransferOp]:
@@ -280,15 +278,15 @@ class Planner:
         for param, name, kind in table.rows:
             tensors = self._classes.get(name)
             if (tensors, kind) not in known:
-                known[tensors, kind] = self._find_parts(tensors, table.boxes[kind])
-                parts = [part.box for part in known[tensors, kind]]
-                _check_cover(parts, table.boxes[kind][1], name, f"rank {rank} parameter {param}")
+                boxes = table.boxes[kind]
+                parts = ((piece, self._intersect(piece.box, boxes[1])) for piece in (tensors.pieces if tensors else ()))
+                found = [_Part(piece, box, localize(box, boxes)) for piece, box in parts if box is not None]
+                _check_cover([part.box for part in found], boxes[1], name, f"rank {rank} parameter {param}")
+                known[tensors, kind] = found
             for part in known[tensors, kind]:
-                yield self._make_op(name, part, self._find_source(name, part.piece, rank), rank, param)
-
-    def _find_parts(self, tensors: TensorClass | None, boxes: BoxPair) -> list[_Part]:
-        parts = ((piece, self._intersect(piece.box, boxes[1])) for piece in (tensors.pieces if tensors else ()))
-        return [_Part(piece, box, localize(box, boxes)) for piece, box in parts if box is not None]
+                choice, leftover = self._choose(self._routes[part.piece])
+                source = choice.fixed[rank] if rank in choice.fixed else leftover[name, part.piece][rank]
+                yield self._make_op(name, part, source, rank, param)
 
     def _outgoing(self, rank: int) -> Iterator[TransferOp]:
         if rank not in self._source_of:
@@ -308,7 +306,7 @@ class Planner:
                             yield replace(first, dst_rank=other)
 
     def _serve(self, rank: int) -> dict[str, list[tuple[BoxPiece, dict[int, list[int]]]]]:
-        """Return tensor name -> pieces that this rank sends, each with destination shard -> ranks."""
+        """Return, per tensor, the pieces that this rank sends, each with its receivers: destination shard -> ranks."""
         shard = self._source_of[rank]
         fixed_of: dict[_Route, dict[int, list[int]]] = {}
         mine: dict[str, list[tuple[BoxPiece, dict[int, list[int]]]]] = {}
@@ -345,10 +343,6 @@ class Planner:
             part.dst_box,
         )
 
-    def _find_source(self, name: str, piece: BoxPiece, rank: int) -> int:
-        choice, leftover = self._choose(self._routes[piece])
-        return choice.fixed[rank] if rank in choice.fixed else leftover[name, piece][rank]
-
     def _make_choice(self, route: _Route) -> tuple[SourceChoice, _Spread]:
         owners = _merge_ranks(self._source, route.holders)
         choice = choose_sources(owners, _merge_ranks(self._destination, route.destinations), self._ranks_per_node)
@@ -362,29 +356,9 @@ class Planner:
         volumes = {(name, piece): box_volume(piece.box) for _, _, name, piece in sorted(pieces, key=itemgetter(0, 1))}
         return choice, choice.spread_leftover(volumes, route.turn)
 
-    def _index_routes(self) -> None:
-        routes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Route] = {}
-        for tensors in dict.fromkeys(self._classes.values()):
-            for piece in tensors.pieces:
-                needed = tuple(
-                    sorted(
-                        {
-                            index
-                            for box, indices in tensors.targets
-                            if self._intersect(piece.box, box)
-                            for index in indices
-                        }
-                    )
-                )
-                if needed:
-                    holders = tuple(piece.holders)
-                    route = routes.setdefault((holders, needed), _Route(holders, needed, len(routes), []))
-                    route.pieces.append((tensors, piece))
-                    self._routes[piece] = route
-
     def _demand(self, tensors: TensorClass, piece: BoxPiece) -> dict[int, int]:
         demand: dict[int, int] = defaultdict(int)
-        for box, indices in tensors.targets:
+        for box, indices in tensors.targets.items():
             part = self._intersect(piece.box, box)
             if part is not None:
                 for index in indices:

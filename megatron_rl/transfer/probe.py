@@ -78,15 +78,12 @@ class ProbedWeights:
                     expected=f"at most {self._bound} (mean)",
                     hint=_HINT,
                 )
-        self._compare_movements(rank, sampled[0], scores[0])
-
-    def _compare_movements(self, rank: int, greedy: Sampled, score: np.ndarray) -> None:
-        """Check that the server's log-probs moved with the trainer's, unless its greedy tokens changed."""
+        greedy, score = sampled[0], scores[0]
         tokens, theirs, ours = self._last.get(rank, (greedy.tokens[:0], greedy.logprobs[:0], score[:0]))
         self._last[rank] = greedy.tokens, greedy.logprobs, score
         size = min(len(tokens), len(greedy.tokens))
         if not size or not np.array_equal(tokens[:size], greedy.tokens[:size]):
-            return
+            return  # log-probs of other tokens: nothing to compare
         moved = score[:size].astype(np.float64) - ours[:size]
         follows = float(((greedy.logprobs[:size].astype(np.float64) - theirs[:size]) * moved).sum())
         if np.abs(moved).mean() > self._least and follows < 0.5 * float((moved**2).sum()):

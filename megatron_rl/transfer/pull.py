@@ -31,7 +31,7 @@ class Export:
     """Location of a rank's parameters, for peers on the same host.
 
     Attributes:
-        storages: CPU: path of the open file and its size; CUDA: torch's own IPC recipe.
+        storages: on CPU, path of the open file and its bytes; on CUDA, torch's (rebuild function, arguments).
     """
 
     host: str
@@ -42,7 +42,7 @@ class Export:
 def missing_shared_memory(params: Mapping[str, torch.Tensor], ranks_per_node: int) -> int:
     """Return the bytes that /dev/shm lacks for the parameters of all ranks of the node; 0 if they fit.
 
-    Writing beyond the limit of shared memory kills a process, so this is checked first.
+    Writing beyond that limit kills a process.
     """
     if any(tensor.is_cuda for tensor in params.values()):
         return 0
@@ -109,7 +109,7 @@ def _map(recipe: Any, device: torch.device) -> torch.UntypedStorage:
 
 
 def move_recipe(rebuild: Callable[..., torch.Tensor], arguments: tuple[Any, ...], device: torch.device) -> list[Any]:
-    """Return the arguments with which torch's recipe maps CUDA memory on `device`."""
+    """Return the arguments with which torch's function `rebuild` maps a peer's CUDA memory on `device`."""
     moved = list(arguments)
     moved[list(inspect.signature(rebuild).parameters).index("storage_device")] = device.index
     return moved

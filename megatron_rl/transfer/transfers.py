@@ -15,7 +15,6 @@ from megatron_rl.engines.protocol import EngineWeights
 from megatron_rl.parallel.collectives import Process
 from megatron_rl.parallel.layout import EngineRanks
 from megatron_rl.transfer.certificate import Certificate, CertifiedParams, count_once
-from megatron_rl.transfer.classes import Shard
 from megatron_rl.transfer.executor import Resharder, Transport
 from megatron_rl.transfer.planner import group_shards, plan_rank
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
@@ -62,7 +61,7 @@ class TransferContext:
     """Ranks, group and settings of the transfers of one model.
 
     Attributes:
-        actor_ranks, actor_key: ranks of the actor; equal keys mean equal tables.
+        actor_key: actor rank -> key, equal for ranks with equal placements.
         shared: per rank, engine parameters that share the actor's storage.
         dtype: of most engine parameters.
     """
@@ -93,54 +92,44 @@ class Transfer:
     """A prepared transfer of one tensor set; building it is collective."""
 
     def __init__(self, tensors: TensorSet, context: TransferContext) -> None:
+        self._prepare, dtype = tensors.prepare, tensors.dtype or context.dtype
+        engine, rank, ranks_per_node = context.engine, context.process.rank, context.process.ranks_per_node
         source = group_shards(tensors.source, context.actor_key, context.actor_ranks)
-        self._prepare = tensors.prepare
-        self.resharder = _build_resharder(tensors, context, source)
-        self.certificate = _build_certificate(tensors, context, source)
+        destination = group_shards(
+            lambda rank: as_table(tensors.destination(rank)).without(context.shared[rank]),
+            lambda rank: (engine.shard_key(rank), context.shared[rank]),
+            sorted(rank for ranks in context.engines.of for rank in ranks),
+        )
+        self.resharder = Resharder(
+            plan_rank(rank, source, destination, ranks_per_node=ranks_per_node),
+            tensors.params,
+            {name: param for name, param in engine.params.items() if tensors.dtype is None or param.dtype == dtype},
+            context.group,
+            Transport(context.config.bucket_bytes, context.config.transport, ranks_per_node),
+            dtype=dtype,
+            computed=tensors.computed,
+        )
+        index, place = context.engines.find(rank)
+        ranks = context.engines.of[index] if index >= 0 else ()
+        whole = group_shards(
+            lambda place: tensors.destination(ranks[place]),
+            lambda place: engine.shard_key(ranks[place]),
+            range(len(ranks)),
+        )
+        counted = count_once(whole, place)
+        written = {placement.param for placement in counted}
+        padded = [name for name in tensors.params if name.endswith(PADDED_PARAMETERS)]
+        self.certificate = Certificate(
+            tensors.shapes,
+            CertifiedParams(tensors.params, count_once(source, rank), padded),
+            CertifiedParams(engine.params, counted, [name for name in engine.padded_params if name in written]),
+            dtype=dtype,
+            num_engines=len(context.engines.of),
+            engine=index,
+            group=context.group,
+        )
 
     def run(self) -> None:
         """Run the transfer; collective."""
         self._prepare()
         self.resharder.run()
-
-
-def _build_resharder(tensors: TensorSet, context: TransferContext, source: Sequence[Shard]) -> Resharder:
-    destination = group_shards(
-        lambda rank: as_table(tensors.destination(rank)).without(context.shared[rank]),
-        lambda rank: (context.engine.shard_key(rank), context.shared[rank]),
-        sorted(rank for ranks in context.engines.of for rank in ranks),
-    )
-    plan = plan_rank(context.process.rank, source, destination, ranks_per_node=context.process.ranks_per_node)
-    dtype = tensors.dtype or context.dtype
-    return Resharder(
-        plan,
-        tensors.params,
-        {name: param for name, param in context.engine.params.items() if tensors.dtype is None or param.dtype == dtype},
-        context.group,
-        Transport(context.config.bucket_bytes, context.config.transport, context.process.ranks_per_node),
-        dtype=dtype,
-        computed=tensors.computed,
-    )
-
-
-def _build_certificate(tensors: TensorSet, context: TransferContext, source: Sequence[Shard]) -> Certificate:
-    engine, (index, place) = context.engine, context.engines.find(context.process.rank)
-    ranks = context.engines.of[index] if index >= 0 else ()
-    destination = group_shards(
-        lambda place: tensors.destination(ranks[place]), lambda place: engine.shard_key(ranks[place]), range(len(ranks))
-    )
-    counted = count_once(destination, place)
-    written = {placement.param for placement in counted}
-    return Certificate(
-        tensors.shapes,
-        CertifiedParams(
-            tensors.params,
-            count_once(source, context.process.rank),
-            [name for name in tensors.params if name.endswith(PADDED_PARAMETERS)],
-        ),
-        CertifiedParams(engine.params, counted, [name for name in engine.padded_params if name in written]),
-        dtype=tensors.dtype or context.dtype,
-        num_engines=len(context.engines.of),
-        engine=index,
-        group=context.group,
-    )

@@ -30,11 +30,11 @@ _CUT_BY_COLUMNS = ("o", "down")
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """The trained tensors of a model with adapters, including its score head.
+    """The trained tensors of a model with LoRA adapters: these, and its score head if there is one.
 
     Attributes:
         scale: factor of the product B A.
-        kinds: adapted kinds, in the order of `list_matrices`.
+        kinds: kinds of matrices with adapters, in the order of `list_matrices`.
         is_quantized: all matrices of the model are in NF4 (`weights/nf4.py`).
     """
 
@@ -46,7 +46,7 @@ class AdapterShape:
 
     @property
     def modules(self) -> list[str]:
-        """PEFT names of the adapted matrices."""
+        """PEFT names of the matrices with adapters."""
         return [name for name, kind in list_matrices(self.base).items() if kind in self.kinds]
 
     @property

@@ -125,9 +125,24 @@ _DELTA_NETS = dict.fromkeys(
 
 def check_config(config: Mapping[str, Any], family: Family, source: str) -> None:
     """Refuse values of the wrong type, and models with more than `MOST_MATRICES` experts in all layers (UserError)."""
-    check_kinds(config, _SIZES | _list_family_sizes(family), source, may_be_null=False)
+    sizes, experts = dict(_SIZES), family.experts
+    if experts is None:
+        sizes["intermediate_size"] = COUNT
+    else:
+        sizes |= {experts.size_key: COUNT, "num_experts_per_tok": COUNT}
+        if experts.has_sigmoid_router:
+            sizes |= {"n_routed_experts": COUNT, "intermediate_size": COUNT}
+            sizes |= {"first_k_dense_replace": COUNT_OR_ZERO, "routed_scaling_factor": POSITIVE}
+        elif experts.shared is not None:
+            sizes["shared_expert_intermediate_size"] = COUNT
+    if family.alternates_windows or family.has_sinks:
+        sizes["sliding_window"] = COUNT
+    if family.alternates_windows:
+        sizes["query_pre_attn_scalar"] = POSITIVE
+    sizes |= (_LATENTS if family.has_latent_attention else {}) | (_DELTA_NETS if family.has_delta_nets else {})
+    check_kinds(config, sizes, source, may_be_null=False)
     further = ("sliding_window",) if family.honors_sliding_window else ()
-    further += ("num_experts", "num_local_experts") if family.experts is not None else ()
+    further += ("num_experts", "num_local_experts") if experts is not None else ()
     check_kinds(config, _OPTIONS | dict.fromkeys(further, COUNT), source)
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name) or {}
@@ -137,8 +152,8 @@ def check_config(config: Mapping[str, Any], family: Family, source: str) -> None
             check_kinds(part, {"truncate": FLAG}, f"{source}, {name}", may_be_null=False)
     if (layers := config.get("num_hidden_layers")) is None:
         return
-    names = ("num_experts", "num_local_experts", "n_routed_experts") if family.experts is not None else ()
-    experts = max([config.get(name) or 1 for name in names], default=1)
+    names = ("num_experts", "num_local_experts", "n_routed_experts") if experts is not None else ()
+    num_experts = max([config.get(name) or 1 for name in names], default=1)
     per_layer = {name: config[name] for name in ("layer_types", "no_rope_layers") if config.get(name)}
     has_windows = family.alternates_windows or family.has_sinks or family.honors_sliding_window
     types = {"full_attention"} | ({"sliding_attention"} if has_windows else set())
@@ -146,31 +161,13 @@ def check_config(config: Mapping[str, Any], family: Family, source: str) -> None
     kinds = set(config.get("layer_types") or ())
     _require(
         {
-            f"{layers:,} layers with {experts:,} experts": layers * experts <= MOST_MATRICES,
+            f"{layers:,} layers with {num_experts:,} experts": layers * num_experts <= MOST_MATRICES,
             **{f"{len(x):,} {name} for {layers:,} layers": len(x) == layers for name, x in per_layer.items()},
             f"layer_types {show(sorted(kinds))}": kinds <= types,
         },
         source,
         f"at most {MOST_MATRICES:,} layers times experts; for each layer one of {', '.join(sorted(types))}",
     )
-
-
-def _list_family_sizes(family: Family) -> dict[str, str]:
-    experts, found = family.experts, dict[str, str]()
-    if experts is None:
-        found["intermediate_size"] = COUNT
-    else:
-        found |= {experts.size_key: COUNT, "num_experts_per_tok": COUNT}
-        if experts.has_sigmoid_router:
-            found |= {"n_routed_experts": COUNT, "intermediate_size": COUNT}
-            found |= {"first_k_dense_replace": COUNT_OR_ZERO, "routed_scaling_factor": POSITIVE}
-        elif experts.shared is not None:
-            found["shared_expert_intermediate_size"] = COUNT
-    if family.alternates_windows or family.has_sinks:
-        found["sliding_window"] = COUNT
-    if family.alternates_windows:
-        found["query_pre_attn_scalar"] = POSITIVE
-    return found | (_LATENTS if family.has_latent_attention else {}) | (_DELTA_NETS if family.has_delta_nets else {})
 
 
 def check_shape(shape: ModelShape, config: Mapping[str, Any], source: str) -> None:

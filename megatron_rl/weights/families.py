@@ -78,7 +78,7 @@ class DeltaNetSizes:
 
     @property
     def num_logits(self) -> int:
-        """Logits per key head, two per value head."""
+        """Logits per key head: write strength and decay of each value head."""
         return 2 * self.value_heads // self.key_heads
 
     @property
@@ -141,8 +141,6 @@ FUSED_KINDS = {
 class ModelShape:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
 
-    Sizes are as in the HF config.
-
     Attributes:
         ffn_hidden_size: MLP columns, per expert in a mixture.
         head_dim: channels per head; of queries and keys with `latent`.
@@ -151,13 +149,11 @@ class ModelShape:
         normalizes_shares: a token's expert weights add up to 1.
         has_score_head: the model ends in `score.weight` [1, h], without an output layer.
         rotary_dim: rotated channels per head; all if `None`.
-        unrotated_layers: layers without rotary positions.
         dense_layers: leading layers with a dense MLP of `dense_ffn_size` columns.
         shared_ffn_size: columns of the shared expert; 0 if none.
         sliding_layers: layers in which a token sees itself and `sliding_window` - 1 tokens before it.
         sliding_rope_theta: rotary base of these layers, without scaling; 0 if as in other layers.
         attention_scale: factor of attention scores; 1/sqrt(head_dim) if `None`.
-        latent: sizes of latent attention.
         delta_layers: gated delta nets, of sizes `delta_net`.
         mtp_layer: if not 0, the shape is only that layer, which follows a model's last one (multi-token prediction,
             arXiv 2412.19437).
@@ -199,7 +195,7 @@ class ModelShape:
 
     @property
     def route_shape(self) -> RouteShape:
-        """Shape of a token's routes; dense layers, which come first, have none."""
+        """Number of layers with a router, experts per token, and experts per layer."""
         return RouteShape(self.num_layers - self.dense_layers, self.experts_per_token, self.num_experts)
 
     def kind_sizes(self) -> dict[str, tuple[int, ...]]:

@@ -17,8 +17,8 @@ class ExpertNames:
         shared: `<block>.<shared>` serves every token; `None` without such an expert.
         bias: `<block>.<bias>` is added to scores when experts are chosen; `None` without it.
         has_biases: router and expert matrices have biases.
-        packing: file format of a layer's experts, see `weights/packed_experts.py`: always "turns", or possibly
-            "halves"; unpacked if `None`.
+        packing: files pack a layer's experts (`weights/packed_experts.py`): "turns" always, "halves" in some
+            checkpoints, `None` never.
         shared_gate: `<block>.<shared_gate>` scales the shared expert by a sigmoid; unscaled if `None`.
     """
 
@@ -97,7 +97,6 @@ class Family:
         norms: norms of a layer -> kinds, in checkpoint order.
         alternates_windows: some layers have sliding windows and their own rotary base (Gemma 3).
         zero_centered_norms: norms multiply by 1 + weight, in float32.
-        rope_theta: default rotary base.
         scales_embedding: multiplied by sqrt(hidden size), rounded to its dtype.
         has_latent_attention: q, k and v are projected from latents (DeepSeek-V3).
         has_sinks: each head has a logit in its softmax denominator; the attention output has a bias (gpt-oss).

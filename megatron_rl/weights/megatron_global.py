@@ -97,9 +97,9 @@ def megatron_global_placements(shape: ModelShape | AdapterShape) -> Table:
 
 
 class _Cut(NamedTuple):
-    """Rows of a kind in a fused Megatron tensor of `groups` equal parts, from row `first` of each part.
+    """Place of one kind of matrix in a fused Megatron tensor: from row `first` of each of `groups` equal parts.
 
-    In a checkpoint tensor of `size`, the kind has `count` rows from `start`.
+    In its HF tensor, of shape `size`, the kind has `count` rows from `start`.
     """
 
     size: tuple[int, ...]

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import (
@@ -175,27 +175,15 @@ _FUSED = (
 _EXPERT_KINDS = ("gate", "up", "down")
 
 
-class ShardPlace(NamedTuple):
-    """Share `index` of `count` equal shares of a parameter's rows (ZeRO-3)."""
-
-    index: int
-    count: int
-
-    def cut(self, num_rows: int) -> tuple[int, int]:
-        """Return the rows [start, stop) of a parameter with `num_rows`."""
-        size = -(-num_rows // self.count)
-        return min(self.index * size, num_rows), min((self.index + 1) * size, num_rows)
-
-
-def find_shard_places(layout: ParallelLayout, rank: int) -> tuple[ShardPlace, ShardPlace]:
-    """Return a rank's share of dense parameters, and of experts."""
+def find_shard_places(layout: ParallelLayout, rank: int) -> tuple[Share, Share]:
+    """Return a rank's share of dense parameters, and of experts, under ZeRO-3."""
     at, replicas = layout.coordinates(rank), layout.cp_size * layout.dp_size
     experts = layout.expert_coordinates(rank).dp
-    return ShardPlace(at.cp + layout.cp_size * at.dp, replicas), ShardPlace(experts, layout.expert_replicas)
+    return Share(replicas, at.cp + layout.cp_size * at.dp), Share(layout.expert_replicas, experts)
 
 
 def check_shared_experts(layout: ParallelLayout, shape: ModelShape, section: str) -> None:
-    """Refuse expert replicas that cannot split rows evenly, which FSDP requires there (UserError)."""
+    """Refuse ZeRO-3 if the replicas of an expert cannot split its rows evenly, as FSDP requires (UserError)."""
     replicas = find_shard_places(layout, layout.first_rank)[1].count
     for what, rows in (
         ("gate and up", 2 * shape.ffn_hidden_size // layout.expert_tp_size),
@@ -228,7 +216,7 @@ def find_shard_key(layout: ParallelLayout, rank: int, *, is_fully_sharded: bool)
 
 @lru_cache(maxsize=256)
 def _cut_boxes(
-    shape: ModelShape, of_layer: Share, of_expert: Share, dense: ShardPlace, experts: ShardPlace
+    shape: ModelShape, of_layer: Share, of_expert: Share, dense: Share, experts: Share
 ) -> dict[str, BoxPair]:
     vocab_rows = padded_vocab_size(shape.vocab_size, of_layer.count) // of_layer.count
     boxes = split_boxes(shape, of_layer, vocab_rows, of_expert)
@@ -239,15 +227,16 @@ def _cut_boxes(
     num_rows |= {f"{kind}.{part}": num_rows[part] for kind, parts in fused.items() for part in parts}
     found = {}
     for kind, pair in boxes.items():
-        place = experts if shape.num_experts and kind in _EXPERT_KINDS else dense
-        found[kind] = pair if kind == "router_bias" else _cut(pair, *place.cut(num_rows[kind]))
+        if kind == "router_bias":
+            found[kind] = pair
+            continue
+        # This rank's rows [low, high) of the parameter, and those of them that the box has, [first, last).
+        count, index = experts if shape.num_experts and kind in _EXPERT_KINDS else dense
+        size = -(-num_rows[kind] // count)
+        low, high = (min(end * size, num_rows[kind]) for end in (index, index + 1))
+        ((start, stop), *rest), ((hf_start, _), *hf_rest) = pair
+        first = min(max(start, low), stop)
+        last = max(first, min(stop, high))
+        local = (first - low, last - low) if first < last else (0, 0)
+        found[kind] = (local, *rest), ((hf_start + first - start, hf_start + last - start), *hf_rest)
     return found
-
-
-def _cut(pair: BoxPair, low: int, high: int) -> BoxPair:
-    """Restrict boxes to rows [low, high), relative to `low`."""
-    ((start, stop), *rest), ((hf_start, _), *hf_rest) = pair
-    first = min(max(start, low), stop)
-    last = max(first, min(stop, high))
-    local = (first - low, last - low) if first < last else (0, 0)
-    return (local, *rest), ((hf_start + first - start, hf_start + last - start), *hf_rest)

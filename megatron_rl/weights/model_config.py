@@ -194,10 +194,30 @@ def _find_family(config: dict[str, Any], head: Head, source: str) -> tuple[str, 
 
 def _refuse_options(config: dict[str, Any], family: Family, rope: dict[str, Any], source: str) -> None:
     if family.has_sinks:
-        _refuse_sink_options(config, source)
+        wrong = _find_unserved(config, _OF_SINKS)
+        encoding = wrong.pop("quantization_config", None)
+        if encoding is not None and encoding.get("quant_method") != "mxfp4":
+            wrong["quantization_config"] = encoding
+        if not (config.get("rope_parameters") or config.get("rope_scaling")):  # transformers would default to yarn
+            wrong["rope_scaling"] = None
+        _refuse_unserved(
+            wrong,
+            source,
+            "gpt-oss as published: biases, gates of 1.702 within 7, the scaling of positions written out, and "
+            "weights as they are or in MXFP4",
+        )
         config = {name: value for name, value in config.items() if name not in _OF_SINKS}
     if family.has_latent_attention:
-        _refuse_latent_options(config, rope, source)
+        wrong = _find_unserved(config, _OF_LATENTS)
+        if rope_type_of(rope) not in ("default", "yarn") or rope.get("attention_factor") is not None:
+            wrong["rope_scaling"] = rope
+        _refuse_unserved(
+            wrong,
+            source,
+            "DeepSeek-V3 as published: norms with an epsilon of 1e-6 (which transformers takes for latents "
+            "whatever config.json says, and vLLM does not), rotated neighbors, a sigmoid router, positions unscaled "
+            "or with yarn without an attention_factor",
+        )
     refused = {
         "hidden_act": (config.get("hidden_act") or family.activations[0]) not in family.activations,
         "hidden_activation": config.get("hidden_activation") not in (None, family.activations[0]),
@@ -299,36 +319,6 @@ def _refuse_unserved(wrong: dict[str, Any], source: str, expected: str) -> None:
             expected=expected,
             hint="use a checkpoint without these options",
         )
-
-
-def _refuse_sink_options(config: dict[str, Any], source: str) -> None:
-    """Refuse gpt-oss options that differ from the published ones, and weight encodings other than MXFP4."""
-    wrong = _find_unserved(config, _OF_SINKS)
-    encoding = wrong.pop("quantization_config", None)
-    if encoding is not None and encoding.get("quant_method") != "mxfp4":
-        wrong["quantization_config"] = encoding
-    if not (config.get("rope_parameters") or config.get("rope_scaling")):  # transformers would default to yarn
-        wrong["rope_scaling"] = None
-    _refuse_unserved(
-        wrong,
-        source,
-        "gpt-oss as published: biases, gates of 1.702 within 7, the scaling of positions written out, and "
-        "weights as they are or in MXFP4",
-    )
-
-
-def _refuse_latent_options(config: dict[str, Any], rope: dict[str, Any], source: str) -> None:
-    """Refuse options on which transformers and vLLM disagree."""
-    wrong = _find_unserved(config, _OF_LATENTS)
-    if rope_type_of(rope) not in ("default", "yarn") or rope.get("attention_factor") is not None:
-        wrong["rope_scaling"] = rope
-    _refuse_unserved(
-        wrong,
-        source,
-        "DeepSeek-V3 as published: norms with an epsilon of 1e-6 (which transformers takes for latents "
-        "whatever config.json says, and vLLM does not), rotated neighbors, a sigmoid router, positions unscaled "
-        "or with yarn without an attention_factor",
-    )
 
 
 def _read_latent(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:

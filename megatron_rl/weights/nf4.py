@@ -40,7 +40,7 @@ def count_bytes(numel: int) -> int:
 
 
 def check_quantization(shape: ModelShape, tp_size: int, section: str) -> None:
-    """Refuse a layout that splits blocks (UserError)."""
+    """Refuse NF4 for layouts that split a block of 64 columns, and for sigmoid routers (UserError)."""
     if shape.router is not None:
         raise UserError(
             f"{section}.quantization = nf4 with dense layers or shared experts beside a mixture of experts",
@@ -64,7 +64,7 @@ def check_quantization(shape: ModelShape, tp_size: int, section: str) -> None:
 
 @lru_cache(maxsize=16)  # a planner asks for many layouts of one model
 def _name_kinds(shape: ModelShape) -> Mapping[str, str]:
-    """Return the first tensor of each kind."""
+    """Return kind -> HF name of the model's first tensor of that kind."""
     return {kind: name for name, kind in reversed(shape.tensor_kinds().items())}
 
 

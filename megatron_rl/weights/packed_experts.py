@@ -33,10 +33,10 @@ _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj"
 
 @dataclass(frozen=True)
 class PackedPart:
-    """The place of a logical tensor in a tensor of all experts.
+    """Place of one expert's logical tensor in `packed`, a tensor of all experts.
 
     Attributes:
-        turn, turns: every `turns`-th column, from `turn` on.
+        turn, turns: every `turns`-th column, from `turn` on, transposed.
         in_halves: instead, block `turn` of `turns` row blocks, not transposed.
     """
 
@@ -47,7 +47,7 @@ class PackedPart:
     in_halves: bool = False
 
     def cut(self, matrix: torch.Tensor) -> torch.Tensor:
-        """View an expert's [k, turns n] as [n, k], its bias [turns n] as [n], or halves [turns n, k] as [n, k]."""
+        """Return the logical tensor as a view of its expert's matrix, or bias, in the packed tensor."""
         if self.in_halves:
             return matrix.chunk(self.turns)[self.turn]
         mine = matrix[..., self.turn :: self.turns]
@@ -59,7 +59,7 @@ class FileTensor:
     """A tensor to write in HF format.
 
     Attributes:
-        experts: of a tensor that packs all experts, the names of the tensors it consists of, per expert; else empty.
+        experts: names of the logical tensors packed in this tensor, per expert; empty if it packs none.
     """
 
     size: tuple[int, ...]
@@ -80,7 +80,7 @@ def find_parts(packed: str, num_experts: int, *, in_halves: bool = False) -> dic
 
 
 def join_turns(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Pack an expert's logical tensors [n, k] -> [k, turns n]."""
+    """Pack p matrices [n, k] of an expert as alternating columns of one, [k, p n]; biases [n] as [p n]."""
     import torch
 
     return torch.stack([matrix.t() for matrix in matrices], -1).flatten(-2)
@@ -104,7 +104,7 @@ def split_turns(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def list_file_tensors(shape: ModelShape) -> dict[str, FileTensor]:
-    """Return name -> tensor to write in HF format."""
+    """Return the tensors to write in HF format, by name in the files."""
     packed, found = is_packed(shape), dict[str, FileTensor]()
     for name, size in shape.logical_tensors().items():
         block, is_expert, rest = name.partition(".experts.0.") if packed else (name, "", "")

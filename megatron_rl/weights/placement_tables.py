@@ -56,11 +56,11 @@ class PlacementTable(Sequence[ShardBox]):
             yield ShardBox(param, local_box, hf_name, hf_box)
 
     def without(self, params: frozenset[str]) -> PlacementTable:
-        """Return the table without these parameters; ranks that share rows still do."""
+        """Return the table without these parameters; rows stay shared between ranks."""
         return PlacementTable(_select(self.rows, 0, params, keeps=False), self.boxes) if params else self
 
     def only(self, names: frozenset[str]) -> PlacementTable:
-        """Return the table of these HF tensors only; ranks that share rows still do."""
+        """Return the table of these HF tensors only; rows stay shared between ranks."""
         return PlacementTable(_select(self.rows, 1, names, keeps=True), self.boxes)
 
 
@@ -72,7 +72,7 @@ def as_table(placements: Iterable[ShardBox]) -> PlacementTable:
 
 
 class Share(NamedTuple):
-    """One of `count` tensor parallel ranks."""
+    """A rank's share of tensors: part `index` of `count` equal parts, the last ones possibly shorter under ZeRO-3."""
 
     count: int
     index: int
@@ -114,7 +114,14 @@ def split_boxes(
         boxes |= _split_delta_net(sizes, shape.delta_net.projections, of_layer)
     for prefix, columns_of_all in shape.ffn_sizes().items():
         count, index = of_expert if of_expert and shape.num_experts and not prefix else of_layer
-        boxes |= _split_mlp(sizes, prefix, columns_of_all // count, index)
+        gate, up, down, ffn = f"{prefix}gate", f"{prefix}up", f"{prefix}down", columns_of_all // count
+        mine = index * ffn, (index + 1) * ffn
+        boxes[gate] = rows(0, ffn, sizes[gate]), rows(*mine, sizes[gate])
+        boxes[up] = rows(ffn, 2 * ffn, sizes[up]), rows(*mine, sizes[up])
+        boxes[down] = columns(0, ffn, sizes[down]), columns(*mine, sizes[down])
+        boxes[f"{gate}.bias"] = rows(0, ffn, (0,)), (mine,)
+        boxes[f"{up}.bias"] = rows(ffn, 2 * ffn, (0,)), (mine,)
+        boxes[f"{down}.bias"] = full_box(sizes[f"{down}.bias"]), full_box(sizes[f"{down}.bias"])
     for fused, parts in FUSED_KINDS.items():
         base = 0
         for part in parts if fused in sizes else ():
@@ -122,19 +129,6 @@ def split_boxes(
             boxes[f"{fused}.{part}"] = local, rows(base + first, base + last, sizes[fused])
             base += sizes[part][0]
     return boxes
-
-
-def _split_mlp(sizes: dict[str, tuple[int, ...]], prefix: str, ffn: int, tp_rank: int) -> dict[str, BoxPair]:
-    gate, up, down = (f"{prefix}{kind}" for kind in ("gate", "up", "down"))
-    mine = tp_rank * ffn, (tp_rank + 1) * ffn
-    return {
-        gate: (rows(0, ffn, sizes[gate]), rows(*mine, sizes[gate])),
-        up: (rows(ffn, 2 * ffn, sizes[up]), rows(*mine, sizes[up])),
-        down: (columns(0, ffn, sizes[down]), columns(*mine, sizes[down])),
-        f"{gate}.bias": (rows(0, ffn, (0,)), (mine,)),
-        f"{up}.bias": (rows(ffn, 2 * ffn, (0,)), (mine,)),
-        f"{down}.bias": (full_box(sizes[f"{down}.bias"]), full_box(sizes[f"{down}.bias"])),
-    }
 
 
 def _split_delta_net(
@@ -160,7 +154,7 @@ def _split_delta_net(
 
 
 def list_parts(kind: str) -> list[tuple[str, str]]:
-    """Return the kind of each matrix in a possibly fused checkpoint tensor, and its key in `split_boxes`."""
+    """Return (kind, key in `split_boxes`) of each part of a checkpoint tensor; several parts if the tensor is fused."""
     if kind in FUSED_KINDS:
         return [(part, f"{kind}.{part}") for part in FUSED_KINDS[kind]]
     return [(kind, "hidden" if kind in NORM_KINDS else kind)]

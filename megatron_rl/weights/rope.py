@@ -143,7 +143,7 @@ def restore_rope_scaling(saved: Mapping[str, Any]) -> RopeScaling:
 
 
 def is_served(rope: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return whether trainer and engines agree on a scaling; longrope's must be as vLLM derives it from the lengths."""
+    """Return whether trainer and engines agree on a scaling; longrope needs the factors that vLLM derives."""
     kind = rope_type_of(rope)
     if kind not in ("longrope", "su"):
         return kind == "default" or kind in _READERS

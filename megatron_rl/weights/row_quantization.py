@@ -29,7 +29,7 @@ def list_matrices(shape: ModelShape) -> frozenset[str]:
 
 
 def list_scales(matrices: Iterable[ShardBox]) -> PlacementTable:
-    """Return the placements of the scales of matrix pieces."""
+    """Return the placements of the row scales that belong to placed pieces of matrices."""
     return as_table(
         ShardBox(p.param + SCALE_SUFFIX, (p.local_box[0], (0, 1)), p.hf_name, (p.hf_box[0], (0, 1))) for p in matrices
     )
@@ -41,14 +41,10 @@ def find_scales(largest: torch.Tensor, code_format: CodeFormat) -> torch.Tensor:
 
 
 def encode(matrix: torch.Tensor, scales: torch.Tensor, code_format: CodeFormat) -> torch.Tensor:
-    """Encode a piece of a matrix.
+    """Encode a piece [n, m] of a matrix as int8.
 
     Args:
-        matrix: [n, m].
         scales: [n, 1] float32, of the whole rows.
-
-    Returns:
-        [n, m] int8.
     """
     limit = _LIMITS[code_format]
     scaled = (matrix.float() / scales).clamp(-limit, limit)

@@ -16,7 +16,7 @@ Box = tuple[tuple[int, int], ...]  # [start, stop) per dimension
 
 @dataclass(frozen=True, slots=True)
 class ShardBox:
-    """`param[local_box]` holds `hf_name[hf_box]`."""
+    """Place of a piece of an HF tensor: `param[local_box]` holds `hf_name[hf_box]`."""
 
     param: str
     local_box: Box
@@ -45,13 +45,13 @@ def box_slices(box: Box) -> tuple[slice, ...]:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two boxes, or None if empty."""
+    """Return the intersection of two boxes, or `None` if empty."""
     box = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 
 def find_overlap(boxes: Iterable[Box]) -> Box | None:
-    """Return an intersection of two of these boxes (of at least one dimension), or None if all are disjoint."""
+    """Return an intersection of two of these boxes, or `None` if all are disjoint."""
     ordered = sorted(box for box in boxes if box_volume(box))
     for i, box in enumerate(ordered):
         for j in range(i + 1, len(ordered)):
@@ -64,7 +64,7 @@ def find_overlap(boxes: Iterable[Box]) -> Box | None:
 
 
 def localize(part: Box, boxes: tuple[Box, Box]) -> Box:
-    """Convert `part`, inside the HF box, to local coordinates, by `local_box, hf_box`."""
+    """Move `part`, inside box `boxes[1]` of one tensor, to the equally large box `boxes[0]` of another."""
     return tuple(
         (start - hf_start + local_start, stop - hf_start + local_start)
         for (start, stop), (local_start, _), (hf_start, _) in zip(part, *boxes, strict=True)
@@ -89,7 +89,6 @@ def check_placements(
     Args:
         params: name -> local shape.
         where: side, for errors ("megatron rank 3").
-        padded: parameters with padding.
 
     Raises:
         ValueError: missing parameters, boxes that do not fit, or elements placed twice or not at all.

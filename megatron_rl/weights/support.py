@@ -16,11 +16,7 @@ LARGEST_RANK = 512  # largest buffer of vLLM
 def check_engine(
     shape: ModelShape, engine: str, quantization: str = "none", adapters: AdapterShape | None = None
 ) -> None:
-    """Refuse an engine that lacks support for sinks, gated delta nets, quantization or adapters (UserError).
-
-    Args:
-        adapters: adapters kept apart from the weights, if any.
-    """
+    """Refuse a model, a quantization or separate `adapters` that the engine does not support (UserError)."""
     supports = find_engine(engine).has
     if shape.delta_net is not None and not supports("delta_nets"):
         raise UserError(
@@ -38,8 +34,20 @@ def check_engine(
             "linear attention is not tried",
             hint="set rollout.quantization=none",
         )
-    if adapters is not None:
-        _check_adapters(adapters)
+    if adapters is not None and adapters.rank > LARGEST_RANK:
+        raise UserError(
+            f"vLLM serves adapters up to rank {LARGEST_RANK}, these have {adapters.rank}",
+            source="actor.lora.rank and hybrid.lora",
+            expected=f"at most {LARGEST_RANK}",
+            hint="set hybrid.lora=merge",
+        )
+    if adapters is not None and adapters.has_experts:
+        raise UserError(
+            "adapters of experts, which are not written into vLLM's own buffers",
+            source="actor.lora.target_modules and hybrid.lora",
+            expected="hybrid.lora=merge, or adapters of attention alone",
+            hint="set hybrid.lora=merge",
+        )
     if not FAMILIES[shape.family].has_sinks:
         return
     if not supports("sinks"):
@@ -61,23 +69,6 @@ def check_engine(
         )
 
 
-def _check_adapters(adapters: AdapterShape) -> None:
-    if adapters.rank > LARGEST_RANK:
-        raise UserError(
-            f"vLLM serves adapters up to rank {LARGEST_RANK}, these have {adapters.rank}",
-            source="actor.lora.rank and hybrid.lora",
-            expected=f"at most {LARGEST_RANK}",
-            hint="set hybrid.lora=merge",
-        )
-    if adapters.has_experts:
-        raise UserError(
-            "adapters of experts, which are not written into vLLM's own buffers",
-            source="actor.lora.target_modules and hybrid.lora",
-            expected="hybrid.lora=merge, or adapters of attention alone",
-            hint="set hybrid.lora=merge",
-        )
-
-
 def check_training_layout(
     shape: ModelShape,
     tp_size: int,
@@ -88,12 +79,24 @@ def check_training_layout(
     sequence_parallel: bool = True,
     section: str = "actor",
 ) -> None:
-    """Refuse a Megatron layout that does not fit the model (UserError).
-
-    Args:
-        sequence_parallel: megatron-core needs it to train experts under TP.
-    """
-    _check_expert_layout(shape, tp_size, ep_size, sequence_parallel, section)
+    """Refuse a Megatron layout that does not fit the model (UserError)."""
+    experts = shape.num_experts
+    if ep_size > 1 and (experts == 0 or experts % ep_size):
+        valid = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
+        what = f"does not divide the {experts} experts of the model" if experts else "needs a mixture of experts"
+        raise UserError(
+            f"expert_model_parallel_size {ep_size} {what}",
+            source=f"{section}.expert_model_parallel_size and the model's config.json",
+            expected=f"one of {valid}",
+            hint="every rank holds as many experts" if experts else f"set {section}.expert_model_parallel_size=1",
+        )
+    if experts and tp_size > 1 and not sequence_parallel:
+        raise UserError(
+            f"tensor_model_parallel_size {tp_size} without sequence parallelism does not train experts",
+            source=f"{section}.sequence_parallel",
+            expected="true for a mixture of experts under tensor parallelism",
+            hint=f"set {section}.sequence_parallel=true",
+        )
     sizes = (shape.num_heads, shape.num_kv_heads, *_shared_sizes(shape))
     for what, size in (
         ("attention heads", shape.num_heads),
@@ -117,26 +120,6 @@ def check_training_layout(
             source=f"{section}.pipeline_model_parallel_size, {section}.virtual_pipeline_model_parallel_size",
             expected=f"pp * vpp one of {valid}",
             hint="every chunk of every stage holds the same number of layers",
-        )
-
-
-def _check_expert_layout(shape: ModelShape, tp_size: int, ep_size: int, sequence_parallel: bool, section: str) -> None:
-    experts = shape.num_experts
-    if ep_size > 1 and (experts == 0 or experts % ep_size):
-        valid = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
-        what = f"does not divide the {experts} experts of the model" if experts else "needs a mixture of experts"
-        raise UserError(
-            f"expert_model_parallel_size {ep_size} {what}",
-            source=f"{section}.expert_model_parallel_size and the model's config.json",
-            expected=f"one of {valid}",
-            hint="every rank holds as many experts" if experts else f"set {section}.expert_model_parallel_size=1",
-        )
-    if experts and tp_size > 1 and not sequence_parallel:
-        raise UserError(
-            f"tensor_model_parallel_size {tp_size} without sequence parallelism does not train experts",
-            source=f"{section}.sequence_parallel",
-            expected="true for a mixture of experts under tensor parallelism",
-            hint=f"set {section}.sequence_parallel=true",
         )
 
 
