@@ -76,7 +76,7 @@ def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprin
 
 
 def fingerprint_optimizer(role: SavedRole, group: dist.ProcessGroup) -> Fingerprints:
-    """Fingerprint a role's optimizer states (empty before its first step); collective as `fingerprint_weights`."""
+    """Fingerprint a role's optimizer states (none before its first step); collective over `group`."""
     shapes = {
         f"{STATE_PREFIX}{state}.{name}": shape
         for name, shape in role.model.shape.logical_tensors().items()
@@ -89,7 +89,7 @@ def fingerprint_optimizer(role: SavedRole, group: dist.ProcessGroup) -> Fingerpr
 def fingerprint_pieces(
     shapes: Mapping[str, tuple[int, ...]], pieces: Iterable[Piece], group: dist.ProcessGroup | None
 ) -> Fingerprints:
-    """Compute fingerprints from pieces that cover each element once over `group`; if it is `None`, on this rank."""
+    """Compute fingerprints from pieces that cover each element once over `group`, or on this rank if it is `None`."""
     rows, names = {name: row for row, name in enumerate(shapes)}, list(shapes)
     places = {}
     bits = torch.zeros(len(names), 3, dtype=torch.int64)  # digest, total, elements

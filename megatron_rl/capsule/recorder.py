@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the capsule of a step while the run continues.
+"""Writes the capsule of a step, for replay, while the run continues.
 
     <run_dir>/capsules/step_<N>/
         manifest.json        config, layouts, packages, batch plan, metrics; index of values.safetensors
@@ -60,8 +60,8 @@ class Values:
 
     Attributes:
         index: owner of each element: a response token, rollout, group, optimizer step of a role, or the step.
-        array: [k].
-        lengths: tokens per rollout.
+        array: [k], one element per owner.
+        lengths: number of tokens of each rollout, if owners are tokens.
     """
 
     name: str
@@ -84,8 +84,8 @@ class Section:
     """Inputs or results of one part of the step.
 
     Attributes:
-        is_input: must be bitwise equal in any layout.
-        content: parameters, or quantities in order.
+        is_input: whether a replay must reproduce the content bitwise in any layout.
+        content: fingerprints of parameters, or quantities in order of computation.
     """
 
     name: str
@@ -114,7 +114,6 @@ class StepObserver:
         """Record the results after the step's last optimizer step.
 
         Args:
-            decode: response tokens -> text.
             counted: metric -> its values in this step.
 
         Returns:
@@ -205,8 +204,7 @@ def encode_sections(sections: Sequence[Section]) -> tuple[list[dict[str, Any]], 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience) -> FileRecord:
     """Write the rollout data needed for training, one JSON object per rollout, group by group, with lossless floats.
 
-    The columns `prompt` and `answer` make the file usable as training data. `extra_info`, which only rewards use, is
-    omitted.
+    `prompt` and `answer` make it usable as training data; `extra_info`, which only rewards use, is omitted.
 
     Args:
         samples: supply groups and greedy baselines.
@@ -251,10 +249,9 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience)
 
 
 class CapsuleRecorder:
-    """A writer of the capsule of step `trainer.capture_step`; methods are collective.
+    """A writer of the capsule (record for replay) of step `trainer.capture_step`; methods are collective.
 
     Args:
-        roles: see `StepObserver`.
         save_state: writes the current state as a checkpoint into a directory; returns an error, if any.
         decode: response tokens -> text.
     """

@@ -33,8 +33,8 @@ class EngineTables:
     """Placement tables (the boxes of HF tensors that a rank holds) of all engine ranks, for ranks without an engine.
 
     Attributes:
-        keys: rank -> `shard_key`.
-        tables: shard key -> placement table.
+        keys: rank -> identifier of its table (`shard_key`).
+        tables: identifier -> placement table.
     """
 
     keys: Mapping[int, Hashable]
@@ -59,7 +59,7 @@ class AbsentEngine(WaitingRequests, EngineWeights):
         self.padded_params: tuple[str, ...] = ()
 
     def shard_key(self, rank: int) -> Hashable:
-        """Return the shard key of an engine rank."""
+        """Return the identifier of an engine rank's placement table."""
         return self._known.keys[rank]
 
     def placements(self, rank: int) -> PlacementTable:
@@ -104,7 +104,7 @@ class BuiltEngine(NamedTuple):
 
 
 class OneTurn(WaitingRequests):
-    """A `RolloutEngine` over an engine that only has `generate`: each step generates one batch of waiting requests."""
+    """A `RolloutEngine` over an engine that only has `generate`: each step answers one batch of waiting requests."""
 
     def __init__(self, engine: ClosedBatches) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class OneTurn(WaitingRequests):
     def step(self) -> list[Sampled]:
         """Generate the responses to a batch of waiting requests.
 
-        If the engine returns too many responses, the surplus repeats the last key, so that the caller refuses it.
+        Surplus responses repeat the last key, so that the caller refuses them.
         """
         batch = self.take_batch()
         if not batch:
@@ -125,7 +125,7 @@ class OneTurn(WaitingRequests):
 
 
 def import_library(name: str, device: torch.device) -> None:
-    """Import vLLM, if it is the engine, before the models; its objects are exempt from garbage collection."""
+    """Import vLLM if `name` (rollout.engine) is "vllm"; exempt all existing objects from garbage collection."""
     with kept_imports():
         if name == "vllm":
             from megatron_rl.engines.vllm.vllm_library import prepare_vllm

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thinking budgets for every engine: an overlong thought is closed, and the response continues.
 
-A request runs in two parts, the first of `thinking_budget` tokens. If it ends inside a thought, closing tokens are
-inserted, marked, and excluded from the loss. Decisions depend on tokens only, so an engine's ranks agree.
+A response has two parts, the first of at most `thinking_budget` tokens. If the first ends inside a thought, closing
+tokens are inserted, which the loss excludes. Decisions depend on tokens only, so an engine's ranks agree.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ThinkingBudget:
         return [self._complete(sampled) for sampled in self._engine.interrupt(keys)]
 
     def tokens_in_flight(self) -> int:
-        """Count the tokens of unfinished responses, including first parts (up to the budget) that are done."""
+        """Count the tokens of unfinished responses, both within the thinking budget and after it."""
         return self._engine.tokens_in_flight() + sum(len(begun.tokens) for begun in [*self._begun.values()])
 
     def _limit(self, request: Request) -> Request:
@@ -105,7 +105,7 @@ def join(first: Sampled, later: Sampled) -> Sampled:
 
 
 def join_inserted(first: Sampled, later: Sampled) -> np.ndarray | None:
-    """Return the mask [s] of inserted tokens of both, or `None`."""
+    """Return the mask [s] of inserted tokens of a joined response, or `None` if there are none."""
     if first.inserted is None and later.inserted is None:
         return None
     return np.concatenate([mark_inserted(first), mark_inserted(later)])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets of the package reasoning-gym with their scorer: reasoning-gym:NAME?size=500&seed=1.
 
-Scoring regenerates a task from its index, so rows contain only text.
+Rows contain text and a task's index, from which scoring regenerates the task.
 """
 
 from __future__ import annotations

@@ -61,15 +61,15 @@ class Running:
 
 @dataclass(frozen=True)
 class PagedRows:
-    """The rows (tokens) of one forward: a segment per running response, and possibly a segment of padding.
+    """The t rows (tokens) of one forward: a segment per running response, and possibly a segment of padding.
 
     Attributes:
         running: responses that get a token.
         tokens, positions: [t] int64.
-        slots: [t] int64, destination of keys and values.
-        bounds: [num_segments + 1] int32, of segments.
-        key_slots: [k] int64, attended by segments.
-        key_bounds: [num_segments + 1] int32, in `key_slots`.
+        slots: [t] int64, KV-cache slots to write.
+        bounds: [num_segments + 1] int32, first row of each segment, and t.
+        key_slots: [k] int64, slots to attend to, segment by segment.
+        key_bounds: [num_segments + 1] int32, bounds of segments in `key_slots`.
     """
 
     running: Sequence[Running]
@@ -87,7 +87,7 @@ class PagedRows:
 
 
 class ContinuousBatch:
-    """The requests of an engine, identical on its ranks.
+    """The waiting and running requests of an engine, equal on all its ranks.
 
     Args:
         max_tokens: maximum rows of a forward; a longer prompt runs alone.

@@ -3,7 +3,7 @@
 
 Each row has its own seed: sampling is greedy decoding of `logits / temperature + Gumbel noise` with a generator per row
 (the Gumbel-max trick). Batch-invariant models (rollout.bitwise) have the trainer's matrix products and attention;
-norms, activations and rotary embeddings are bitwise equal already.
+all else is bitwise equal already.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
         )
 
     def shard_key(self, rank: int) -> int:
-        """Return 0: all ranks are equal."""
+        """Return 0: all ranks have equal placement tables."""
         return 0
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """Return the `ShardBox` table: whole HF tensors on every rank."""
+        """Return the placement table: whole HF tensors on every rank."""
         return self._placements
 
     def _listen_to_routers(self) -> int:
@@ -230,7 +230,13 @@ class _PaddedAttention:
         scaling: float,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend: query [b, n, s, d], key and value [b, ng, k, d], attention_mask [b, k] -> [b, s, n, d]."""
+        """Compute attention of b rows of s queries, as [b, s, heads, d].
+
+        Args:
+            query: [b, heads, s, d].
+            key, value: [b, groups, k, d].
+            attention_mask: [b, k], 0 for padding.
+        """
         if self._packed is None or self._mask is not attention_mask:
             self._mask, self._packed = attention_mask, _pack(attention_mask, query.shape[2], query.dtype)
         rows, keys, segments = self._packed

@@ -3,7 +3,7 @@
 
 A failed server is restarted (or awaited, if the user started it), loads the current weights, and gets unfinished
 requests again: equal seeds, equal samples. Repeated failures without a response end the run. An engine's first rank
-talks to the server and broadcasts results.
+calls the server and broadcasts results.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ServedEngine(EngineWeights):
         return self._share(lambda: do(cast(Server, self._server)))
 
     def shard_key(self, rank: int) -> int:
-        """Return a key that ranks with equal placement tables share."""
+        """Return an identifier of a rank's placement table, equal for ranks with equal tables."""
         return self._spec.find_place(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
@@ -160,7 +160,7 @@ class ServedEngine(EngineWeights):
         return bool(self._running)
 
     def tokens_in_flight(self) -> int:
-        """Count received tokens of unfinished responses, on the first rank."""
+        """Count received tokens of unfinished responses on the first rank; return 0 on others."""
         return 0 if self._server is None else self._server.client.count_tokens()
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class Server:
     def probe(self) -> Probed:
         """Continue a fixed prompt greedily and at the rollout temperature.
 
-        It fills blocks of the prefix cache, so that the next probe exposes a cache from before a weight update.
+        The prompt fills prefix-cache blocks: if they survive a weight update, the next probe reveals it.
         """
         assert not self._running, "the answers would mix"
         spec = self._spec
@@ -239,7 +239,7 @@ class Server:
         return Probed(prompt, [found[key] for key in sorted(found)], temperatures)
 
     def _try(self, action: Callable[[], T]) -> T:
-        """Run an action, and again after a failure, with the server reopened; too many failures are a UserError."""
+        """Run an action; after a ServerFailure, reopen the server and repeat (UserError after too many)."""
         while True:
             try:
                 if not self._is_open:

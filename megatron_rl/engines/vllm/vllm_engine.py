@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM inside the training processes (`external_launcher`), on GPU and on CPU.
 
-Requirements beyond the patches in `engines.vllm.vllm_library` (each has a test):
+Requirements beyond the patches in `engines.vllm.vllm_library`:
 
 * torch.distributed is initialized first, otherwise world size > tp fails;
 * on CPU, fused experts are packed in place for their kernels after each weight update, and then have another order than
   the placement table;
-* on CPU, no chunked prefill, for which vLLM rewinds random numbers, which CPU generators do not support;
-* after an error in a step, its requests are aborted;
-* the trainer's random numbers are preserved;
-* the prefix cache is dropped after every weight update.
+* on CPU, no chunked prefill, for which vLLM rewinds random numbers, which CPU generators do not support.
 
 Batch-invariant models (rollout.bitwise, CPU) are bitwise equal to the trainer: matrix products, paged attention and
-log-softmax are replaced, all else is bitwise equal already, including rotary embeddings without their C++ kernel
-(`list_engine_arguments`).
+log-softmax are replaced, all else is bitwise equal already.
 """
 
 from __future__ import annotations
@@ -136,7 +132,7 @@ class VllmEngine:
         return shareable, shared
 
     def shard_key(self, rank: int) -> int:
-        """Return a key that ranks with equal placement tables share."""
+        """Return an identifier of a rank's placement table, equal for ranks with equal tables."""
         return self._place(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
@@ -283,7 +279,7 @@ def _short(name: str) -> str:
 
 
 def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:
-    """Return the fused expert weights that a CPU kernel needs packed, and the instruction set of that kernel."""
+    """Return each fused expert weight that a CPU kernel reads in another order, with the kernel's instruction set."""
     if device.type != "cpu":
         return []
     packed = []
@@ -327,7 +323,7 @@ def list_adapter_params(model: torch.nn.Module, shape: AdapterShape) -> dict[str
 class _PagedAttention:
     """A replacement of vLLM's CPU attention by the trainer's `attend` on the paged KV cache.
 
-    The cache is [blocks, heads, block size, 2 d], key beside value; all layers share the indices of a step.
+    The cache is [blocks, heads, block size, 2 d]: keys, then values, of head dimension d.
     """
 
     def __init__(self) -> None:
@@ -337,7 +333,7 @@ class _PagedAttention:
     def write(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Write new keys and values [t, heads, d] to their slots of the cache; negative slots are padding."""
+        """Write new keys and values [tokens, heads, d] to their slots of the cache; negative slots are padding."""
         slots = slots[: len(key)].long()
         is_real = slots >= 0
         block, place = slots[is_real] // kv_cache.shape[2], slots[is_real] % kv_cache.shape[2]
@@ -353,7 +349,7 @@ class _PagedAttention:
         metadata: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Attend from query [t, n, d] to the cached keys and values; write and return options["output"].
+        """Attend from query [tokens, heads, d] to the cached keys and values; write and return options["output"].
 
         Args:
             metadata: vLLM's lengths and block table of the step; `None` in the warm-up, which computes nothing.
@@ -387,7 +383,7 @@ def _pack(metadata: Any, block_size: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 
 def make_batch_invariant(model: torch.nn.Module, sampler: Any, shard_columns: int) -> None:
-    """Replace an engine's attention, linear layers and log-softmax.
+    """Replace an engine's attention, linear layers and log-softmax by the trainer's.
 
     Args:
         shard_columns: vocabulary columns per TP rank of the output layer.

@@ -5,8 +5,8 @@ Truncation is our own definition, applied before vLLM's sampler. A request carri
 `SamplingParams.extra_args`. Sets are stored by request and position, so that the set of a token discarded by chunked
 prefill or preemption is overwritten.
 
-Hooks on the routers record routes, as vLLM's own output of them needs the v2 model runner. Routes are kept per KV-cache
-block, for prefix-cache hits, and per request, for preemption.
+Hooks on the routers record routes, which vLLM itself returns only with the v2 model runner. Routes are stored per
+KV-cache block, for prefix-cache hits, and per request, for preemption.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _KEY = "kept_sets"
 
 
 def list_extra_args(name: str, request: Request) -> dict[str, Any]:
-    """Return vLLM's `extra_args` of a request with truncated sampling, else {}.
+    """Return vLLM's `extra_args` for a request: a name for its recorded sets, position of the response, limits.
 
-    They are the name under which the sets drawn from are recorded, the response's first position, and the limits.
+    Empty if sampling is not truncated.
     """
     cut = request.sampling
     if not cut.is_truncated:
@@ -57,7 +57,7 @@ class KeptSetRecorder:
         self._sets = {}
 
     def _cut(self, logits: torch.Tensor) -> torch.Tensor:
-        """Truncate logits over the temperature, [b, v] -> [b, v]."""
+        """Truncate logits [b, v] (divided by the temperature) in place; record the remaining sets."""
         names = self._batch.req_ids
         assert len(names) == len(logits), f"{len(logits)} rows for {len(names)} requests"
         rows_of: dict[tuple[Any, ...], list[tuple[int, str, int]]] = {}
