@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, repeat
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from megatron_rl.engines.protocol import (
     Sampled,
     WaitingRequests,
 )
+from megatron_rl.engines.thinking import ThinkingBudget
 from megatron_rl.extension.registry import find_engine
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import EngineRanks
@@ -28,43 +29,28 @@ from megatron_rl.weights.placement_tables import PlacementTable, as_table
 from megatron_rl.weights.support import check_rollout_layout
 
 
-@dataclass(frozen=True)
-class EngineTables:
-    """Placement tables (the boxes of HF tensors that a rank holds) of all engine ranks, for ranks without an engine.
+class AbsentEngine(WaitingRequests, EngineWeights):
+    """A stand-in on ranks without an engine.
 
-    Attributes:
-        keys: rank -> identifier of its table (`shard_key`).
+    Args:
+        keys: engine rank -> identifier of its placement table (`shard_key`).
         tables: identifier -> placement table.
     """
 
-    keys: Mapping[int, Hashable]
-    tables: Mapping[Hashable, PlacementTable]
-
-    @classmethod
-    def of(cls, engine: EngineWeights, ranks: EngineRanks) -> EngineTables:
-        """Collect the placement tables of all engine ranks from one rank's view of the engine, one per shard key."""
-        keys = {rank: engine.shard_key(rank) for members in ranks.of for rank in members}
-        firsts = {key: rank for rank, key in reversed(keys.items())}
-        return cls(keys, {key: as_table(engine.placements(rank)) for key, rank in firsts.items()})
-
-
-class AbsentEngine(WaitingRequests, EngineWeights):
-    """A stand-in on ranks without an engine."""
-
-    def __init__(self, known: EngineTables) -> None:
+    def __init__(self, keys: Mapping[int, Hashable], tables: Mapping[Hashable, PlacementTable]) -> None:
         super().__init__()
-        self._known = known
+        self._keys, self._tables = keys, tables
         self.params: Mapping[str, torch.Tensor] = {}
         self.shared_params: frozenset[str] = frozenset()
         self.padded_params: tuple[str, ...] = ()
 
     def shard_key(self, rank: int) -> Hashable:
         """Return the identifier of an engine rank's placement table."""
-        return self._known.keys[rank]
+        return self._keys[rank]
 
     def placements(self, rank: int) -> PlacementTable:
         """Return the placement table (the boxes of HF tensors) of an engine rank."""
-        return self._known.tables[self._known.keys[rank]]
+        return self._tables[self._keys[rank]]
 
     def step(self) -> list[Sampled]:
         """Return no responses."""
@@ -79,28 +65,20 @@ class AbsentEngine(WaitingRequests, EngineWeights):
 
 
 class BuiltEngine(NamedTuple):
-    """One rank's share of an engine.
-
-    Attributes:
-        kind: class name of the engine.
-        route_shape: shape of the expert choices (routes) in responses, if recorded.
-    """
+    """One rank's share of an engine."""
 
     requests: RolloutEngine
     weights: EngineWeights
-    kind: str
+    kind: str  # class name of the engine
     ranks: EngineRanks
-    route_shape: RouteShape | None = None
+    route_shape: RouteShape | None = None  # shape of the expert choices (routes) in responses, if recorded
 
-    def describe(self) -> tuple[str, EngineRanks, RouteShape | None, EngineTables]:
-        """Return the arguments with which other ranks build a stand-in by `absent`."""
-        return self.kind, self.ranks, self.route_shape, EngineTables.of(self.weights, self.ranks)
-
-    @classmethod
-    def absent(cls, kind: str, ranks: EngineRanks, route_shape: RouteShape | None, tables: EngineTables) -> BuiltEngine:
-        """Build the stand-in for a rank without an engine."""
-        stand_in = AbsentEngine(tables)
-        return cls(stand_in, stand_in, kind, ranks, route_shape)
+    def absent(self) -> BuiltEngine:
+        """Build the stand-in for ranks without an engine; it contains the placement tables of all engine ranks."""
+        keys = {rank: self.weights.shard_key(rank) for members in self.ranks.of for rank in members}
+        firsts = {key: rank for rank, key in reversed(keys.items())}
+        stand_in = AbsentEngine(keys, {key: as_table(self.weights.placements(rank)) for key, rank in firsts.items()})
+        return self._replace(requests=stand_in, weights=stand_in)
 
 
 class OneTurn(WaitingRequests):
@@ -145,8 +123,6 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
     engine = make(spec)
     requests = engine if isinstance(engine, RolloutEngine) else OneTurn(engine)
     if spec.thoughts is not None:
-        from megatron_rl.engines.thinking import ThinkingBudget
-
         requests = ThinkingBudget(requests, spec.thoughts)
     ranks = (
         engine.engine_ranks
