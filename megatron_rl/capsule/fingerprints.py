@@ -102,10 +102,8 @@ def fingerprint_pieces(
         data, row = data[(None,) * (len(piece.shape) - data.ndim)], rows[piece.key]
         if row not in places:
             places[row] = np.stack(np.unravel_index(sample_places(piece.key, piece.shape), piece.shape))
-        integers, total = (
-            data.view(INTEGERS[data.element_size()]),
-            torch.zeros((), dtype=torch.int64, device=data.device),
-        )
+        integers = data.view(INTEGERS[data.element_size()])
+        total = torch.zeros((), dtype=torch.int64, device=data.device)
         for part in integers.split(max(1, _CHUNK_ELEMENTS // max(1, integers[0].numel()))):
             total += part.sum(dtype=torch.int64)
         bits[row] += torch.tensor([int(compute_digest(data, piece.box, piece.shape)), int(total), data.numel()])

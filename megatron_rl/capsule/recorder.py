@@ -205,9 +205,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience)
     """Write the rollout data needed for training, one JSON object per rollout, group by group, with lossless floats.
 
     `prompt` and `answer` make it usable as training data; `extra_info`, which only rewards use, is omitted.
-
-    Args:
-        samples: supply groups and greedy baselines.
+    `samples` supply groups and greedy baselines.
     """
     lines = []
     for number, rollout in zip(samples.headers.rollouts["group"].tolist(), rollouts, strict=True):
@@ -295,8 +293,26 @@ class CapsuleRecorder:
                 return
             partial = self._partial(step)
             try:
-                records = [write_rollouts(partial / ROLLOUTS_FILE, rollouts, samples)]
-                num_bytes = self._write(step, partial, records, sections)
+                entries, arrays = encode_sections(sections)
+                state = partial / STATE / f"step_{step - 1}"
+                sums = (state / DIGESTS_FILE).read_bytes()
+                records = [
+                    write_rollouts(partial / ROLLOUTS_FILE, rollouts, samples),
+                    write_file(partial / VALUES_FILE, arrays),
+                    FileRecord(state / DIGESTS_FILE, len(sums), hashlib.sha256(sums).hexdigest()),
+                ]
+                num_bytes = sum(path.stat().st_size for path in state.rglob("*") if path.is_file())
+                manifest = begin_manifest(CAPSULE_KIND, step) | {
+                    "state": f"{STATE}/step_{step - 1}",
+                    "world_size": self._plan.world_size,
+                    "device": "cuda" if torch.cuda.is_available() else "cpu",
+                    "layouts": {name: role.model.layout.describe() for name, role in self._roles.items()},
+                    "config": config_to_dict(self._config),
+                    "plan": asdict(self._plan),
+                    "metrics": self._run.counted(),
+                    "sections": entries,
+                }
+                num_bytes += seal(partial, manifest, records)
                 self._run.log.info("capsule: %s, %s bytes", partial.with_suffix(""), f"{num_bytes:,}")
             except (UserError, OSError) as error:
                 self._report_failure(step, explain_write_error(error, partial))
@@ -308,24 +324,3 @@ class CapsuleRecorder:
         self._run.log.error("capsule of step %d failed, the run continues: %s", step, error)
         if self._run.is_writer:
             shutil.rmtree(self._partial(step), ignore_errors=True)
-
-    def _write(self, step: int, partial: Path, records: list[FileRecord], sections: list[Section]) -> int:
-        entries, arrays = encode_sections(sections)
-        state = partial / STATE / f"step_{step - 1}"
-        sums = (state / DIGESTS_FILE).read_bytes()
-        records += [
-            write_file(partial / VALUES_FILE, arrays),
-            FileRecord(state / DIGESTS_FILE, len(sums), hashlib.sha256(sums).hexdigest()),
-        ]
-        num_bytes = sum(path.stat().st_size for path in state.rglob("*") if path.is_file())
-        manifest = begin_manifest(CAPSULE_KIND, step) | {
-            "state": f"{STATE}/step_{step - 1}",
-            "world_size": self._plan.world_size,
-            "device": "cuda" if torch.cuda.is_available() else "cpu",
-            "layouts": {name: role.model.layout.describe() for name, role in self._roles.items()},
-            "config": config_to_dict(self._config),
-            "plan": asdict(self._plan),
-            "metrics": self._run.counted(),
-            "sections": entries,
-        }
-        return num_bytes + seal(partial, manifest, records)

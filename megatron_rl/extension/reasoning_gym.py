@@ -27,14 +27,10 @@ def read_reasoning_gym(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
     tasks = _open(file)
     for index in range(len(tasks)):
         task = tasks[index]
-        yield (
-            f"{file}:task {index}",
-            {
-                "prompt": [{"role": "user", "content": _QUESTION.format(question=task["question"].strip())}],
-                "answer": {"file": file, "index": index, "answer": str(task["answer"])},
-                "data_source": file.partition("?")[0],
-            },
-        )
+        prompt = [{"role": "user", "content": _QUESTION.format(question=task["question"].strip())}]
+        answer = {"file": file, "index": index, "answer": str(task["answer"])}
+        columns = {"prompt": prompt, "answer": answer, "data_source": file.partition("?")[0]}
+        yield f"{file}:task {index}", columns
 
 
 def score_reasoning_gym(response: str, ground_truth: Any) -> float:
