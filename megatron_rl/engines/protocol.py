@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,9 +30,6 @@ if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch
 
     from megatron_rl.parallel.collectives import Process
     from megatron_rl.weights.row_quantization import CodeFormat
-
-
-from itertools import takewhile
 
 
 @dataclass(frozen=True)
@@ -267,13 +265,10 @@ class WaitingRequests:
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
         """Remove requests and return empty responses for them."""
-        asked, waiting = set(keys), self._waiting
-        self._waiting = [request for request in waiting if request.key not in asked]
-        return [
-            Sampled(request.key, np.empty(0, np.int32), np.empty(0, np.float32), "interrupted")
-            for request in waiting
-            if request.key in asked
-        ]
+        asked, nothing = set(keys), (np.empty(0, np.int32), np.empty(0, np.float32))
+        removed = [request for request in self._waiting if request.key in asked]
+        self._waiting = [request for request in self._waiting if request.key not in asked]
+        return [Sampled(request.key, *nothing, "interrupted") for request in removed]
 
     def has_requests(self) -> bool:
         """Return whether a request waits."""

@@ -42,21 +42,17 @@ class Running:
 
     def finish(self, reason: str) -> Sampled:
         """Build the engine's response; `reason` is its finish reason."""
+        routes = None
+        if self.routes:  # unknown for the last token, which is never fed to the model
+            routes = np.concatenate([*self.routes, RouteShape.of(self.routes[0]).unknown(1)])
         return Sampled(
             self.request.key,
             np.array(self.tokens, np.int32),
             np.array(self.logprobs, np.float32),
             reason,
             KeptSets.join(self.kept) if self.kept else None,
-            routes=self._join_routes(),
+            routes=routes,
         )
-
-    def _join_routes(self) -> np.ndarray | None:
-        """Join the recorded expert choices; they are unknown for the last token, which is never fed to the model."""
-        if not self.routes:
-            return None
-        shape = RouteShape.of(self.routes[0])
-        return np.concatenate([*self.routes, shape.unknown(1)])
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,7 @@ _ROOM_FOR_TIES = 2  # kernels keep all tokens tied at the boundary; a larger set
 
 
 class ServerApi:
-    """The HTTP protocol of one kind of server.
-
-    Attributes:
-        path: path to which requests are posted.
-        health: path of the health endpoint.
-    """
+    """The HTTP protocol of one kind of server: requests go to `path`, health checks to `health`."""
 
     path: str
     health: str
@@ -82,11 +77,7 @@ class ServerApi:
         raise NotImplementedError
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Make the server load weight files and drop caches of older weights (ServerFailure if it does not).
-
-        Args:
-            version: name of the policy version.
-        """
+        """Make the server load the files of policy version `version` and drop older caches (else ServerFailure)."""
         raise NotImplementedError
 
     def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
@@ -161,7 +152,7 @@ class VllmServer(ServerApi):
         """Append an event's tokens and log-probs to `answer`; ServerFailure if from another policy version."""
         check_event(event)
         if not event["choices"]:
-            answer.count_cached((event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens"))
+            answer.num_cached = (event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
             return
         choice = event["choices"][0]
         for span in choice.get("weight_versions") or ():
@@ -312,7 +303,7 @@ class SglangServer(ServerApi):
             raise ServerFailure(f"a response of weights {meta['weight_version']!r} instead of {self._version!r}")
         if reason is not None and reason["type"] == "abort":
             raise ServerFailure(f"the server gave a request up: {reason}")
-        answer.count_cached(meta.get("cached_tokens"))
+        answer.num_cached = meta.get("cached_tokens")
         new = meta["completion_tokens"] - len(answer.tokens)
         tokens, logprobs, kept = [], [], []
         if new and answer.request.sampling.is_truncated:  # `output_token_logprobs` ignore truncation

@@ -117,10 +117,6 @@ class ServerAnswer:
         self.kept += [KeptSets(np.array(ids, np.int32), np.array([len(ids)], np.int32)) for ids in kept]
         self.finish_reason = finish_reason
 
-    def count_cached(self, num_tokens: int | None) -> None:
-        """Record how many prompt tokens the prefix cache served."""
-        self.num_cached = num_tokens
-
     def completes_text(self, stop: StopStrings, first: int) -> bool:
         """Return whether a token from index `first` on completes a stop string; if so, end the answer there."""
         for end in range(first + 1, len(self.tokens) + 1):
@@ -139,11 +135,7 @@ class ServerAnswer:
 
 
 class ServerClient:
-    """Connections to one server.
-
-    Args:
-        silent_seconds: silence after which the server has failed.
-    """
+    """Connections to one server, which has failed if it is silent for `silent_seconds`."""
 
     def __init__(self, silent_seconds: float, stop: StopStrings | None = None, key: str | None = None) -> None:
         self._stop, self.key = stop, key

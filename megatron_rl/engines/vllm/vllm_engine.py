@@ -62,11 +62,7 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 class VllmEngine:
-    """One rank of a vLLM engine.
-
-    Attributes:
-        params: vLLM's parameters, written in place.
-    """
+    """One rank of a vLLM engine; `params` are vLLM's own, written in place."""
 
     def __init__(self, spec: EngineSpec) -> None:
         assert dist.is_initialized(), "vLLM must join the job's process groups, not make its own"
@@ -193,17 +189,13 @@ class VllmEngine:
             key, last = self._keys[output.request_id], output.outputs[0]
             reason = "stop" if last.finish_reason == "stop" or self._completes_text(key, last.token_ids) else "length"
             finished.append(self._end(key, last.token_ids, last.logprobs, reason, output.num_cached_tokens))
-        return finished + (self._stop_early() if self._stop else [])
-
-    def _stop_early(self) -> list[Sampled]:
-        """End and return the responses that complete a stop string, which vLLM without a tokenizer cannot detect."""
+        if self._stop is None:
+            return finished
+        # vLLM without a tokenizer cannot detect stop strings.
         states = self._llm.llm_engine.output_processor.request_states
-        keys = [
-            key
-            for key, name in self._names.items()
-            if self._completes_text(key, states[name].detokenizer.output_token_ids)
-        ]
-        return [replace(sampled, finish_reason="stop") for sampled in self.interrupt(keys)]
+        sampled = {key: states[name].detokenizer.output_token_ids for key, name in self._names.items()}
+        stopped = self.interrupt([key for key, tokens in sampled.items() if self._completes_text(key, tokens)])
+        return finished + [replace(one, finish_reason="stop") for one in stopped]
 
     def _completes_text(self, key: int, sampled: Sequence[int]) -> bool:
         return self._stop is not None and bool(sampled) and self._requests[key].ends_by(self._stop, sampled)
@@ -241,23 +233,18 @@ class VllmEngine:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Preserve the trainer's random numbers; abort all requests after an error."""
+        engine = self._llm.llm_engine
         with keep_random_streams():
             try:
                 yield
             except BaseException:
-                self._abort()
+                engine.abort_request(list(engine.output_processor.request_states), internal=True)
+                self._llm.reset_prefix_cache()  # some blocks may have been registered but not computed
+                self._names, self._keys, self._requests = {}, {}, {}
+                for recorder in (self._kept, self._routes):
+                    if recorder is not None:
+                        recorder.clear()
                 raise
-
-    def _abort(self) -> None:
-        """Abort all requests; reset the prefix cache, as some blocks may have been registered but not computed."""
-        engine = self._llm.llm_engine
-        engine.abort_request(list(engine.output_processor.request_states), internal=True)
-        self._llm.reset_prefix_cache()
-        self._names, self._keys, self._requests = {}, {}, {}
-        if self._kept is not None:
-            self._kept.clear()
-        if self._routes is not None:
-            self._routes.clear()
 
     def tokens_in_flight(self) -> int:
         """Count the tokens of unfinished responses."""
@@ -383,11 +370,7 @@ def _pack(metadata: Any, block_size: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 
 def make_batch_invariant(model: torch.nn.Module, sampler: Any, shard_columns: int) -> None:
-    """Replace an engine's attention, linear layers and log-softmax by the trainer's.
-
-    Args:
-        shard_columns: vocabulary columns per TP rank of the output layer.
-    """
+    """Replace attention, linear layers and log-softmax (of `shard_columns` logits per TP rank) by the trainer's."""
     attention = _PagedAttention()
     for module in model.modules():
         found: Any = module

@@ -112,20 +112,13 @@ class RouteRecorder:
     def _execute_and_collect(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
         self._step.clear()
         result = self._execute(scheduled, *arguments, **options)
-        if self._step:
-            rows = torch.stack([self._step[layer] for layer in range(self._shape.layers)], 1)
-            self._collect(scheduled.num_scheduled_tokens, rows.cpu().numpy().astype(self._shape.dtype))
-        return result
-
-    def _collect(self, counts: dict[str, int], rows: np.ndarray) -> None:
-        """Store the expert choices of a forward, [rows, layers, choices], per request and per KV-cache block.
-
-        Args:
-            counts: rows of each request.
-        """
+        if not self._step:
+            return result
+        experts = torch.stack([self._step[layer] for layer in range(self._shape.layers)], 1)
+        rows = experts.cpu().numpy().astype(self._shape.dtype)  # [rows, layers, choices], request by request
         table, at = self._batch.block_table[0], 0
         for index, name in enumerate(self._batch.req_ids):
-            first, count = int(self._batch.num_computed_tokens_cpu[index]), counts[name]
+            first, count = int(self._batch.num_computed_tokens_cpu[index]), scheduled.num_scheduled_tokens[name]
             size, numbers = table.block_size, table.block_table.np[index]
             routes, found = self._routes.get(name), rows[at : at + count]
             at += count
@@ -137,3 +130,4 @@ class RouteRecorder:
                     routes[place] = self._blocks[int(numbers[place // size])][place % size]
                 routes[first : first + count] = found
                 self._known[name] = first + count
+        return result
