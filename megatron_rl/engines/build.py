@@ -20,7 +20,6 @@ from megatron_rl.engines.protocol import (
     Sampled,
     WaitingRequests,
 )
-from megatron_rl.engines.thinking import ThinkingBudget
 from megatron_rl.extension.registry import find_engine
 from megatron_rl.parallel.imports import kept_imports
 from megatron_rl.parallel.layout import EngineRanks
@@ -123,6 +122,8 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
     engine = make(spec)
     requests = engine if isinstance(engine, RolloutEngine) else OneTurn(engine)
     if spec.thoughts is not None:
+        from megatron_rl.engines.thinking import ThinkingBudget
+
         requests = ThinkingBudget(requests, spec.thoughts)
     ranks = (
         engine.engine_ranks

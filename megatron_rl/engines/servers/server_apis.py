@@ -152,7 +152,7 @@ class VllmServer(ServerApi):
         """Append an event's tokens and log-probs to `answer`; ServerFailure if from another policy version."""
         check_event(event)
         if not event["choices"]:
-            answer.num_cached = (event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
+            answer.count_cached((event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens"))
             return
         choice = event["choices"][0]
         for span in choice.get("weight_versions") or ():
@@ -303,7 +303,7 @@ class SglangServer(ServerApi):
             raise ServerFailure(f"a response of weights {meta['weight_version']!r} instead of {self._version!r}")
         if reason is not None and reason["type"] == "abort":
             raise ServerFailure(f"the server gave a request up: {reason}")
-        answer.num_cached = meta.get("cached_tokens")
+        answer.count_cached(meta.get("cached_tokens"))
         new = meta["completion_tokens"] - len(answer.tokens)
         tokens, logprobs, kept = [], [], []
         if new and answer.request.sampling.is_truncated:  # `output_token_logprobs` ignore truncation

@@ -117,6 +117,10 @@ class ServerAnswer:
         self.kept += [KeptSets(np.array(ids, np.int32), np.array([len(ids)], np.int32)) for ids in kept]
         self.finish_reason = finish_reason
 
+    def count_cached(self, num_tokens: int | None) -> None:
+        """Record how many prompt tokens the prefix cache served."""
+        self.num_cached = num_tokens
+
     def completes_text(self, stop: StopStrings, first: int) -> bool:
         """Return whether a token from index `first` on completes a stop string; if so, end the answer there."""
         for end in range(first + 1, len(self.tokens) + 1):
