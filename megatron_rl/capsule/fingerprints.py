@@ -63,7 +63,7 @@ def sample_places(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprints:
-    """Fingerprint a role's weights; equal on every rank of `group`, which may exceed the role's ranks; collective."""
+    """Fingerprint a role's weights; collective over `group` (which may exceed the role's ranks), equal on all ranks."""
     shapes, rank = role.model.shape.logical_tensors(), group.rank()
     saved = choose_saved(role, find_holders(role), rank) if rank in role.model.layout.ranks else []
 

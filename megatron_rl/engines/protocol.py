@@ -118,7 +118,7 @@ class EngineSpec:
         dtype: "float32" or "bfloat16".
         max_prompt_length, max_response_length: tokens.
         seed: seed of the engine, not of responses.
-        shareable: placement table -> tensors of the actor, by engine-side name, that may serve as parameters.
+        shareable: maps a placement table to tensors of the actor, by the engine's names, that may serve as parameters.
         model: the actor's `training.packed_model.PackedModel`, for an engine that runs its modules.
         ranks: job ranks with engines; all if `None`.
         adapters: adapters that the engine keeps apart; `None` if merged into the weights.

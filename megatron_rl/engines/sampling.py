@@ -87,7 +87,7 @@ class StopStrings:
         return self._decode(tokens)[:end]
 
     def _find(self, tokens: list[int]) -> int | None:
-        """Return the character index of the stop string that the last token completes, or `None`.
+        """Return the start (character index) of the stop string that the last token completes, or `None`.
 
         Of several completed strings, the first to end counts.
         """

@@ -127,7 +127,10 @@ class VllmServer(ServerApi):
         }
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Build the JSON body; its token sets are recorded by a new name, as an earlier attempt may still run."""
+        """Build the JSON body of a request.
+
+        The sets that tokens are drawn from are recorded under a new name, as an earlier attempt may still run.
+        """
         sampling, name = request.sampling, uuid.uuid4().hex
         if sampling.is_truncated:
             self._truncated[request.key] = name, request
@@ -184,7 +187,7 @@ class VllmServer(ServerApi):
 
 
 class OpenAiServer(ServerApi):
-    """Any server whose `/v1/completions` returns token ids and log-probs; the user's hook loads weights."""
+    """The protocol of a server whose `/v1/completions` returns token ids and log-probs; a user's hook loads weights."""
 
     path, health = "/v1/completions", "/v1/models"
 
@@ -273,7 +276,8 @@ class SglangServer(ServerApi):
     def make_body(self, request: Request) -> dict[str, Any]:
         """Build the JSON body of a request.
 
-        `ignore_eos` would disable stop tokens. SGLang returns the sets drawn from only if `top_k` limits them.
+        `ignore_eos` is set only without stop tokens, as it disables all of them. SGLang returns the sets that tokens
+        are drawn from only if `top_k` limits their size.
         """
         sampling = request.sampling
         limits: dict[str, Any] = {}

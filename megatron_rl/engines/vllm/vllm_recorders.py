@@ -26,9 +26,9 @@ _KEY = "kept_sets"
 
 
 def list_extra_args(name: str, request: Request) -> dict[str, Any]:
-    """Return vLLM's `extra_args` for a request: a name for its recorded sets, position of the response, limits.
+    """Return vLLM's `extra_args` for a request, or {} if sampling is not truncated.
 
-    Empty if sampling is not truncated.
+    They contain a name for the recorded sets, the position of the first response token, and the sampling limits.
     """
     cut = request.sampling
     if not cut.is_truncated:
