@@ -63,7 +63,7 @@ def sample_places(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprints:
-    """Fingerprint a role's weights; equal on every rank of `group`, which may exceed the role's ranks; collective."""
+    """Fingerprint a role's weights; collective over `group` (which may exceed the role's ranks), equal on all ranks."""
     shapes, rank = role.model.shape.logical_tensors(), group.rank()
     saved = choose_saved(role, find_holders(role), rank) if rank in role.model.layout.ranks else []
 
@@ -76,7 +76,7 @@ def fingerprint_weights(role: SavedRole, group: dist.ProcessGroup) -> Fingerprin
 
 
 def fingerprint_optimizer(role: SavedRole, group: dist.ProcessGroup) -> Fingerprints:
-    """Fingerprint a role's optimizer states (empty before its first step); collective as `fingerprint_weights`."""
+    """Fingerprint a role's optimizer states (none before its first step); collective over `group`."""
     shapes = {
         f"{STATE_PREFIX}{state}.{name}": shape
         for name, shape in role.model.shape.logical_tensors().items()
@@ -89,7 +89,7 @@ def fingerprint_optimizer(role: SavedRole, group: dist.ProcessGroup) -> Fingerpr
 def fingerprint_pieces(
     shapes: Mapping[str, tuple[int, ...]], pieces: Iterable[Piece], group: dist.ProcessGroup | None
 ) -> Fingerprints:
-    """Compute fingerprints from pieces that cover each element once over `group`; if it is `None`, on this rank."""
+    """Compute fingerprints from pieces that cover each element once over `group`, or on this rank if it is `None`."""
     rows, names = {name: row for row, name in enumerate(shapes)}, list(shapes)
     places = {}
     bits = torch.zeros(len(names), 3, dtype=torch.int64)  # digest, total, elements
@@ -102,10 +102,8 @@ def fingerprint_pieces(
         data, row = data[(None,) * (len(piece.shape) - data.ndim)], rows[piece.key]
         if row not in places:
             places[row] = np.stack(np.unravel_index(sample_places(piece.key, piece.shape), piece.shape))
-        integers, total = (
-            data.view(INTEGERS[data.element_size()]),
-            torch.zeros((), dtype=torch.int64, device=data.device),
-        )
+        integers = data.view(INTEGERS[data.element_size()])
+        total = torch.zeros((), dtype=torch.int64, device=data.device)
         for part in integers.split(max(1, _CHUNK_ELEMENTS // max(1, integers[0].numel()))):
             total += part.sum(dtype=torch.int64)
         bits[row] += torch.tensor([int(compute_digest(data, piece.box, piece.shape)), int(total), data.numel()])

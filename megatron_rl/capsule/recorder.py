@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the capsule of a step while the run continues.
+"""Writes the capsule of a step, for replay, while the run continues.
 
     <run_dir>/capsules/step_<N>/
         manifest.json        config, layouts, packages, batch plan, metrics; index of values.safetensors
@@ -60,8 +60,8 @@ class Values:
 
     Attributes:
         index: owner of each element: a response token, rollout, group, optimizer step of a role, or the step.
-        array: [k].
-        lengths: tokens per rollout.
+        array: [k], one element per owner.
+        lengths: number of tokens of each rollout, if owners are tokens.
     """
 
     name: str
@@ -84,8 +84,8 @@ class Section:
     """Inputs or results of one part of the step.
 
     Attributes:
-        is_input: must be bitwise equal in any layout.
-        content: parameters, or quantities in order.
+        is_input: whether a replay must reproduce the content bitwise in any layout.
+        content: fingerprints of parameters, or quantities in order of computation.
     """
 
     name: str
@@ -114,7 +114,6 @@ class StepObserver:
         """Record the results after the step's last optimizer step.
 
         Args:
-            decode: response tokens -> text.
             counted: metric -> its values in this step.
 
         Returns:
@@ -205,11 +204,8 @@ def encode_sections(sections: Sequence[Section]) -> tuple[list[dict[str, Any]], 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience) -> FileRecord:
     """Write the rollout data needed for training, one JSON object per rollout, group by group, with lossless floats.
 
-    The columns `prompt` and `answer` make the file usable as training data. `extra_info`, which only rewards use, is
-    omitted.
-
-    Args:
-        samples: supply groups and greedy baselines.
+    `prompt` and `answer` make it usable as training data; `extra_info`, which only rewards use, is omitted.
+    `samples` supply groups and greedy baselines.
     """
     lines = []
     for number, rollout in zip(samples.headers.rollouts["group"].tolist(), rollouts, strict=True):
@@ -251,10 +247,9 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], samples: Experience)
 
 
 class CapsuleRecorder:
-    """A writer of the capsule of step `trainer.capture_step`; methods are collective.
+    """A writer of the capsule (record for replay) of step `trainer.capture_step`; methods are collective.
 
     Args:
-        roles: see `StepObserver`.
         save_state: writes the current state as a checkpoint into a directory; returns an error, if any.
         decode: response tokens -> text.
     """
@@ -298,8 +293,26 @@ class CapsuleRecorder:
                 return
             partial = self._partial(step)
             try:
-                records = [write_rollouts(partial / ROLLOUTS_FILE, rollouts, samples)]
-                num_bytes = self._write(step, partial, records, sections)
+                entries, arrays = encode_sections(sections)
+                state = partial / STATE / f"step_{step - 1}"
+                sums = (state / DIGESTS_FILE).read_bytes()
+                records = [
+                    write_rollouts(partial / ROLLOUTS_FILE, rollouts, samples),
+                    write_file(partial / VALUES_FILE, arrays),
+                    FileRecord(state / DIGESTS_FILE, len(sums), hashlib.sha256(sums).hexdigest()),
+                ]
+                num_bytes = sum(path.stat().st_size for path in state.rglob("*") if path.is_file())
+                manifest = begin_manifest(CAPSULE_KIND, step) | {
+                    "state": f"{STATE}/step_{step - 1}",
+                    "world_size": self._plan.world_size,
+                    "device": "cuda" if torch.cuda.is_available() else "cpu",
+                    "layouts": {name: role.model.layout.describe() for name, role in self._roles.items()},
+                    "config": config_to_dict(self._config),
+                    "plan": asdict(self._plan),
+                    "metrics": self._run.counted(),
+                    "sections": entries,
+                }
+                num_bytes += seal(partial, manifest, records)
                 self._run.log.info("capsule: %s, %s bytes", partial.with_suffix(""), f"{num_bytes:,}")
             except (UserError, OSError) as error:
                 self._report_failure(step, explain_write_error(error, partial))
@@ -311,24 +324,3 @@ class CapsuleRecorder:
         self._run.log.error("capsule of step %d failed, the run continues: %s", step, error)
         if self._run.is_writer:
             shutil.rmtree(self._partial(step), ignore_errors=True)
-
-    def _write(self, step: int, partial: Path, records: list[FileRecord], sections: list[Section]) -> int:
-        entries, arrays = encode_sections(sections)
-        state = partial / STATE / f"step_{step - 1}"
-        sums = (state / DIGESTS_FILE).read_bytes()
-        records += [
-            write_file(partial / VALUES_FILE, arrays),
-            FileRecord(state / DIGESTS_FILE, len(sums), hashlib.sha256(sums).hexdigest()),
-        ]
-        num_bytes = sum(path.stat().st_size for path in state.rglob("*") if path.is_file())
-        manifest = begin_manifest(CAPSULE_KIND, step) | {
-            "state": f"{STATE}/step_{step - 1}",
-            "world_size": self._plan.world_size,
-            "device": "cuda" if torch.cuda.is_available() else "cpu",
-            "layouts": {name: role.model.layout.describe() for name, role in self._roles.items()},
-            "config": config_to_dict(self._config),
-            "plan": asdict(self._plan),
-            "metrics": self._run.counted(),
-            "sections": entries,
-        }
-        return num_bytes + seal(partial, manifest, records)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, repeat
 from typing import NamedTuple
 
@@ -28,43 +28,28 @@ from megatron_rl.weights.placement_tables import PlacementTable, as_table
 from megatron_rl.weights.support import check_rollout_layout
 
 
-@dataclass(frozen=True)
-class EngineTables:
-    """Placement tables (the boxes of HF tensors that a rank holds) of all engine ranks, for ranks without an engine.
+class AbsentEngine(WaitingRequests, EngineWeights):
+    """A stand-in on ranks without an engine.
 
-    Attributes:
-        keys: rank -> `shard_key`.
-        tables: shard key -> placement table.
+    Args:
+        keys: engine rank -> identifier of its placement table (`shard_key`).
+        tables: identifier -> placement table.
     """
 
-    keys: Mapping[int, Hashable]
-    tables: Mapping[Hashable, PlacementTable]
-
-    @classmethod
-    def of(cls, engine: EngineWeights, ranks: EngineRanks) -> EngineTables:
-        """Collect the placement tables of all engine ranks from one rank's view of the engine, one per shard key."""
-        keys = {rank: engine.shard_key(rank) for members in ranks.of for rank in members}
-        firsts = {key: rank for rank, key in reversed(keys.items())}
-        return cls(keys, {key: as_table(engine.placements(rank)) for key, rank in firsts.items()})
-
-
-class AbsentEngine(WaitingRequests, EngineWeights):
-    """A stand-in on ranks without an engine."""
-
-    def __init__(self, known: EngineTables) -> None:
+    def __init__(self, keys: Mapping[int, Hashable], tables: Mapping[Hashable, PlacementTable]) -> None:
         super().__init__()
-        self._known = known
+        self._keys, self._tables = keys, tables
         self.params: Mapping[str, torch.Tensor] = {}
         self.shared_params: frozenset[str] = frozenset()
         self.padded_params: tuple[str, ...] = ()
 
     def shard_key(self, rank: int) -> Hashable:
-        """Return the shard key of an engine rank."""
-        return self._known.keys[rank]
+        """Return the identifier of an engine rank's placement table."""
+        return self._keys[rank]
 
     def placements(self, rank: int) -> PlacementTable:
         """Return the placement table (the boxes of HF tensors) of an engine rank."""
-        return self._known.tables[self._known.keys[rank]]
+        return self._tables[self._keys[rank]]
 
     def step(self) -> list[Sampled]:
         """Return no responses."""
@@ -79,32 +64,24 @@ class AbsentEngine(WaitingRequests, EngineWeights):
 
 
 class BuiltEngine(NamedTuple):
-    """One rank's share of an engine.
-
-    Attributes:
-        kind: class name of the engine.
-        route_shape: shape of the expert choices (routes) in responses, if recorded.
-    """
+    """One rank's share of an engine."""
 
     requests: RolloutEngine
     weights: EngineWeights
-    kind: str
+    kind: str  # class name of the engine
     ranks: EngineRanks
-    route_shape: RouteShape | None = None
+    route_shape: RouteShape | None = None  # shape of the expert choices (routes) in responses, if recorded
 
-    def describe(self) -> tuple[str, EngineRanks, RouteShape | None, EngineTables]:
-        """Return the arguments with which other ranks build a stand-in by `absent`."""
-        return self.kind, self.ranks, self.route_shape, EngineTables.of(self.weights, self.ranks)
-
-    @classmethod
-    def absent(cls, kind: str, ranks: EngineRanks, route_shape: RouteShape | None, tables: EngineTables) -> BuiltEngine:
-        """Build the stand-in for a rank without an engine."""
-        stand_in = AbsentEngine(tables)
-        return cls(stand_in, stand_in, kind, ranks, route_shape)
+    def absent(self) -> BuiltEngine:
+        """Build the stand-in for ranks without an engine; it contains the placement tables of all engine ranks."""
+        keys = {rank: self.weights.shard_key(rank) for members in self.ranks.of for rank in members}
+        firsts = {key: rank for rank, key in reversed(keys.items())}
+        stand_in = AbsentEngine(keys, {key: as_table(self.weights.placements(rank)) for key, rank in firsts.items()})
+        return self._replace(requests=stand_in, weights=stand_in)
 
 
 class OneTurn(WaitingRequests):
-    """A `RolloutEngine` over an engine that only has `generate`: each step generates one batch of waiting requests."""
+    """A `RolloutEngine` over an engine that only has `generate`: each step answers one batch of waiting requests."""
 
     def __init__(self, engine: ClosedBatches) -> None:
         super().__init__()
@@ -114,7 +91,7 @@ class OneTurn(WaitingRequests):
     def step(self) -> list[Sampled]:
         """Generate the responses to a batch of waiting requests.
 
-        If the engine returns too many responses, the surplus repeats the last key, so that the caller refuses it.
+        Surplus responses repeat the last key, so that the caller refuses them.
         """
         batch = self.take_batch()
         if not batch:
@@ -125,7 +102,7 @@ class OneTurn(WaitingRequests):
 
 
 def import_library(name: str, device: torch.device) -> None:
-    """Import vLLM, if it is the engine, before the models; its objects are exempt from garbage collection."""
+    """Import vLLM if `name` (rollout.engine) is "vllm"; exempt all existing objects from garbage collection."""
     with kept_imports():
         if name == "vllm":
             from megatron_rl.engines.vllm.vllm_library import prepare_vllm

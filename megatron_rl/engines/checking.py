@@ -15,7 +15,6 @@ def check_sampled(
     """Check a response against its request.
 
     Args:
-        vocab_size: exclusive upper bound of token ids.
         source: engine and request, for errors.
         route_shape: shape of the expert choices (routes) that a response must have, if any.
 

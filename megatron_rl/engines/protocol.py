@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -31,18 +32,15 @@ if TYPE_CHECKING:  # a dry run reads the names of the engines, without torch
     from megatron_rl.weights.row_quantization import CodeFormat
 
 
-from itertools import takewhile
-
-
 @dataclass(frozen=True)
 class Request:
     """A prompt or partial response to continue.
 
     Attributes:
-        key: sample number; a sample runs one request at a time.
+        key: number of the sample, which runs one request at a time.
         tokens: [s] int32 prompt and response so far.
-        turn: earlier turns in the episode.
-        num_sampled: trailing `tokens` that belong to the response.
+        turn: number of earlier turns in the episode.
+        num_sampled: number of trailing `tokens` that belong to the response.
     """
 
     key: int
@@ -57,7 +55,7 @@ class Request:
         return [*self.tokens[len(self.tokens) - self.num_sampled :].tolist(), *sampled] if self.num_sampled else sampled
 
     def ends_by(self, stop: StopStrings, sampled: Sequence[int]) -> bool:
-        """Return whether the last sampled token completes a stop string."""
+        """Return whether the last token completes a stop string after the first `sampling.min_tokens` tokens."""
         return self.num_sampled + len(sampled) > self.sampling.min_tokens and stop.ends(self.response(sampled))
 
     def continued(self, tokens: np.ndarray, seed: int) -> Request:
@@ -80,10 +78,10 @@ class Sampled:
         logprobs: [s] float32 under the distribution sampled from (temperature applied).
         finish_reason: "stop", "length", or "interrupted".
         kept: [s] sets of tokens that each token was drawn from, if `sampling.is_truncated`.
-        num_cached: request tokens in the prefix cache, if reported.
+        num_cached: number of request tokens found in the prefix cache, if reported.
         routes: [n, layers, choices] experts of request and response tokens, if `EngineSpec.records_routes`; unknown for
             the last token, which is never fed.
-        inserted: [s] bool, tokens inserted by `engines.thinking`, if any: log-prob 0, no kept set.
+        inserted: [s] bool, true for tokens inserted by `engines.thinking` with log-prob 0 and no kept set, if any.
     """
 
     key: int
@@ -120,7 +118,7 @@ class EngineSpec:
         dtype: "float32" or "bfloat16".
         max_prompt_length, max_response_length: tokens.
         seed: seed of the engine, not of responses.
-        shareable: placement table -> tensors of the actor, by engine-side name, that may serve as parameters.
+        shareable: maps a placement table to tensors of the actor, by the engine's names, that may serve as parameters.
         model: the actor's `training.packed_model.PackedModel`, for an engine that runs its modules.
         ranks: job ranks with engines; all if `None`.
         adapters: adapters that the engine keeps apart; `None` if merged into the weights.
@@ -168,7 +166,7 @@ class AnyEngine(Protocol):
 
 @runtime_checkable
 class RolloutEngine(AnyEngine, Protocol):
-    """One rank's share of a stepped engine; all ranks make equal calls in equal order."""
+    """One rank's share of an engine that generates in steps; all ranks make equal calls in equal order."""
 
     def add(self, requests: Sequence[Request]) -> None:
         """Add requests, which start at the next step."""
@@ -194,7 +192,7 @@ class EngineWeights(Protocol):
     padded_params: tuple[str, ...]  # may hold padding, which no logical tensor fills
 
     def shard_key(self, rank: int) -> Hashable:
-        """Return a key that ranks with equal placement tables share."""
+        """Return an identifier of a rank's placement table, equal for ranks with equal tables."""
         ...
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
@@ -225,7 +223,7 @@ class PlacedEngine(Protocol):
 class CodedEngine(Protocol):
     """An engine with matrices in eight bits (`weights.row_quantization`).
 
-    Its `params` are int8; scales, [n, 1] float32, have `SCALE_SUFFIX`.
+    `params` contains int8 matrices and, under names with `SCALE_SUFFIX`, scales of their rows, [rows, 1] float32.
     """
 
     code_format: CodeFormat | None
@@ -241,7 +239,7 @@ class ProbedEngine(Protocol):
 
 
 class ClosedBatches(AnyEngine, EngineWeights, Protocol):
-    """The smallest interface of a user's engine; see `engines.build.OneTurn`."""
+    """The smallest interface of a user's engine: it answers whole batches, formed by `engines.build.OneTurn`."""
 
     def generate(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingConfig) -> list[Sampled]:
         """Return one response per prompt, in order, equal on every rank."""
@@ -249,7 +247,7 @@ class ClosedBatches(AnyEngine, EngineWeights, Protocol):
 
 
 class SteppedEngine(RolloutEngine, EngineWeights, Protocol):
-    """A stepped engine with its weights."""
+    """An engine that generates in steps, with its weights."""
 
 
 EngineMaker = Callable[[EngineSpec], SteppedEngine | ClosedBatches]
@@ -267,13 +265,10 @@ class WaitingRequests:
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
         """Remove requests and return empty responses for them."""
-        asked, waiting = set(keys), self._waiting
-        self._waiting = [request for request in waiting if request.key not in asked]
-        return [
-            Sampled(request.key, np.empty(0, np.int32), np.empty(0, np.float32), "interrupted")
-            for request in waiting
-            if request.key in asked
-        ]
+        asked, nothing = set(keys), (np.empty(0, np.int32), np.empty(0, np.float32))
+        removed = [request for request in self._waiting if request.key in asked]
+        self._waiting = [request for request in self._waiting if request.key not in asked]
+        return [Sampled(request.key, *nothing, "interrupted") for request in removed]
 
     def has_requests(self) -> bool:
         """Return whether a request waits."""
@@ -307,7 +302,8 @@ def register_rollout_engine(name: str, supports: Collection[str] = ()) -> Callab
 def share_params(params: Mapping[str, torch.Tensor], shareable: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Rebind parameters to the actor's tensors of equal shape, dtype and device; return the names of these parameters.
 
-    Fused experts must be contiguous in the actor in the same order. Must precede anything that captures addresses.
+    The actor must store fused experts contiguously, in the engine's order. Call this before
+    the parameters' addresses are captured.
     """
     shared: set[str] = set()
     for name, param in params.items():

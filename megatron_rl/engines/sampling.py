@@ -77,7 +77,7 @@ class StopStrings:
         self._most_tokens = max(len(text.encode()) for text in strings) + _MORE_TOKENS
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last token completes a stop string; decodes only the last few."""
+        """Return whether the last token completes a stop string."""
         return bool(len(tokens)) and self._find([*map(int, tokens[-self._most_tokens :])]) is not None
 
     def read(self, tokens: Sequence[int]) -> str:
@@ -87,9 +87,9 @@ class StopStrings:
         return self._decode(tokens)[:end]
 
     def _find(self, tokens: list[int]) -> int | None:
-        """Return the index in the text of the stop string that the last token completes, or `None`.
+        """Return the start (character index) of the stop string that the last token completes, or `None`.
 
-        Of several, the first to end counts.
+        Of several completed strings, the first to end counts.
         """
         before, text = len(self._decode(tokens[:-1]).rstrip(_BROKEN)), self._decode(tokens)
         starts = {string: text.find(string, max(0, before - len(string) + 1)) for string in self._strings}

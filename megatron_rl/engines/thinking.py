@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thinking budgets for every engine: an overlong thought is closed, and the response continues.
 
-A request runs in two parts, the first of `thinking_budget` tokens. If it ends inside a thought, closing tokens are
-inserted, marked, and excluded from the loss. Decisions depend on tokens only, so an engine's ranks agree.
+A response has two parts, the first of at most `thinking_budget` tokens. If the first ends inside a thought, closing
+tokens are inserted, which the loss excludes. Decisions depend on tokens only, so an engine's ranks agree.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ThinkingBudget:
         return [self._complete(sampled) for sampled in self._engine.interrupt(keys)]
 
     def tokens_in_flight(self) -> int:
-        """Count the tokens of unfinished responses, including first parts (up to the budget) that are done."""
+        """Count the tokens of unfinished responses, both within the thinking budget and after it."""
         return self._engine.tokens_in_flight() + sum(len(begun.tokens) for begun in [*self._begun.values()])
 
     def _limit(self, request: Request) -> Request:
@@ -69,7 +69,9 @@ class ThinkingBudget:
 
     def _continue(self, request: Request, sampled: Sampled) -> Request:
         if self._thoughts.are_open([*request.tokens.tolist(), *np.asarray(sampled.tokens).tolist()]):
-            sampled = insert(sampled, self._thoughts.closing)
+            closing, logprobs = self._thoughts.closing, np.zeros(len(self._thoughts.closing), np.float32)
+            inserted = np.ones(len(closing), bool)
+            sampled = join(sampled, Sampled(sampled.key, closing, logprobs, sampled.finish_reason, inserted=inserted))
         self._begun[request.key] = sampled
         seed = derive_seed(request.seed, 0, 0, 0, position=len(sampled.tokens))
         return request.continued(np.asarray(sampled.tokens, np.int32), seed)
@@ -79,20 +81,10 @@ class ThinkingBudget:
         return sampled if begun is None else join(begun, sampled)
 
 
-def insert(sampled: Sampled, tokens: np.ndarray) -> Sampled:
-    """Append tokens to a response, marked as inserted."""
-    added = Sampled(
-        sampled.key,
-        tokens,
-        np.zeros(len(tokens), np.float32),
-        sampled.finish_reason,
-        inserted=np.ones(len(tokens), bool),
-    )
-    return join(sampled, added)
-
-
 def join(first: Sampled, later: Sampled) -> Sampled:
     """Join a response and its continuation."""
+    marks = [np.zeros(len(part.tokens), bool) if part.inserted is None else part.inserted for part in (first, later)]
+    has_inserted = first.inserted is not None or later.inserted is not None
     return replace(
         later,
         tokens=np.concatenate([np.asarray(first.tokens, np.int32), np.asarray(later.tokens, np.int32)]),
@@ -100,17 +92,5 @@ def join(first: Sampled, later: Sampled) -> Sampled:
         kept=KeptSets.join_known([(part.kept, len(part.tokens)) for part in (first, later)]),
         num_cached=first.num_cached,
         routes=complete_routes(first.routes, later.routes),
-        inserted=join_inserted(first, later),
+        inserted=np.concatenate(marks) if has_inserted else None,
     )
-
-
-def join_inserted(first: Sampled, later: Sampled) -> np.ndarray | None:
-    """Return the mask [s] of inserted tokens of both, or `None`."""
-    if first.inserted is None and later.inserted is None:
-        return None
-    return np.concatenate([mark_inserted(first), mark_inserted(later)])
-
-
-def mark_inserted(part: Sampled) -> np.ndarray:
-    """Return the mask [s] of inserted tokens."""
-    return np.zeros(len(part.tokens), bool) if part.inserted is None else part.inserted

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Truncated sampling: one definition of min_tokens, min-p, top-k and top-p for every engine, in vLLM's order.
 
-The set that a token is drawn from is recorded, since training could not reconstruct it: the last bit of a logit may
-decide.
+The set that a token is drawn from is recorded: training cannot reconstruct it from logits that differ in the last bit.
 """
 
 from __future__ import annotations
@@ -63,9 +62,6 @@ def add_gumbel_noise(scaled: torch.Tensor, generators: Sequence[torch.Generator]
     Args:
         scaled: [b, v] float32 logits over the temperature.
         generators: on the CPU, each advanced by v numbers.
-
-    Returns:
-        [b, v].
     """
     noise = torch.stack([torch.rand(scaled.shape[1], generator=g) for g in generators])
     return scaled - (-noise.clamp_min(1e-20).log()).log().to(scaled.device)

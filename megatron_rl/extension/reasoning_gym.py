@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets of the package reasoning-gym with their scorer: reasoning-gym:NAME?size=500&seed=1.
 
-Scoring regenerates a task from its index, so rows contain only text.
+Rows contain text and a task's index, from which scoring regenerates the task.
 """
 
 from __future__ import annotations
@@ -27,14 +27,10 @@ def read_reasoning_gym(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
     tasks = _open(file)
     for index in range(len(tasks)):
         task = tasks[index]
-        yield (
-            f"{file}:task {index}",
-            {
-                "prompt": [{"role": "user", "content": _QUESTION.format(question=task["question"].strip())}],
-                "answer": {"file": file, "index": index, "answer": str(task["answer"])},
-                "data_source": file.partition("?")[0],
-            },
-        )
+        prompt = [{"role": "user", "content": _QUESTION.format(question=task["question"].strip())}]
+        answer = {"file": file, "index": index, "answer": str(task["answer"])}
+        columns = {"prompt": prompt, "answer": answer, "data_source": file.partition("?")[0]}
+        yield f"{file}:task {index}", columns
 
 
 def score_reasoning_gym(response: str, ground_truth: Any) -> float:

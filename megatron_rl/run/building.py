@@ -231,8 +231,8 @@ def _build_engine(
         )
         built = build_engine(spec)
     if len(ranks) < process.world_size:
-        known = share_object(built and built.describe(), world(), ranks.start)
-        built = built or BuiltEngine.absent(*known)
+        absent = share_object(built and built.absent(), world(), ranks.start)
+        built = built or absent
     assert built is not None
     return built
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed import run_ranks
-from megatron_rl.engines.build import AbsentEngine, EngineTables
+from megatron_rl.engines.build import AbsentEngine
 from megatron_rl.engines.protocol import Probed, Sampled
 from megatron_rl.transfer.probe import ProbedWeights
 from megatron_rl.types import UserError
@@ -26,7 +26,7 @@ class Weights(AbsentEngine):
     """A server's weights: a number that its log-probs are less by."""
 
     def __init__(self, loads: Callable[[float], float], rank: int = 0) -> None:
-        super().__init__(EngineTables({}, {}))
+        super().__init__({}, {})
         self._loads, self._rank, self.given, self.held, self.tokens = loads, rank, 0.0, 0.0, TOKENS
 
     def end_weight_update(self) -> None:

@@ -42,34 +42,30 @@ class Running:
 
     def finish(self, reason: str) -> Sampled:
         """Build the engine's response; `reason` is its finish reason."""
+        routes = None
+        if self.routes:  # unknown for the last token, which is never fed to the model
+            routes = np.concatenate([*self.routes, RouteShape.of(self.routes[0]).unknown(1)])
         return Sampled(
             self.request.key,
             np.array(self.tokens, np.int32),
             np.array(self.logprobs, np.float32),
             reason,
             KeptSets.join(self.kept) if self.kept else None,
-            routes=self._join_routes(),
+            routes=routes,
         )
-
-    def _join_routes(self) -> np.ndarray | None:
-        """Join the recorded expert choices; they are unknown for the last token, which is never fed to the model."""
-        if not self.routes:
-            return None
-        shape = RouteShape.of(self.routes[0])
-        return np.concatenate([*self.routes, shape.unknown(1)])
 
 
 @dataclass(frozen=True)
 class PagedRows:
-    """The rows (tokens) of one forward: a segment per running response, and possibly a segment of padding.
+    """The t rows (tokens) of one forward: a segment per running response, and possibly a segment of padding.
 
     Attributes:
         running: responses that get a token.
         tokens, positions: [t] int64.
-        slots: [t] int64, destination of keys and values.
-        bounds: [num_segments + 1] int32, of segments.
-        key_slots: [k] int64, attended by segments.
-        key_bounds: [num_segments + 1] int32, in `key_slots`.
+        slots: [t] int64, KV-cache slots to write.
+        bounds: [num_segments + 1] int32, first row of each segment, and t.
+        key_slots: [k] int64, slots to attend to, segment by segment.
+        key_bounds: [num_segments + 1] int32, bounds of segments in `key_slots`.
     """
 
     running: Sequence[Running]
@@ -87,7 +83,7 @@ class PagedRows:
 
 
 class ContinuousBatch:
-    """The requests of an engine, identical on its ranks.
+    """The waiting and running requests of an engine, equal on all its ranks.
 
     Args:
         max_tokens: maximum rows of a forward; a longer prompt runs alone.

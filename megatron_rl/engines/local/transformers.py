@@ -3,7 +3,7 @@
 
 Each row has its own seed: sampling is greedy decoding of `logits / temperature + Gumbel noise` with a generator per row
 (the Gumbel-max trick). Batch-invariant models (rollout.bitwise) have the trainer's matrix products and attention;
-norms, activations and rotary embeddings are bitwise equal already.
+all else is bitwise equal already.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_rl.parallel.batch_invariant import multiply
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.parallel.vocab_parallel import compute_all_logprobs
 from megatron_rl.samples.prefix import SegmentKeys
-from megatron_rl.types import KeptSets
+from megatron_rl.types import KeptSets, RouteShape
 from megatron_rl.weights.packed_experts import list_huggingface_tensors, split_huggingface_experts
 from megatron_rl.weights.rollout_layout import huggingface_placements
 from megatron_rl.weights.shard_box import ShardBox, check_placements
@@ -91,9 +91,9 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
         self._placements = huggingface_placements(spec.shape)
         self._batch_size, self._device = spec.config.max_num_seqs, spec.process.device
         self._bitwise, self._stop = spec.config.bitwise, spec.stop
-        self._chosen: list[torch.Tensor] | None = None if spec.route_shape is None else []  # by forward and layer
-        self._num_routers = 0 if spec.route_shape is None else self._listen_to_routers()
-        self._route_shape = spec.route_shape
+        self._route_shape, self._chosen = spec.route_shape, list[torch.Tensor]()  # experts by forward and layer
+        if spec.route_shape is not None:
+            self._listen_to_routers(spec.route_shape)
         self.shared_params = share_params(list_huggingface_tensors(self._model), spec.shareable(self._placements))
         self.padded_params: tuple[str, ...] = ()
         if spec.config.bitwise:
@@ -108,44 +108,37 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
         )
 
     def shard_key(self, rank: int) -> int:
-        """Return 0: all ranks are equal."""
+        """Return 0: all ranks have equal placement tables."""
         return 0
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
-        """Return the `ShardBox` table: whole HF tensors on every rank."""
+        """Return the placement table: whole HF tensors on every rank."""
         return self._placements
 
-    def _listen_to_routers(self) -> int:
-        """Add hooks that record the experts [b * s, choices] of each router; return the number of routers."""
-        routers = [
-            module for name, module in self._model.named_modules() if name.endswith((".mlp.gate", ".mlp.router"))
-        ]
-
-        def listen(_: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
-            assert self._chosen is not None
-            self._chosen.append(output[2])
-
+    def _listen_to_routers(self, shape: RouteShape) -> None:
+        """Add hooks that record the experts [b * s, choices] of each router."""
+        named = self._model.named_modules()
+        routers = [module for name, module in named if name.endswith((".mlp.gate", ".mlp.router"))]
+        assert len(routers) == shape.layers, f"{len(routers)} routers in {shape.layers} layers"
         for router in routers:
-            router.register_forward_hook(listen)
-        return len(routers)
+            router.register_forward_hook(lambda _, inputs, output: self._chosen.append(output[2]))
 
-    def _take_routes(self, num_rows: int) -> list[Any]:
-        """Return and clear the recorded expert choices, [s - 1, layers, choices] per left-padded row, or `None`s."""
+    def _take_routes(self, spans: Sequence[tuple[int, int]]) -> Sequence[np.ndarray | None]:
+        """Return and clear the recorded experts of tokens [start, stop) of each left-padded row; unknown for the last.
+
+        `None` for each row if experts are not recorded.
+        """
         shape, chosen = self._route_shape, self._chosen
-        if shape is None or chosen is None:
-            return [None] * num_rows
+        if shape is None:
+            return [None] * len(spans)
         self._chosen = []
-        assert self._num_routers == shape.layers, f"{self._num_routers} routers in {shape.layers} layers"
         forwards = [torch.stack(chosen[i : i + shape.layers], 1) for i in range(0, len(chosen), shape.layers)]
-        routes = torch.cat([x.view(num_rows, -1, shape.layers, shape.choices) for x in forwards], 1)
-        return list(routes.cpu().numpy().astype(shape.dtype))
-
-    def _cut_routes(self, routes: np.ndarray | None, start: int, stop: int) -> np.ndarray | None:
-        """Return the expert choices for tokens [start, stop), unknown for the last, or `None` if not recorded."""
-        if routes is None or self._route_shape is None:
-            return None
-        found = routes[start : stop - 1]
-        return np.concatenate([found, self._route_shape.unknown(stop - start - len(found))])
+        routes = torch.cat([x.view(len(spans), -1, shape.layers, shape.choices) for x in forwards], 1)
+        found = []
+        for row, (start, stop) in zip(routes.cpu().numpy().astype(shape.dtype), spans, strict=True):
+            part = row[start : stop - 1]
+            found.append(np.concatenate([part, shape.unknown(stop - start - len(part))]))
+        return found
 
     @torch.no_grad()
     def step(self) -> list[Sampled]:
@@ -178,11 +171,8 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
         sets = [KeptSets.join(parts) for parts in zip(*steps, strict=True)] if steps else [None] * len(batch)
         lengths = [stopping.lengths.get(row) if stopping else None for row in range(len(batch))]
         found = [self._cut(*row) for row in zip(batch, tokens, picked, sets, lengths, strict=True)]
-        routes = self._take_routes(len(batch))
-        return [
-            replace(one, routes=self._cut_routes(part, width - len(prompt), width + len(one.tokens)))
-            for one, prompt, part in zip(found, prompts, routes, strict=True)
-        ]
+        spans = [(width - len(prompt), width + len(one.tokens)) for one, prompt in zip(found, prompts, strict=True)]
+        return [replace(one, routes=part) for one, part in zip(found, self._take_routes(spans), strict=True)]
 
     @staticmethod
     def _cut(
@@ -230,7 +220,13 @@ class _PaddedAttention:
         scaling: float,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend: query [b, n, s, d], key and value [b, ng, k, d], attention_mask [b, k] -> [b, s, n, d]."""
+        """Compute attention of b rows of s queries, as [b, s, heads, d].
+
+        Args:
+            query: [b, heads, s, d].
+            key, value: [b, groups, k, d].
+            attention_mask: [b, k], 0 for padding.
+        """
         if self._packed is None or self._mask is not attention_mask:
             self._mask, self._packed = attention_mask, _pack(attention_mask, query.shape[2], query.dtype)
         rows, keys, segments = self._packed

@@ -3,7 +3,7 @@
 
 A failed server is restarted (or awaited, if the user started it), loads the current weights, and gets unfinished
 requests again: equal seeds, equal samples. Repeated failures without a response end the run. An engine's first rank
-talks to the server and broadcasts results.
+calls the server and broadcasts results.
 """
 
 from __future__ import annotations
@@ -49,35 +49,27 @@ _log = logging.getLogger(__name__)
 
 
 class ServedEngine(EngineWeights):
-    """One rank of an engine that is a server.
-
-    Attributes:
-        params: this rank's share of the HF tensors, which are written to files for the server.
-    """
+    """One rank of an engine that is a server; `params` are its share of the HF tensors, written to files."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._spec, self._width = spec, spec.config.tensor_model_parallel_size
-        self._place = spec.find_place(spec.process.rank)
+        self._spec, self._width, rank = spec, spec.config.tensor_model_parallel_size, spec.process.rank
+        self._place, dtype = spec.find_place(rank), getattr(torch, spec.dtype)
         self.params = {
-            box.param: torch.zeros(
-                box_shape(box.local_box), dtype=getattr(torch, spec.dtype), device=spec.process.device
-            )
-            for box in self.placements(spec.process.rank)
+            box.param: torch.zeros(box_shape(box.local_box), dtype=dtype, device=spec.process.device)
+            for box in self.placements(rank)
         }
         self.shared_params: frozenset[str] = frozenset()
         self.padded_params: tuple[str, ...] = ()
         if not spec.config.server.endpoints:
             _check_nodes(spec)
             _check_device(spec)
-        rank = spec.process.rank
-        first, index = rank - self._place, (rank - (spec.ranks or range(rank + 1)).start) // self._width
+        self._first, index = rank - self._place, (rank - (spec.ranks or range(rank + 1)).start) // self._width
         if len(spec.ranks or range(spec.process.world_size)) == spec.process.world_size:
             align_group_names()  # otherwise done by all ranks before engines are built
-        self._first = first
-        self._group = make_group(range(first, first + self._width), None) if self._width > 1 else None
+        self._group = make_group(range(self._first, self._first + self._width), None) if self._width > 1 else None
         self._running: dict[int, Request] = {}
         self._directory = self._share(partial(_find_directory, spec, index))
-        self._server = Server(spec, _APIS[spec.config.engine](spec), self._directory, index) if rank == first else None
+        self._server = Server(spec, self._directory, index) if rank == self._first else None
         self._close = weakref.finalize(self, _close, self._server, self._directory)
 
     def _share(self, action: Callable[[], T]) -> T:
@@ -99,15 +91,12 @@ class ServedEngine(EngineWeights):
         return self._share(lambda: do(cast(Server, self._server)))
 
     def shard_key(self, rank: int) -> int:
-        """Return a key that ranks with equal placement tables share."""
+        """Return an identifier of a rank's placement table, equal for ranks with equal tables."""
         return self._spec.find_place(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
         """Return the placement table (the boxes of HF tensors) of any rank of the job."""
-        return self._list_tensors(self._spec.find_place(rank))
-
-    def _list_tensors(self, place: int) -> list[ShardBox]:
-        return huggingface_placements(self._spec.shape)[place :: self._width]
+        return huggingface_placements(self._spec.shape)[self._spec.find_place(rank) :: self._width]
 
     def end_weight_update(self) -> None:
         """Write the tensors to files and make the server load them; UserError after too many failures."""
@@ -128,8 +117,8 @@ class ServedEngine(EngineWeights):
             for path in sorted(Path(self._spec.model_path).iterdir()):
                 if path.is_file() and not path.name.endswith(_IS_WEIGHTS):
                     shutil.copyfile(path, directory / path.name)
-            places = range(self._width)
-            files = {box.param: _name_file(place, self._width) for place in places for box in self._list_tensors(place)}
+            boxes = enumerate(huggingface_placements(self._spec.shape))  # distributed as in `placements`
+            files = {box.param: _name_file(number % self._width, self._width) for number, box in boxes}
             index = {"metadata": {}, "weight_map": files}
             (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -160,7 +149,7 @@ class ServedEngine(EngineWeights):
         return bool(self._running)
 
     def tokens_in_flight(self) -> int:
-        """Count received tokens of unfinished responses, on the first rank."""
+        """Count received tokens of unfinished responses on the first rank; return 0 on others."""
         return 0 if self._server is None else self._server.client.count_tokens()
 
     def close(self) -> None:
@@ -171,8 +160,9 @@ class ServedEngine(EngineWeights):
 class Server:
     """A server's process and connections, on the engine's first rank."""
 
-    def __init__(self, spec: EngineSpec, api: ServerApi, directory: Path, index: int) -> None:
-        self._spec, self._api, self._directory, self._config = spec, api, directory, spec.config.server
+    def __init__(self, spec: EngineSpec, directory: Path, index: int) -> None:
+        self._spec, self._directory, self._config = spec, directory, spec.config.server
+        self._api = _APIS[spec.config.engine](spec)
         # The user's key, or a new one for a server started here.
         key = os.environ.get(KEY_VARIABLE) or (None if self._config.endpoints else secrets.token_urlsafe(32))
         self.client = ServerClient(self._config.silent_seconds, spec.stop, key)
@@ -220,7 +210,7 @@ class Server:
     def probe(self) -> Probed:
         """Continue a fixed prompt greedily and at the rollout temperature.
 
-        It fills blocks of the prefix cache, so that the next probe exposes a cache from before a weight update.
+        The prompt fills prefix-cache blocks: if they survive a weight update, the next probe reveals it.
         """
         assert not self._running, "the answers would mix"
         spec = self._spec
@@ -239,7 +229,7 @@ class Server:
         return Probed(prompt, [found[key] for key in sorted(found)], temperatures)
 
     def _try(self, action: Callable[[], T]) -> T:
-        """Run an action, and again after a failure, with the server reopened; too many failures are a UserError."""
+        """Run an action; after a ServerFailure, reopen the server and repeat (UserError after too many)."""
         while True:
             try:
                 if not self._is_open:

@@ -47,12 +47,7 @@ _ROOM_FOR_TIES = 2  # kernels keep all tokens tied at the boundary; a larger set
 
 
 class ServerApi:
-    """The HTTP protocol of one kind of server.
-
-    Attributes:
-        path: path to which requests are posted.
-        health: path of the health endpoint.
-    """
+    """The HTTP protocol of one kind of server: requests go to `path`, health checks to `health`."""
 
     path: str
     health: str
@@ -82,11 +77,7 @@ class ServerApi:
         raise NotImplementedError
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Make the server load weight files and drop caches of older weights (ServerFailure if it does not).
-
-        Args:
-            version: name of the policy version.
-        """
+        """Make the server load the files of policy version `version` and drop older caches (else ServerFailure)."""
         raise NotImplementedError
 
     def complete(self, ask: Ask, sampled: list[Sampled]) -> list[Sampled]:
@@ -95,7 +86,7 @@ class ServerApi:
 
 
 class VllmServer(ServerApi):
-    """vLLM's server (0.32), by its token-in/token-out and RL routes."""
+    """The protocol of vLLM's server (0.32): its endpoints for token ids and for RL."""
 
     path, health = "/inference/v1/generate", "/health"
 
@@ -104,7 +95,7 @@ class VllmServer(ServerApi):
         self._truncated: dict[int, tuple[str, Request]] = {}  # key -> (name of its kept sets in the server, request)
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """Build the command with the in-process engine's arguments, so that both sample alike."""
+        """Build the command that starts vLLM with the in-process engine's arguments, for equal samples."""
         arguments = list_engine_arguments(self._spec)
         for name in ("load_format", "distributed_executor_backend", "enable_sleep_mode"):
             arguments.pop(name, None)
@@ -136,7 +127,10 @@ class VllmServer(ServerApi):
         }
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Build a request in tokens, with a new name for recorded data, as an earlier attempt may still run."""
+        """Build the JSON body of a request.
+
+        The sets that tokens are drawn from are recorded under a new name, as an earlier attempt may still run.
+        """
         sampling, name = request.sampling, uuid.uuid4().hex
         if sampling.is_truncated:
             self._truncated[request.key] = name, request
@@ -158,10 +152,7 @@ class VllmServer(ServerApi):
         }
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Append an event's tokens and log-probs to `answer`; ServerFailure if they come from another policy version.
-
-        The last event has no tokens, but the number of prompt tokens that came from the prefix cache.
-        """
+        """Append an event's tokens and log-probs to `answer`; ServerFailure if from another policy version."""
         check_event(event)
         if not event["choices"]:
             answer.count_cached((event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens"))
@@ -196,7 +187,7 @@ class VllmServer(ServerApi):
 
 
 class OpenAiServer(ServerApi):
-    """Any server whose `/v1/completions` returns token ids and log-probs; the user's hook loads weights."""
+    """The protocol of a server whose `/v1/completions` returns token ids and log-probs; a user's hook loads weights."""
 
     path, health = "/v1/completions", "/v1/models"
 
@@ -255,7 +246,7 @@ class SglangServer(ServerApi):
     path, health = "/generate", "/health"
 
     def make_command(self, directory: Path, port: int) -> list[str]:
-        """Build the command, with the interpreter `rollout.server.python`, in which SGLang is installed."""
+        """Build the command that starts SGLang with the interpreter `rollout.server.python`."""
         spec, config = self._spec, self._spec.config
         assert config.server.python is not None
         seed = str(spec.seed % (1 << 32))  # NumPy's global seed has 32 bits
@@ -273,9 +264,9 @@ class SglangServer(ServerApi):
         return [*command, "--mem-fraction-static", str(config.gpu_memory_utilization)]
 
     def list_environment(self) -> dict[str, str]:
-        """Return SGLang's variables for a CPU.
+        """Return SGLang's variables for a CPU, which give all cores to each TP rank.
 
-        They give all cores to each TP rank; without them, TP ranks must not outnumber NUMA nodes.
+        Without them, TP ranks must not outnumber NUMA nodes.
         """
         if self._spec.process.device.type != "cpu":
             return {}
@@ -283,9 +274,10 @@ class SglangServer(ServerApi):
         return {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
 
     def make_body(self, request: Request) -> dict[str, Any]:
-        """Build the body; `ignore_eos` only without stop tokens, all of which it would disable.
+        """Build the JSON body of a request.
 
-        SGLang returns the sets that truncated sampling drew from only if `top_k` limits them.
+        `ignore_eos` is set only without stop tokens, as it disables all of them. SGLang returns the sets that tokens
+        are drawn from only if `top_k` limits their size.
         """
         sampling = request.sampling
         limits: dict[str, Any] = {}
@@ -308,7 +300,7 @@ class SglangServer(ServerApi):
         }
 
     def read(self, event: Any, answer: ServerAnswer) -> None:
-        """Append the new tokens of an event, whose lists may be cumulative."""
+        """Append an event's tokens that `answer` lacks; ServerFailure for an abort or another policy version."""
         check_event(event)
         meta, reason = event["meta_info"], event["meta_info"]["finish_reason"]
         if meta["weight_version"] != self._version:
@@ -327,7 +319,7 @@ class SglangServer(ServerApi):
         answer.extend(tokens, logprobs, reason and reason["type"], kept)
 
     def load(self, ask: Ask, directory: Path, version: str) -> None:
-        """Flush the prefix cache, which waits for running requests, and load weights."""
+        """Wait for running requests, flush the prefix cache, load weights."""
         ask(f"/flush_cache?timeout={_IDLE_SECONDS}")  # waits for health checks and closed connections
         body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
         answer = ask("/update_weights_from_disk", body)

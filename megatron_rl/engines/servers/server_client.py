@@ -44,7 +44,7 @@ _LAST_BYTES = 2000
 
 
 class ServerProcess:
-    """A server as a child process; `environment` extends the rank's."""
+    """A server as a child process; `environment` is added to the rank's variables."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> None:
         self._log_file = log_file
@@ -95,7 +95,6 @@ class ServerAnswer:
     Attributes:
         tokens, logprobs: [s].
         finish_reason: "stop" or "length" once finished.
-        num_cached, kept: see `Sampled`.
     """
 
     request: Request
@@ -140,11 +139,7 @@ class ServerAnswer:
 
 
 class ServerClient:
-    """Connections to one server.
-
-    Args:
-        silent_seconds: silence after which the server has failed.
-    """
+    """Connections to one server, which has failed if it is silent for `silent_seconds`."""
 
     def __init__(self, silent_seconds: float, stop: StopStrings | None = None, key: str | None = None) -> None:
         self._stop, self.key = stop, key

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's key: random per run, passed in the environment, which process lists do not show.
+"""The key of a run's servers: random, passed in the environment, which process lists do not show.
 
-vLLM's own `--api-key` leaves routes open that load weights and run code, so `KeyGuard` (`--middleware`) guards all.
+vLLM's own `--api-key` leaves endpoints open that load weights and run code; `KeyGuard` (`--middleware`) protects all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ KEY_VARIABLE = "MEGATRON_RL_SERVER_KEY"
 
 
 class KeyGuard:
-    """An ASGI middleware that answers 401 to requests without the key."""
+    """An ASGI middleware that refuses requests without the key of the run's servers (401)."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app, self._expected = app, f"Bearer {os.environ[KEY_VARIABLE]}".encode()

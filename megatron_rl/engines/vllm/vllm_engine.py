@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM inside the training processes (`external_launcher`), on GPU and on CPU.
 
-Requirements beyond the patches in `engines.vllm.vllm_library` (each has a test):
+Requirements beyond the patches in `engines.vllm.vllm_library`:
 
 * torch.distributed is initialized first, otherwise world size > tp fails;
 * on CPU, fused experts are packed in place for their kernels after each weight update, and then have another order than
   the placement table;
-* on CPU, no chunked prefill, for which vLLM rewinds random numbers, which CPU generators do not support;
-* after an error in a step, its requests are aborted;
-* the trainer's random numbers are preserved;
-* the prefix cache is dropped after every weight update.
+* on CPU, no chunked prefill, for which vLLM rewinds random numbers, which CPU generators do not support.
 
 Batch-invariant models (rollout.bitwise, CPU) are bitwise equal to the trainer: matrix products, paged attention and
-log-softmax are replaced, all else is bitwise equal already, including rotary embeddings without their C++ kernel
-(`list_engine_arguments`).
+log-softmax are replaced, all else is bitwise equal already.
 """
 
 from __future__ import annotations
@@ -66,11 +62,7 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 class VllmEngine:
-    """One rank of a vLLM engine.
-
-    Attributes:
-        params: vLLM's parameters, written in place.
-    """
+    """One rank of a vLLM engine; `params` are vLLM's own, written in place."""
 
     def __init__(self, spec: EngineSpec) -> None:
         assert dist.is_initialized(), "vLLM must join the job's process groups, not make its own"
@@ -136,7 +128,7 @@ class VllmEngine:
         return shareable, shared
 
     def shard_key(self, rank: int) -> int:
-        """Return a key that ranks with equal placement tables share."""
+        """Return an identifier of a rank's placement table, equal for ranks with equal tables."""
         return self._place(rank)
 
     def placements(self, rank: int) -> Sequence[ShardBox]:
@@ -197,17 +189,13 @@ class VllmEngine:
             key, last = self._keys[output.request_id], output.outputs[0]
             reason = "stop" if last.finish_reason == "stop" or self._completes_text(key, last.token_ids) else "length"
             finished.append(self._end(key, last.token_ids, last.logprobs, reason, output.num_cached_tokens))
-        return finished + (self._stop_early() if self._stop else [])
-
-    def _stop_early(self) -> list[Sampled]:
-        """End and return the responses that complete a stop string, which vLLM without a tokenizer cannot detect."""
+        if self._stop is None:
+            return finished
+        # vLLM without a tokenizer cannot detect stop strings.
         states = self._llm.llm_engine.output_processor.request_states
-        keys = [
-            key
-            for key, name in self._names.items()
-            if self._completes_text(key, states[name].detokenizer.output_token_ids)
-        ]
-        return [replace(sampled, finish_reason="stop") for sampled in self.interrupt(keys)]
+        sampled = {key: states[name].detokenizer.output_token_ids for key, name in self._names.items()}
+        stopped = self.interrupt([key for key, tokens in sampled.items() if self._completes_text(key, tokens)])
+        return finished + [replace(one, finish_reason="stop") for one in stopped]
 
     def _completes_text(self, key: int, sampled: Sequence[int]) -> bool:
         return self._stop is not None and bool(sampled) and self._requests[key].ends_by(self._stop, sampled)
@@ -245,23 +233,18 @@ class VllmEngine:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Preserve the trainer's random numbers; abort all requests after an error."""
+        engine = self._llm.llm_engine
         with keep_random_streams():
             try:
                 yield
             except BaseException:
-                self._abort()
+                engine.abort_request(list(engine.output_processor.request_states), internal=True)
+                self._llm.reset_prefix_cache()  # some blocks may have been registered but not computed
+                self._names, self._keys, self._requests = {}, {}, {}
+                for recorder in (self._kept, self._routes):
+                    if recorder is not None:
+                        recorder.clear()
                 raise
-
-    def _abort(self) -> None:
-        """Abort all requests; reset the prefix cache, as some blocks may have been registered but not computed."""
-        engine = self._llm.llm_engine
-        engine.abort_request(list(engine.output_processor.request_states), internal=True)
-        self._llm.reset_prefix_cache()
-        self._names, self._keys, self._requests = {}, {}, {}
-        if self._kept is not None:
-            self._kept.clear()
-        if self._routes is not None:
-            self._routes.clear()
 
     def tokens_in_flight(self) -> int:
         """Count the tokens of unfinished responses."""
@@ -283,7 +266,7 @@ def _short(name: str) -> str:
 
 
 def find_packed_experts(model: torch.nn.Module, device: torch.device) -> list[tuple[torch.Tensor, str]]:
-    """Return the fused expert weights that a CPU kernel needs packed, and the instruction set of that kernel."""
+    """Return each fused expert weight that a CPU kernel reads in another order, with the kernel's instruction set."""
     if device.type != "cpu":
         return []
     packed = []
@@ -327,7 +310,7 @@ def list_adapter_params(model: torch.nn.Module, shape: AdapterShape) -> dict[str
 class _PagedAttention:
     """A replacement of vLLM's CPU attention by the trainer's `attend` on the paged KV cache.
 
-    The cache is [blocks, heads, block size, 2 d], key beside value; all layers share the indices of a step.
+    The cache is [blocks, heads, block size, 2 d]: keys, then values, of head dimension d.
     """
 
     def __init__(self) -> None:
@@ -337,7 +320,7 @@ class _PagedAttention:
     def write(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Write new keys and values [t, heads, d] to their slots of the cache; negative slots are padding."""
+        """Write new keys and values [tokens, heads, d] to their slots of the cache; negative slots are padding."""
         slots = slots[: len(key)].long()
         is_real = slots >= 0
         block, place = slots[is_real] // kv_cache.shape[2], slots[is_real] % kv_cache.shape[2]
@@ -353,7 +336,7 @@ class _PagedAttention:
         metadata: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Attend from query [t, n, d] to the cached keys and values; write and return options["output"].
+        """Attend from query [tokens, heads, d] to the cached keys and values; write and return options["output"].
 
         Args:
             metadata: vLLM's lengths and block table of the step; `None` in the warm-up, which computes nothing.
@@ -387,11 +370,7 @@ def _pack(metadata: Any, block_size: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 
 def make_batch_invariant(model: torch.nn.Module, sampler: Any, shard_columns: int) -> None:
-    """Replace an engine's attention, linear layers and log-softmax.
-
-    Args:
-        shard_columns: vocabulary columns per TP rank of the output layer.
-    """
+    """Replace attention, linear layers and log-softmax (of `shard_columns` logits per TP rank) by the trainer's."""
     attention = _PagedAttention()
     for module in model.modules():
         found: Any = module

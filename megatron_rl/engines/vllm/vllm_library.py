@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only file that imports vllm: patches for use inside a training process (each has a test).
+"""The only file that imports vllm: patches for use inside a training process.
 
-* its shutdown must not destroy the job's process groups;
+* vLLM's shutdown does not destroy the job's process groups;
 * on CPU, linear layers keep their weight (oneDNN would leave an empty parameter);
-* on CPU, torch.distributed replaces its shared-memory collectives, which a killed run or another run would break;
-* on CPU, it must not bind the trainer's memory to one NUMA node;
+* on CPU, torch.distributed replaces vLLM's shared-memory collectives, which other or killed runs can break;
+* on CPU, vLLM does not bind the trainer's memory to one NUMA node;
 * on CPU, a server that reloads weights packs its fused experts again.
 """
 
@@ -35,9 +35,9 @@ from megatron_rl.weights.support import check_engine
 
 @contextmanager
 def own_world(spec: EngineSpec, parallel_state: Any) -> Iterator[None]:
-    """Restrict vLLM's view of the job to the ranks of this engine, unless all ranks have engines.
+    """Limit vLLM to the ranks of this engine, if the job has ranks without engines.
 
-    All ranks of the engine enter, after `align_group_names`.
+    Collective over these ranks, after `align_group_names`.
     """
     if spec.ranks is None or len(spec.ranks) == spec.process.world_size:
         yield
@@ -113,7 +113,7 @@ def prepare_vllm(device: torch.device) -> ModuleType:
 
 
 def _pack_reloaded_experts() -> None:
-    """Pack fused experts at every load, not only at the first."""
+    """Patch vLLM to reorder fused experts for its CPU kernel at every weight load, not only at the first."""
     methods = import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
     method = methods.UnquantizedFusedMoEMethod
     set_up = method._setup_kernel
@@ -146,9 +146,9 @@ def register_loader(bind: Callable[[torch.nn.Module], None]) -> None:
 
 
 def take_adapters(worker: Any, rank: int) -> Any:
-    """Activate adapters of zeros in vLLM's only adapter slot; return their LoRA request.
+    """Activate zero LoRA adapters in vLLM; return the `LoRARequest` that selects them.
 
-    vLLM would load adapters from files. Here weight transfers write the slot's buffers in place; B contains the scale.
+    Weight transfers then write vLLM's adapter buffers in place; lora_B contains the scale.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.request import LoRARequest
@@ -188,9 +188,9 @@ def register_model(vllm: ModuleType, spec: EngineSpec) -> None:
 
 
 def register_codes(spec: EngineSpec) -> CodeFormat | None:
-    """Register vLLM linear layers with 8-bit weights and a scale per row, if `rollout.quantization` is set.
+    """Register vLLM linear layers with 8-bit weights, if `rollout.quantization` is set; return the weight format.
 
-    Activations are not quantized, and outputs are scaled in float32: only weights lose precision.
+    Activations are not quantized; outputs are scaled in float32, by a factor per weight row.
     """
     if spec.config.quantization == "none":
         return None

@@ -5,8 +5,8 @@ Truncation is our own definition, applied before vLLM's sampler. A request carri
 `SamplingParams.extra_args`. Sets are stored by request and position, so that the set of a token discarded by chunked
 prefill or preemption is overwritten.
 
-Hooks on the routers record routes, as vLLM's own output of them needs the v2 model runner. Routes are kept per KV-cache
-block, for prefix-cache hits, and per request, for preemption.
+Hooks on the routers record routes, which vLLM itself returns only with the v2 model runner. Routes are stored per
+KV-cache block, for prefix-cache hits, and per request, for preemption.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _KEY = "kept_sets"
 
 
 def list_extra_args(name: str, request: Request) -> dict[str, Any]:
-    """Return vLLM's `extra_args` of a request with truncated sampling, else {}.
+    """Return vLLM's `extra_args` for a request, or {} if sampling is not truncated.
 
-    They are the name under which the sets drawn from are recorded, the response's first position, and the limits.
+    They contain a name for the recorded sets, the position of the first response token, and the sampling limits.
     """
     cut = request.sampling
     if not cut.is_truncated:
@@ -57,7 +57,7 @@ class KeptSetRecorder:
         self._sets = {}
 
     def _cut(self, logits: torch.Tensor) -> torch.Tensor:
-        """Truncate logits over the temperature, [b, v] -> [b, v]."""
+        """Truncate logits [b, v] (divided by the temperature) in place; record the remaining sets."""
         names = self._batch.req_ids
         assert len(names) == len(logits), f"{len(logits)} rows for {len(names)} requests"
         rows_of: dict[tuple[Any, ...], list[tuple[int, str, int]]] = {}
@@ -112,20 +112,13 @@ class RouteRecorder:
     def _execute_and_collect(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
         self._step.clear()
         result = self._execute(scheduled, *arguments, **options)
-        if self._step:
-            rows = torch.stack([self._step[layer] for layer in range(self._shape.layers)], 1)
-            self._collect(scheduled.num_scheduled_tokens, rows.cpu().numpy().astype(self._shape.dtype))
-        return result
-
-    def _collect(self, counts: dict[str, int], rows: np.ndarray) -> None:
-        """Store the expert choices of a forward, [rows, layers, choices], per request and per KV-cache block.
-
-        Args:
-            counts: rows of each request.
-        """
+        if not self._step:
+            return result
+        experts = torch.stack([self._step[layer] for layer in range(self._shape.layers)], 1)
+        rows = experts.cpu().numpy().astype(self._shape.dtype)  # [rows, layers, choices], request by request
         table, at = self._batch.block_table[0], 0
         for index, name in enumerate(self._batch.req_ids):
-            first, count = int(self._batch.num_computed_tokens_cpu[index]), counts[name]
+            first, count = int(self._batch.num_computed_tokens_cpu[index]), scheduled.num_scheduled_tokens[name]
             size, numbers = table.block_size, table.block_table.np[index]
             routes, found = self._routes.get(name), rows[at : at + count]
             at += count
@@ -137,3 +130,4 @@ class RouteRecorder:
                     routes[place] = self._blocks[int(numbers[place // size])][place % size]
                 routes[first : first + count] = found
                 self._known[name] = first + count
+        return result

@@ -90,7 +90,7 @@ def list_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _take_text_part(shape: ModelShape, config: Any) -> Any:
-    """Reduce an image-text config to its text part, like `take_text_config`."""
+    """Reduce an image-text config to its text part."""
     config = config.get_text_config()
     config.architectures = [FAMILIES[shape.family].architecture]
     config.tie_word_embeddings = shape.tied_embeddings
@@ -98,7 +98,7 @@ def _take_text_part(shape: ModelShape, config: Any) -> Any:
 
 
 def records_kept_sets(spec: EngineSpec) -> bool:
-    """Return whether this engine can record which tokens survive top-k and top-p: only with runner v1."""
+    """Return whether vLLM can record the sets that tokens are drawn from: only with model runner v1."""
     return fit_to_device(spec.config, spec.process.device).model_runner == "v1"
 
 
@@ -143,7 +143,7 @@ def check_installed(shape: ModelShape, config: RolloutConfig) -> None:
 
 
 def check_server(shape: ModelShape, config: RolloutConfig) -> None:
-    """Refuse a model or options that the server's vLLM lacks, if it is the installed one (UserError)."""
+    """Refuse a model or options that the installed vLLM lacks (UserError), if it is started as the server."""
     if not config.server.endpoints and config.server.python is None:
         check_installed(shape, config)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker extension of a vLLM server, imported before the model is loaded (`--worker-extension-cls`).
 
-It applies the in-process patches, without which a weight update on a CPU changes only embeddings and norms.
+Its import patches vLLM; otherwise a weight update on a CPU would change only embeddings and norms.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ServedWorker:
     def take_kept_sets(self, requests: Sequence[tuple[str, int, int]]) -> list[list[str]]:
         """Remove and return the sets recorded for each request (name, first position, number of tokens).
 
-        They are token ids and set sizes, as base64 of little-endian int32.
+        Each result is [token ids, set sizes], as base64 of little-endian int32.
         """
         assert self.kept_sets is not None, "record_kept_sets comes first"
         taken = [self.kept_sets.take(*request) for request in requests]
