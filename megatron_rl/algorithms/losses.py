@@ -233,7 +233,7 @@ def compute_dppo_tv_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> t
 def compute_dppo_kl_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the loss of `compute_dppo_tv_loss` with the binary KL divergence as distance (DPPO, arXiv 2602.04879).
 
-    D_t = p_old,t log(p_old,t / p_t) + (1 - p_old,t) log((1 - p_old,t) / (1 - p_t))
+    D_t = p_old,t log(p_old,t / p_t) + (1 - p_old,t) log((1 - p_old,t) / (1 - p_t))     p the probability of the token
     """
     logprobs, old_logprobs = inputs.logprobs.detach(), inputs.old_logprobs
     p, old = logprobs.exp(), old_logprobs.exp()

@@ -30,11 +30,11 @@ from megatron_rl.weights.shard_box import ShardBox, box_slices, check_placements
 
 @dataclass(frozen=True)
 class Adapters:
-    """Trained parameters of a rank: adapters and the score head, if any; a `SavedModel`.
+    """Trained parameters of a rank under LoRA: adapters and, if any, the score head.
 
     Attributes:
-        placements: box table of the adapters for any rank of the layout.
-        shard_key: equal for ranks with equal tables.
+        placements: (rank) -> slices of checkpoint tensors that the rank's adapters hold.
+        shard_key: (rank) -> key, equal for equal placements.
     """
 
     shape: AdapterShape
@@ -76,9 +76,9 @@ class Adapters:
 
     @torch.no_grad()
     def measure_norm(self) -> torch.Tensor:
-        """Compute the Frobenius norm of all s B A, [] float64; collective over the role.
+        """Compute the Frobenius norm of all s B A (s the LoRA scale), [] float64; collective over the role.
 
-        |B A|^2 is the sum of (A A^T) * (B^T B), both r x r, which add up over tensor parallel ranks.
+        |B A|^2 = sum((A A^T) * (B^T B)), which adds up over tensor parallel ranks.
         """
         squares = {is_expert: torch.zeros((), device=next(self.stages.parameters()).device) for is_expert in (0, 1)}
         for name, module in self.stages.named_modules():
@@ -91,10 +91,9 @@ class Adapters:
         return self.shape.scale * (squares[0].double() + squares[1].double()).clamp(min=0.0).sqrt()
 
     def fill(self, rank: int, path: str | None, seed: int) -> None:
-        """Initialize from PEFT files, or B with zeros and A uniform in +-1/sqrt(in) like PEFT's, equal in every layout.
+        """Read the adapters from `path`, saved by PEFT; if it is `None`, draw A and leave B at 0.
 
-        Args:
-            path: directory saved by PEFT; random initialization if `None`.
+        A is uniform in +-1/sqrt(in), as in PEFT, and equal in every layout.
         """
         if path is not None:
             load_adapters(path, self.placements(rank), self.params)
@@ -148,7 +147,7 @@ def _load(
 
 
 def merge_adapters(stages: torch.nn.Module) -> dict[str, MergedParam]:
-    """Map each adapted weight's name to its lazily merged parameter."""
+    """Return the weights that have adapters, by parameter name; each is merged when it is read."""
     return {
         matrix.param: MergedParam(matrix.weight, matrix.scale, matrix.parts)
         for name, module in stages.named_modules()

@@ -50,14 +50,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Captured:
-    """CUDA graph with its result and gather buffers."""
+    """CUDA graph with its result and megatron-core's buffers that it uses."""
 
     graph: torch.cuda.CUDAGraph
     result: torch.Tensor
     buffers: list[torch.Tensor]
 
     def replay(self) -> torch.Tensor:
-        """Replay the graph and return a copy of the result, which the next replay may overwrite."""
+        """Replay the graph and return a copy of its result."""
         self.graph.replay()
         return self.result.clone()
 
@@ -291,7 +291,7 @@ class StageGraphStep(GraphStep):
     def _step_forward(
         self, loss: StepLoss, slots: Iterator[int], batches: Iterator[TrainBatch], module: Any
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """Replay the forward graph of the next microbatch and slot; otherwise as `PackedModel.forward_step`."""
+        """Replay the forward graph of the next microbatch, or run `PackedModel.forward_step` if there is none."""
         microbatch, slot = next(batches), next(slots)
         static = self._inputs.load(microbatch, slot)
         graphs = self._graphs.get((loss.name, find_shape(microbatch), slot))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report of the active and missing fast paths of a training step; needs no process group."""
+"""Report of which parts of a training step use their fastest implementation; needs no process group."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_rl.models.transformer_config import DTYPES
 
 @dataclass(frozen=True)
 class FastPath:
-    """Status of one fast path.
+    """Whether one part of a training step uses its fastest implementation, the fast path.
 
     Attributes:
         is_fast: no better implementation exists for this machine.
-        brings: benefit of a fast path that is missing.
+        brings: benefit of the fast path, if it is missing.
         advice: how to enable it; empty if unavailable here.
     """
 
@@ -38,7 +38,7 @@ class FastPath:
 def find_fast_paths(
     config: TrainedConfig, dtype: str, transformer_impl: str = "auto", dp_size: int = 1, bitwise: bool = False
 ) -> list[FastPath]:
-    """List all fast paths that a role's step may use."""
+    """List whether each part of a role's step uses its fastest implementation."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return [
         *_find_arithmetic(dtype, device),
@@ -63,7 +63,7 @@ def _find_arithmetic(dtype: str, device: torch.device) -> Iterator[FastPath]:
 
 
 def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwise: bool = False) -> Iterator[FastPath]:
-    """List the fast paths that do not depend on a role's settings."""
+    """Report on the parts of a step that do not depend on a role's settings."""
     is_cpu = device.type == "cpu"
     attention = "tiled" if bitwise else choose_attention_backend(device, DTYPES[dtype])
     yield from _find_broken(dtype, transformer_impl, device)
@@ -156,7 +156,7 @@ def _find_overlaps(config: TrainedConfig, dp_size: int, device: torch.device) ->
 
 
 def format_table(paths: Iterable[FastPath]) -> list[str]:
-    """Format fast paths as table lines."""
+    """Format a report as table lines."""
     rows = [("fast path", "active", "missing")]
     for path in paths:
         missing = "" if path.is_fast else f"{path.brings} ({path.advice})" if path.advice else path.brings

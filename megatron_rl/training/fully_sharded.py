@@ -3,8 +3,7 @@
 
 Embedding, last norm and output layer stay gathered until the pass ends. Expert-parallel experts are gathered from their
 replicas only. Gradients are reduced in every microbatch's backward. Parameters without gradients (router biases, a few
-float32 values) are replicated. A trained bfloat16 model has float32 shards, cast to bfloat16 for the gather. For the
-placement of rows see `weights/megatron_layout.py`.
+float32 values) are replicated. A trained bfloat16 model has float32 shards, cast to bfloat16 for the gather.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def build_sharded(
 
 
 def _cut_matrices(param: torch.nn.Parameter) -> Shard | None:
-    """Return FSDP's placement of a parameter: experts [e, m, n] are split by rows m, others by default."""
+    """Return the dimension that FSDP splits: rows m of experts [e, m, n]; `None`, the default, for other parameters."""
     return Shard(1) if param.ndim == 3 else None
 
 
@@ -179,7 +178,7 @@ def _make_group(params: list[torch.nn.Parameter], config: OptimizerConfig, wd_mu
 
 
 def _sum(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """All-reduce tensors in one flat message."""
+    """All-reduce tensors in place, in one flat message."""
     found = [x for x in tensors if x.numel()]
     if found:
         flat = torch.cat([x.flatten() for x in found])

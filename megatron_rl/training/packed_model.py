@@ -2,7 +2,7 @@
 """Megatron-core model over packed batches, the base of all roles; heads (`token_heads.py`) follow its last stage.
 
 With `overlap_grad_reduce` gradients are reduced over data parallel ranks during the backward of the last microbatch.
-The end of the step waits for them in `step_mode` eager; in static and graph the function of the last microbatch does.
+The end of the step (`step_mode` eager) or of this microbatch (static and graph) waits for them.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class PackedModel(LaidOutModel):
 
     @property
     def reduces_early(self) -> bool:
-        """Whether the last microbatch reduces the gradients; see `EarlyReduction`."""
+        """Whether the last microbatch reduces the gradients."""
         return any(isinstance(stage, EarlyReduction) for stage in self.ddp)
 
     @property
@@ -133,7 +133,7 @@ class PackedModel(LaidOutModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Compute dtype; trained ZeRO-3 shards are float32."""
+        """Dtype of the computation; trained ZeRO-3 shards are float32."""
         return self.config.params_dtype
 
     def _fill(self, spec: RoleSpec, seed: int) -> None:
@@ -190,7 +190,7 @@ class PackedModel(LaidOutModel):
 
     @property
     def attention_backend(self) -> str | None:
-        """Backend argument of `build_packed_sequences`; `None` is the fastest."""
+        """Name of the attention backend; `None` for the fastest."""
         return "tiled" if self.batch_invariant else None
 
     def offload(self) -> None:
@@ -224,7 +224,7 @@ class PackedModel(LaidOutModel):
                 self.offload()
 
     def own_rows(self, microbatch: TrainBatch) -> slice:
-        """Return this context parallel rank's computed rows of a microbatch."""
+        """Return the rows of a microbatch that this context parallel rank computes."""
         return shard_rows(microbatch.num_computed, self.layout.cp_size, self.groups.at.cp)
 
     def count_rows(self, num_tokens: int) -> int:
@@ -296,7 +296,7 @@ class PackedModel(LaidOutModel):
     def forward_step(
         self, head: Head, loss_function: LossFunction | None, batches: Iterator[TrainBatch], module: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """Return the output of `module` and a function that computes loss or result."""
+        """Run `module` on the next microbatch; return its output, and a function that applies head and loss to it."""
         microbatch = next(batches)
         position_ids = microbatch.computed(microbatch.position_ids)
         packed = build_packed_sequences(
@@ -357,7 +357,7 @@ def wrap_stages(
 ) -> list[DistributedDataParallel]:
     """Wrap stages in DDP, which moves the parameters into contiguous buffers.
 
-    Gradients are summed (not averaged) over microbatches and DP, in float32; see `transformer_config`.
+    Gradients are summed (not averaged) over microbatches and DP, in float32.
     """
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -377,7 +377,7 @@ def wrap_stages(
 
 
 class PlannedCommunicator(P2PCommunicator):
-    """Stage-to-stage communication of a non-interleaved schedule, with shapes known from the plan.
+    """Stage-to-stage communication of a non-interleaved schedule, with shapes known in advance.
 
     megatron-core would send each shape ahead of its message and synchronize with the GPU. A pipeline of two stages on
     one host without GPUs uses shared memory (`parallel/pairs.py`).

@@ -23,8 +23,8 @@ from megatron_rl.weights.megatron_layout import megatron_placements
 class TeacherDivergence:
     """Divergence of the policy from the teacher outputs in a microbatch.
 
-    For kind full the policy's last stage holds the teacher's output weights in its own sharding, so that only the
-    teacher's hidden states are transferred.
+    For kind full the policy's last stage holds the teacher's output weights, so that only the teacher's hidden states
+    are transferred.
     """
 
     def __init__(self, model: PackedModel, teacher: LearnedTeacher) -> None:
@@ -40,7 +40,7 @@ class TeacherDivergence:
         microbatch: TrainBatch,
         places: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Compute differentiable divergences [n] for policy states [n, h]; rows after the rows of `places` are padding.
+        """Compute divergences [n], differentiable, from policy states [n, h] of the tokens `places`, then of padding.
 
         Returns:
             `None` if the microbatch has no teacher outputs.
@@ -62,8 +62,7 @@ def compute_top_k_divergence(logprobs: torch.Tensor, teacher_logprobs: torch.Ten
         reverse: sum_i p_i log(p_i / q_i)        forward: sum_i q_i log(q_i / p_i)        i = 1 .. k + 1
 
     Args:
-        logprobs: [n, k + 1] of the policy, differentiable; the last column is any other token.
-        teacher_logprobs: [n, k + 1].
+        logprobs, teacher_logprobs: [n, k + 1] of n tokens; the last column is any other token.
         direction: "reverse" (p is the policy) or "forward".
     """
     p, q = (teacher_logprobs, logprobs) if direction == "forward" else (logprobs, teacher_logprobs)
@@ -71,7 +70,7 @@ def compute_top_k_divergence(logprobs: torch.Tensor, teacher_logprobs: torch.Ten
 
 
 def _take(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """Gather rows of `values`, zero-padded to `count` rows; a place behind the end is a dummy."""
+    """Return rows `places` of `values`, zero-padded to `count` rows; a place past the end gives an arbitrary row."""
     found = values[places.clamp(max=len(values) - 1)]
     return F.pad(found, [0, 0] * (found.dim() - 1) + [0, count - len(found)])
 

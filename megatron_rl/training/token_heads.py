@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
 
 class LogprobHead:
-    """Head for token log-probs, with logits for one chunk at a time.
+    """Head for token log-probs, with logits for `chunk_tokens` tokens at a time.
 
     Args:
         temperature: divisor of the logits.
-        chunk_tokens: tokens per chunk.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class LogprobHead:
     def compute_top_k(
         self, k: int, vocab_size: int, hidden: torch.Tensor, microbatch: TrainBatch
     ) -> tuple[torch.Tensor]:
-        """Return the k most likely of the first `vocab_size` tokens, [t, 2, k + 1]; see `compute_linear_top_k`."""
+        """Return ids and log-probs [t, 2, k + 1]: k likeliest of the first `vocab_size` tokens, then all others."""
         from megatron_rl.parallel.chunked_divergence import compute_linear_top_k
 
         places, rows, _ = _find_predicted(self._model, microbatch)
@@ -138,11 +137,11 @@ def _score(model: PackedModel, hidden: torch.Tensor) -> torch.Tensor:
 def _find_predicted(
     model: PackedModel, microbatch: TrainBatch
 ) -> tuple[torch.Tensor, torch.Tensor | slice, torch.Tensor]:
-    """Find the tokens that this context parallel rank predicts: tokens in the loss, or all in a bucketed microbatch.
+    """Find the tokens that this context parallel rank predicts: those in the loss, or all if shapes are fixed.
 
     Returns:
-        Places [k] in the microbatch, where place t, behind the end, is a dummy; rows [k] of this rank's shard that
-        predict them; tokens [k].
+        Indices [k] of the tokens in the microbatch, where t is a dummy; rows [k] of this rank's hidden states that
+        predict them; token ids [k].
     """
     mine, predecessors = model.own_rows(microbatch), microbatch.predecessors
     tokens, piece = microbatch.tokens, microbatch.slices[0]
@@ -158,7 +157,7 @@ def _find_predicted(
 
 
 def _combine(model: PackedModel, values: torch.Tensor, places: torch.Tensor, microbatch: TrainBatch) -> torch.Tensor:
-    """Combine values [k, ...] of all context parallel ranks into [t, ...]."""
+    """Combine each context parallel rank's values [k, ...] of the tokens `places` [k] into [t, ...]; collective."""
     length = len(microbatch.tokens)
     if not microbatch.slices[0].is_bucketed:
         return combine_shards(values, places, length, model.groups.cp)

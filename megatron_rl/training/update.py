@@ -116,7 +116,7 @@ class OptimizerStep:
         """Accumulate the gradients of a loss over a minibatch.
 
         Raises:
-            UserError: unused gradients of an earlier call exist; on every rank.
+            UserError: a second call before `optim_step`; on every rank.
         """
         if self._pending is not None:
             raise UserError(
@@ -141,8 +141,8 @@ class OptimizerStep:
 
         Raises:
             LedgerError: the loss did not count the minibatch's tokens or weights; on every rank.
-            UserError: no unused gradients, a non-finite loss or gradient norm (the weights are kept), or a norm of 0
-                although the loss has a gradient; on every rank.
+            UserError: no gradients since the last call, a non-finite loss or gradient norm (the weights are kept), or a
+                norm of 0 although the loss has a gradient; on every rank.
         """
         if self._pending is None:
             raise UserError(
@@ -203,7 +203,7 @@ def _reduce(rows: list[torch.Tensor], loss: StepLoss, groups: ParallelGroups, de
 
 
 def describe_ledgers(result: StepResult) -> dict[str, float]:
-    """Return numerator and denominator of each loss term as `ledger/...`; empty if the minibatch has no ledgers."""
+    """Return numerator and denominator of each loss term as metrics `ledger/...`; empty if `minibatch.ledgers` is."""
     return {
         name: value
         for ledger in result.minibatch.ledgers

@@ -114,7 +114,7 @@ def _embed_successors(model: PackedModel, microbatches: Iterable[TrainBatch]) ->
 
 
 def find_successors(tokens: torch.Tensor, predecessors: torch.Tensor) -> torch.Tensor:
-    """Return each token's successor in its sequence, [t]; 0 for the last one."""
+    """Return the token after each token of a sequence, [t]; 0 after the last one."""
     rows = torch.arange(len(tokens) - 1, device=tokens.device)
     return torch.cat([torch.where(predecessors[1:] == rows, tokens[1:], 0), tokens.new_zeros(1)])
 

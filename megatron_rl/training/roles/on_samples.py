@@ -27,7 +27,7 @@ from megatron_rl.types import Rollout, UserError
 
 
 class RoleOnSamples:
-    """Role together with its packer; methods that take samples are collective over all ranks."""
+    """Role that works on a step's samples; methods that take samples are collective over all ranks."""
 
     def __init__(self, role: Any, packer: Packer) -> None:
         self.role, self.packer = role, packer
@@ -83,10 +83,10 @@ class PolicyOnSamples(RoleOnSamples):
 
 
 class ActorOnSamples(PolicyOnSamples):
-    """The trained policy.
+    """Trained policy that works on a step's samples.
 
     Attributes:
-        records_routes: updates replay the experts chosen in `logprobs`.
+        records_routes: `logprobs` records the chosen experts, which updates replay.
     """
 
     def __init__(self, role: Any, packer: Packer) -> None:
@@ -94,7 +94,7 @@ class ActorOnSamples(PolicyOnSamples):
         self.records_routes = getattr(packer.config, "router_replay", "off") == "trainer"
 
     def read(self, samples: Experience, *names: str) -> TrainBatch:
-        """Return this rank's share of the samples, with replayed routes, if any."""
+        """Return this rank's share of the samples, with the expert choices to replay, if there are any."""
         packing = samples.pack(self.packer)
         if samples.replayed_routes is None and packing.routes is not None:
             samples.replayed_routes = Column(packing.routes, packing)
@@ -115,7 +115,7 @@ class ActorOnSamples(PolicyOnSamples):
         return self.compute(self.role.compute_sum_pi_squared, samples)
 
     def as_update(self, samples: Experience, values: torch.Tensor) -> Column:
-        """Wrap values [t] that are valid on the last pipeline stage only as a column."""
+        """Wrap values [t], valid on the last pipeline stage only, as a column."""
         packing, layout = samples.pack(self.packer), self.packer.model.layout
         last_stage = [[layout.rank(dp=dp, pp=layout.pp_size - 1)] for dp in range(layout.dp_size)]
         return Column(values, packing, Holders(packing.holders.replica_of, np.array(last_stage)))
@@ -181,7 +181,7 @@ def sft(
 
 
 class CriticOnSamples(RoleOnSamples):
-    """The critic on samples."""
+    """Critic that works on a step's samples."""
 
     def values(self, samples: Experience) -> Column:
         """Compute the value before each token in the loss; 0 elsewhere."""
@@ -193,7 +193,7 @@ class CriticOnSamples(RoleOnSamples):
 
 
 class RewardModelOnSamples(RoleOnSamples):
-    """The reward model on samples."""
+    """Reward model that works on a step's samples."""
 
     def __call__(self, samples: Experience) -> np.ndarray:
         """Return the score at the end of each rollout, [num_rollouts] float64, equal on every rank."""

@@ -2,8 +2,8 @@
 """Teachers of a run as called by the main loop, for on-policy distillation: the policy learns on its own responses.
 
 sampled    the advantage of a token gets coef (teacher_logprobs - old_logprobs), whose mean over the policy's tokens
-           is -KL(policy || teacher) (Agarwal et al., "On-policy distillation of language models", arXiv 2306.13649;
-           the estimate per token as in Thinking Machines, "On-policy distillation", 2025)
+           is -KL(policy || teacher) (Agarwal et al., arXiv 2306.13649; the estimate per token as in Thinking
+           Machines, "On-policy distillation", 2025)
 full       the loss of a token gets coef KL(policy || teacher), or KL(teacher || policy), over the vocabulary
 top_k      the same over k + 1 outcomes: the teacher's k likeliest tokens, and any other token; a lower bound of full
 """
@@ -67,8 +67,8 @@ class TeachersOnSamples:
         """Transfer the teachers' outputs to the policy, as a column of the samples.
 
         Returns:
-            `distill/kl`, the mean log-prob of the policy minus the teachers', also per teacher if there are several;
-            empty if distributions are compared, whose divergence the update measures.
+            `distill/kl`, the policy's mean log-prob minus the teachers', also per teacher if there are several;
+            empty outside of the policy's ranks, and for kinds full and top_k, where the update measures it.
         """
         policy, distillation = self._policy, self._config.algorithm.distillation
         found = {
