@@ -101,31 +101,17 @@ class LogprobHead:
         )[:, 0]
 
 
-class ValueHead:
-    """Head for state values."""
-
-    def __init__(self, model: PackedModel) -> None:
-        self._model = model
-
-    def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
-        """Return values [t], the scores of the positions that predict the tokens in the loss; 0 elsewhere."""
-        places, rows, _ = _find_predicted(self._model, microbatch)
-        scores = _score(self._model, hidden)
-        return (_combine(self._model, scores[rows], places, microbatch),)
+def compute_values(model: PackedModel, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
+    """Return values [t], the scores of the positions that predict the tokens in the loss; 0 elsewhere."""
+    places, rows, _ = _find_predicted(model, microbatch)
+    return (_combine(model, _score(model, hidden)[rows], places, microbatch),)
 
 
-class PositionScoreHead:
-    """Head for the scores of all positions."""
-
-    def __init__(self, model: PackedModel) -> None:
-        self._model = model
-
-    def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
-        """Return scores [t]."""
-        mine = self._model.own_rows(microbatch)
-        places = torch.arange(mine.start, mine.stop, device=hidden.device)
-        scores = _score(self._model, hidden)
-        return (_combine(self._model, scores, places, microbatch),)
+def compute_scores(model: PackedModel, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
+    """Return the scores of all positions, [t]."""
+    mine = model.own_rows(microbatch)
+    places = torch.arange(mine.start, mine.stop, device=hidden.device)
+    return (_combine(model, _score(model, hidden), places, microbatch),)
 
 
 def _score(model: PackedModel, hidden: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.setup import RoleSetup
-from megatron_rl.training.token_heads import LogprobHead, PositionScoreHead
+from megatron_rl.training.token_heads import LogprobHead, compute_scores
 from megatron_rl.types import Branch
 
 
@@ -98,7 +98,7 @@ class RewardModel:
 
     def __init__(self, setup: RoleSetup) -> None:
         self.model = PackedModel(setup)
-        self.head = PositionScoreHead(self.model)
+        self.head = partial(compute_scores, self.model)
 
     def compute_scores(self, batch: TrainBatch) -> torch.Tensor:
         """Compute the score at the last token of every sequence, [num_rollouts] float32 on every rank; collective.
