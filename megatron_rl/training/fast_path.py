@@ -9,11 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.config.schema import TrainedConfig
-from megatron_rl.models.attention_backends import (
-    choose_attention_backend,
-    find_kernel_failure,
-    list_kernels,
-)
+from megatron_rl.models.attention_backends import choose_attention_backend, find_kernel_failure, list_kernels
 from megatron_rl.models.gpt import choose_transformer_impl, find_transformer_engine_failure
 from megatron_rl.models.transformer_config import DTYPES
 
@@ -40,26 +36,41 @@ def find_fast_paths(
 ) -> list[FastPath]:
     """List whether each part of a role's step uses its fastest implementation."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return [
-        *_find_arithmetic(dtype, device),
-        *find_kernels(dtype, transformer_impl, device, bitwise),
-        *_find_launches(config, device),
-        *_find_overlaps(config, dp_size, device),
-    ]
-
-
-def _find_arithmetic(dtype: str, device: torch.device) -> Iterator[FastPath]:
-    if device.type == "cpu":
-        yield FastPath("arithmetic", dtype, dtype == "float32", "float32 is much faster on CPU", "model.dtype=float32")
+    is_cpu = device.type == "cpu"
+    if is_cpu:
+        arithmetic, gain, needed = dtype, "float32 is much faster on CPU", "float32"
     else:
-        is_fast = dtype == "bfloat16"
-        yield FastPath(
-            "arithmetic",
-            f"{dtype}, gradients and Adam in float32" if is_fast else dtype,
-            is_fast,
-            "matrix products on tensor cores, half the memory",
-            "model.dtype=bfloat16",
+        gain, needed = "matrix products on tensor cores, half the memory", "bfloat16"
+        arithmetic = f"{dtype}, gradients and Adam in float32" if dtype == needed else dtype
+    found = [FastPath("arithmetic", arithmetic, dtype == needed, gain, f"model.dtype={needed}")]
+    found += find_kernels(dtype, transformer_impl, device, bitwise)
+    found.append(
+        FastPath(
+            "step",
+            config.step_mode,
+            is_cpu or config.step_mode == "graph",
+            "no launch per kernel, which binds small microbatches",
+            "step_mode=graph (no expert parallelism)",
         )
+    )
+    if not is_cpu:
+        found.append(FastPath("batches", "copied from pinned memory while the host continues", True))
+    if dp_size > 1:
+        found.append(
+            FastPath(
+                "gradient reduction",
+                "during backward" if config.overlap_grad_reduce else "after backward",
+                config.overlap_grad_reduce or is_cpu,
+                "hidden behind the last backward",
+                "overlap_grad_reduce=true",
+            )
+        )
+    if dp_size > 1 and config.use_distributed_optimizer:
+        gain = (
+            "hidden behind the next forward; not built: rollout and checkpoints read the weights right after the update"
+        )
+        found.append(FastPath("weight gathering", "after the update", is_cpu, gain))
+    return found
 
 
 def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwise: bool = False) -> Iterator[FastPath]:
@@ -121,38 +132,6 @@ def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Ite
                 f"it is installed and fails: {failure}",
                 "reinstall it for this torch and this GPU, or uninstall it",
             )
-
-
-def _find_launches(config: TrainedConfig, device: torch.device) -> Iterator[FastPath]:
-    yield FastPath(
-        "step",
-        config.step_mode,
-        device.type == "cpu" or config.step_mode == "graph",
-        "no launch per kernel, which binds small microbatches",
-        "step_mode=graph (no expert parallelism)",
-    )
-    if device.type == "cuda":
-        yield FastPath("batches", "copied from pinned memory while the host continues", True)
-
-
-def _find_overlaps(config: TrainedConfig, dp_size: int, device: torch.device) -> Iterator[FastPath]:
-    if dp_size == 1:
-        return
-    yield FastPath(
-        "gradient reduction",
-        "during backward" if config.overlap_grad_reduce else "after backward",
-        config.overlap_grad_reduce or device.type == "cpu",
-        "hidden behind the last backward",
-        "overlap_grad_reduce=true",
-    )
-    if config.use_distributed_optimizer:
-        yield FastPath(
-            "weight gathering",
-            "after the update",
-            device.type == "cpu",
-            "hidden behind the next forward; not built: "
-            "rollout and checkpoints read the weights right after the update",
-        )
 
 
 def format_table(paths: Iterable[FastPath]) -> list[str]:
