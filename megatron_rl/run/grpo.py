@@ -171,7 +171,7 @@ class Trainer(Session):
         """Count a step's metrics and write some of its rollouts; collective."""
         headers = samples.headers
         reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
-        self.run.count(describe_rollouts(headers) | samples.metrics | self.policy.describe_packing(samples))
+        self.run.count(describe_rollouts(headers) | samples.metrics | samples.pack(self.policy.packer).metrics)
         self.run.count(describe_sources(headers, [prompt.data_source for prompt in samples.prompts]))
         self.run.count(self.policy.describe_reshard() | samples.measure_bytes())
         batch = self.policy.read(samples, "old_logprobs", "advantages", "values", "update_logprobs", "update_entropy")

@@ -160,8 +160,15 @@ class Optimizer:
         self._found_inf.copy_(~(self.is_sound & norm.isfinite()))
         if self._muon:
             self._muon.update_gradients(self._found_inf)
-        with self._learning_rates_on_device():
+        groups = self.megatron.param_groups
+        numbers = [group["lr"] for group in groups]
+        for group, tensor in zip(groups, self._learning_rates, strict=True):
+            group["lr"] = tensor  # on the device, where a captured step reads the current rate
+        try:
             self.megatron.step_with_ready_grads()
+        finally:
+            for group, number in zip(groups, numbers, strict=True):
+                group["lr"] = number
         return norm
 
     def _compute_norm(self) -> torch.Tensor:
@@ -181,19 +188,6 @@ class Optimizer:
                 dist.all_reduce(square, group=group)
             total = total + square
         return total.sqrt()
-
-    @contextmanager
-    def _learning_rates_on_device(self) -> Iterator[None]:
-        """Set the groups' learning rates to device tensors within the block."""
-        groups = self.megatron.param_groups
-        numbers = [group["lr"] for group in groups]
-        for group, tensor in zip(groups, self._learning_rates, strict=True):
-            group["lr"] = tensor
-        try:
-            yield
-        finally:
-            for group, number in zip(groups, numbers, strict=True):
-                group["lr"] = number
 
 
 def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimizer:

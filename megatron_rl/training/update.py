@@ -65,18 +65,6 @@ def explain_unsound(
     )
 
 
-def explain_lost_gradient(optimizer_step: int, role: str) -> UserError:
-    """Build the error of a gradient norm of exactly 0 although the loss has a gradient at the head's outputs."""
-    return UserError(
-        f"the gradient norm of optimizer step {optimizer_step} is exactly 0, and the gradient of the loss is not",
-        source=f"{role}, the backward pass",
-        expected="a gradient in the parameters that are trained",
-        hint=f"a frozen embedding under {role}.recompute_granularity=full cuts the backward pass off (set none); "
-        "parameters without their tensor_model_parallel mark are left out of the norm; a policy that gives every "
-        "token of the minibatch a probability of 1 has nothing left to learn",
-    )
-
-
 def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: TrainedConfig) -> EagerStep:
     """Build the microbatch runner for the configured `step_mode`."""
     if config.step_mode == "graph":
@@ -178,7 +166,15 @@ class OptimizerStep:
             is_pulled = loss.is_pulled.int()
             dist.all_reduce(is_pulled, op=dist.ReduceOp.MAX, group=groups.world)
             if is_pulled:
-                raise explain_lost_gradient(optimizer.steps + 1, self._role)
+                raise UserError(
+                    f"the gradient norm of optimizer step {optimizer.steps + 1} is exactly 0, and the gradient of the "
+                    "loss is not",
+                    source=f"{self._role}, the backward pass",
+                    expected="a gradient in the parameters that are trained",
+                    hint=f"a frozen embedding under {self._role}.recompute_granularity=full cuts the backward pass off "
+                    "(set none); parameters without their tensor_model_parallel mark are left out of the norm; a "
+                    "policy that gives every token of the minibatch a probability of 1 has nothing left to learn",
+                )
         optimizer.count_step()
         return StepResult(found, norm, lr, loss, minibatch, *moved)
 

@@ -25,6 +25,11 @@ from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.actor import LossFunction
 from megatron_rl.types import Rollout, UserError
 
+_READ_BY_UPDATE = (
+    *("old_logprobs", "ref_logprobs", "advantages", "importance_weights", "chosen"),
+    *("teacher_top_k", "teacher_hidden", "update_logprobs", "update_entropy"),
+)
+
 
 class RoleOnSamples:
     """Role that works on a step's samples; methods that take samples are collective over all ranks."""
@@ -45,10 +50,6 @@ class RoleOnSamples:
     def read(self, samples: Experience, *names: str) -> TrainBatch:
         """Return this rank's share of the samples, with the named columns that exist."""
         return samples.read(self.packer, names)
-
-    def describe_packing(self, samples: Experience) -> dict[str, float]:
-        """Return metrics of the packing."""
-        return samples.pack(self.packer).metrics
 
     def minibatches(self, samples: Experience, epochs: int = 1) -> Iterator[Minibatch]:
         """Yield one minibatch per optimizer step, over `epochs` passes."""
@@ -131,23 +132,7 @@ class ActorOnSamples(PolicyOnSamples):
         samples = minibatch.samples
         if isinstance(loss, AlgorithmConfig):
             self._make_room(samples, loss)
-        self.role.forward_backward(
-            self._read_minibatch(
-                minibatch,
-                (
-                    "old_logprobs",
-                    "ref_logprobs",
-                    "advantages",
-                    "importance_weights",
-                    "chosen",
-                    "teacher_top_k",
-                    "teacher_hidden",
-                    "update_logprobs",
-                    "update_entropy",
-                ),
-            ),
-            loss,
-        )
+        self.role.forward_backward(self._read_minibatch(minibatch, _READ_BY_UPDATE), loss)
         if isinstance(loss, AlgorithmConfig) and samples.old_logprobs is None:
             seen = samples.update_logprobs.values.clone()
             if self.is_here:
