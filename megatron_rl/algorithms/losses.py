@@ -124,14 +124,11 @@ def _call_policy_loss(
         and all(isinstance(part, torch.Tensor) and list(part.shape) == shape for part in (*parts, *metrics.values()))
         and parts[1].dtype == torch.bool
     ):
-        return (
-            parts[0],
-            parts[1],
-            {
-                f"loss/{name}/{metric}": torch.where(inputs.loss_mask, values.detach().float(), 0.0).sum()
-                for metric, values in metrics.items()
-            },
-        )
+        sums = {
+            f"loss/{name}/{metric}": torch.where(inputs.loss_mask, values.detach().float(), 0.0).sum()
+            for metric, values in metrics.items()
+        }
+        return parts[0], parts[1], sums
     words = [*map(_describe, parts), *(f"{metric}: {_describe(values)}" for metric, values in metrics.items())]
     raise UserError(
         f'the policy loss "{name}" returned {", ".join(words) or "nothing"}',

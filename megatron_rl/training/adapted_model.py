@@ -90,22 +90,6 @@ class Adapters:
             torch.distributed.all_reduce(squares[is_expert], group=group)
         return self.shape.scale * (squares[0].double() + squares[1].double()).clamp(min=0.0).sqrt()
 
-    def fill(self, rank: int, path: str | None, seed: int) -> None:
-        """Read the adapters from `path`, saved by PEFT; if it is `None`, draw A and leave B at 0.
-
-        A is uniform in +-1/sqrt(in), as in PEFT, and equal in every layout.
-        """
-        if path is not None:
-            load_adapters(path, self.placements(rank), self.params)
-            return
-        sizes = self.shape.logical_tensors()
-        for p in self.placements(rank):
-            if p.hf_name.endswith("lora_A.weight"):
-                size = sizes[p.hf_name]
-                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {p.hf_name}".encode()))
-                values = (2 * torch.rand(size, generator=generator) - 1) / math.sqrt(size[1])
-                self.params[p.param][box_slices(p.local_box)].copy_(values[box_slices(p.hf_box)])
-
 
 def list_params(stages: torch.nn.Module) -> dict[str, torch.Tensor | QuantizedMatrix]:
     """List a model's parameters by name, including NF4 matrices, excluding adapters."""
@@ -113,14 +97,27 @@ def list_params(stages: torch.nn.Module) -> dict[str, torch.Tensor | QuantizedMa
 
 
 def fill_adapted(model: Any, params: SourceParams, spec: RoleSpec, seed: int) -> None:
-    """Load and freeze the base weights of a `PackedModel`, and initialize its adapters."""
+    """Load and freeze the base weights of a `PackedModel`, and read its adapters from `spec.lora.path`.
+
+    Without a path, B is 0 and A uniform in +-1/sqrt(in), as in PEFT, and equal in every layout.
+    """
     assert model.adapters is not None and spec.lora is not None
     _load(Path(spec.path), model.shape, model.placements(model.rank), params, spec.may_lack)
     freeze_model(model.stages)
     adapters = Adapters.of(model, model.adapters)
     sizes = {name: tuple(p.shape) for name, p in adapters.params.items()}
-    check_placements(adapters.placements(model.rank), sizes, where=f"adapters of megatron {model.groups.at}")
-    adapters.fill(model.rank, spec.lora.path, seed)
+    placements = adapters.placements(model.rank)
+    check_placements(placements, sizes, where=f"adapters of megatron {model.groups.at}")
+    if spec.lora.path is not None:
+        load_adapters(spec.lora.path, placements, adapters.params)
+        return
+    sizes = adapters.shape.logical_tensors()
+    for p in placements:
+        if p.hf_name.endswith("lora_A.weight"):
+            size = sizes[p.hf_name]
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {p.hf_name}".encode()))
+            values = (2 * torch.rand(size, generator=generator) - 1) / math.sqrt(size[1])
+            adapters.params[p.param][box_slices(p.local_box)].copy_(values[box_slices(p.hf_box)])
 
 
 def _load(

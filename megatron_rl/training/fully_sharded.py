@@ -137,7 +137,9 @@ class ShardedAdam(FP32Optimizer):
                 vars(p)["main_param"] = shard
                 self._shards.append((name, p, shard))
         matrices, vectors = ([shard for *_, shard in self._shards if (shard.ndim > 1) == n] for n in (True, False))
-        adam = make_adam([_make_group(matrices, config, 1.0), _make_group(vectors, config, 0.0)])
+        betas = config.adam_beta1, config.adam_beta2
+        shared = dict(betas=betas, eps=config.adam_eps, max_lr=config.lr, min_lr=config.min_lr, lr_mult=1.0)
+        adam = make_adam([dict(params=matrices, wd_mult=1.0, **shared), dict(params=vectors, wd_mult=0.0, **shared)])
         super().__init__(adam, config, lambda optimizer, config: None)  # states are allocated in the first step
         self.tp_group, self.grad_stats_parallel_group = groups.tp, groups.world
 
@@ -163,18 +165,6 @@ class ShardedAdam(FP32Optimizer):
         if self._has_copies and self._groups.collection.embd is not None:
             _sum(copies, self._groups.collection.embd)
         return False
-
-
-def _make_group(params: list[torch.nn.Parameter], config: OptimizerConfig, wd_mult: float) -> dict[str, Any]:
-    return dict(
-        params=params,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        max_lr=config.lr,
-        min_lr=config.min_lr,
-        lr_mult=1.0,
-        wd_mult=wd_mult,
-    )
 
 
 def _sum(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:

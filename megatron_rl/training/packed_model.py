@@ -62,9 +62,9 @@ class PackedModel(LaidOutModel):
     """
 
     def __init__(self, setup: RoleSetup) -> None:
-        spec, groups = setup.spec, setup.groups
-        assert setup.shape.has_score_head == (spec.head != "logprob"), "the shape of another head"
-        super().__init__(spec, setup.shape, groups.layout, groups.at.dp)
+        spec, shape, groups = setup.spec, setup.shape, setup.groups
+        assert shape.has_score_head == (spec.head != "logprob"), "the shape of another head"
+        super().__init__(spec, shape, groups.layout, groups.at.dp)
         self.groups, at = groups, groups.at
         # Dropout is 0, yet megatron-core forks these RNG streams on every forward.
         model_parallel_cuda_manual_seed(
@@ -72,7 +72,7 @@ class PackedModel(LaidOutModel):
         )
         self.transformer_impl = choose_transformer_impl(setup.model.transformer_impl)
         self.config = build_transformer_config(
-            setup.shape,
+            shape,
             groups.layout,
             dtype=DTYPES[setup.model.dtype],
             sequence_parallel=spec.settings.sequence_parallel,
@@ -82,13 +82,7 @@ class PackedModel(LaidOutModel):
             use_transformer_engine=self.transformer_impl == "transformer_engine",
         )
         build = partial(
-            build_gpt_stages,
-            setup.shape,
-            self.config,
-            groups,
-            self.transformer_impl,
-            spec.batch_invariant,
-            self.adapters,
+            build_gpt_stages, shape, self.config, groups, self.transformer_impl, spec.batch_invariant, self.adapters
         )
         if self.is_fully_sharded:
             from megatron_rl.training.fully_sharded import build_sharded
@@ -99,11 +93,11 @@ class PackedModel(LaidOutModel):
         self.device = next(self.stages.parameters()).device
         self._fill(spec, setup.seed)
         self.routing: Routing | None = None
-        if setup.shape.num_experts:
+        if shape.num_experts:
             from megatron_rl.training.router_replay import Routing
 
             sequence_parallel = spec.settings.sequence_parallel
-            self.routing = Routing(setup.shape, groups, sequence_parallel=sequence_parallel, device=self.device)
+            self.routing = Routing(shape, groups, sequence_parallel=sequence_parallel, device=self.device)
         self.stream: torch.cuda.Stream | None = None
         self.ddp: list[DistributedDataParallel] = []
         if spec.trainable and not self.is_fully_sharded:

@@ -29,8 +29,17 @@ class TeacherDivergence:
 
     def __init__(self, model: PackedModel, teacher: LearnedTeacher) -> None:
         self._direction, self._weight = teacher.config.direction, None
-        if teacher.config.kind == "full" and model.groups.is_last_stage:
-            self._weight = _load_output_weight(model, teacher)
+        if teacher.config.kind != "full" or not model.groups.is_last_stage:
+            return
+        tp_size, shape = model.layout.tp_size, replace(teacher.shape, vocab_size=model.shape.vocab_size)
+        source = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
+        table = megatron_placements(shape, ParallelLayout(tp_size, tp_size=tp_size), model.groups.at.tp)
+        boxes = [box for box in table if box.hf_name == source]
+        stage = model.stages[-1]
+        assert isinstance(stage, HiddenStatesModel), "it is a language model"
+        size = len(stage.output_weight), shape.hidden_size
+        self._weight = torch.zeros(size, dtype=model.dtype, device=model.device)
+        load_weights(Path(teacher.path), teacher.shape, boxes, {boxes[0].param: self._weight})
 
     def __call__(
         self,
@@ -73,16 +82,3 @@ def _take(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tenso
     """Return rows `places` of `values`, zero-padded to `count` rows; a place past the end gives an arbitrary row."""
     found = values[places.clamp(max=len(values) - 1)]
     return F.pad(found, [0, 0] * (found.dim() - 1) + [0, count - len(found)])
-
-
-def _load_output_weight(model: PackedModel, teacher: LearnedTeacher) -> torch.Tensor:
-    """Load the teacher's output rows for this rank's vocabulary shard, [v/tp, teacher's h]."""
-    tp_size, shape = model.layout.tp_size, replace(teacher.shape, vocab_size=model.shape.vocab_size)
-    source = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
-    table = megatron_placements(shape, ParallelLayout(tp_size, tp_size=tp_size), model.groups.at.tp)
-    boxes = [box for box in table if box.hf_name == source]
-    stage = model.stages[-1]
-    assert isinstance(stage, HiddenStatesModel), "it is a language model"
-    weight = torch.zeros(len(stage.output_weight), shape.hidden_size, dtype=model.dtype, device=model.device)
-    load_weights(Path(teacher.path), teacher.shape, boxes, {boxes[0].param: weight})
-    return weight

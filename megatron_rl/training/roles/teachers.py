@@ -54,14 +54,13 @@ class TeachersOnSamples:
         parts = {name: samples.select(groups) for name, groups in chosen.items() if groups}
         for name, (part, _) in parts.items():
             self._teachers[name].read(part)  # send tokens to all teachers before one computes
-        samples.lessons = [
-            _Lesson(name, part, order, self._teachers[name].compute(partial(self._compute, name), part))
-            for name, (part, order) in parts.items()
-        ]
-
-    def _compute(self, name: str, batch: TrainBatch) -> torch.Tensor:
-        vocab_size = self._policy.model.shape.vocab_size
-        return ask_teacher(self._teachers[name].role, self._config.algorithm.distillation, vocab_size, batch)
+        given = self._config.algorithm.distillation, self._policy.model.shape.vocab_size
+        lessons = []
+        for name, (part, order) in parts.items():
+            teacher = self._teachers[name]
+            column = teacher.compute(partial(ask_teacher, teacher.role, *given), part)
+            lessons.append(_Lesson(name, part, order, column))
+        samples.lessons = lessons
 
     def teach(self, samples: Experience) -> dict[str, float]:
         """Transfer the teachers' outputs to the policy, as a column of the samples.
