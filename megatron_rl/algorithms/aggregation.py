@@ -86,11 +86,9 @@ def build_ledger(
 ) -> LossLedger:
     """Compute the counts and the weight sum that the losses of one minibatch must match.
 
-    A fully masked response (length 0) still counts as a sequence, so it shrinks the loss in per-sequence modes. Modes
-    from plugins have denominator 1.
+    A fully masked response (length 0) still counts as a sequence. Modes from plugins have denominator 1.
 
     Args:
-        mode: `algorithm.loss_agg_mode`.
         response_lengths_in_loss: tokens in the loss per response of the global minibatch.
         max_response_length: the constant of mode "constant".
     """

@@ -9,8 +9,7 @@ function receives an instance as `inputs.options`. Declare a field as `alpha: fl
 option(0.5, "what it does", "unit")` with `option` of `megatron_rl.config.schema`.
 
 With one optimizer step per pass over the samples, the first pass of the update runs before any weight changes, and
-`old_logprobs` come from it unless something reads them earlier (`plan_old_logprobs`). That saves a forward pass
-per step.
+`old_logprobs` come from it unless something reads them earlier (`plan_old_logprobs`).
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ def register_loss_aggregation(
     """Register `aggregation(inputs)` as algorithm.loss_agg_mode = `name`; a decorator.
 
     The aggregation returns one token weight per response of a minibatch, [num_seqs], and optionally a dict of numbers,
-    logged as `aggregation/<name>/<metric>`. It must be a pure function: every rank and the ledger call it.
+    logged as `aggregation/<name>/<metric>`. It must be a pure function: every rank calls it.
 
     Raises:
         UserError: the name is taken, or `options` is invalid.
@@ -216,11 +215,11 @@ def _find_early_reader(config: RunConfig, estimator: RegisteredEstimator) -> str
 
 
 def find_early_reader_of_loss(algorithm: AlgorithmConfig, minibatches: int, *, has_branches: bool) -> str:
-    """Return the reason, in words, why the loss needs `old_logprobs` earlier than from the update's first pass, or "".
+    """Return the reason why the loss needs `old_logprobs` before the update's first pass can provide them; "" if none.
 
     Args:
         minibatches: optimizer steps per epoch.
-        has_branches: a forked episode has several sequences, which may be in different microbatches.
+        has_branches: an episode may have several sequences, in different microbatches.
     """
     if minibatches > 1:
         return f"an epoch has {minibatches} optimizer steps, and all but the first have changed weights"

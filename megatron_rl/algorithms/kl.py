@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KL(policy || reference) per token, and controllers of the KL coefficient.
 
-Estimators: J. Schulman, "Approximating KL Divergence" (2020), with log r = ref_logprobs - logprobs.
+Estimators: J. Schulman, "Approximating KL Divergence" (2020).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MAX_ERROR = 0.2
 
 
 def compute_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kl_type: str) -> torch.Tensor:
-    """Estimate the KL divergence per token, [t].
+    """Estimate the KL divergence per token, [t], with log r = ref_logprobs - logprobs.
 
         k1 = -log r            unbiased, high variance
         k2 = (log r)^2 / 2     biased, low variance
@@ -45,14 +45,14 @@ class KLController:
         self.coef = coef
 
     def update(self, measured_kl: float, num_responses: int) -> None:
-        """Do nothing; `AdaptiveKL` adapts the coefficient to the KL of this step's responses."""
+        """Do nothing: the coefficient is constant."""
 
     def state_dict(self) -> dict[str, float]:
         """Return an empty state: the config has the coefficient."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore a saved state; no-op for a constant coefficient."""
+        """Do nothing: the coefficient is constant."""
 
 
 class AdaptiveKL(KLController):
@@ -76,7 +76,7 @@ class AdaptiveKL(KLController):
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the coefficient; a constant controller's empty state changes nothing."""
+        """Restore the coefficient; an empty state changes nothing."""
         self.coef = state.get("coef", self.coef)
 
 

@@ -124,14 +124,11 @@ def _call_policy_loss(
         and all(isinstance(part, torch.Tensor) and list(part.shape) == shape for part in (*parts, *metrics.values()))
         and parts[1].dtype == torch.bool
     ):
-        return (
-            parts[0],
-            parts[1],
-            {
-                f"loss/{name}/{metric}": torch.where(inputs.loss_mask, values.detach().float(), 0.0).sum()
-                for metric, values in metrics.items()
-            },
-        )
+        sums = {
+            f"loss/{name}/{metric}": torch.where(inputs.loss_mask, values.detach().float(), 0.0).sum()
+            for metric, values in metrics.items()
+        }
+        return parts[0], parts[1], sums
     words = [*map(_describe, parts), *(f"{metric}: {_describe(values)}" for metric, values in metrics.items())]
     raise UserError(
         f'the policy loss "{name}" returned {", ".join(words) or "nothing"}',
@@ -233,7 +230,7 @@ def compute_dppo_tv_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> t
 def compute_dppo_kl_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the loss of `compute_dppo_tv_loss` with the binary KL divergence as distance (DPPO, arXiv 2602.04879).
 
-    D_t = p_old,t log(p_old,t / p_t) + (1 - p_old,t) log((1 - p_old,t) / (1 - p_t))
+    D_t = p_old,t log(p_old,t / p_t) + (1 - p_old,t) log((1 - p_old,t) / (1 - p_t))     p the probability of the token
     """
     logprobs, old_logprobs = inputs.logprobs.detach(), inputs.old_logprobs
     p, old = logprobs.exp(), old_logprobs.exp()

@@ -44,7 +44,7 @@ def finish_mismatch(sums: dict[str, float], maximum: float) -> dict[str, float]:
 
 
 def has_importance_weights(config: AlgorithmConfig) -> bool:
-    """Return whether the config corrects for the mismatch with the engine by weights, or rejects responses by it."""
+    """Return whether the config demands importance weights or the rejection of responses."""
     return config.importance_sampling not in ("none", "bypass") or config.reject_sequence_above is not None
 
 
@@ -61,22 +61,22 @@ def compute_importance_weights(
         token-truncate       min(w_t, high)                   truncated importance sampling (Yao et al., "Your efficient
                                                               RL framework secretly brings you off-policy", 2025)
         token-mask           w_t, or 0 outside [low, high]    IcePop (Ring-1T, 2025)
-        sequence-truncate    min(w_i, high)                   w_i = exp(mean_t d_t), over its tokens in the loss
+        sequence-truncate    min(w_i, high)                   w_i = exp(mean_t d_t), over the response's loss tokens
         sequence-mask        w_i, or 0 outside [low, high]
         product-truncate     min(w_i, high)                   w_i = exp(sum_t d_t), unbiased, of high variance;
         product-mask         w_i, or 0 outside [low, high]    the sum is bounded to +-20
 
-    d_t = old_logprobs_t - rollout_logprobs_t, and w_t = exp(d_t). `reject_sequence_above` zeroes the weights of a
-    response with a larger |d_t|, in any mode. A masked token still counts in the loss's denominators: masking shrinks
-    the step. With `bypass`, only rejection yields weights.
+    d_t = old_logprobs_t - rollout_logprobs_t, and w_t = exp(d_t). `reject_sequence_above` zeroes all weights of a
+    response that has a larger |d_t|, in any mode; other weights are 1 in modes none and bypass. Masked tokens still
+    count in the loss's denominators.
 
     Args:
         old_logprobs, rollout_logprobs: [t]; ignored at masked positions.
-        responses: tokens of each rollout, all branches included; modes sequence and product give it one weight.
+        responses: tokens of each rollout, all branches included; in modes sequence and product they share a weight.
 
     Returns:
         [t] float32 weights, 0 outside the mask, and 0-d sums over this rank for `finish_importance_weights`; `None` and
-        {} without `has_importance_weights`. No device sync.
+        {} unless `has_importance_weights(config)`. No device sync.
     """
     mode, threshold = config.importance_sampling, config.reject_sequence_above
     if not has_importance_weights(config):
@@ -120,10 +120,7 @@ def normalize_weights(weights: torch.Tensor, sums: dict[str, float]) -> torch.Te
 
 
 def finish_importance_weights(sums: dict[str, float]) -> dict[str, float]:
-    """Compute the metrics of importance weights from global sums.
-
-    These are the fractions of truncated, masked and rejected weights, and the mean before normalization.
-    """
+    """Compute the fractions of truncated, masked and rejected weights, and their mean before normalization."""
     if not sums:
         return {}
     tokens, sequences = max(sums["tokens"], 1.0), max(sums["sequences"], 1.0)

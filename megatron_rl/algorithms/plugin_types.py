@@ -134,7 +134,7 @@ def number_segments(sequence_ids: torch.Tensor) -> torch.Tensor:
 
 
 def sum_per_segment(values: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-    """Give every token the sum over its segment, [t] float64, for which a GPU's order of additions has no effect."""
+    """Give every token the sum over its segment, [t] float64, because a GPU adds in arbitrary order."""
     sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)
     return sums.index_add(0, segments, values.double())[segments]
 

@@ -155,7 +155,7 @@ class Trainer(Session):
         """Add a step's metrics to the run's record and write some of its rollouts to the log; collective."""
         headers = samples.headers
         reasons = choose_logged(headers, self.config.trainer.log_rollouts, step)
-        self.run.count(describe_rollouts(headers) | samples.metrics | self.policy.describe_packing(samples))
+        self.run.count(describe_rollouts(headers) | samples.metrics | samples.pack(self.policy.packer).metrics)
         self.run.count(describe_sources(headers, [prompt.data_source for prompt in samples.prompts]))
         self.run.count(self.policy.describe_reshard() | samples.measure_bytes())
         batch = self.policy.read(samples, "old_logprobs", "advantages", "values", "update_logprobs", "update_entropy")

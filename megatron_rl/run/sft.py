@@ -80,7 +80,7 @@ class SftTrainer:
                     self.run.count(self.actor.optim_step())
                 headers = samples.headers
                 self.run.count(
-                    self.actor.describe_packing(samples)
+                    samples.pack(self.actor.packer).metrics
                     | {
                         "tokens/prompt": int(headers["num_prompt_tokens"].sum()),
                         "tokens/response": int(headers.num_response_tokens.sum()),

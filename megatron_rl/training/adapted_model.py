@@ -30,11 +30,11 @@ from megatron_rl.weights.shard_box import ShardBox, box_slices, check_placements
 
 @dataclass(frozen=True)
 class Adapters:
-    """Trained parameters of a rank: adapters and the score head, if any; a `SavedModel`.
+    """Trained parameters of a rank under LoRA: adapters and, if any, the score head.
 
     Attributes:
-        placements: box table of the adapters for any rank of the layout.
-        shard_key: equal for ranks with equal tables.
+        placements: (rank) -> slices of checkpoint tensors that the rank's adapters hold.
+        shard_key: (rank) -> key, equal for equal placements.
     """
 
     shape: AdapterShape
@@ -76,9 +76,9 @@ class Adapters:
 
     @torch.no_grad()
     def measure_norm(self) -> torch.Tensor:
-        """Compute the Frobenius norm of all s B A, [] float64; collective over the role.
+        """Compute the Frobenius norm of all s B A (s the LoRA scale), [] float64; collective over the role.
 
-        |B A|^2 is the sum of (A A^T) * (B^T B), both r x r, which add up over tensor parallel ranks.
+        |B A|^2 = sum((A A^T) * (B^T B)), which adds up over tensor parallel ranks.
         """
         squares = {is_expert: torch.zeros((), device=next(self.stages.parameters()).device) for is_expert in (0, 1)}
         for name, module in self.stages.named_modules():
@@ -90,23 +90,6 @@ class Adapters:
             torch.distributed.all_reduce(squares[is_expert], group=group)
         return self.shape.scale * (squares[0].double() + squares[1].double()).clamp(min=0.0).sqrt()
 
-    def fill(self, rank: int, path: str | None, seed: int) -> None:
-        """Initialize from PEFT files, or B with zeros and A uniform in +-1/sqrt(in) like PEFT's, equal in every layout.
-
-        Args:
-            path: directory saved by PEFT; random initialization if `None`.
-        """
-        if path is not None:
-            load_adapters(path, self.placements(rank), self.params)
-            return
-        sizes = self.shape.logical_tensors()
-        for p in self.placements(rank):
-            if p.hf_name.endswith("lora_A.weight"):
-                size = sizes[p.hf_name]
-                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {p.hf_name}".encode()))
-                values = (2 * torch.rand(size, generator=generator) - 1) / math.sqrt(size[1])
-                self.params[p.param][box_slices(p.local_box)].copy_(values[box_slices(p.hf_box)])
-
 
 def list_params(stages: torch.nn.Module) -> dict[str, torch.Tensor | QuantizedMatrix]:
     """List a model's parameters by name, including NF4 matrices, excluding adapters."""
@@ -114,14 +97,27 @@ def list_params(stages: torch.nn.Module) -> dict[str, torch.Tensor | QuantizedMa
 
 
 def fill_adapted(model: Any, params: SourceParams, spec: RoleSpec, seed: int) -> None:
-    """Load and freeze the base weights of a `PackedModel`, and initialize its adapters."""
+    """Load and freeze the base weights of a `PackedModel`, and read its adapters from `spec.lora.path`.
+
+    Without a path, B is 0 and A uniform in +-1/sqrt(in), as in PEFT, and equal in every layout.
+    """
     assert model.adapters is not None and spec.lora is not None
     _load(Path(spec.path), model.shape, model.placements(model.rank), params, spec.may_lack)
     freeze_model(model.stages)
     adapters = Adapters.of(model, model.adapters)
     sizes = {name: tuple(p.shape) for name, p in adapters.params.items()}
-    check_placements(adapters.placements(model.rank), sizes, where=f"adapters of megatron {model.groups.at}")
-    adapters.fill(model.rank, spec.lora.path, seed)
+    placements = adapters.placements(model.rank)
+    check_placements(placements, sizes, where=f"adapters of megatron {model.groups.at}")
+    if spec.lora.path is not None:
+        load_adapters(spec.lora.path, placements, adapters.params)
+        return
+    sizes = adapters.shape.logical_tensors()
+    for p in placements:
+        if p.hf_name.endswith("lora_A.weight"):
+            size = sizes[p.hf_name]
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {p.hf_name}".encode()))
+            values = (2 * torch.rand(size, generator=generator) - 1) / math.sqrt(size[1])
+            adapters.params[p.param][box_slices(p.local_box)].copy_(values[box_slices(p.hf_box)])
 
 
 def _load(
@@ -148,7 +144,7 @@ def _load(
 
 
 def merge_adapters(stages: torch.nn.Module) -> dict[str, MergedParam]:
-    """Map each adapted weight's name to its lazily merged parameter."""
+    """Return the weights that have adapters, by parameter name; each is merged when it is read."""
     return {
         matrix.param: MergedParam(matrix.weight, matrix.scale, matrix.parts)
         for name, module in stages.named_modules()

@@ -50,14 +50,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Captured:
-    """CUDA graph with its result and gather buffers."""
+    """CUDA graph with its result and megatron-core's buffers that it uses."""
 
     graph: torch.cuda.CUDAGraph
     result: torch.Tensor
     buffers: list[torch.Tensor]
 
     def replay(self) -> torch.Tensor:
-        """Replay the graph and return a copy of the result, which the next replay may overwrite."""
+        """Replay the graph and return a copy of its result."""
         self.graph.replay()
         return self.result.clone()
 
@@ -96,7 +96,16 @@ class GraphStep(StaticStep):
     def prepare(self, minibatch: TrainBatch, loss: StepLoss) -> None:
         """Capture the missing graphs of a minibatch; leaves arbitrary values in the gradient buffers."""
         if self._finish is None:
-            self._make_rng_capturable()
+            # Generators that can be captured; dropout is 0, so their states do not matter.
+            at, experts = self.model.groups.at, self.model.groups.expert_at
+            model_parallel_cuda_manual_seed(
+                torch.cuda.initial_seed() % (1 << 31),
+                use_cudagraphable_rng=True,
+                tp_rank=at.tp,
+                ep_rank=experts.ep,
+                etp_rank=experts.tp,
+                force_reset_rng=True,
+            )
         if self._settings.setdefault(loss.name, loss.settings) != loss.settings:
             log.warning("the settings of the %s loss have changed: its graphs are captured again", loss.name)
             self._graphs = {key: found for key, found in self._graphs.items() if key[0] != loss.name}
@@ -108,7 +117,17 @@ class GraphStep(StaticStep):
                 missing.add(key)
         in_order = [(key, needed[key]) for key in needed if key in missing]  # equal on all ranks
         for key, microbatch in sorted(in_order, key=lambda item: -len(item[1].tokens)):
-            self._prepare_shape(key, microbatch, loss)
+            name, groups = describe_shape(microbatch), self.model.groups
+            if self._memory_limit is not None:
+                # Of the ranks in the capture's collectives.
+                group = groups.world if self._reduces(key) else groups.collection.tp_cp
+                if self._agree(self.memory_bytes >= self._memory_limit, group):
+                    log.warning("no CUDA graph for microbatches of %s: the graphs hold all of graph_memory_gib", name)
+                    self._uncaptured.add(key)
+                    continue
+            self.optimizer.zero_grad()
+            self._graphs[key] = self._capture_microbatch(key, microbatch, loss, f"a microbatch of {name}")
+            log.info("captured a CUDA graph for microbatches of %s; all hold %.2f GiB", name, self.memory_bytes / _GIB)
         if self._finish is None:
             self.optimizer.is_sound.fill_(False)  # Adam allocates its states and changes no weight
             self._warm_up(self.optimizer.finish)
@@ -121,19 +140,6 @@ class GraphStep(StaticStep):
     def _reduces(self, key: Key) -> bool:
         """Whether the graph of this key reduces gradients over all data parallel ranks."""
         return self.model.reduces_early and bool(key[-1])
-
-    def _prepare_shape(self, key: Key, microbatch: TrainBatch, loss: StepLoss) -> None:
-        name, groups = describe_shape(microbatch), self.model.groups
-        if self._memory_limit is not None:
-            # Of the ranks in the capture's collectives.
-            group = groups.world if self._reduces(key) else groups.collection.tp_cp
-            if self._agree(self.memory_bytes >= self._memory_limit, group):
-                log.warning("no CUDA graph for microbatches of %s: the graphs hold all of graph_memory_gib", name)
-                self._uncaptured.add(key)
-                return
-        self.optimizer.zero_grad()
-        self._graphs[key] = self._capture_microbatch(key, microbatch, loss, f"a microbatch of {name}")
-        log.info("captured a CUDA graph for microbatches of %s; all hold %.2f GiB", name, self.memory_bytes / _GIB)
 
     def _capture_microbatch(self, key: Key, microbatch: TrainBatch, loss: StepLoss, name: str) -> Any:
         static = self._inputs.load(microbatch)
@@ -163,18 +169,6 @@ class GraphStep(StaticStep):
         """Replay `Optimizer.finish` from its graph."""
         assert self._finish is not None, "prepare comes first"
         return self._finish.replay()
-
-    def _make_rng_capturable(self) -> None:
-        """Make the RNG generators capturable; dropout is 0, so their states do not matter."""
-        at, expert_at = self.model.groups.at, self.model.groups.expert_at
-        model_parallel_cuda_manual_seed(
-            torch.cuda.initial_seed() % (1 << 31),
-            use_cudagraphable_rng=True,
-            tp_rank=at.tp,
-            ep_rank=expert_at.ep,
-            etp_rank=expert_at.tp,
-            force_reset_rng=True,
-        )
 
     def _warm_up(self, *functions: Callable[[], torch.Tensor]) -> None:
         current = torch.cuda.current_stream()
@@ -291,7 +285,7 @@ class StageGraphStep(GraphStep):
     def _step_forward(
         self, loss: StepLoss, slots: Iterator[int], batches: Iterator[TrainBatch], module: Any
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """Replay the forward graph of the next microbatch and slot; otherwise as `PackedModel.forward_step`."""
+        """Replay the forward graph of the next microbatch, or run `PackedModel.forward_step` if there is none."""
         microbatch, slot = next(batches), next(slots)
         static = self._inputs.load(microbatch, slot)
         graphs = self._graphs.get((loss.name, find_shape(microbatch), slot))

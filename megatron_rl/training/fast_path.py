@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report of the active and missing fast paths of a training step; needs no process group."""
+"""Report of which parts of a training step use their fastest implementation; needs no process group."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.config.schema import TrainedConfig
-from megatron_rl.models.attention_backends import (
-    choose_attention_backend,
-    find_kernel_failure,
-    list_kernels,
-)
+from megatron_rl.models.attention_backends import choose_attention_backend, find_kernel_failure, list_kernels
 from megatron_rl.models.gpt import choose_transformer_impl, find_transformer_engine_failure
 from megatron_rl.models.transformer_config import DTYPES
 
 
 @dataclass(frozen=True)
 class FastPath:
-    """Status of one fast path.
+    """Whether one part of a training step uses its fastest implementation, the fast path.
 
     Attributes:
         is_fast: no better implementation exists for this machine.
-        brings: benefit of a fast path that is missing.
+        brings: benefit of the fast path, if it is missing.
         advice: how to enable it; empty if unavailable here.
     """
 
@@ -38,32 +34,47 @@ class FastPath:
 def find_fast_paths(
     config: TrainedConfig, dtype: str, transformer_impl: str = "auto", dp_size: int = 1, bitwise: bool = False
 ) -> list[FastPath]:
-    """List all fast paths that a role's step may use."""
+    """List whether each part of a role's step uses its fastest implementation."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return [
-        *_find_arithmetic(dtype, device),
-        *find_kernels(dtype, transformer_impl, device, bitwise),
-        *_find_launches(config, device),
-        *_find_overlaps(config, dp_size, device),
-    ]
-
-
-def _find_arithmetic(dtype: str, device: torch.device) -> Iterator[FastPath]:
-    if device.type == "cpu":
-        yield FastPath("arithmetic", dtype, dtype == "float32", "float32 is much faster on CPU", "model.dtype=float32")
+    is_cpu = device.type == "cpu"
+    if is_cpu:
+        arithmetic, gain, needed = dtype, "float32 is much faster on CPU", "float32"
     else:
-        is_fast = dtype == "bfloat16"
-        yield FastPath(
-            "arithmetic",
-            f"{dtype}, gradients and Adam in float32" if is_fast else dtype,
-            is_fast,
-            "matrix products on tensor cores, half the memory",
-            "model.dtype=bfloat16",
+        gain, needed = "matrix products on tensor cores, half the memory", "bfloat16"
+        arithmetic = f"{dtype}, gradients and Adam in float32" if dtype == needed else dtype
+    found = [FastPath("arithmetic", arithmetic, dtype == needed, gain, f"model.dtype={needed}")]
+    found += find_kernels(dtype, transformer_impl, device, bitwise)
+    found.append(
+        FastPath(
+            "step",
+            config.step_mode,
+            is_cpu or config.step_mode == "graph",
+            "no launch per kernel, which binds small microbatches",
+            "step_mode=graph (no expert parallelism)",
         )
+    )
+    if not is_cpu:
+        found.append(FastPath("batches", "copied from pinned memory while the host continues", True))
+    if dp_size > 1:
+        found.append(
+            FastPath(
+                "gradient reduction",
+                "during backward" if config.overlap_grad_reduce else "after backward",
+                config.overlap_grad_reduce or is_cpu,
+                "hidden behind the last backward",
+                "overlap_grad_reduce=true",
+            )
+        )
+    if dp_size > 1 and config.use_distributed_optimizer:
+        gain = (
+            "hidden behind the next forward; not built: rollout and checkpoints read the weights right after the update"
+        )
+        found.append(FastPath("weight gathering", "after the update", is_cpu, gain))
+    return found
 
 
 def find_kernels(dtype: str, transformer_impl: str, device: torch.device, bitwise: bool = False) -> Iterator[FastPath]:
-    """List the fast paths that do not depend on a role's settings."""
+    """Report on the parts of a step that do not depend on a role's settings."""
     is_cpu = device.type == "cpu"
     attention = "tiled" if bitwise else choose_attention_backend(device, DTYPES[dtype])
     yield from _find_broken(dtype, transformer_impl, device)
@@ -123,40 +134,8 @@ def _find_broken(dtype: str, transformer_impl: str, device: torch.device) -> Ite
             )
 
 
-def _find_launches(config: TrainedConfig, device: torch.device) -> Iterator[FastPath]:
-    yield FastPath(
-        "step",
-        config.step_mode,
-        device.type == "cpu" or config.step_mode == "graph",
-        "no launch per kernel, which binds small microbatches",
-        "step_mode=graph (no expert parallelism)",
-    )
-    if device.type == "cuda":
-        yield FastPath("batches", "copied from pinned memory while the host continues", True)
-
-
-def _find_overlaps(config: TrainedConfig, dp_size: int, device: torch.device) -> Iterator[FastPath]:
-    if dp_size == 1:
-        return
-    yield FastPath(
-        "gradient reduction",
-        "during backward" if config.overlap_grad_reduce else "after backward",
-        config.overlap_grad_reduce or device.type == "cpu",
-        "hidden behind the last backward",
-        "overlap_grad_reduce=true",
-    )
-    if config.use_distributed_optimizer:
-        yield FastPath(
-            "weight gathering",
-            "after the update",
-            device.type == "cpu",
-            "hidden behind the next forward; not built: "
-            "rollout and checkpoints read the weights right after the update",
-        )
-
-
 def format_table(paths: Iterable[FastPath]) -> list[str]:
-    """Format fast paths as table lines."""
+    """Format a report as table lines."""
     rows = [("fast path", "active", "missing")]
     for path in paths:
         missing = "" if path.is_fast else f"{path.brings} ({path.advice})" if path.advice else path.brings

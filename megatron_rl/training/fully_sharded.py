@@ -3,8 +3,7 @@
 
 Embedding, last norm and output layer stay gathered until the pass ends. Expert-parallel experts are gathered from their
 replicas only. Gradients are reduced in every microbatch's backward. Parameters without gradients (router biases, a few
-float32 values) are replicated. A trained bfloat16 model has float32 shards, cast to bfloat16 for the gather. For the
-placement of rows see `weights/megatron_layout.py`.
+float32 values) are replicated. A trained bfloat16 model has float32 shards, cast to bfloat16 for the gather.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def build_sharded(
 
 
 def _cut_matrices(param: torch.nn.Parameter) -> Shard | None:
-    """Return FSDP's placement of a parameter: experts [e, m, n] are split by rows m, others by default."""
+    """Return the dimension that FSDP splits: rows m of experts [e, m, n]; `None`, the default, for other parameters."""
     return Shard(1) if param.ndim == 3 else None
 
 
@@ -138,7 +137,9 @@ class ShardedAdam(FP32Optimizer):
                 vars(p)["main_param"] = shard
                 self._shards.append((name, p, shard))
         matrices, vectors = ([shard for *_, shard in self._shards if (shard.ndim > 1) == n] for n in (True, False))
-        adam = make_adam([_make_group(matrices, config, 1.0), _make_group(vectors, config, 0.0)])
+        betas = config.adam_beta1, config.adam_beta2
+        shared = dict(betas=betas, eps=config.adam_eps, max_lr=config.lr, min_lr=config.min_lr, lr_mult=1.0)
+        adam = make_adam([dict(params=matrices, wd_mult=1.0, **shared), dict(params=vectors, wd_mult=0.0, **shared)])
         super().__init__(adam, config, lambda optimizer, config: None)  # states are allocated in the first step
         self.tp_group, self.grad_stats_parallel_group = groups.tp, groups.world
 
@@ -166,20 +167,8 @@ class ShardedAdam(FP32Optimizer):
         return False
 
 
-def _make_group(params: list[torch.nn.Parameter], config: OptimizerConfig, wd_mult: float) -> dict[str, Any]:
-    return dict(
-        params=params,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        max_lr=config.lr,
-        min_lr=config.min_lr,
-        lr_mult=1.0,
-        wd_mult=wd_mult,
-    )
-
-
 def _sum(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """All-reduce tensors in one flat message."""
+    """All-reduce tensors in place, in one flat message."""
     found = [x for x in tensors if x.numel()]
     if found:
         flat = torch.cat([x.flatten() for x in found])

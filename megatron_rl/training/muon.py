@@ -153,7 +153,7 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _group_by_param(table: Iterable[ShardBox]) -> dict[str, list[ShardBox]]:
-    """Group boxes by parameter, with the expert index as leading dimension."""
+    """Group boxes by parameter; the index of an expert becomes the box's leading dimension."""
     found: dict[str, list[ShardBox]] = {}
     for box in table:
         param, expert = find_fused(box.param)

@@ -79,7 +79,7 @@ class Optimizer:
         self.steps += 1
 
     def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
-        """Continue at a saved position of the schedule, whose shape may have changed."""
+        """Continue after `steps` optimizer steps, with the present config's learning rate at the saved position."""
         self.steps = steps
         self.scheduler.num_steps = schedule["num_steps"]
         self.scheduler.step(0)  # recomputes the learning rate by the present config
@@ -90,7 +90,7 @@ class Optimizer:
         return [buffer for module in modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
 
     def release(self) -> None:
-        """Drop gradients and offload states for generation, as configured."""
+        """Free the gradients' memory and offload Adam's states, as configured, until `restore`."""
         if self._offloads_gradients and not self._ddp:
             self.megatron.zero_grad()
         for buffer in self._list_buffers():
@@ -105,7 +105,7 @@ class Optimizer:
         self._is_released = True
 
     def restore(self) -> None:
-        """Reload released memory, if any, before an update."""
+        """Undo `release`; does nothing if nothing is released."""
         if not self._is_released:
             return
         for buffer in self._list_buffers():
@@ -141,7 +141,7 @@ class Optimizer:
 
     @torch.no_grad()
     def finish(self) -> torch.Tensor:
-        """Reduce, clip and update if `is_sound` and the norm is finite; no host sync, collective over the role.
+        """Reduce and clip gradients; update if `is_sound` and their norm is finite. No host sync; collective.
 
         Returns:
             Global gradient norm before clipping, 0-d float32.
@@ -160,8 +160,15 @@ class Optimizer:
         self._found_inf.copy_(~(self.is_sound & norm.isfinite()))
         if self._muon:
             self._muon.update_gradients(self._found_inf)
-        with self._learning_rates_on_device():
+        groups = self.megatron.param_groups
+        numbers = [group["lr"] for group in groups]
+        for group, tensor in zip(groups, self._learning_rates, strict=True):
+            group["lr"] = tensor  # on the device, where a captured step reads the current rate
+        try:
             self.megatron.step_with_ready_grads()
+        finally:
+            for group, number in zip(groups, numbers, strict=True):
+                group["lr"] = number
         return norm
 
     def _compute_norm(self) -> torch.Tensor:
@@ -181,19 +188,6 @@ class Optimizer:
                 dist.all_reduce(square, group=group)
             total = total + square
         return total.sqrt()
-
-    @contextmanager
-    def _learning_rates_on_device(self) -> Iterator[None]:
-        """Set the groups' learning rates to device tensors within the block."""
-        groups = self.megatron.param_groups
-        numbers = [group["lr"] for group in groups]
-        for group, tensor in zip(groups, self._learning_rates, strict=True):
-            group["lr"] = tensor
-        try:
-            yield
-        finally:
-            for group, number in zip(groups, numbers, strict=True):
-                group["lr"] = number
 
 
 def _build_optimizer(model: PackedModel, role: TrainedConfig) -> MegatronOptimizer:

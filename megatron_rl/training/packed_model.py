@@ -2,7 +2,7 @@
 """Megatron-core model over packed batches, the base of all roles; heads (`token_heads.py`) follow its last stage.
 
 With `overlap_grad_reduce` gradients are reduced over data parallel ranks during the backward of the last microbatch.
-The end of the step waits for them in `step_mode` eager; in static and graph the function of the last microbatch does.
+The end of the step (`step_mode` eager) or of this microbatch (static and graph) waits for them.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class PackedModel(LaidOutModel):
     """
 
     def __init__(self, setup: RoleSetup) -> None:
-        spec, groups = setup.spec, setup.groups
-        assert setup.shape.has_score_head == (spec.head != "logprob"), "the shape of another head"
-        super().__init__(spec, setup.shape, groups.layout, groups.at.dp)
+        spec, shape, groups = setup.spec, setup.shape, setup.groups
+        assert shape.has_score_head == (spec.head != "logprob"), "the shape of another head"
+        super().__init__(spec, shape, groups.layout, groups.at.dp)
         self.groups, at = groups, groups.at
         # Dropout is 0, yet megatron-core forks these RNG streams on every forward.
         model_parallel_cuda_manual_seed(
@@ -72,7 +72,7 @@ class PackedModel(LaidOutModel):
         )
         self.transformer_impl = choose_transformer_impl(setup.model.transformer_impl)
         self.config = build_transformer_config(
-            setup.shape,
+            shape,
             groups.layout,
             dtype=DTYPES[setup.model.dtype],
             sequence_parallel=spec.settings.sequence_parallel,
@@ -82,13 +82,7 @@ class PackedModel(LaidOutModel):
             use_transformer_engine=self.transformer_impl == "transformer_engine",
         )
         build = partial(
-            build_gpt_stages,
-            setup.shape,
-            self.config,
-            groups,
-            self.transformer_impl,
-            spec.batch_invariant,
-            self.adapters,
+            build_gpt_stages, shape, self.config, groups, self.transformer_impl, spec.batch_invariant, self.adapters
         )
         if self.is_fully_sharded:
             from megatron_rl.training.fully_sharded import build_sharded
@@ -99,11 +93,11 @@ class PackedModel(LaidOutModel):
         self.device = next(self.stages.parameters()).device
         self._fill(spec, setup.seed)
         self.routing: Routing | None = None
-        if setup.shape.num_experts:
+        if shape.num_experts:
             from megatron_rl.training.router_replay import Routing
 
             sequence_parallel = spec.settings.sequence_parallel
-            self.routing = Routing(setup.shape, groups, sequence_parallel=sequence_parallel, device=self.device)
+            self.routing = Routing(shape, groups, sequence_parallel=sequence_parallel, device=self.device)
         self.stream: torch.cuda.Stream | None = None
         self.ddp: list[DistributedDataParallel] = []
         if spec.trainable and not self.is_fully_sharded:
@@ -123,7 +117,7 @@ class PackedModel(LaidOutModel):
 
     @property
     def reduces_early(self) -> bool:
-        """Whether the last microbatch reduces the gradients; see `EarlyReduction`."""
+        """Whether the last microbatch reduces the gradients."""
         return any(isinstance(stage, EarlyReduction) for stage in self.ddp)
 
     @property
@@ -133,7 +127,7 @@ class PackedModel(LaidOutModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Compute dtype; trained ZeRO-3 shards are float32."""
+        """Dtype of the computation; trained ZeRO-3 shards are float32."""
         return self.config.params_dtype
 
     def _fill(self, spec: RoleSpec, seed: int) -> None:
@@ -190,7 +184,7 @@ class PackedModel(LaidOutModel):
 
     @property
     def attention_backend(self) -> str | None:
-        """Backend argument of `build_packed_sequences`; `None` is the fastest."""
+        """Name of the attention backend; `None` for the fastest."""
         return "tiled" if self.batch_invariant else None
 
     def offload(self) -> None:
@@ -224,7 +218,7 @@ class PackedModel(LaidOutModel):
                 self.offload()
 
     def own_rows(self, microbatch: TrainBatch) -> slice:
-        """Return this context parallel rank's computed rows of a microbatch."""
+        """Return the rows of a microbatch that this context parallel rank computes."""
         return shard_rows(microbatch.num_computed, self.layout.cp_size, self.groups.at.cp)
 
     def count_rows(self, num_tokens: int) -> int:
@@ -296,7 +290,7 @@ class PackedModel(LaidOutModel):
     def forward_step(
         self, head: Head, loss_function: LossFunction | None, batches: Iterator[TrainBatch], module: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """Return the output of `module` and a function that computes loss or result."""
+        """Run `module` on the next microbatch; return its output, and a function that applies head and loss to it."""
         microbatch = next(batches)
         position_ids = microbatch.computed(microbatch.position_ids)
         packed = build_packed_sequences(
@@ -357,7 +351,7 @@ def wrap_stages(
 ) -> list[DistributedDataParallel]:
     """Wrap stages in DDP, which moves the parameters into contiguous buffers.
 
-    Gradients are summed (not averaged) over microbatches and DP, in float32; see `transformer_config`.
+    Gradients are summed (not averaged) over microbatches and DP, in float32.
     """
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -377,7 +371,7 @@ def wrap_stages(
 
 
 class PlannedCommunicator(P2PCommunicator):
-    """Stage-to-stage communication of a non-interleaved schedule, with shapes known from the plan.
+    """Stage-to-stage communication of a non-interleaved schedule, with shapes known in advance.
 
     megatron-core would send each shape ahead of its message and synchronize with the GPU. A pipeline of two stages on
     one host without GPUs uses shared memory (`parallel/pairs.py`).

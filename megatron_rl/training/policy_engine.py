@@ -194,7 +194,7 @@ class PolicyEngine:
     def _run_stages(self, rows: PagedRows, used: torch.Tensor | None) -> torch.Tensor | None:
         """Return hidden states [t, 1, h] ([t/tp, 1, h] under TP-SP) on the last pipeline stage, else `None`.
 
-        `used`: output, expert routes; `None` if not recorded.
+        Writes the chosen experts to `used` [t, layers, choices], if given.
         """
         model, groups = self._model, self._model.groups
         tokens, positions = (move_to_device(values, model.device) for values in (rows.tokens, rows.positions))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay of expert routes, and routing metrics."""
+"""Replay of the experts that an earlier forward pass chose, and routing metrics."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ THIRDS = ("first", "middle", "last")  # of the layers with experts
 class Routing:
     """Routers of this rank's pipeline stages.
 
-    Each routing decision is made on one rank of the role, since experts under TP need sequence parallelism; counts are
-    therefore summed over all ranks.
+    Each routing decision is made on one rank (experts under TP need sequence parallelism), so counts are summed over
+    all ranks.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Routing:
         return describe_routing(counts, self._shape.choices, squares, float(found[-1]))
 
     def _reduce(self, minibatch: TrainBatch) -> torch.Tensor:
-        """Sum counts and flipped tokens over all ranks; flat float64."""
+        """Sum over all ranks the counts and, last, the tokens that a router would have sent elsewhere; flat float64."""
         groups, found = self._groups, self._counts
         flipped = minibatch.column("flipped").to(torch.uint8)  # in this rank's layers
         if groups.pp.size() > 1:
@@ -115,7 +115,7 @@ def describe_routing(
         moe/entropy: gate entropy relative to a uniform gate; mean over tokens and layers.
         moe/bias_norm: L2 norm of all biases.
         moe/agreement: share of replayed choices that equal the router's own.
-        moe/flipped_tokens: share of replayed tokens that are flipped.
+        moe/flipped_tokens: `num_flipped` relative to replayed tokens.
     """
     assert not float(counts.strayed), f"{int(counts.strayed)} tokens went to other experts than their routes say"
     metrics = _describe_layers(counts, choices, squares)

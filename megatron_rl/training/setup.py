@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LearnedTeacher:
-    """A teacher whose distributions, not only its sampled log-probs, the policy learns.
+    """Teacher whose token distributions, not only log-probs of sampled tokens, the policy learns.
 
     Attributes:
-        path: checkpoint of the teacher; with kind full, the student loads its output layer from there.
+        path: checkpoint; for `config.kind` full, the policy loads the teacher's output layer from it.
     """
 
     config: DistillationConfig
@@ -100,7 +100,7 @@ class LaidOutModel:
             )
 
     def placements(self, rank: int) -> PlacementTable:
-        """Return a rank's `ShardBox` table, without adapters."""
+        """List the slices of checkpoint tensors that a rank's parameters hold, without adapters."""
         return training_placements(self.shape, self.layout, rank, is_fully_sharded=self.is_fully_sharded)
 
     @property
@@ -110,7 +110,7 @@ class LaidOutModel:
 
     @property
     def merged_params(self) -> frozenset[str]:
-        """Names of the base weights that have an adapter, equal on every rank; empty without adapters."""
+        """Names of the base weights that have an adapter, equal on every rank."""
         if self.adapters is None:
             return frozenset()
         return adapted_parameters(self.adapters, self.placements(self.layout.first_rank))
@@ -133,7 +133,7 @@ class LaidOutModel:
         return {}
 
     def shard_key(self, rank: int) -> Hashable:
-        """Return a key, equal for equal box tables."""
+        """Return a key that is equal for ranks with equal `placements`."""
         return find_shard_key(self.layout, rank, is_fully_sharded=self.is_fully_sharded)
 
     @property
@@ -145,7 +145,7 @@ class LaidOutModel:
 
     @property
     def attention_ratio(self) -> float:
-        """Cost of attention relative to the linear layers, per token of length; see `compute_attention_ratio`."""
+        """Cost of attention relative to the linear layers, per token of length."""
         shape = self.shape
         linear = shape.attention_elements + 3 * shape.hidden_size * shape.active_columns
         return compute_attention_ratio(linear, shape.num_heads, shape.head_dim, shape.value_dim)
@@ -159,7 +159,7 @@ class LaidOutModel:
 class AbsentRole:
     """Stand-in for a role on a rank outside of it, without weights.
 
-    Its methods are called nonetheless, because hang reports compare the phases of all ranks.
+    Its methods are called nonetheless: hang reports compare how far each rank has come.
     """
 
     policy_version = -1  # no weights

@@ -94,20 +94,20 @@ class StepLoss:
 
 
 class EagerStep:
-    """Step in megatron-core's schedule on the tensors of the batch."""
+    """Optimizer step by megatron-core's schedule on the batch's own tensors."""
 
     def __init__(self, model: PackedModel, head: Head, optimizer: Optimizer) -> None:
         self.model, self.optimizer, self._head = model, optimizer, head
 
     def prepare(self, minibatch: TrainBatch, loss: StepLoss) -> None:
-        """Prepare the step before gradients are cleared; may leave arbitrary values in the gradient buffers."""
+        """Do nothing; `GraphStep` captures graphs here, which leaves arbitrary values in the gradient buffers."""
 
     def run(self, minibatch: TrainBatch, loss: StepLoss) -> list[torch.Tensor]:
         """Run forward and backward; return packed metrics per microbatch, empty before the last stage."""
         return self.model.run_microbatches(minibatch.microbatches(), self._head, loss)
 
     def finish(self) -> torch.Tensor:
-        """End the step; see `Optimizer.finish`."""
+        """Update the weights and return the gradient norm; see `Optimizer.finish`."""
         return self.optimizer.finish()
 
 
@@ -143,7 +143,7 @@ class StaticStep(EagerStep):
         return metrics
 
     def forward_backward(self, static: TrainBatch, loss: StepLoss, is_last: bool) -> torch.Tensor:
-        """Add the gradient of one microbatch to the gradient buffers and return its packed metrics."""
+        """Add a microbatch's gradients to the buffers, which `is_last` also reduces over DP; return packed metrics."""
         (module,) = self.model.ddp
         if not module.training:
             module.train()
@@ -177,7 +177,7 @@ class StaticInputs:
 
 
 def find_shape(microbatch: TrainBatch) -> Shape:
-    """Return a microbatch's key for graphs and buffers: tensor sizes (`None` for absent ones) and bounds."""
+    """Return a microbatch's key for graphs and buffers: tensor lengths (`None` if absent) and longest sequences."""
     piece = microbatch.slices[0]
     sizes = tuple(None if x is None else len(x) for x in _list_optional(microbatch))
     return (*sizes, piece.max_seqlen, piece.keys.max_seqlen if piece.keys else None)

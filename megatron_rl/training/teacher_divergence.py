@@ -23,14 +23,23 @@ from megatron_rl.weights.megatron_layout import megatron_placements
 class TeacherDivergence:
     """Divergence of the policy from the teacher outputs in a microbatch.
 
-    For kind full the policy's last stage holds the teacher's output weights in its own sharding, so that only the
-    teacher's hidden states are transferred.
+    For kind full the policy's last stage holds the teacher's output weights, so that only the teacher's hidden states
+    are transferred.
     """
 
     def __init__(self, model: PackedModel, teacher: LearnedTeacher) -> None:
         self._direction, self._weight = teacher.config.direction, None
-        if teacher.config.kind == "full" and model.groups.is_last_stage:
-            self._weight = _load_output_weight(model, teacher)
+        if teacher.config.kind != "full" or not model.groups.is_last_stage:
+            return
+        tp_size, shape = model.layout.tp_size, replace(teacher.shape, vocab_size=model.shape.vocab_size)
+        source = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
+        table = megatron_placements(shape, ParallelLayout(tp_size, tp_size=tp_size), model.groups.at.tp)
+        boxes = [box for box in table if box.hf_name == source]
+        stage = model.stages[-1]
+        assert isinstance(stage, HiddenStatesModel), "it is a language model"
+        size = len(stage.output_weight), shape.hidden_size
+        self._weight = torch.zeros(size, dtype=model.dtype, device=model.device)
+        load_weights(Path(teacher.path), teacher.shape, boxes, {boxes[0].param: self._weight})
 
     def __call__(
         self,
@@ -40,7 +49,7 @@ class TeacherDivergence:
         microbatch: TrainBatch,
         places: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Compute differentiable divergences [n] for policy states [n, h]; rows after the rows of `places` are padding.
+        """Compute divergences [n], differentiable, from policy states [n, h] of the tokens `places`, then of padding.
 
         Returns:
             `None` if the microbatch has no teacher outputs.
@@ -62,8 +71,7 @@ def compute_top_k_divergence(logprobs: torch.Tensor, teacher_logprobs: torch.Ten
         reverse: sum_i p_i log(p_i / q_i)        forward: sum_i q_i log(q_i / p_i)        i = 1 .. k + 1
 
     Args:
-        logprobs: [n, k + 1] of the policy, differentiable; the last column is any other token.
-        teacher_logprobs: [n, k + 1].
+        logprobs, teacher_logprobs: [n, k + 1] of n tokens; the last column is any other token.
         direction: "reverse" (p is the policy) or "forward".
     """
     p, q = (teacher_logprobs, logprobs) if direction == "forward" else (logprobs, teacher_logprobs)
@@ -71,19 +79,6 @@ def compute_top_k_divergence(logprobs: torch.Tensor, teacher_logprobs: torch.Ten
 
 
 def _take(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """Gather rows of `values`, zero-padded to `count` rows; a place behind the end is a dummy."""
+    """Return rows `places` of `values`, zero-padded to `count` rows; a place past the end gives an arbitrary row."""
     found = values[places.clamp(max=len(values) - 1)]
     return F.pad(found, [0, 0] * (found.dim() - 1) + [0, count - len(found)])
-
-
-def _load_output_weight(model: PackedModel, teacher: LearnedTeacher) -> torch.Tensor:
-    """Load the teacher's output rows for this rank's vocabulary shard, [v/tp, teacher's h]."""
-    tp_size, shape = model.layout.tp_size, replace(teacher.shape, vocab_size=model.shape.vocab_size)
-    source = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
-    table = megatron_placements(shape, ParallelLayout(tp_size, tp_size=tp_size), model.groups.at.tp)
-    boxes = [box for box in table if box.hf_name == source]
-    stage = model.stages[-1]
-    assert isinstance(stage, HiddenStatesModel), "it is a language model"
-    weight = torch.zeros(len(stage.output_weight), shape.hidden_size, dtype=model.dtype, device=model.device)
-    load_weights(Path(teacher.path), teacher.shape, boxes, {boxes[0].param: weight})
-    return weight

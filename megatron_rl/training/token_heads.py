@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
 
 class LogprobHead:
-    """Head for token log-probs, with logits for one chunk at a time.
+    """Head for token log-probs, with logits for `chunk_tokens` tokens at a time.
 
     Args:
         temperature: divisor of the logits.
-        chunk_tokens: tokens per chunk.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class LogprobHead:
     def compute_top_k(
         self, k: int, vocab_size: int, hidden: torch.Tensor, microbatch: TrainBatch
     ) -> tuple[torch.Tensor]:
-        """Return the k most likely of the first `vocab_size` tokens, [t, 2, k + 1]; see `compute_linear_top_k`."""
+        """Return ids and log-probs [t, 2, k + 1]: k likeliest of the first `vocab_size` tokens, then all others."""
         from megatron_rl.parallel.chunked_divergence import compute_linear_top_k
 
         places, rows, _ = _find_predicted(self._model, microbatch)
@@ -102,31 +101,17 @@ class LogprobHead:
         )[:, 0]
 
 
-class ValueHead:
-    """Head for state values."""
-
-    def __init__(self, model: PackedModel) -> None:
-        self._model = model
-
-    def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
-        """Return values [t], the scores of the positions that predict the tokens in the loss; 0 elsewhere."""
-        places, rows, _ = _find_predicted(self._model, microbatch)
-        scores = _score(self._model, hidden)
-        return (_combine(self._model, scores[rows], places, microbatch),)
+def compute_values(model: PackedModel, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
+    """Return values [t], the scores of the positions that predict the tokens in the loss; 0 elsewhere."""
+    places, rows, _ = _find_predicted(model, microbatch)
+    return (_combine(model, _score(model, hidden)[rows], places, microbatch),)
 
 
-class PositionScoreHead:
-    """Head for the scores of all positions."""
-
-    def __init__(self, model: PackedModel) -> None:
-        self._model = model
-
-    def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
-        """Return scores [t]."""
-        mine = self._model.own_rows(microbatch)
-        places = torch.arange(mine.start, mine.stop, device=hidden.device)
-        scores = _score(self._model, hidden)
-        return (_combine(self._model, scores, places, microbatch),)
+def compute_scores(model: PackedModel, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor]:
+    """Return the scores of all positions, [t]."""
+    mine = model.own_rows(microbatch)
+    places = torch.arange(mine.start, mine.stop, device=hidden.device)
+    return (_combine(model, _score(model, hidden), places, microbatch),)
 
 
 def _score(model: PackedModel, hidden: torch.Tensor) -> torch.Tensor:
@@ -138,11 +123,11 @@ def _score(model: PackedModel, hidden: torch.Tensor) -> torch.Tensor:
 def _find_predicted(
     model: PackedModel, microbatch: TrainBatch
 ) -> tuple[torch.Tensor, torch.Tensor | slice, torch.Tensor]:
-    """Find the tokens that this context parallel rank predicts: tokens in the loss, or all in a bucketed microbatch.
+    """Find the tokens that this context parallel rank predicts: those in the loss, or all if shapes are fixed.
 
     Returns:
-        Places [k] in the microbatch, where place t, behind the end, is a dummy; rows [k] of this rank's shard that
-        predict them; tokens [k].
+        Indices [k] of the tokens in the microbatch, where t is a dummy; rows [k] of this rank's hidden states that
+        predict them; token ids [k].
     """
     mine, predecessors = model.own_rows(microbatch), microbatch.predecessors
     tokens, piece = microbatch.tokens, microbatch.slices[0]
@@ -158,7 +143,7 @@ def _find_predicted(
 
 
 def _combine(model: PackedModel, values: torch.Tensor, places: torch.Tensor, microbatch: TrainBatch) -> torch.Tensor:
-    """Combine values [k, ...] of all context parallel ranks into [t, ...]."""
+    """Combine each context parallel rank's values [k, ...] of the tokens `places` [k] into [t, ...]; collective."""
     length = len(microbatch.tokens)
     if not microbatch.slices[0].is_bucketed:
         return combine_shards(values, places, length, model.groups.cp)

@@ -65,18 +65,6 @@ def explain_unsound(
     )
 
 
-def explain_lost_gradient(optimizer_step: int, role: str) -> UserError:
-    """Build the error of a gradient norm of exactly 0 although the loss has a gradient at the head's outputs."""
-    return UserError(
-        f"the gradient norm of optimizer step {optimizer_step} is exactly 0, and the gradient of the loss is not",
-        source=f"{role}, the backward pass",
-        expected="a gradient in the parameters that are trained",
-        hint=f"a frozen embedding under {role}.recompute_granularity=full cuts the backward pass off (set none); "
-        "parameters without their tensor_model_parallel mark are left out of the norm; a policy that gives every "
-        "token of the minibatch a probability of 1 has nothing left to learn",
-    )
-
-
 def build_step(model: PackedModel, head: Head, optimizer: Optimizer, config: TrainedConfig) -> EagerStep:
     """Build the microbatch runner for the configured `step_mode`."""
     if config.step_mode == "graph":
@@ -116,7 +104,7 @@ class OptimizerStep:
         """Accumulate the gradients of a loss over a minibatch.
 
         Raises:
-            UserError: unused gradients of an earlier call exist; on every rank.
+            UserError: a second call before `optim_step`; on every rank.
         """
         if self._pending is not None:
             raise UserError(
@@ -141,8 +129,8 @@ class OptimizerStep:
 
         Raises:
             LedgerError: the loss did not count the minibatch's tokens or weights; on every rank.
-            UserError: no unused gradients, a non-finite loss or gradient norm (the weights are kept), or a norm of 0
-                although the loss has a gradient; on every rank.
+            UserError: no gradients since the last call, a non-finite loss or gradient norm (the weights are kept), or a
+                norm of 0 although the loss has a gradient; on every rank.
         """
         if self._pending is None:
             raise UserError(
@@ -178,7 +166,15 @@ class OptimizerStep:
             is_pulled = loss.is_pulled.int()
             dist.all_reduce(is_pulled, op=dist.ReduceOp.MAX, group=groups.world)
             if is_pulled:
-                raise explain_lost_gradient(optimizer.steps + 1, self._role)
+                raise UserError(
+                    f"the gradient norm of optimizer step {optimizer.steps + 1} is exactly 0, and the gradient of the "
+                    "loss is not",
+                    source=f"{self._role}, the backward pass",
+                    expected="a gradient in the parameters that are trained",
+                    hint=f"a frozen embedding under {self._role}.recompute_granularity=full cuts the backward pass off "
+                    "(set none); parameters without their tensor_model_parallel mark are left out of the norm; a "
+                    "policy that gives every token of the minibatch a probability of 1 has nothing left to learn",
+                )
         optimizer.count_step()
         return StepResult(found, norm, lr, loss, minibatch, *moved)
 
@@ -203,7 +199,7 @@ def _reduce(rows: list[torch.Tensor], loss: StepLoss, groups: ParallelGroups, de
 
 
 def describe_ledgers(result: StepResult) -> dict[str, float]:
-    """Return numerator and denominator of each loss term as `ledger/...`; empty if the minibatch has no ledgers."""
+    """Return numerator and denominator of each loss term as metrics `ledger/...`; empty if `minibatch.ledgers` is."""
     return {
         name: value
         for ledger in result.minibatch.ledgers

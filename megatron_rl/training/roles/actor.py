@@ -123,6 +123,7 @@ class Actor:
             groups = self.model.groups
             beside |= share_object(self.mtp.optim_step(), groups.pp, groups.last_stage_rank)
         totals, tokens = result.totals, max(result.totals["tokens"], 1.0)
+        common = {"policy/grad_norm": result.grad_norm, "policy/lr": result.lr}
         if result.loss is self._given_loss:
             name = getattr(result.loss.settings, "__name__", "loss")
             reported = {
@@ -130,17 +131,10 @@ class Actor:
                 for key, total in totals.items()
                 if key not in _COUNTED
             }
-            return {
-                f"{name}/loss": totals["loss"],
-                "policy/grad_norm": result.grad_norm,
-                "policy/lr": result.lr,
-                **reported,
-                **beside,
-            }
+            return {f"{name}/loss": totals["loss"], **common, **reported, **beside}
         return {
             "policy/loss": totals["loss"],
-            "policy/grad_norm": result.grad_norm,
-            "policy/lr": result.lr,
+            **common,
             "policy/entropy": totals["entropy"] / tokens,
             "policy/clip_fraction": totals["clipped"] / tokens,
             "policy/ratio_max_deviation": totals["max/deviation"],
@@ -179,14 +173,9 @@ class Actor:
             microbatch.sequence_ids,
             microbatch.chosen,
         )
+        config = replace(settings, kl_coef=self._kl_coef)
         return compute_policy_loss(
-            inputs,
-            entropy,
-            microbatch.ref_logprobs,
-            weights,
-            microbatch.loss_weights,
-            replace(settings, kl_coef=self._kl_coef),
-            divergence,
+            inputs, entropy, microbatch.ref_logprobs, weights, microbatch.loss_weights, config, divergence
         )
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from megatron_rl.config.schema import CriticConfig
@@ -11,7 +13,7 @@ from megatron_rl.training.optimizer import Optimizer
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.step import StepLoss
-from megatron_rl.training.token_heads import ValueHead
+from megatron_rl.training.token_heads import compute_values
 from megatron_rl.training.update import OptimizerStep, build_step, describe_ledgers
 
 
@@ -27,7 +29,7 @@ class Critic:
         config = setup.spec.settings
         assert isinstance(config, CriticConfig)
         self.model = PackedModel(setup)
-        self.head = ValueHead(self.model)
+        self.head = partial(compute_values, self.model)
         self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
         self.step = build_step(self.model, self.head, self.optimizer, config)
         self._update = OptimizerStep(self.step, "critic")

@@ -17,7 +17,7 @@ from megatron_rl.samples.microbatches import plan_microbatches
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.actor import Actor
 from megatron_rl.training.setup import RoleSetup
-from megatron_rl.training.token_heads import LogprobHead, PositionScoreHead
+from megatron_rl.training.token_heads import LogprobHead, compute_scores
 from megatron_rl.types import Branch
 
 
@@ -36,7 +36,7 @@ class BaseOfActor:
 
 
 class NoOptimizer:
-    """Stand-in for an optimizer, so that a frozen model can be saved in training checkpoints like a trained one."""
+    """Stand-in for an optimizer, so that training checkpoints can contain a frozen model."""
 
     is_stub_optimizer, steps, kind = True, 0, "adam"
 
@@ -84,7 +84,7 @@ class Teacher(Reference):
     def compute_top_k(self, k: int, vocab_size: int, batch: TrainBatch) -> torch.Tensor:
         """Compute ids and log-probs of the k most likely of the first `vocab_size` tokens, [t, 2, k + 1].
 
-        The result is 0 outside of the loss and equal on every rank of the replica; see `compute_linear_top_k`.
+        The last entry stands for all other tokens. 0 outside of the loss; equal on every rank of the replica.
         """
         return self.model.compute_forward(batch, partial(self.head.compute_top_k, k, vocab_size), 2, k + 1)
 
@@ -98,7 +98,7 @@ class RewardModel:
 
     def __init__(self, setup: RoleSetup) -> None:
         self.model = PackedModel(setup)
-        self.head = PositionScoreHead(self.model)
+        self.head = partial(compute_scores, self.model)
 
     def compute_scores(self, batch: TrainBatch) -> torch.Tensor:
         """Compute the score at the last token of every sequence, [num_rollouts] float32 on every rank; collective.
@@ -129,7 +129,6 @@ def score_sequences(
     Args:
         sequences: [s] int32 each.
         skip: unscored leading tokens per sequence.
-        temperature: divisor of the logits.
     """
     packed = [Branch.of_response(tokens, first) for tokens, first in zip(sequences, skip, strict=True)]
     lengths = [len(tokens) for tokens in sequences]

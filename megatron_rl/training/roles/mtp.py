@@ -8,7 +8,7 @@ other. No gradient flows back into the policy, whose steps are bitwise equal wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -82,20 +82,11 @@ class HiddenStatesKept:
         return kept
 
 
-def list_inputs(model: PackedModel, hidden: Sequence[torch.Tensor], minibatch: TrainBatch) -> MtpInputs:
-    """Collect the inputs of the MTP layer; collective over the model's pipeline."""
-    embedded, stage = _embed_successors(model, minibatch.microbatches()), model.stages[-1]
-    if not model.groups.is_last_stage:
-        return MtpInputs((), (), None)
-    assert isinstance(stage, HiddenStatesModel)
-    return MtpInputs(hidden, embedded, stage.output_weight)
-
-
 @torch.no_grad()
-def _embed_successors(model: PackedModel, microbatches: Iterable[TrainBatch]) -> list[torch.Tensor]:
-    """Send the embeddings of each row's next token from the first to the last stage."""
+def list_inputs(model: PackedModel, hidden: Sequence[torch.Tensor], minibatch: TrainBatch) -> MtpInputs:
+    """Collect the inputs of the MTP layer; the first stage sends embeddings. Collective over the model's pipeline."""
     groups, found = model.groups, []
-    for microbatch in microbatches:
+    for microbatch in minibatch.microbatches():
         embedded = torch.empty(0)
         if groups.at.pp == 0:
             mine = model.own_rows(microbatch)
@@ -110,11 +101,15 @@ def _embed_successors(model: PackedModel, microbatches: Iterable[TrainBatch]) ->
             dist.recv(embedded, group=groups.pp, group_src=0)
         if groups.is_last_stage:
             found.append(embedded)
-    return found
+    if not groups.is_last_stage:
+        return MtpInputs((), (), None)
+    stage = model.stages[-1]
+    assert isinstance(stage, HiddenStatesModel)
+    return MtpInputs(hidden, found, stage.output_weight)
 
 
 def find_successors(tokens: torch.Tensor, predecessors: torch.Tensor) -> torch.Tensor:
-    """Return each token's successor in its sequence, [t]; 0 for the last one."""
+    """Return the token after each token of a sequence, [t]; 0 after the last one."""
     rows = torch.arange(len(tokens) - 1, device=tokens.device)
     return torch.cat([torch.where(predecessors[1:] == rows, tokens[1:], 0), tokens.new_zeros(1)])
 

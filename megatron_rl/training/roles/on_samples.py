@@ -25,9 +25,14 @@ from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.roles.actor import LossFunction
 from megatron_rl.types import Rollout, UserError
 
+_READ_BY_UPDATE = (
+    *("old_logprobs", "ref_logprobs", "advantages", "importance_weights", "chosen"),
+    *("teacher_top_k", "teacher_hidden", "update_logprobs", "update_entropy"),
+)
+
 
 class RoleOnSamples:
-    """Role together with its packer; methods that take samples are collective over all ranks."""
+    """Role that works on a step's samples; methods that take samples are collective over all ranks."""
 
     def __init__(self, role: Any, packer: Packer) -> None:
         self.role, self.packer = role, packer
@@ -45,10 +50,6 @@ class RoleOnSamples:
     def read(self, samples: Experience, *names: str) -> TrainBatch:
         """Return this rank's share of the samples, with the named columns that exist."""
         return samples.read(self.packer, names)
-
-    def describe_packing(self, samples: Experience) -> dict[str, float]:
-        """Return metrics of the packing."""
-        return samples.pack(self.packer).metrics
 
     def minibatches(self, samples: Experience, epochs: int = 1) -> Iterator[Minibatch]:
         """Yield one minibatch per optimizer step, over `epochs` passes."""
@@ -83,10 +84,10 @@ class PolicyOnSamples(RoleOnSamples):
 
 
 class ActorOnSamples(PolicyOnSamples):
-    """The trained policy.
+    """Trained policy that works on a step's samples.
 
     Attributes:
-        records_routes: updates replay the experts chosen in `logprobs`.
+        records_routes: `logprobs` records the chosen experts, which updates replay.
     """
 
     def __init__(self, role: Any, packer: Packer) -> None:
@@ -94,7 +95,7 @@ class ActorOnSamples(PolicyOnSamples):
         self.records_routes = getattr(packer.config, "router_replay", "off") == "trainer"
 
     def read(self, samples: Experience, *names: str) -> TrainBatch:
-        """Return this rank's share of the samples, with replayed routes, if any."""
+        """Return this rank's share of the samples, with the expert choices to replay, if there are any."""
         packing = samples.pack(self.packer)
         if samples.replayed_routes is None and packing.routes is not None:
             samples.replayed_routes = Column(packing.routes, packing)
@@ -115,7 +116,7 @@ class ActorOnSamples(PolicyOnSamples):
         return self.compute(self.role.compute_sum_pi_squared, samples)
 
     def as_update(self, samples: Experience, values: torch.Tensor) -> Column:
-        """Wrap values [t] that are valid on the last pipeline stage only as a column."""
+        """Wrap values [t], valid on the last pipeline stage only, as a column."""
         packing, layout = samples.pack(self.packer), self.packer.model.layout
         last_stage = [[layout.rank(dp=dp, pp=layout.pp_size - 1)] for dp in range(layout.dp_size)]
         return Column(values, packing, Holders(packing.holders.replica_of, np.array(last_stage)))
@@ -131,23 +132,7 @@ class ActorOnSamples(PolicyOnSamples):
         samples = minibatch.samples
         if isinstance(loss, AlgorithmConfig):
             self._make_room(samples, loss)
-        self.role.forward_backward(
-            self._read_minibatch(
-                minibatch,
-                (
-                    "old_logprobs",
-                    "ref_logprobs",
-                    "advantages",
-                    "importance_weights",
-                    "chosen",
-                    "teacher_top_k",
-                    "teacher_hidden",
-                    "update_logprobs",
-                    "update_entropy",
-                ),
-            ),
-            loss,
-        )
+        self.role.forward_backward(self._read_minibatch(minibatch, _READ_BY_UPDATE), loss)
         if isinstance(loss, AlgorithmConfig) and samples.old_logprobs is None:
             seen = samples.update_logprobs.values.clone()
             if self.is_here:
@@ -181,7 +166,7 @@ def sft(
 
 
 class CriticOnSamples(RoleOnSamples):
-    """The critic on samples."""
+    """Critic that works on a step's samples."""
 
     def values(self, samples: Experience) -> Column:
         """Compute the value before each token in the loss; 0 elsewhere."""
@@ -193,7 +178,7 @@ class CriticOnSamples(RoleOnSamples):
 
 
 class RewardModelOnSamples(RoleOnSamples):
-    """The reward model on samples."""
+    """Reward model that works on a step's samples."""
 
     def __call__(self, samples: Experience) -> np.ndarray:
         """Return the score at the end of each rollout, [num_rollouts] float64, equal on every rank."""

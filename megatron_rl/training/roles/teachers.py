@@ -2,8 +2,8 @@
 """Teachers of a run as called by the main loop, for on-policy distillation: the policy learns on its own responses.
 
 sampled    the advantage of a token gets coef (teacher_logprobs - old_logprobs), whose mean over the policy's tokens
-           is -KL(policy || teacher) (Agarwal et al., "On-policy distillation of language models", arXiv 2306.13649;
-           the estimate per token as in Thinking Machines, "On-policy distillation", 2025)
+           is -KL(policy || teacher) (Agarwal et al., arXiv 2306.13649; the estimate per token as in Thinking
+           Machines, "On-policy distillation", 2025)
 full       the loss of a token gets coef KL(policy || teacher), or KL(teacher || policy), over the vocabulary
 top_k      the same over k + 1 outcomes: the teacher's k likeliest tokens, and any other token; a lower bound of full
 """
@@ -54,21 +54,20 @@ class TeachersOnSamples:
         parts = {name: samples.select(groups) for name, groups in chosen.items() if groups}
         for name, (part, _) in parts.items():
             self._teachers[name].read(part)  # send tokens to all teachers before one computes
-        samples.lessons = [
-            _Lesson(name, part, order, self._teachers[name].compute(partial(self._compute, name), part))
-            for name, (part, order) in parts.items()
-        ]
-
-    def _compute(self, name: str, batch: TrainBatch) -> torch.Tensor:
-        vocab_size = self._policy.model.shape.vocab_size
-        return ask_teacher(self._teachers[name].role, self._config.algorithm.distillation, vocab_size, batch)
+        given = self._config.algorithm.distillation, self._policy.model.shape.vocab_size
+        lessons = []
+        for name, (part, order) in parts.items():
+            teacher = self._teachers[name]
+            column = teacher.compute(partial(ask_teacher, teacher.role, *given), part)
+            lessons.append(_Lesson(name, part, order, column))
+        samples.lessons = lessons
 
     def teach(self, samples: Experience) -> dict[str, float]:
         """Transfer the teachers' outputs to the policy, as a column of the samples.
 
         Returns:
-            `distill/kl`, the mean log-prob of the policy minus the teachers', also per teacher if there are several;
-            empty if distributions are compared, whose divergence the update measures.
+            `distill/kl`, the policy's mean log-prob minus the teachers', also per teacher if there are several;
+            empty outside of the policy's ranks, and for kinds full and top_k, where the update measures it.
         """
         policy, distillation = self._policy, self._config.algorithm.distillation
         found = {
