@@ -57,7 +57,7 @@ class BlockedSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> tuple[torch.Tensor, ...]:
-        """Project [t, 1, h] to query [t, 1, np, d], key and value [t, 1, ng/tp, d], and optional gates like queries."""
+        """Project [t, 1, h] to query [t, 1, np, d], key and value [t, 1, ng/tp, d], optionally gates [t, 1, np, d]."""
         assert key_value_states is None and split_qkv, "plain self-attention only"
         d, np_, ng = (
             self.hidden_size_per_attention_head,
@@ -96,7 +96,6 @@ class PackedAttention(MegatronModule):
     """Causal core attention over packed sequences: rotation, context parallel exchange or KV cache, and attention.
 
     Attributes:
-        layer_number: megatron-core's, over all stages.
         softmax_offset: [np] attention sinks (megatron-core's name), or `None`.
     """
 

@@ -108,11 +108,10 @@ class GatedDeltaNet(MegatronModule):
         return self.get_submodule("linear_proj")(output.flatten(1).unsqueeze(1))
 
     def _arrange(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split the projection's output [t, columns] by key head.
+        """Split the projection's output [t, columns] into two tensors [t, key heads, channels].
 
         Returns:
-            [t, key heads, channels] each: query, key, values and logits of beta and decay side by side; the output
-            gates.
+            Query, key, values, and logits of beta and of decay side by side; output gates.
         """
         sizes, num_logits = self._sizes, len(self.A_log)
         if sizes.is_split:

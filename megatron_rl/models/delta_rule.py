@@ -31,7 +31,7 @@ _EPSILON = 1e-6  # in the L2 norm of queries and keys
 
 @dataclass(frozen=True)
 class SequenceRows:
-    """Indices between a packed row of t tokens and its sequences (prefixes included), those with most chunks first.
+    """Indices between a packed row of t tokens and its sequences (with prefixes) in chunks of 64, the longest first.
 
     Attributes:
         convolved: [c] int64, input rows of the convolution: each sequence after `width - 1` zero rows (index t).
@@ -86,7 +86,7 @@ def _count_chunks(rows: np.ndarray) -> int:
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, rows: SequenceRows) -> torch.Tensor:
-    """Apply each channel's causal filter to every sequence, then SiLU: [t, c] -> [chunks * 64, c].
+    """Apply each channel's causal filter and SiLU to every sequence: [t, c] -> [chunks * 64, c] (`rows.results`).
 
     Args:
         weight: [c, 1, width].
@@ -104,13 +104,13 @@ def apply_delta_rule(
     beta: torch.Tensor,
     rows: SequenceRows,
 ) -> torch.Tensor:
-    """Run the delta rule of every head over every sequence, in float32.
+    """Run the gated delta rule of every head over every sequence, in float32.
 
     Args:
-        query, key: [chunks * 64, n_k, d_k], from `convolve`; normalized here.
+        query, key: [chunks * 64, n_k, d_k] in the order of `convolve`; normalized here.
         value: [chunks * 64, n, d_v], n a multiple of n_k.
-        decay: [t, n] g, float32, at most 0.
-        beta: [t, n].
+        decay: [t, n] float32, log of each token's factor of the state.
+        beta: [t, n], share of the correction that is written.
 
     Returns:
         [t, n, d_v].
@@ -181,7 +181,7 @@ def choose_delta_rule(device: torch.device, dtype: torch.dtype) -> DeltaRule:
 
 @cache
 def find_kernel_failure(device: torch.device) -> str | None:
-    """Return the failure of flash-linear-attention's kernel or its deviation from plain torch, as in `find_failure`."""
+    """Try flash-linear-attention: return `None` if it agrees with plain torch, "" if not installed, else the error."""
 
     def call() -> None:
         ends = torch.tensor([0, 70, 75], dtype=torch.int32, device=device)
@@ -218,7 +218,7 @@ def apply_kernel(
     beta: torch.Tensor,
     rows: SequenceRows,
 ) -> torch.Tensor:
-    """Run `kernel` over every sequence; arguments and result as in `apply_delta_rule`."""
+    """Compute `apply_delta_rule` by flash-linear-attention's `kernel`; arguments and result are the same."""
     repeats = value.shape[1] // key.shape[1]
     query, key, value = (x.index_select(0, rows.whole) for x in (query, key, value))
     query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))

@@ -2,8 +2,8 @@
 """The experts of a rank: one parameter for all gates and ups [E, 2 f, h] and one for all downs [E, h, f].
 
 One `grouped_mm` multiplies all rows, sorted by expert. Experts are multiplied one by one if a matrix dimension is not a
-multiple of 16 bytes, for batch invariance, and for quantized weights. Weight tables list one matrix per expert
-(`weights/packed_experts.py`).
+multiple of 16 bytes, for batch invariance, and for quantized weights. Outside the model each expert has its own
+matrices (`weights/packed_experts.py`).
 """
 
 from __future__ import annotations
@@ -67,12 +67,11 @@ class GroupedLinear(AdaptedLinear):
     """Linear layer of every expert of a rank, optionally with adapters.
 
     Args:
-        size: [E, n, k] on this rank.
-        groups: process groups; parameters are marked if experts have other replicas than the dense parameters.
+        size: [E, n, k] on this rank: E experts that map k channels to n.
         split_dim: the dimension of (n, k) that is split over expert tensor parallel ranks.
         batch_invariant: make the output bits of a row independent of its expert's other rows.
-        adapter: adapters of every expert, stacked as A [E, n r, k] and B [E, rows of the parts, r] for n adapted parts
-            of the weight, and split over TP like the weight.
+        adapter: LoRA of every expert, for p parts of the weight: A [E, p r, k] and B [E, rows of the parts, r], split
+            over TP like the weight.
 
     Attributes:
         weight: [E, n, k], or E matrices in NF4.
@@ -110,7 +109,7 @@ class GroupedLinear(AdaptedLinear):
             self.lora_B = self._make(torch.zeros, (num_experts, sum(lengths), r), of_rows)
 
     def list_matrices(self, name: str) -> list[AdaptedMatrix]:
-        """Return the weight of each expert with its adapters (`name`: of this layer); empty without adapters."""
+        """Return each expert's weight with its adapters, [] without adapters; `name`: of this layer in the model."""
         if (adapter := self._parts) is None:
             return []
         lengths = [stop - start for start, stop in adapter.parts]
@@ -162,7 +161,6 @@ class GroupedExperts(torch.nn.ModuleDict):
     """The experts of a rank, [t, h] -> [t, h], with megatron-core's signature.
 
     Args:
-        num_local_experts: E.
         submodules, name: unused.
         batch_invariant: whether a row's bits are independent of its expert's other rows.
     """
@@ -216,7 +214,7 @@ class GroupedExperts(torch.nn.ModuleDict):
 def list_matrices(
     stages: torch.nn.Module, read: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor | QuantizedMatrix]:
-    """Return parameters, after `read`, and NF4 matrices by their names in weight tables: one matrix per expert."""
+    """Map names to `read(parameter)` of all parameters, and to NF4 matrices; each expert has entries of its own."""
     found: dict[str, torch.Tensor | QuantizedMatrix] = {}
     found |= split_experts({name: read(parameter) for name, parameter in stages.named_parameters()}, name_expert)
     for name, module in stages.named_modules():

@@ -22,7 +22,7 @@ from megatron_rl.weights.family import LatentSizes
 
 
 class LatentSelfAttention(Attention):
-    """megatron-core attention with latent projections, and with values of their own width.
+    """Multi-head latent attention: keys and values, and queries in some models, are projected from narrow latents.
 
     A head's rotated channels come first (last in checkpoints), as `PackedAttention` requires.
 

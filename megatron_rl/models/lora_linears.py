@@ -34,7 +34,7 @@ HALVES = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class LinearAdapter:
-    """Adapters of one linear on a TP rank; `parts`: per adapter, rows [start, stop) of this rank's weight."""
+    """LoRA settings of one linear on a TP rank; `parts`: rows [start, stop) of its weight that each adapter changes."""
 
     rank: int
     scale: float
@@ -43,11 +43,11 @@ class LinearAdapter:
 
 @dataclass(frozen=True)
 class AdaptedMatrix:
-    """Matrix of a linear on a TP rank, with its adapters.
+    """Matrix of a linear on a TP rank, with its LoRA adapters.
 
     Attributes:
-        param: name in weight tables.
-        parts: per adapter: rows [start, stop) of W, A, and B.
+        param: its name in the model.
+        parts: of each adapter, the changed rows [start, stop) of the matrix, A, and B.
     """
 
     param: str
@@ -57,7 +57,7 @@ class AdaptedMatrix:
 
 
 class AdaptedLinear(torch.nn.Module):
-    """Linear whose adapters can be switched off."""
+    """Linear with LoRA adapters that can be switched off."""
 
     weight: torch.Tensor | QuantizedMatrix
     lora_A: torch.Tensor
@@ -66,7 +66,7 @@ class AdaptedLinear(torch.nn.Module):
     _is_on = True
 
     def list_matrices(self, name: str) -> list[AdaptedMatrix]:
-        """Return the adapted matrix of the linear `name`."""
+        """Return a list of the weight with its adapters; `name`: of this linear in the model."""
         parts, rank = self._adapter.parts, self._adapter.rank
         b = self.lora_B.data.split([stop - start for start, stop in parts])
         found = list(zip(parts, self.lora_A.data.split(rank), b, strict=True))
@@ -137,7 +137,7 @@ def find_adapter(shape: AdapterShape, parts: dict[str, int]) -> LinearAdapter | 
     """Return the adapter configuration of a linear, `None` if none of its matrices is adapted.
 
     Args:
-        parts: kind of each matrix fused in the weight, in order -> rows on a TP rank.
+        parts: kind of each matrix fused in the weight, in order, to its rows on a TP rank.
     """
     ends, served = 0, []
     for kind, rows in parts.items():
@@ -148,7 +148,7 @@ def find_adapter(shape: AdapterShape, parts: dict[str, int]) -> LinearAdapter | 
 
 
 def freeze_model(stages: torch.nn.Module) -> None:
-    """Freeze all parameters but adapters and score head; embeddings' outputs keep a gradient for recomputed layers."""
+    """Freeze all parameters but adapters and score head; embedding outputs require a gradient, for recomputation."""
     for name, parameter in stages.named_parameters():
         parameter.requires_grad_(is_trained(name))
     for name, module in stages.named_modules():
@@ -159,7 +159,7 @@ def freeze_model(stages: torch.nn.Module) -> None:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a parameter is trained if the model has adapters."""
+    """Return whether a parameter of a model with adapters is trained: an adapter, or the score head."""
     return name.endswith((*HALVES, "score.weight"))
 
 
@@ -263,8 +263,6 @@ def multiply_quantized(
 
 
 class _QuantizedProduct(torch.autograd.Function):
-    """Product x W^T with a frozen four-bit W, dequantized in each pass; W has no gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedMatrix, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.weight, ctx.group = weight, group

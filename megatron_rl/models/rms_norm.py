@@ -66,13 +66,10 @@ class SplitRMSNorm(torch.nn.Module):
 
 
 def _normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalize bitwise as torch does; in float32 on CPU by `_Norm`, since torch would save intermediates.
-
-    `_Norm` receives `x` twice, so that autograd adds its gradient terms in torch's order.
-    """
+    """Normalize bitwise as torch does; in float32 on CPU by `_Norm`, since torch would save intermediates."""
     if x.is_cuda or x.dtype != torch.float32:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return _Norm.apply(x, x, weight, eps)
+    return _Norm.apply(x, x, weight, eps)  # `x` twice: autograd adds its gradient's terms in torch's order
 
 
 class _Norm(torch.autograd.Function):
@@ -96,7 +93,7 @@ class _Norm(torch.autograd.Function):
 
 
 class SandwichLayer(TransformerLayer):
-    """megatron-core layer with extra norms `post_self_attn_layernorm` and `post_mlp_layernorm`."""
+    """megatron-core layer that also normalizes the outputs of attention and MLP."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -111,7 +108,7 @@ class SandwichLayer(TransformerLayer):
 
 
 class OutputNormLayer(SandwichLayer):
-    """`SandwichLayer` without the norms of the inputs."""
+    """megatron-core layer that normalizes the outputs of attention and MLP, not their inputs."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -16,7 +16,7 @@ from megatron_rl.weights.rope import LinearScaling, Llama3Scaling, LongropeScali
 
 
 class RotaryTable(NamedTuple):
-    """Cosine and sine [t, 1, d] per position, and whether the channels of a pair are adjacent."""
+    """Cosine and sine [t, 1, d] of each position; `neighbors`: rotated pairs are adjacent channels, not d/2 apart."""
 
     cosine: torch.Tensor
     sine: torch.Tensor

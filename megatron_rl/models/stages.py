@@ -3,10 +3,9 @@
 
 Hidden states are `[t, 1, h]`, equal on all TP ranks, or `[t/tp, 1, h]` under sequence parallelism (TP-SP).
 
-* output layer, split over TP: `gather_for_shards` sums the ranks' gradients of hidden states, partial sums over the
-  vocabulary;
-* score head, replicated: nothing to sum. Under sequence parallelism ranks score their own positions and gather the
-  scores; Megatron sums the weight's partial gradient because of its `sequence_parallel` mark.
+* output layer, split over TP: `gather_for_shards` sums the ranks' partial gradients of hidden states;
+* score head, replicated: under sequence parallelism ranks score their own positions and gather the scores; Megatron
+  sums the weight's partial gradient because of its `sequence_parallel` mark.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class ScoreModel(HiddenStatesModel):
 
 
 class MtpModel(HiddenStatesModel):
-    """Multi-token-prediction layer (arXiv 2412.19437, section 2.2) on the main model's embedding and output layer."""
+    """Multi-token-prediction layer (arXiv 2412.19437, section 2.2) with the main model's embedding and output layer."""
 
     def __init__(self, config: TransformerConfig, block: Any, **options: Any) -> None:
         super().__init__(config, block, **options)
@@ -123,12 +122,12 @@ class MtpModel(HiddenStatesModel):
         self._lent: torch.Tensor | None = None
 
     def lend(self, output_weight: torch.Tensor) -> None:
-        """Set the main model's output rows [v/tp, h], which score this layer's tokens and receive no gradient."""
+        """Set this layer's output weight to the main model's [v/tp, h], without gradient."""
         self._lent = output_weight.detach()
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """Rows [v/tp, h] set by `lend`."""
+        """The main model's output weight [v/tp, h] on this rank, set by `lend`."""
         assert self._lent is not None, "`lend` comes first"
         return self._lent
 

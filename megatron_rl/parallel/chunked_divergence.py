@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divergences between two models' distributions from hidden states, chunked as in `chunked_logprobs.py`.
+"""Divergences between two models' distributions, and log-probs of k tokens each, from hidden states.
 
-Communication and gradients are those described there.
+Chunks and partial gradients are as in `chunked_logprobs.py`.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _sum_up(z: torch.Tensor) -> torch.Tensor:
 
 
 def _locate(ids: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Map token ids [t, k] to columns of this shard (0 if elsewhere), and whether they are in it."""
+    """Return columns [t, k] of token ids in this vocabulary shard (0 for ids outside), and whether each is inside."""
     columns, is_mine = shard.locate(ids.flatten())
     return columns.view(ids.shape), is_mine.view(ids.shape)
 
@@ -223,7 +223,12 @@ def _locate(ids: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.T
 def _multiply_away(
     ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, find_gradient: Callable[[torch.Tensor, slice], torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Compute the gradients of hidden states and weight; `find_gradient` returns that of a chunk's scaled logits."""
+    """Compute the gradients of hidden states and weight, `None` if not needed.
+
+    Args:
+        find_gradient: returns the gradient of a chunk's temperature-scaled logits [c, width]; takes these, and the
+            slice of tokens.
+    """
     softmax, width = ctx.softmax, ctx.softmax.find_shard(weight).width
     rows, size = weight[:width], softmax.chunk_tokens
     hidden_gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None

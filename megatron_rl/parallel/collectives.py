@@ -45,9 +45,6 @@ class Process:
 def init_distributed(timeout_minutes: float) -> Process:
     """Join the job that torchrun described in the environment; without torchrun, start a job of one rank.
 
-    The process group is not bound to a device (`device_id`): torch would then split the world's communicator for every
-    new group, with all ranks waiting.
-
     Args:
         timeout_minutes: timeout of collectives.
 
@@ -74,6 +71,7 @@ def init_distributed(timeout_minutes: float) -> Process:
         if is_launched:
             store, rank, world_size = next(rendezvous("env://", timeout=timeout))
             store = meet(store, rank, world_size, timeout)
+        # Without `device_id`: torch would split the world's communicator for every new group, with all ranks waiting.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout, store=store, rank=rank, world_size=world_size
         )
@@ -122,11 +120,9 @@ def make_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessG
 
 
 def align_group_names() -> None:
-    """Bring all ranks to the same number of groups; collective over the job.
-
-    torch derives the name of a group created only by its members from the process's number of groups
-    (`_hash_ranks_to_str`); members with different names would wait until the timeout.
-    """
+    """Bring all ranks to the same number of groups, so that members give new groups the same name; collective."""
+    # torch derives the name of a group created only by its members from the process's number of groups
+    # (`_hash_ranks_to_str`); members with different names would wait until the timeout.
     count = torch.tensor(len(dist.distributed_c10d._world.pg_names))
     most = count.clone()
     dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -144,10 +140,10 @@ def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a section of the launcher's store that only the ranks of this attempt share; every rank calls it once.
+    """Return a section of the launcher's store that only the ranks of this start of the job share; collective.
 
     torchrun keeps one store across restarts, with addresses of killed ranks (pytorch/pytorch issues 135712 and 167288).
-    So rank 0 sends its section's name to every registered rank, even dead ones, until all have arrived there.
+    So rank 0 answers each request in the store, even a killed rank's, with a new section's name until all have joined.
 
     Raises:
         TimeoutError: on rank 0, a rank did not arrive in time; other ranks raise torch's own error.
@@ -199,8 +195,8 @@ def memory_in_use(device: torch.device) -> int:
 def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
     """Raise the error of the lowest failed rank on every rank of `group`, if there is one; collective.
 
-    Without it, healthy ranks would wait for the failed one until the timeout. The raised error carries its global rank
-    (`raised_on`); on that rank it is the original, with its traceback.
+    The raised error carries the failed rank's global number (`raised_on`); on that rank it is the original, with its
+    traceback.
     """
     first = torch.tensor(group.size() if error is None else group.rank())
     dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
@@ -216,7 +212,10 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def failing_together(group: dist.ProcessGroup, explain: Callable[[OSError], UserError] | None = None) -> Iterator[None]:
-    """Raise a UserError of the block on every rank, an OSError likewise after conversion by `explain`; collective."""
+    """Raise a UserError that the block raises on one rank on every rank; collective.
+
+    `explain` converts an OSError to a UserError. Any other error is raised on its own rank only.
+    """
     error: UserError | None = None
     try:
         yield

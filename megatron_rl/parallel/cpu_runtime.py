@@ -2,8 +2,8 @@
 """Runtime that runs unmodified `megatron.core` on a machine without CUDA, over gloo.
 
 megatron.core modules get a *view* of torch as global `torch`: `torch.cuda` is a null runtime on the CPU, and factory
-functions map "cuda" to "cpu". Other libraries keep the real torch. `FIXES` patches names bound at import and compared
-strings; a test asserts that the private names it uses exist.
+functions map "cuda" to "cpu". Other libraries keep the real torch. `FIXES` patches what the view does not reach; a test
+asserts that the private names it uses exist.
 """
 
 from __future__ import annotations
@@ -106,10 +106,7 @@ def _allow_cuda_call() -> None:
 
 
 def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Report `torch.cuda.FloatTensor` while `function` runs, since the optimizers compare such strings.
-
-    A permanent patch of `Tensor.type` would break `torch.compile(fullgraph=True)`.
-    """
+    """Report `torch.cuda.FloatTensor` while `function` runs, since the optimizers compare such strings."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +115,7 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
         def cuda_type(self: torch.Tensor, *a: Any, **k: Any) -> Any:
             return real(self, *a, **k) if a or k else real(self).replace("torch.", "torch.cuda.", 1)
 
-        torch.Tensor.type = cuda_type
+        torch.Tensor.type = cuda_type  # a permanent patch would break `torch.compile(fullgraph=True)`
         try:
             return function(*args, **kwargs)
         finally:

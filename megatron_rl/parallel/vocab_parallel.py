@@ -33,7 +33,7 @@ class VocabShard:
     width: int
 
     def locate(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Map token ids [t] to columns [t, 1] of this shard (0 if elsewhere), and whether they are in it [t]."""
+        """Return columns [t, 1] of token ids [t] in this shard (0 for ids outside), and [t] whether ids are inside."""
         local = targets - self.start
         is_mine = (local >= 0) & (local < self.width)
         return torch.where(is_mine, local, 0)[:, None], is_mine
@@ -118,7 +118,7 @@ def compute_all_logprobs(z: torch.Tensor, num_columns: int) -> torch.Tensor:
 
 
 def merge_summaries(summaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Merge all shards' `compute_summary` [tp, 4, t] into logprobs, entropy and lse, [t] each."""
+    """Merge all shards' `compute_summary` [tp, 4, t] into logprobs, entropy and log-sum-exp, [t] each."""
     highs, totals, weighted, target_z = summaries.unbind(1)  # [tp, t] each
     high, scale, total = merge_totals(highs, totals)
     # sum exp(z - high) (z - high), from sums relative to each shard's own maximum.
@@ -172,14 +172,14 @@ class PackedKeptSets:
 
     @classmethod
     def pack(cls, parts: Sequence[KeptSets], device: torch.device) -> PackedKeptSets:
-        """Concatenate the token sets that sampling kept, of several parts."""
+        """Concatenate the rows of several `KeptSets`."""
         ids = np.concatenate([np.empty(0, np.int32), *(part.ids for part in parts)])
         counts = np.concatenate([np.empty(0, np.int32), *(part.counts for part in parts)]).astype(np.int64)
         firsts = np.cumsum(counts) - counts
         return cls(*(torch.from_numpy(array).to(device) for array in (ids, firsts, counts)))
 
     def __getitem__(self, rows: slice | torch.Tensor) -> PackedKeptSets:
-        """Return the token sets that sampling kept for `rows`."""
+        """Return the token sets of `rows`."""
         return PackedKeptSets(self.ids, self.firsts[rows], self.counts[rows])
 
     def pad(self, count: int) -> PackedKeptSets:
