@@ -6,14 +6,13 @@ Chunks and partial gradients are as in `chunked_logprobs.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, WeightGradient, scale_logits
+from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_gradients, scale_logits
 from megatron_rl.parallel.vocab_parallel import VocabShard, gather_summaries, merge_totals
 
 _LEAST = 1e-30  # minimum probability of "any other token", relative to the likeliest token
@@ -88,7 +87,7 @@ class _LinearLogprobsOf(torch.autograd.Function):
         rows, parts = weight[: shard.width], []
         for x, y in zip(hidden.split(softmax.chunk_tokens), ids.split(softmax.chunk_tokens), strict=True):
             z = scale_logits(x, rows, softmax.temperature)
-            parts.append(_summarize_chosen(z, *_locate(y, shard)))
+            parts.append(_summarize_chosen(z, *shard.locate(y)))
         found = gather_summaries(torch.cat(parts, 1), softmax.tp_group)
         high, _, rest = merge_totals(found[:, 0], found[:, 1])
         chosen = found[:, 2:].sum(0)
@@ -104,19 +103,18 @@ class _LinearLogprobsOf(torch.autograd.Function):
         hidden, weight, ids, lse, log_rest = ctx.saved_tensors
         shard = ctx.softmax.find_shard(weight)
 
-        def find_gradient(z: torch.Tensor, part: slice) -> torch.Tensor:
-            """Return the gradient of the logits z [c, width] of the chunk `part` of the tokens.
-
-            d logprob_i / d z_v = 1[v = i] - p_v; for all other tokens together,
-            d log_rest / d z_v = p_v / p_rest - p_v, at `ids` -p_v.
-            """
-            (columns, is_mine), slope = _locate(ids[part], shard), grad[part]
+        def find_gradient(part: slice) -> torch.Tensor:
+            # d logprob_i / d z_v = 1[v = i] - p_v; for all other tokens together,
+            # d log_rest / d z_v = p_v / p_rest - p_v, at `ids` -p_v.
+            z = scale_logits(hidden[part], weight[: shard.width], ctx.softmax.temperature)
+            (columns, is_mine), slope = shard.locate(ids[part]), grad[part]
             probs = z.sub_(lse[part, None]).exp_()
             gradient = probs * -slope.sum(-1, keepdim=True)
             _clear(probs, columns, is_mine).mul_((slope[:, -1] * (-log_rest[part]).exp())[:, None])
-            return gradient.add_(probs).scatter_add_(1, columns, slope[:, :-1] * is_mine)
+            gradient.add_(probs).scatter_add_(1, columns, slope[:, :-1] * is_mine)
+            return gradient.div_(ctx.softmax.temperature)
 
-        return *_multiply_away(ctx, hidden, weight, find_gradient), None, None
+        return *compute_linear_gradients(ctx, hidden, weight, find_gradient), None, None
 
 
 def compute_linear_divergence(
@@ -177,15 +175,17 @@ class _LinearDivergence(torch.autograd.Function):
         hidden, weight, teacher_hidden, teacher_weight, lse, their_lse, divergence = ctx.saved_tensors
         width, temperature = ctx.softmax.find_shard(weight).width, ctx.softmax.temperature
 
-        def find_gradient(z: torch.Tensor, part: slice) -> torch.Tensor:
-            theirs = scale_logits(teacher_hidden[part], teacher_weight[:width], temperature)
-            ours, theirs = z.sub_(lse[part, None]), theirs.sub_(their_lse[part, None])
+        def find_gradient(part: slice) -> torch.Tensor:
+            ours = scale_logits(hidden[part], weight[:width], temperature).sub_(lse[part, None])
+            theirs = scale_logits(teacher_hidden[part], teacher_weight[:width], temperature).sub_(their_lse[part, None])
             if ctx.is_forward:
-                return ours.exp_().sub_(theirs.exp_()).mul_(grad[part, None])
-            gap = theirs.neg_().add_(ours).sub_(divergence[part, None])
-            return ours.exp_().mul_(gap).mul_(grad[part, None])
+                gradient = ours.exp_().sub_(theirs.exp_())
+            else:
+                gap = theirs.neg_().add_(ours).sub_(divergence[part, None])
+                gradient = ours.exp_().mul_(gap)
+            return gradient.mul_(grad[part, None]).div_(temperature)
 
-        return *_multiply_away(ctx, hidden, weight, find_gradient), None, None, None, None
+        return *compute_linear_gradients(ctx, hidden, weight, find_gradient), None, None, None, None
 
 
 def _summarize_chosen(z: torch.Tensor, columns: torch.Tensor, is_mine: torch.Tensor) -> torch.Tensor:
@@ -212,33 +212,3 @@ def _sum_up(z: torch.Tensor) -> torch.Tensor:
         return torch.stack([z.new_full((len(z),), torch.finfo(z.dtype).min), z.new_zeros(len(z))])
     high = z.amax(-1)
     return torch.stack([high, (z - high[:, None]).exp_().sum(-1)])
-
-
-def _locate(ids: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return columns [t, k] of token ids in this vocabulary shard (0 for ids outside), and whether each is inside."""
-    columns, is_mine = shard.locate(ids.flatten())
-    return columns.view(ids.shape), is_mine.view(ids.shape)
-
-
-def _multiply_away(
-    ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, find_gradient: Callable[[torch.Tensor, slice], torch.Tensor]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Compute the gradients of hidden states and weight, `None` if not needed.
-
-    Args:
-        find_gradient: returns the gradient of a chunk's temperature-scaled logits [c, width]; takes these, and the
-            slice of tokens.
-    """
-    softmax, width = ctx.softmax, ctx.softmax.find_shard(weight).width
-    rows, size = weight[:width], softmax.chunk_tokens
-    hidden_gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-    total = WeightGradient(weight, len(hidden) <= size) if ctx.needs_input_grad[1] else None
-    for start in range(0, len(hidden) if width else 0, size):
-        part = slice(start, start + size)
-        z = scale_logits(hidden[part], rows, softmax.temperature)
-        gradient = find_gradient(z, part).div_(softmax.temperature).to(hidden.dtype)
-        if hidden_gradient is not None:
-            torch.mm(gradient, rows, out=hidden_gradient[part])
-        if total is not None:
-            total.add(gradient, hidden[part])
-    return hidden_gradient, None if total is None else total.total.to(weight.dtype)

@@ -33,10 +33,10 @@ class VocabShard:
     width: int
 
     def locate(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return columns [t, 1] of token ids [t] in this shard (0 for ids outside), and [t] whether ids are inside."""
+        """Return each token id's column in this shard (0 if it is in another), and whether it is in this shard."""
         local = targets - self.start
         is_mine = (local >= 0) & (local < self.width)
-        return torch.where(is_mine, local, 0)[:, None], is_mine
+        return torch.where(is_mine, local, 0), is_mine
 
 
 def find_vocab_shard(vocab_size: int, num_columns: int, tp_rank: int) -> VocabShard:
@@ -61,7 +61,7 @@ def compute_summary(z: torch.Tensor, targets: torch.Tensor, shard: VocabShard) -
         return summary
     high = z.amax(-1)
     columns, is_mine = shard.locate(targets)
-    target_z = torch.where(is_mine, z.gather(1, columns)[:, 0], 0.0)
+    target_z = torch.where(is_mine, z.gather(1, columns[:, None])[:, 0], 0.0)
     z.sub_(high[:, None])
     exp_z = z.exp()
     return torch.stack([high, exp_z.sum(-1), exp_z.mul_(z).sum(-1), target_z])
@@ -79,8 +79,8 @@ def summarize_squares(z: torch.Tensor) -> torch.Tensor:
 def merge_squares(summaries: torch.Tensor) -> torch.Tensor:
     """Merge all shards' `summarize_squares` [tp, 3, t] into the sum of squared probabilities [t]."""
     highs, totals, squares = summaries.unbind(1)
-    scale = (highs - highs.amax(0)).exp()
-    return (squares * scale.square()).sum(0) / (totals * scale).sum(0).square()
+    _, scale, total = merge_totals(highs, totals)
+    return (squares * scale.square()).sum(0) / total.square()
 
 
 def gather_summaries(summary: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
@@ -153,7 +153,7 @@ def compute_logits_gradient(
         slope = log_probs.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None])
         gradient = slope.mul_(probs).neg_()
     columns, is_mine = shard.locate(targets)
-    return gradient.scatter_add_(1, columns, (grad_logprobs * is_mine)[:, None])
+    return gradient.scatter_add_(1, columns[:, None], (grad_logprobs * is_mine)[:, None])
 
 
 @dataclass(frozen=True)
