@@ -59,14 +59,11 @@ class BlockedSelfAttention(SelfAttention):
     ) -> tuple[torch.Tensor, ...]:
         """Project [t, 1, h] to query [t, 1, np, d], key and value [t, 1, ng/tp, d], optionally gates [t, 1, np, d]."""
         assert key_value_states is None and split_qkv, "plain self-attention only"
-        d, np_, ng = (
-            self.hidden_size_per_attention_head,
-            self.num_attention_heads_per_partition,
-            self.num_query_groups_per_partition,
-        )
+        d, np_ = self.hidden_size_per_attention_head, self.num_attention_heads_per_partition
+        of_key = self.num_query_groups_per_partition * d
         mixed, _ = apply_module(self.linear_qkv)(hidden_states)  # [t, 1, (np + 2 ng/tp) * d]
         of_query = np_ * d * (2 if output_gate else 1)
-        query, key, value = (part.unflatten(-1, (-1, d)) for part in mixed.split((of_query, ng * d, ng * d), dim=-1))
+        query, key, value = (part.unflatten(-1, (-1, d)) for part in mixed.split((of_query, of_key, of_key), dim=-1))
         gates = []
         if output_gate:
             query, gate = query.unflatten(-2, (-1, 2)).unbind(-2)

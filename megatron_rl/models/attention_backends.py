@@ -280,12 +280,18 @@ def _attend_sdpa(
         if n == 0:
             continue
         batch = [x.unflatten(0, (count, -1)).transpose(1, 2) for x in qkv]  # [segments, heads, s, d]
-        mask, is_causal = _cut_mask(segments, n, k, query.device), n == k and not 0 < segments.window < k
+        mask = None
         if sinks is not None:
             seen = _see(n, k, segments.window, query.device)
-            batch, mask, is_causal = _add_sink(*batch, sinks, scale), F.pad(seen, (0, 1), value=True), False
+            batch, mask = _add_sink(*batch, sinks, scale), F.pad(seen, (0, 1), value=True)
+        elif 0 < segments.window < k:
+            mask = _see(n, k, segments.window, query.device)
+        elif n < k:
+            assert segments.mask is not None, "made for every segment behind a prefix"
+            left = segments.mask.shape[1] - segments.mask.shape[0] - (k - n)
+            mask = segments.mask[:n, left : left + k]
         output = F.scaled_dot_product_attention(
-            *batch, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            *batch, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
         outputs.append(output[..., : query.shape[-1]].transpose(1, 2).flatten(0, 1))
     output = torch.cat(outputs)
@@ -332,17 +338,6 @@ def _see(num_queries: int, num_keys: int, window: int, device: torch.device) -> 
     last = num_keys - num_queries
     seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(last)
     return seen.triu(last - window + 1) if window else seen
-
-
-def _cut_mask(segments: Segments, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
-    mask, window = segments.mask, segments.window
-    if 0 < window < num_keys:
-        return _see(num_queries, num_keys, window, device)
-    if num_queries == num_keys:
-        return None
-    assert mask is not None, "made for every segment behind a prefix"
-    left = mask.shape[1] - mask.shape[0] - (num_keys - num_queries)
-    return mask[:num_queries, left : left + num_keys]
 
 
 def build_tiles(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Tiles:

@@ -14,7 +14,7 @@ bits, is used instead if it is installed and equal in a trial.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,7 +31,7 @@ _EPSILON = 1e-6  # in the L2 norm of queries and keys
 
 @dataclass(frozen=True)
 class SequenceRows:
-    """Indices between a packed row of t tokens and its sequences (with prefixes) in chunks of 64, the longest first.
+    """Indices between a packed row of t tokens and its sequences (with prefixes) in chunks of 64, most chunks first.
 
     Attributes:
         convolved: [c] int64, input rows of the convolution: each sequence after `width - 1` zero rows (index t).
@@ -123,18 +123,7 @@ def apply_delta_rule(
     query, key, value, decay, beta = (
         x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in (query, key, value.float(), decay, beta)
     )
-    output = _run_chunks(query, key, value, decay, beta[..., None], rows.counts)
-    return output.transpose(1, 2).flatten(0, 1).index_select(0, rows.places)
-
-
-def _run_chunks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    counts: Sequence[int],
-) -> torch.Tensor:
+    beta = beta[..., None]
     total = decay.cumsum(-1)  # [chunks, n, 64] log of the decay since the chunk began
     above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(above, float("-inf"))
@@ -147,15 +136,15 @@ def _run_chunks(
     written, answers = solved.split([value.shape[-1], key.shape[-1]], -1)
     scores, reads, writes = (query @ key.mT) * between, query * grown, (key * left).mT
     kept = total[..., -1, None, None].exp()
-    state = query.new_zeros(counts[0], *writes.shape[1:3], value.shape[-1])
+    state = query.new_zeros(rows.counts[0], *writes.shape[1:3], value.shape[-1])
     outputs = []
-    parts = (x.split(counts) for x in (written, answers, scores, reads, writes, kept))
+    parts = (x.split(rows.counts) for x in (written, answers, scores, reads, writes, kept))
     for new, answer, score, read, write, rest in zip(*parts, strict=True):
         state = state[: len(new)]
         new = new - answer @ state
         outputs.append(read @ state + score @ new)
         state = state * rest + write @ new
-    return torch.cat(outputs)
+    return torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, rows.places)
 
 
 def _normalize(x: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ class GroupedLinear(AdaptedLinear):
         is_quantized: bool,
     ) -> None:
         super().__init__()
-        tp_size, self._dtype, self._num_rows = groups.expt_tp.size(), config.params_dtype, size[1]
+        tp_size, self._dtype = groups.expt_tp.size(), config.params_dtype
         self._marks = dict(allreduce=groups.ep.size() == 1 and tp_size == groups.tp.size())
         self._has_copies = tp_size > 1
         weight = self._make(torch.empty, size, split_dim)
@@ -104,21 +104,20 @@ class GroupedLinear(AdaptedLinear):
         )
         self._parts = adapter
         if adapter is not None:
-            (num_experts, _, k), r, lengths = size, adapter.rank, [stop - start for start, stop in adapter.parts]
-            self.lora_A = self._make(torch.zeros, (num_experts, len(lengths) * r, k), of_columns)
-            self.lora_B = self._make(torch.zeros, (num_experts, sum(lengths), r), of_rows)
+            (num_experts, _, k), r = size, adapter.rank
+            self.lora_A = self._make(torch.zeros, (num_experts, len(adapter.parts) * r, k), of_columns)
+            self.lora_B = self._make(torch.zeros, (num_experts, sum(adapter.lengths), r), of_rows)
 
     def list_matrices(self, name: str) -> list[AdaptedMatrix]:
         """Return each expert's weight with its adapters, [] without adapters; `name`: of this layer in the model."""
         if (adapter := self._parts) is None:
             return []
-        lengths = [stop - start for start, stop in adapter.parts]
         return [
             AdaptedMatrix(
                 name_expert(f"{name}.weight", expert),
                 weight,
                 adapter.scale,
-                list(zip(adapter.parts, a.split(adapter.rank), b.split(lengths), strict=True)),
+                list(zip(adapter.parts, a.split(adapter.rank), b.split(adapter.lengths), strict=True)),
             )
             for expert, (weight, a, b) in enumerate(zip(self.weight, self.lora_A.data, self.lora_B.data, strict=True))
         ]
@@ -129,17 +128,12 @@ class GroupedLinear(AdaptedLinear):
             output = multiply_in_turn(multiply_quantized, x, self.weight, counts)
         else:
             output = self._multiply(x, self.weight, counts)
-        return output if self._parts is None or not self._is_on else output + self._change(x, counts, self._parts)
-
-    def _change(self, x: torch.Tensor, counts: RowCounts, adapter: LinearAdapter) -> torch.Tensor:
-        inner, pieces, end = self._multiply(x, self.lora_A, counts), [], 0
-        lengths = [stop - start for start, stop in adapter.parts]
-        parts = zip(adapter.parts, inner.split(adapter.rank, -1), self.lora_B.split(lengths, 1), strict=True)
-        for (start, stop), z, b in parts:
-            pieces += [x.new_zeros(len(x), start - end), self._multiply(z.contiguous(), b.contiguous(), counts)]
-            end = stop
-        pieces.append(x.new_zeros(len(x), self._num_rows - end))
-        return adapter.scale * torch.cat(pieces, -1)
+        if (adapter := self._parts) is None or not self.is_on:
+            return output
+        inner = self._multiply(x, self.lora_A, counts)
+        halves = zip(inner.split(adapter.rank, -1), self.lora_B.split(adapter.lengths, 1), strict=True)
+        changes = [self._multiply(z.contiguous(), b.contiguous(), counts) for z, b in halves]
+        return output + adapter.join(changes, output.shape[-1])
 
     def _make(
         self, fill: Callable[..., torch.Tensor], size: tuple[int, ...], split_dim: int | None

@@ -177,20 +177,12 @@ def build_gpt_stages(
             vp_stage=chunk if layout.vpp_size > 1 else None,
         )
         if model.pre_process and FAMILIES[shape.family].scales_embedding:
-            _scale_embedding(model, shape.hidden_size**0.5)
+            # Rounded as in the reference code. A tied output layer uses the unscaled weight.
+            scale = torch.tensor(shape.hidden_size**0.5).to(config.params_dtype).item()
+            model.embedding.register_forward_hook(lambda module, inputs, output, scale=scale: output * scale)
         _complete_weights(model, current_device())
         chunks.append(model)
     return torch.nn.ModuleList(chunks)
-
-
-def _scale_embedding(model: GPTModel, scale: float) -> None:
-    """Multiply the embedding's output by `scale`; a tied output layer uses the unscaled weight."""
-    rounded = torch.tensor(scale).to(model.config.params_dtype).item()  # as in the reference code
-
-    def scale_output(module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        return output * rounded
-
-    model.embedding.register_forward_hook(scale_output)
 
 
 def _complete_weights(model: GPTModel, device: torch.device) -> None:

@@ -40,6 +40,23 @@ class LinearAdapter:
     scale: float
     parts: tuple[tuple[int, int], ...]
 
+    @property
+    def lengths(self) -> list[int]:
+        """Number of rows of each part."""
+        return [stop - start for start, stop in self.parts]
+
+    def join(self, changes: list[torch.Tensor], width: int) -> torch.Tensor:
+        """Return [..., width]: each adapter's change [..., rows of its part], scaled, in its place; zeros elsewhere."""
+        pieces, end = [], 0
+        for (start, stop), change in zip(self.parts, changes, strict=True):
+            if start > end:
+                pieces.append(change.new_zeros(*change.shape[:-1], start - end))
+            pieces.append(change)
+            end = stop
+        if end < width:
+            pieces.append(changes[0].new_zeros(*changes[0].shape[:-1], width - end))
+        return self.scale * (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1))
+
 
 @dataclass(frozen=True)
 class AdaptedMatrix:
@@ -63,18 +80,14 @@ class AdaptedLinear(torch.nn.Module):
     lora_A: torch.Tensor
     lora_B: torch.Tensor
     _adapter: LinearAdapter
-    _is_on = True
+    is_on = True
 
     def list_matrices(self, name: str) -> list[AdaptedMatrix]:
         """Return a list of the weight with its adapters; `name`: of this linear in the model."""
-        parts, rank = self._adapter.parts, self._adapter.rank
-        b = self.lora_B.data.split([stop - start for start, stop in parts])
-        found = list(zip(parts, self.lora_A.data.split(rank), b, strict=True))
-        return [AdaptedMatrix(f"{name}.weight", self.weight, self._adapter.scale, found)]
-
-    def use_adapter(self, is_on: bool) -> None:
-        """Switch the adapters on or off."""
-        self._is_on = is_on
+        adapter = self._adapter
+        a, b = self.lora_A.data.split(adapter.rank), self.lora_B.data.split(adapter.lengths)
+        parts = list(zip(adapter.parts, a, b, strict=True))
+        return [AdaptedMatrix(f"{name}.weight", self.weight, adapter.scale, parts)]
 
 
 class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
@@ -83,32 +96,20 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
     def __init__(self, *arguments: Any, adapter: LinearAdapter, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._adapter = adapter
-        self._rows = [stop - start for start, stop in adapter.parts]
         is_partial, rank = self.config.sequence_parallel, adapter.rank
         self.lora_A = _make(self.weight, len(adapter.parts) * rank, self.weight.shape[1], partial=is_partial)
-        self.lora_B = _make(self.weight, sum(self._rows), rank, split_dim=0)
+        self.lora_B = _make(self.weight, sum(adapter.lengths), rank, split_dim=0)
 
     def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         """Map [t, 1, h], or [t/tp, 1, h] under TP-SP, to [t, 1, rows]."""
         output, bias = super().forward(input_, *arguments, **options)
-        return (output + self._compute_change(input_, output) if self._is_on else output), bias
-
-    def _compute_change(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        if not self.is_on:
+            return output, bias
         group: Any = self.tp_group
-        inner = F.linear(x, self.lora_A)  # [t or t/tp, 1, n r]
+        inner = F.linear(input_, self.lora_A)  # [t or t/tp, 1, n r]
         inner = gather_for_shards(inner, sequence_parallel=self.config.sequence_parallel, tp_group=group)
-        pieces, end = [], 0
-        parts = zip(
-            self._adapter.parts, inner.split(self._adapter.rank, -1), self.lora_B.split(self._rows), strict=True
-        )
-        for (start, stop), z, b in parts:
-            if start > end:
-                pieces.append(output.new_zeros(*output.shape[:-1], start - end))
-            pieces.append(F.linear(z, b))
-            end = stop
-        if end < output.shape[-1]:
-            pieces.append(output.new_zeros(*output.shape[:-1], output.shape[-1] - end))
-        return self._adapter.scale * (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1))
+        halves = zip(inner.split(self._adapter.rank, -1), self.lora_B.split(self._adapter.lengths), strict=True)
+        return output + self._adapter.join([F.linear(z, b) for z, b in halves], output.shape[-1]), bias
 
 
 class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
@@ -123,7 +124,7 @@ class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Map [t, 1, in/tp] to [t, 1, out], or [t/tp, 1, out] under TP-SP."""
         output, bias = super().forward(input_)
-        if not self._is_on:
+        if not self.is_on:
             return output, bias
         inner = F.linear(input_, self.lora_A)  # of this rank's columns
         if self.config.sequence_parallel:
@@ -168,12 +169,12 @@ def without_adapters(stages: torch.nn.Module) -> Iterator[None]:
     """Switch all adapters off inside the block."""
     linears = [module for module in stages.modules() if isinstance(module, AdaptedLinear)]
     for linear in linears:
-        linear.use_adapter(False)
+        linear.is_on = False
     try:
         yield
     finally:
         for linear in linears:
-            linear.use_adapter(True)
+            linear.is_on = True
 
 
 def _make(

@@ -126,8 +126,8 @@ class _Selection:
     """Stand-in for megatron-core's RouterReplay, called inside the router's forward to choose the experts."""
 
     def __init__(self, layer: int, routes: RowRoutes) -> None:
-        self._layer, self._routes = layer, routes
-        self._own = torch.empty(0)  # the router's own choice
+        self.layer, self.routes = layer, routes
+        self.own = torch.empty(0)  # the router's own choice
 
     def get_replay_topk(
         self,
@@ -138,13 +138,9 @@ class _Selection:
         compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores and indices of the chosen experts, [rows, choices] each."""
-        values, self._own = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        chosen = self._routes.choose(self._layer, self._own)
-        return (values, chosen) if chosen is self._own else (scores.gather(1, chosen), chosen)
-
-    def count(self, logits: torch.Tensor, routing_map: torch.Tensor) -> None:
-        """Add the choices of this forward to the `RoutingCounts`."""
-        self._routes.count(self._layer, self._own, logits, routing_map)
+        values, self.own = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        chosen = self.routes.choose(self.layer, self.own)
+        return (values, chosen) if chosen is self.own else (scores.gather(1, chosen), chosen)
 
 
 class RoutedRouter(TopKRouter):
@@ -161,8 +157,8 @@ class RoutedRouter(TopKRouter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return routing weights [rows, experts] and the routing map [rows, experts] bool."""
         shares, routing_map = super().routing(logits, padding_mask)
-        if self.router_replay is not None:
-            self.router_replay.count(logits.flatten(0, -2), routing_map)
+        if (replay := self.router_replay) is not None:
+            replay.routes.count(replay.layer, replay.own, logits.flatten(0, -2), routing_map)
         return shares, routing_map
 
 
