@@ -104,16 +104,13 @@ def apply_delta_rule(
     beta: torch.Tensor,
     rows: SequenceRows,
 ) -> torch.Tensor:
-    """Run the gated delta rule of every head over every sequence, in float32.
+    """Run the gated delta rule of every head over every sequence, in float32: [t, n, d_v].
 
     Args:
         query, key: [chunks * 64, n_k, d_k] in the order of `convolve`; normalized here.
         value: [chunks * 64, n, d_v], n a multiple of n_k.
         decay: [t, n] float32, log of each token's factor of the state.
         beta: [t, n], share of the correction that is written.
-
-    Returns:
-        [t, n, d_v].
     """
     repeats = value.shape[1] // key.shape[1]
     query, key = (_normalize(x.float()).repeat_interleave(repeats, 1) for x in (query, key))

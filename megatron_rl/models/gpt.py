@@ -186,10 +186,8 @@ def build_gpt_stages(
 
 
 def _complete_weights(model: GPTModel, device: torch.device) -> None:
-    """Move weights to `device`, and mark TP shards: the gradient norm counts unmarked weights on TP rank 0 only.
-
-    megatron-core creates router weights on the host, and marks only weights that it initializes.
-    """
+    """Move weights to `device`, and mark TP shards: the gradient norm counts unmarked weights on TP rank 0 only."""
+    # megatron-core creates router weights on the host, and marks only weights that it initializes.
     for module in model.modules():
         for name, weight in [*module.named_parameters(recurse=False)]:
             if not weight.is_meta and weight.device.type != device.type:

@@ -195,12 +195,7 @@ def _make(
 
 
 def adapt_layer(config: TransformerConfig, adapters: AdapterShape, attention: Any, mlp: Any) -> None:
-    """Replace the linears of a layer with adapted or NF4 ones, in place.
-
-    Args:
-        attention: submodules spec.
-        mlp: submodules spec, or `None` in a layer of experts.
-    """
+    """Replace the linears in a layer's submodule specs with adapted or NF4 ones in place; `mlp`: `None` for experts."""
     shape, tp_size = adapters.base, config.tensor_model_parallel_size
     q, kv, ffn = (
         size // tp_size

@@ -42,11 +42,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class SplitRMSNorm(torch.nn.Module):
-    """RMS norm over channels that are split over TP, like its weight; the weight's gradient is complete.
-
-    Args:
-        size: channels of all ranks.
-    """
+    """RMS norm over `size` channels that are split over TP, like its weight; the weight's gradient is complete."""
 
     def __init__(
         self, config: TransformerConfig, size: int, eps: float, tp_group: torch.distributed.ProcessGroup

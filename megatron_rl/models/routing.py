@@ -178,12 +178,7 @@ class BiasedRouter(RoutedRouter):
 
     @torch.no_grad()
     def shift_bias(self, loads: torch.Tensor, rate: float) -> None:
-        """Shift the biases by +-`rate` to balance the loads: b_i += u sign(mean(c) - c_i) (2408.15664, algorithm 1).
-
-        Args:
-            loads: [E] tokens per expert, c.
-            rate: step size u.
-        """
+        """Shift each bias by +-`rate` to balance `loads`, the tokens per expert [E] (2408.15664, algorithm 1)."""
         self.expert_bias += rate * (loads.double().mean() - loads).sign().to(self.expert_bias)
 
 

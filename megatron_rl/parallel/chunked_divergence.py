@@ -48,11 +48,7 @@ def compute_linear_top_k(hidden: torch.Tensor, weight: torch.Tensor, k: int, sof
 
 
 def _summarize_top_k(z: torch.Tensor, k: int, shard: VocabShard) -> torch.Tensor:
-    """Summarize one shard's logits [t, width] by its k largest.
-
-    Returns:
-        [2 + 2 k, t]: maximum m, sum of exp(z - m) without the k largest, their k ids, their k logits.
-    """
+    """Return [2 + 2 k, t]: maximum m, sum of exp(z - m) without the k largest logits; their k ids, their k logits."""
     summary = z.new_zeros(2 + 2 * k, len(z))
     summary[0] = summary[2 + k :] = torch.finfo(z.dtype).min
     if shard.width:
@@ -66,14 +62,11 @@ def _summarize_top_k(z: torch.Tensor, k: int, shard: VocabShard) -> torch.Tensor
 def compute_linear_logprobs_of(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, softmax: OutputSoftmax
 ) -> torch.Tensor:
-    """Compute log-probs of k given tokens of each distribution, and of all other tokens together; collective over TP.
+    """Compute log-probs [t, k + 1] of k given tokens, and in the last place of all other ones; collective over TP.
 
     Args:
         hidden, weight: as in `compute_linear_top_k`; differentiable.
         ids: [t, k] int64, distinct in each row.
-
-    Returns:
-        [t, k + 1]; all other tokens last.
     """
     return _LinearLogprobsOf.apply(hidden, weight, ids, softmax)
 
@@ -189,11 +182,7 @@ class _LinearDivergence(torch.autograd.Function):
 
 
 def _summarize_chosen(z: torch.Tensor, columns: torch.Tensor, is_mine: torch.Tensor) -> torch.Tensor:
-    """Summarize one shard's logits by chosen columns.
-
-    Returns:
-        [2 + k, t]: maximum m, sum of exp(z - m) without the chosen columns, chosen logits (0 in other shards).
-    """
+    """Return [2 + k, t]: maximum m, sum of exp(z - m) without `columns`; their logits, 0 for other shards' columns."""
     if z.shape[1] == 0:
         return torch.cat([_sum_up(z), z.new_zeros(columns.t().shape)])
     high = z.amax(-1)

@@ -23,8 +23,8 @@ from megatron_rl.parallel.vocab_parallel import (
     compute_summary,
     find_vocab_shard,
     gather_summaries,
-    merge_squares,
     merge_summaries,
+    merge_totals,
     summarize_squares,
 )
 
@@ -79,7 +79,9 @@ def compute_linear_sum_pi_squared(
     """Compute the sum of squared probabilities of each distribution, [t], bitwise equal on all TP ranks; collective."""
     chunks = _Chunks(hidden, weight, softmax, kept)
     summary = torch.cat([summarize_squares(chunks.make_logits(part)) for part in chunks.parts], dim=1)
-    return merge_squares(gather_summaries(summary, softmax.tp_group))
+    found = gather_summaries(summary, softmax.tp_group)
+    _, scale, total = merge_totals(found[:, 0], found[:, 1])
+    return (found[:, 2] * scale.square()).sum(0) / total.square()
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -45,15 +45,11 @@ class Process:
 def init_distributed(timeout_minutes: float) -> Process:
     """Join the job that torchrun described in the environment; without torchrun, start a job of one rank.
 
-    Args:
-        timeout_minutes: timeout of collectives.
-
     Raises:
         UserError: torch cannot use the GPUs here, or the process may not open enough connections.
     """
     allow_connections(int(os.environ.get("WORLD_SIZE", "1")))
-    unusable = explain_unusable_gpus()
-    if unusable is not None:
+    if (unusable := explain_unusable_gpus()) is not None:
         raise unusable
     is_launched = "RANK" in os.environ
     if not is_launched:  # set torchrun's variables: in-process libraries read them
@@ -131,10 +127,8 @@ def align_group_names() -> None:
 
 
 def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Connect the communicator of a group by a first all-reduce; collective.
-
-    NCCL would otherwise connect at the first point-to-point batch, and wait forever for ranks without messages.
-    """
+    """Connect the communicator of a group by a first all-reduce; collective."""
+    # NCCL would otherwise connect at the first point-to-point batch, and wait forever for ranks without messages.
     if group is not None and group.size() > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -203,7 +197,12 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
     if int(first) == group.size():
         return
     source = dist.get_global_rank(group, int(first))
-    raised = share_object(error and _make_portable(error), group, source)
+    portable = error
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # it cannot be pickled
+        portable = error and RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+    raised = share_object(portable, group, source)
     if error is not None and source == dist.get_rank():
         raised = error
     vars(raised)["raised_on"] = source
@@ -228,15 +227,6 @@ def failing_together(group: dist.ProcessGroup, explain: Callable[[OSError], User
     raise_together(error, group)
 
 
-def _make_portable(error: Exception) -> Exception:
-    """Return the error, or a RuntimeError with the same text if it cannot be pickled."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {text_of(error)}")
-    return error
-
-
 def gather_flat(array: np.ndarray, group: dist.ProcessGroup) -> tuple[list[np.ndarray], int]:
     """All-gather byte arrays [k] uint8 of different lengths, without pickling or padding.
 
@@ -252,11 +242,7 @@ def gather_flat(array: np.ndarray, group: dist.ProcessGroup) -> tuple[list[np.nd
 def exchange_bytes(
     pieces: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """Exchange pieces [k] uint8 of different lengths all-to-all.
-
-    Args:
-        sizes: bytes to receive from each rank.
-    """
+    """Exchange pieces [k] uint8 of different lengths all-to-all; `sizes`: bytes to receive from each rank."""
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=pieces[0].device)
     dist.all_to_all_single(
         received, torch.cat(list(pieces)), list(sizes), [len(piece) for piece in pieces], group=group

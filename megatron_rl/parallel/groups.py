@@ -103,9 +103,8 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     of: dict[str, dist.ProcessGroup | None] = {}
     whole = {"world": [*layout.ranks]}
-    on_first = (
-        list_groups(layout, layout.first_rank) | whole
-    )  # names with equal groups on the first rank have equal groups on every rank
+    # Names with equal groups on the first rank have equal groups on every rank.
+    on_first = list_groups(layout, layout.first_rank) | whole
     # Ranks wait for members of their own groups only. This cannot deadlock: the order is the same on all ranks, and
     # groups of one name are disjoint.
     for name, ranks in (list_groups(layout, rank) | whole).items():

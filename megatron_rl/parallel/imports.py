@@ -44,18 +44,14 @@ KNOWN_LOGS = (
 
 @contextmanager
 def kept_imports() -> Iterator[None]:
-    """Exempt all objects that exist at the end of this block from garbage collection.
-
-    Use it before anything large is built. The objects are unfrozen at process exit, because libraries
-    complain about surviving ones.
-    """
+    """Exempt all objects that exist at the end of this block from garbage collection; use before large ones exist."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)
+        atexit.register(gc.unfreeze)  # libraries complain about surviving objects
         if was_enabled:
             gc.enable()
 

@@ -58,10 +58,7 @@ class Pair:
         self._tell(_TENSOR)
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the next received tensor, shaped as `like`, valid until the next call.
-
-        The next `send` acknowledges it.
-        """
+        """Return the next tensor, shaped as `like`, valid until the next call; the next `send` acknowledges it."""
         while self._arrived == self._read:
             self._listen()
         slot = self._theirs[self._read % _SLOTS]
@@ -199,10 +196,7 @@ def reduce_scatter_tensor(
 
 
 def all_reduce(
-    values: torch.Tensor,
-    op: Any = dist.ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
+    values: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """All-reduce as torch.distributed does, through shared memory if possible."""
     pair = find_pair(group, values.nbytes)

@@ -70,6 +70,5 @@ def combine_shards(values: torch.Tensor, index: torch.Tensor, length: int, group
         length: t; positions that no rank fills are 0.
     """
     combined = values.new_zeros(length, *values.shape[1:]).index_copy(0, index, values)
-    return reduce_from_tensor_model_parallel_region(
-        combined, group=group
-    )  # works for any group: sums forward, identity backward
+    # Works for any group: sums forward, identity backward.
+    return reduce_from_tensor_model_parallel_region(combined, group=group)

@@ -76,13 +76,6 @@ def summarize_squares(z: torch.Tensor) -> torch.Tensor:
     return torch.stack([high, exp_z.sum(-1), exp_z.square().sum(-1)])
 
 
-def merge_squares(summaries: torch.Tensor) -> torch.Tensor:
-    """Merge all shards' `summarize_squares` [tp, 3, t] into the sum of squared probabilities [t]."""
-    highs, totals, squares = summaries.unbind(1)
-    _, scale, total = merge_totals(highs, totals)
-    return (squares * scale.square()).sum(0) / total.square()
-
-
 def gather_summaries(summary: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
     """All-gather a shard's summary [k, t] over TP to [tp, k, t]."""
     return summary[None] if tp_group.size() == 1 else gather_rows(summary[None], tp_group)
