@@ -28,7 +28,7 @@ from megatron_rl.weights.families import DeltaNetSizes
 
 
 class GatedNorm(torch.nn.Module):
-    """RMS norm of every head times SiLU of a gate; the weight's gradient is partial under TP-SP."""
+    """RMS norm of every head times SiLU of a gate; the weight's gradient is partial under sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Map [t, 1, h], or [t/tp, 1, h] under TP-SP, to the same shape and no bias."""
+        """Map [t, 1, h], or [t/tp, 1, h] under sequence parallelism, to the same shape and no bias."""
         rows = packed_seq_params.sequence_rows
         assert attention_mask is None and rows is not None, "packed sequences only"
         assert packed_seq_params.cache is None, "there is no cache of states"

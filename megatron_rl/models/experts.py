@@ -109,7 +109,7 @@ class GroupedLinear(AdaptedLinear):
             self.lora_B = self._make(torch.zeros, (num_experts, sum(adapter.lengths), r), of_rows)
 
     def list_matrices(self, name: str) -> list[AdaptedMatrix]:
-        """Return each expert's weight with its adapters, [] without adapters; `name`: of this layer in the model."""
+        """Return each expert's weight with its adapters, [] without adapters; `name`: the layer's name in the model."""
         if (adapter := self._parts) is None:
             return []
         return [

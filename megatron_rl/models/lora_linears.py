@@ -83,7 +83,7 @@ class AdaptedLinear(torch.nn.Module):
     is_on = True
 
     def list_matrices(self, name: str) -> list[AdaptedMatrix]:
-        """Return a list of the weight with its adapters; `name`: of this linear in the model."""
+        """Return a list with this linear's weight and its adapters; `name`: the linear's name in the model."""
         adapter = self._adapter
         a, b = self.lora_A.data.split(adapter.rank), self.lora_B.data.split(adapter.lengths)
         parts = list(zip(adapter.parts, a, b, strict=True))
@@ -101,7 +101,7 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
         self.lora_B = _make(self.weight, sum(adapter.lengths), rank, split_dim=0)
 
     def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-        """Map [t, 1, h], or [t/tp, 1, h] under TP-SP, to [t, 1, rows]."""
+        """Map [t, 1, h], or [t/tp, 1, h] under sequence parallelism, to [t, 1, rows]."""
         output, bias = super().forward(input_, *arguments, **options)
         if not self.is_on:
             return output, bias
@@ -122,7 +122,7 @@ class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
         self.lora_B = _make(self.weight, self.weight.shape[0], adapter.rank, partial=self.config.sequence_parallel)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Map [t, 1, in/tp] to [t, 1, out], or [t/tp, 1, out] under TP-SP."""
+        """Map [t, 1, in/tp] to [t, 1, out], or [t/tp, 1, out] under sequence parallelism."""
         output, bias = super().forward(input_)
         if not self.is_on:
             return output, bias

@@ -26,7 +26,7 @@ from megatron_rl.parallel.collectives import current_device
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm with a weight marked for Megatron: its gradient is partial under TP-SP."""
+    """RMS norm; Megatron sums the weight's partial gradients of the TP ranks under sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()

@@ -183,7 +183,7 @@ class BiasedRouter(RoutedRouter):
 
 
 class RoutedLayer(TransformerLayer):
-    """MoE layer that passes the expert routes of its rows to its router; uses a `LocalDispatcher` without EP."""
+    """MoE layer that gives its rows' expert routes to its router; uses `LocalDispatcher` without expert parallelism."""
 
     mlp: Any
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline stages of a model: subclasses of megatron-core's GPTModel that end in hidden states, and heads on them.
 
-Hidden states are `[t, 1, h]`, equal on all TP ranks, or `[t/tp, 1, h]` under sequence parallelism (TP-SP).
+Hidden states are `[t, 1, h]`, equal on all TP ranks, or `[t/tp, 1, h]` under sequence parallelism.
 
 * output layer, split over TP: `gather_for_shards` sums the ranks' partial gradients of hidden states;
 * score head, replicated: under sequence parallelism ranks score their own positions and gather the scores; Megatron
@@ -38,7 +38,7 @@ def gather_for_shards(x: torch.Tensor, *, sequence_parallel: bool, tp_group: dis
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """Bias-free linear with a weight [n, h] replicated over TP; its gradient is partial under TP-SP."""
+    """Bias-free linear with a weight [n, h] replicated over TP; its gradient is partial under sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class ScoreHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device())
         )
-        # A replica: only TP rank 0's gradient counts in the global norm. The gradient is partial under TP-SP.
+        # A replica: only TP rank 0's gradient counts in the global norm. Under sequence parallelism, it is partial.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=False, dim=-1, stride=1)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
         self._sequence_parallel, self._tp_group = config.sequence_parallel, tp_group
@@ -82,7 +82,7 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HiddenStatesModel(GPTModel):
-    """GPTModel whose last stage returns the final hidden states: [t, 1, h], or [t/tp, 1, h] under TP-SP."""
+    """GPTModel whose last stage returns final hidden states: [t, 1, h], or [t/tp, 1, h] under sequence parallelism."""
 
     def _is_in_embd_group(self) -> bool:
         """Return False to skip the initial all-reduce of tied embeddings: both stages load equal weights."""
@@ -135,7 +135,7 @@ class MtpModel(HiddenStatesModel):
         """Compute the hidden states that predict the token after the next.
 
         Args:
-            hidden: [t, 1, h], or [t/tp, 1, h] under TP-SP: the main model's normalized final hidden states.
+            hidden: [t, 1, h], or [t/tp, 1, h] under sequence parallelism: the main model's normalized output.
             embedded: next tokens' embeddings, same shape.
         """
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))

@@ -211,7 +211,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def failing_together(group: dist.ProcessGroup, explain: Callable[[OSError], UserError] | None = None) -> Iterator[None]:
-    """Raise a UserError that the block raises on one rank on every rank; collective.
+    """If the block raises a UserError on one rank, raise it on every rank; collective.
 
     `explain` converts an OSError to a UserError. Any other error is raised on its own rank only.
     """

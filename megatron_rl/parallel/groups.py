@@ -22,7 +22,7 @@ from megatron_rl.parallel.pairs import open_pair
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's process groups in one role.
+    """This rank's process groups in one role (actor, critic, ...).
 
     Attributes:
         at, expert_at: this rank's coordinates in dense layers and in expert layers.

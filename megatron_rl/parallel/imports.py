@@ -44,7 +44,7 @@ KNOWN_LOGS = (
 
 @contextmanager
 def kept_imports() -> Iterator[None]:
-    """Exempt all objects that exist at the end of this block from garbage collection; use before large ones exist."""
+    """Exempt all objects that exist at the end of this block from garbage collection; use it before large ones."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -160,7 +160,7 @@ class ParallelLayout:
         return ranks
 
     def model_copies(self) -> EngineRanks:
-        """Return an engine per copy of the model, of the TP x EP x PP ranks that hold it."""
+        """Return one rollout engine per copy of the model: the TP x EP x PP ranks that together hold it."""
         found: dict[int, tuple[int, ...]] = {}
         for rank in self.ranks:
             if rank not in found:

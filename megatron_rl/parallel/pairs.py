@@ -92,7 +92,7 @@ _PAIRS: dict[dist.ProcessGroup, Pair] = {}
 
 
 def find_pair(group: dist.ProcessGroup | None, num_bytes: int) -> Pair | None:
-    """Return the group's shared-memory connection; `None`, on both ranks, without one or for too large a tensor."""
+    """Return the group's shared-memory connection; `None`, on both ranks, if none is open or `num_bytes` too many."""
     return _PAIRS.get(group) if group is not None and Pair.fits(num_bytes) else None
 
 
