@@ -128,7 +128,7 @@ class GroupedLinear(AdaptedLinear):
             output = multiply_in_turn(multiply_quantized, x, self.weight, counts)
         else:
             output = self._multiply(x, self.weight, counts)
-        if (adapter := self._parts) is None or not self.is_on:
+        if (adapter := self._parts) is None or not self._is_on:
             return output
         inner = self._multiply(x, self.lora_A, counts)
         halves = zip(inner.split(adapter.rank, -1), self.lora_B.split(adapter.lengths, 1), strict=True)

@@ -80,7 +80,7 @@ class AdaptedLinear(torch.nn.Module):
     lora_A: torch.Tensor
     lora_B: torch.Tensor
     _adapter: LinearAdapter
-    is_on = True
+    _is_on = True
 
     def list_matrices(self, name: str) -> list[AdaptedMatrix]:
         """Return a list with this linear's weight and its adapters; `name`: the linear's name in the model."""
@@ -88,6 +88,10 @@ class AdaptedLinear(torch.nn.Module):
         a, b = self.lora_A.data.split(adapter.rank), self.lora_B.data.split(adapter.lengths)
         parts = list(zip(adapter.parts, a, b, strict=True))
         return [AdaptedMatrix(f"{name}.weight", self.weight, adapter.scale, parts)]
+
+    def use_adapter(self, is_on: bool) -> None:
+        """Switch the adapters on or off."""
+        self._is_on = is_on
 
 
 class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
@@ -103,7 +107,7 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
     def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         """Map [t, 1, h], or [t/tp, 1, h] under sequence parallelism, to [t, 1, rows]."""
         output, bias = super().forward(input_, *arguments, **options)
-        if not self.is_on:
+        if not self._is_on:
             return output, bias
         group: Any = self.tp_group
         inner = F.linear(input_, self.lora_A)  # [t or t/tp, 1, n r]
@@ -124,7 +128,7 @@ class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Map [t, 1, in/tp] to [t, 1, out], or [t/tp, 1, out] under sequence parallelism."""
         output, bias = super().forward(input_)
-        if not self.is_on:
+        if not self._is_on:
             return output, bias
         inner = F.linear(input_, self.lora_A)  # of this rank's columns
         if self.config.sequence_parallel:
@@ -169,12 +173,12 @@ def without_adapters(stages: torch.nn.Module) -> Iterator[None]:
     """Switch all adapters off inside the block."""
     linears = [module for module in stages.modules() if isinstance(module, AdaptedLinear)]
     for linear in linears:
-        linear.is_on = False
+        linear.use_adapter(False)
     try:
         yield
     finally:
         for linear in linears:
-            linear.is_on = True
+            linear.use_adapter(True)
 
 
 def _make(
