@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron-core models of the HF families, one rank's stages at a time."""
+"""Models of the Hugging Face families, built from megatron-core: the pipeline stages of one rank."""
 
 import megatron_rl.parallel  # noqa: F401  installs the CPU runtime before this room imports megatron.core

@@ -57,16 +57,13 @@ class BlockedSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> tuple[torch.Tensor, ...]:
-        """Project [t, 1, h] to query [t, 1, np, d], key and value [t, 1, ng/tp, d], and optional gates like queries."""
+        """Project [t, 1, h] to query [t, 1, np, d], key and value [t, 1, ng/tp, d], optionally gates [t, 1, np, d]."""
         assert key_value_states is None and split_qkv, "plain self-attention only"
-        d, np_, ng = (
-            self.hidden_size_per_attention_head,
-            self.num_attention_heads_per_partition,
-            self.num_query_groups_per_partition,
-        )
+        d, np_ = self.hidden_size_per_attention_head, self.num_attention_heads_per_partition
+        of_key = self.num_query_groups_per_partition * d
         mixed, _ = apply_module(self.linear_qkv)(hidden_states)  # [t, 1, (np + 2 ng/tp) * d]
         of_query = np_ * d * (2 if output_gate else 1)
-        query, key, value = (part.unflatten(-1, (-1, d)) for part in mixed.split((of_query, ng * d, ng * d), dim=-1))
+        query, key, value = (part.unflatten(-1, (-1, d)) for part in mixed.split((of_query, of_key, of_key), dim=-1))
         gates = []
         if output_gate:
             query, gate = query.unflatten(-2, (-1, 2)).unbind(-2)
@@ -96,7 +93,6 @@ class PackedAttention(MegatronModule):
     """Causal core attention over packed sequences: rotation, context parallel exchange or KV cache, and attention.
 
     Attributes:
-        layer_number: megatron-core's, over all stages.
         softmax_offset: [np] attention sinks (megatron-core's name), or `None`.
     """
 

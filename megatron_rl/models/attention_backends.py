@@ -9,7 +9,7 @@ keys 0 .. k - n + i (aligned at the bottom right). All backends compute the same
 * sdpa: any device; one call per segment size, bitwise equal to a call per segment; reads lengths on the host;
 * tiled: bits of a row depend only on its own sequence; for batch invariance, never chosen for speed.
 
-Memory is linear in the number of tokens. A kernel is chosen only after a trial on the device.
+A kernel is chosen only after a trial on the device.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ TILE = 32  # positions
 
 @dataclass(frozen=True)
 class TileBatch:
-    """Tiles (blocks of 32 query positions) at the same place of their sequences, computed in one sdpa call.
+    """Tiles (blocks of 32 query positions) with the same index in their sequences, computed in one call of sdpa.
 
-    The queries of a tile attend to all keys up to the tile's end.
-
-    The shape of the sdpa call depends only on `number` (missing rows are masked fillers), so decoding, a response
-    behind a shared prompt, and a whole sequence have equal bits.
+    The call has (number + 1) * 32 keys per tile and a causal mask (missing rows are fillers). As its shape depends only
+    on `number`, a token has the same bits in decoding, behind a shared prompt, and in a whole sequence.
 
     Attributes:
         number: index of the tile in its sequence; 0 for positions 0 to 31.
@@ -56,11 +54,11 @@ class TileBatch:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of a packed row.
+    """The tiles (`TileBatch`) of a packed row of t tokens.
 
     Attributes:
-        batches: sorted by number.
-        places: [t] int64, index of each row in the concatenated queries.
+        batches: by ascending `number`.
+        places: [t] int64, index of each token in the concatenated results of the batches.
     """
 
     batches: tuple[TileBatch, ...]
@@ -69,13 +67,13 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Segments:
-    """Attention pattern of a packed row, prepared for one backend.
+    """Attention pattern of a packed row for one backend: segments, each with rows of queries and rows of keys.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: [num_segments + 1] int32.
-        key_index: [k] int64, rows of the keys and values; all rows in place if `None`.
+        key_index: [k] int64, concatenated key rows of the segments; `None` if they are the packed rows in place.
         key_is_real: [k] bool, false for padding in `key_index`, whose keys and values are zeroed.
-        batches: (segments, queries, keys) per batch of equal segments (sdpa only).
+        batches: (number of segments, queries, keys) per batch of equally long segments (sdpa only).
         order, key_order, places: int64; query rows and key rows by batch, and the inverse of `order`; `None` if rows
             stay in place (sdpa only).
         mask: [most queries of a segment with a prefix, most keys], additive (sdpa with prefixes only).
@@ -118,7 +116,7 @@ def list_kernels(dtype: torch.dtype) -> list[str]:
 
 @cache
 def find_kernel_failure(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Run one of `KERNELS` on short segments, and return its failure or deviation from "sdpa" as in `find_failure`."""
+    """Try one of `KERNELS`: return `None` if it agrees with sdpa, "" if it is not installed, else the error."""
 
     def call() -> None:
         cu_seqlens_q, cu_seqlens_k = (
@@ -150,12 +148,12 @@ def build_segments(
     backend: str | None = None,
     is_bucketed: bool = False,
 ) -> Segments:
-    """Prepare the segments of a microbatch for a backend.
+    """Prepare the attention pattern of a microbatch for a backend, the fastest if `None`.
 
     Args:
         cu_seqlens: [num_segments + 1] int32.
-        keys: keys that each segment sees; only its own if `None`.
-        is_bucketed: whether `keys` may be padded.
+        keys: key rows of each segment (a shared prefix, then its own); only its own if `None`.
+        is_bucketed: whether `keys` may contain padding.
     """
     backend = backend or choose_attention_backend(cu_seqlens.device, dtype)
     cu_seqlens_k = cu_seqlens if keys is None else keys.cu_seqlens
@@ -212,7 +210,7 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute softmax attention within every segment, [t, n, d].
+    """Compute causal softmax attention of each segment's queries to its keys, [t, n, d].
 
     Args:
         query: [t, n, d]; key and value are [t, ng, d], with n a multiple of ng.
@@ -282,12 +280,18 @@ def _attend_sdpa(
         if n == 0:
             continue
         batch = [x.unflatten(0, (count, -1)).transpose(1, 2) for x in qkv]  # [segments, heads, s, d]
-        mask, is_causal = _cut_mask(segments, n, k, query.device), n == k and not 0 < segments.window < k
+        mask = None
         if sinks is not None:
             seen = _see(n, k, segments.window, query.device)
-            batch, mask, is_causal = _add_sink(*batch, sinks, scale), F.pad(seen, (0, 1), value=True), False
+            batch, mask = _add_sink(*batch, sinks, scale), F.pad(seen, (0, 1), value=True)
+        elif 0 < segments.window < k:
+            mask = _see(n, k, segments.window, query.device)
+        elif n < k:
+            assert segments.mask is not None, "made for every segment behind a prefix"
+            left = segments.mask.shape[1] - segments.mask.shape[0] - (k - n)
+            mask = segments.mask[:n, left : left + k]
         output = F.scaled_dot_product_attention(
-            *batch, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            *batch, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
         outputs.append(output[..., : query.shape[-1]].transpose(1, 2).flatten(0, 1))
     output = torch.cat(outputs)
@@ -319,7 +323,7 @@ def _attend_efficient(
 def _add_sink(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scale: float
 ) -> list[torch.Tensor]:
-    """Append a key with the head's sink as score and value 0 to heads [b, n, s, d], by an extra query channel."""
+    """Add a key with the score `sinks` [n] and the value 0 to each head of [b, n, s, d]; query and key get wider."""
     wider = F.pad(query, (0, _SINK_CHANNELS))
     channel = torch.zeros_like(wider[0, 0, 0])
     channel[query.shape[-1]] = 1.0
@@ -334,17 +338,6 @@ def _see(num_queries: int, num_keys: int, window: int, device: torch.device) -> 
     last = num_keys - num_queries
     seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(last)
     return seen.triu(last - window + 1) if window else seen
-
-
-def _cut_mask(segments: Segments, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
-    mask, window = segments.mask, segments.window
-    if 0 < window < num_keys:
-        return _see(num_queries, num_keys, window, device)
-    if num_queries == num_keys:
-        return None
-    assert mask is not None, "made for every segment behind a prefix"
-    left = mask.shape[1] - mask.shape[0] - (num_keys - num_queries)
-    return mask[:num_queries, left : left + num_keys]
 
 
 def build_tiles(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Tiles:
@@ -378,7 +371,7 @@ def build_tiles(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Tiles
 def attend_in_tiles(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
 ) -> torch.Tensor:
-    """Compute softmax attention tile by tile: [t, n, d] queries, [k, ng, d] keys and values -> [t, n, d]."""
+    """Compute `attend` in blocks of 32 queries (`TileBatch`): queries [t, n, d], keys and values [k, ng, d]."""
     assert segments.tiles is not None and not segments.window, "prepared for this backend, and not bitwise"
     outputs = []
     for batch in segments.tiles.batches:

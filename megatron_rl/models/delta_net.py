@@ -28,7 +28,7 @@ from megatron_rl.weights.families import DeltaNetSizes
 
 
 class GatedNorm(torch.nn.Module):
-    """RMS norm of every head times SiLU of a gate; the weight's gradient is partial under TP-SP."""
+    """RMS norm of every head times SiLU of a gate; the weight's gradient is partial under sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
@@ -90,12 +90,23 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Map [t, 1, h], or [t/tp, 1, h] under TP-SP, to the same shape and no bias."""
+        """Map [t, 1, h], or [t/tp, 1, h] under sequence parallelism, to the same shape and no bias."""
         rows = packed_seq_params.sequence_rows
         assert attention_mask is None and rows is not None, "packed sequences only"
         assert packed_seq_params.cache is None, "there is no cache of states"
         mixed = self.in_proj(hidden_states)[0].squeeze(1)  # [t/cp, columns/tp]
-        inputs, gates = self._arrange(mixed)
+        sizes, num_logits = self._sizes, len(self.A_log)
+        # Per key head: query, key, values, and logits of beta and of decay side by side; output gates.
+        if sizes.is_split:
+            parts = mixed.split([*self._parts, self._parts[-1], num_logits, num_logits], 1)
+            num_heads = num_logits * sizes.key_heads // sizes.value_heads
+            query, key, value, gates, *logits = (x.unflatten(1, (num_heads, -1)) for x in parts)
+            inputs = torch.cat([query, key, value, *logits], -1)
+        else:
+            heads, logits = mixed.split([mixed.shape[1] - 2 * num_logits, 2 * num_logits], 1)
+            heads, logits = heads.unflatten(1, (-1, sizes.width)), logits.unflatten(1, (-1, sizes.num_logits))
+            heads, gates = heads.split([sizes.width - sizes.values_of_key, sizes.values_of_key], -1)
+            inputs = torch.cat([heads, logits], -1)
         if self._cp_group is not None:
             inputs = exchange_heads(inputs, self._cp_group)
         weights = self.conv_weight, self.A_log, self.dt_bias
@@ -106,25 +117,6 @@ class GatedDeltaNet(MegatronModule):
             output = exchange_to_tokens(output, self._cp_group)
         output = self.norm(output, gates.reshape_as(output))
         return self.get_submodule("linear_proj")(output.flatten(1).unsqueeze(1))
-
-    def _arrange(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split the projection's output [t, columns] by key head.
-
-        Returns:
-            [t, key heads, channels] each: query, key, values and logits of beta and decay side by side; the output
-            gates.
-        """
-        sizes, num_logits = self._sizes, len(self.A_log)
-        if sizes.is_split:
-            parts = mixed.split([*self._parts, self._parts[-1], num_logits, num_logits], 1)
-            num_heads = num_logits * sizes.key_heads // sizes.value_heads
-            query, key, value, gates, *logits = (x.unflatten(1, (num_heads, -1)) for x in parts)
-            return torch.cat([query, key, value, *logits], -1), gates
-        heads, logits = mixed.split([mixed.shape[1] - 2 * num_logits, 2 * num_logits], 1)
-        heads = heads.unflatten(1, (-1, sizes.width))
-        logits = logits.unflatten(1, (-1, sizes.num_logits))
-        heads, gates = heads.split([sizes.width - sizes.values_of_key, sizes.values_of_key], -1)
-        return torch.cat([heads, logits], -1), gates
 
     def _attend(
         self,

@@ -14,7 +14,7 @@ bits, is used instead if it is installed and equal in a trial.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,7 +31,7 @@ _EPSILON = 1e-6  # in the L2 norm of queries and keys
 
 @dataclass(frozen=True)
 class SequenceRows:
-    """Indices between a packed row of t tokens and its sequences (prefixes included), those with most chunks first.
+    """Indices between a packed row of t tokens and its sequences (with prefixes) in chunks of 64, most chunks first.
 
     Attributes:
         convolved: [c] int64, input rows of the convolution: each sequence after `width - 1` zero rows (index t).
@@ -86,7 +86,7 @@ def _count_chunks(rows: np.ndarray) -> int:
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, rows: SequenceRows) -> torch.Tensor:
-    """Apply each channel's causal filter to every sequence, then SiLU: [t, c] -> [chunks * 64, c].
+    """Apply each channel's causal filter and SiLU to every sequence: [t, c] -> [chunks * 64, c] (`rows.results`).
 
     Args:
         weight: [c, 1, width].
@@ -104,16 +104,13 @@ def apply_delta_rule(
     beta: torch.Tensor,
     rows: SequenceRows,
 ) -> torch.Tensor:
-    """Run the delta rule of every head over every sequence, in float32.
+    """Run the gated delta rule of every head over every sequence, in float32: [t, n, d_v].
 
     Args:
-        query, key: [chunks * 64, n_k, d_k], from `convolve`; normalized here.
+        query, key: [chunks * 64, n_k, d_k] in the order of `convolve`; normalized here.
         value: [chunks * 64, n, d_v], n a multiple of n_k.
-        decay: [t, n] g, float32, at most 0.
-        beta: [t, n].
-
-    Returns:
-        [t, n, d_v].
+        decay: [t, n] float32, log of each token's factor of the state.
+        beta: [t, n], share of the correction that is written.
     """
     repeats = value.shape[1] // key.shape[1]
     query, key = (_normalize(x.float()).repeat_interleave(repeats, 1) for x in (query, key))
@@ -123,18 +120,7 @@ def apply_delta_rule(
     query, key, value, decay, beta = (
         x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in (query, key, value.float(), decay, beta)
     )
-    output = _run_chunks(query, key, value, decay, beta[..., None], rows.counts)
-    return output.transpose(1, 2).flatten(0, 1).index_select(0, rows.places)
-
-
-def _run_chunks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    counts: Sequence[int],
-) -> torch.Tensor:
+    beta = beta[..., None]
     total = decay.cumsum(-1)  # [chunks, n, 64] log of the decay since the chunk began
     above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(above, float("-inf"))
@@ -147,15 +133,15 @@ def _run_chunks(
     written, answers = solved.split([value.shape[-1], key.shape[-1]], -1)
     scores, reads, writes = (query @ key.mT) * between, query * grown, (key * left).mT
     kept = total[..., -1, None, None].exp()
-    state = query.new_zeros(counts[0], *writes.shape[1:3], value.shape[-1])
+    state = query.new_zeros(rows.counts[0], *writes.shape[1:3], value.shape[-1])
     outputs = []
-    parts = (x.split(counts) for x in (written, answers, scores, reads, writes, kept))
+    parts = (x.split(rows.counts) for x in (written, answers, scores, reads, writes, kept))
     for new, answer, score, read, write, rest in zip(*parts, strict=True):
         state = state[: len(new)]
         new = new - answer @ state
         outputs.append(read @ state + score @ new)
         state = state * rest + write @ new
-    return torch.cat(outputs)
+    return torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, rows.places)
 
 
 def _normalize(x: torch.Tensor) -> torch.Tensor:
@@ -181,7 +167,7 @@ def choose_delta_rule(device: torch.device, dtype: torch.dtype) -> DeltaRule:
 
 @cache
 def find_kernel_failure(device: torch.device) -> str | None:
-    """Return the failure of flash-linear-attention's kernel or its deviation from plain torch, as in `find_failure`."""
+    """Try flash-linear-attention: return `None` if it agrees with plain torch, "" if not installed, else the error."""
 
     def call() -> None:
         ends = torch.tensor([0, 70, 75], dtype=torch.int32, device=device)
@@ -218,7 +204,7 @@ def apply_kernel(
     beta: torch.Tensor,
     rows: SequenceRows,
 ) -> torch.Tensor:
-    """Run `kernel` over every sequence; arguments and result as in `apply_delta_rule`."""
+    """Compute `apply_delta_rule` by flash-linear-attention's `kernel`; arguments and result are the same."""
     repeats = value.shape[1] // key.shape[1]
     query, key, value = (x.index_select(0, rows.whole) for x in (query, key, value))
     query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))

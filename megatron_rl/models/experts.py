@@ -2,8 +2,8 @@
 """The experts of a rank: one parameter for all gates and ups [E, 2 f, h] and one for all downs [E, h, f].
 
 One `grouped_mm` multiplies all rows, sorted by expert. Experts are multiplied one by one if a matrix dimension is not a
-multiple of 16 bytes, for batch invariance, and for quantized weights. Weight tables list one matrix per expert
-(`weights/packed_experts.py`).
+multiple of 16 bytes, for batch invariance, and for quantized weights. Outside the model each expert has its own
+matrices (`weights/packed_experts.py`).
 """
 
 from __future__ import annotations
@@ -67,12 +67,11 @@ class GroupedLinear(AdaptedLinear):
     """Linear layer of every expert of a rank, optionally with adapters.
 
     Args:
-        size: [E, n, k] on this rank.
-        groups: process groups; parameters are marked if experts have other replicas than the dense parameters.
+        size: [E, n, k] on this rank: E experts that map k channels to n.
         split_dim: the dimension of (n, k) that is split over expert tensor parallel ranks.
         batch_invariant: make the output bits of a row independent of its expert's other rows.
-        adapter: adapters of every expert, stacked as A [E, n r, k] and B [E, rows of the parts, r] for n adapted parts
-            of the weight, and split over TP like the weight.
+        adapter: LoRA of every expert, for p parts of the weight: A [E, p r, k] and B [E, rows of the parts, r], split
+            over TP like the weight.
 
     Attributes:
         weight: [E, n, k], or E matrices in NF4.
@@ -93,7 +92,7 @@ class GroupedLinear(AdaptedLinear):
         is_quantized: bool,
     ) -> None:
         super().__init__()
-        tp_size, self._dtype, self._num_rows = groups.expt_tp.size(), config.params_dtype, size[1]
+        tp_size, self._dtype = groups.expt_tp.size(), config.params_dtype
         self._marks = dict(allreduce=groups.ep.size() == 1 and tp_size == groups.tp.size())
         self._has_copies = tp_size > 1
         weight = self._make(torch.empty, size, split_dim)
@@ -105,21 +104,20 @@ class GroupedLinear(AdaptedLinear):
         )
         self._parts = adapter
         if adapter is not None:
-            (num_experts, _, k), r, lengths = size, adapter.rank, [stop - start for start, stop in adapter.parts]
-            self.lora_A = self._make(torch.zeros, (num_experts, len(lengths) * r, k), of_columns)
-            self.lora_B = self._make(torch.zeros, (num_experts, sum(lengths), r), of_rows)
+            (num_experts, _, k), r = size, adapter.rank
+            self.lora_A = self._make(torch.zeros, (num_experts, len(adapter.parts) * r, k), of_columns)
+            self.lora_B = self._make(torch.zeros, (num_experts, sum(adapter.lengths), r), of_rows)
 
     def list_matrices(self, name: str) -> list[AdaptedMatrix]:
-        """Return the weight of each expert with its adapters (`name`: of this layer); empty without adapters."""
+        """Return each expert's weight with its adapters, [] without adapters; `name`: the layer's name in the model."""
         if (adapter := self._parts) is None:
             return []
-        lengths = [stop - start for start, stop in adapter.parts]
         return [
             AdaptedMatrix(
                 name_expert(f"{name}.weight", expert),
                 weight,
                 adapter.scale,
-                list(zip(adapter.parts, a.split(adapter.rank), b.split(lengths), strict=True)),
+                list(zip(adapter.parts, a.split(adapter.rank), b.split(adapter.lengths), strict=True)),
             )
             for expert, (weight, a, b) in enumerate(zip(self.weight, self.lora_A.data, self.lora_B.data, strict=True))
         ]
@@ -130,17 +128,12 @@ class GroupedLinear(AdaptedLinear):
             output = multiply_in_turn(multiply_quantized, x, self.weight, counts)
         else:
             output = self._multiply(x, self.weight, counts)
-        return output if self._parts is None or not self._is_on else output + self._change(x, counts, self._parts)
-
-    def _change(self, x: torch.Tensor, counts: RowCounts, adapter: LinearAdapter) -> torch.Tensor:
-        inner, pieces, end = self._multiply(x, self.lora_A, counts), [], 0
-        lengths = [stop - start for start, stop in adapter.parts]
-        parts = zip(adapter.parts, inner.split(adapter.rank, -1), self.lora_B.split(lengths, 1), strict=True)
-        for (start, stop), z, b in parts:
-            pieces += [x.new_zeros(len(x), start - end), self._multiply(z.contiguous(), b.contiguous(), counts)]
-            end = stop
-        pieces.append(x.new_zeros(len(x), self._num_rows - end))
-        return adapter.scale * torch.cat(pieces, -1)
+        if (adapter := self._parts) is None or not self._is_on:
+            return output
+        inner = self._multiply(x, self.lora_A, counts)
+        halves = zip(inner.split(adapter.rank, -1), self.lora_B.split(adapter.lengths, 1), strict=True)
+        changes = [self._multiply(z.contiguous(), b.contiguous(), counts) for z, b in halves]
+        return output + adapter.join(changes, output.shape[-1])
 
     def _make(
         self, fill: Callable[..., torch.Tensor], size: tuple[int, ...], split_dim: int | None
@@ -162,7 +155,6 @@ class GroupedExperts(torch.nn.ModuleDict):
     """The experts of a rank, [t, h] -> [t, h], with megatron-core's signature.
 
     Args:
-        num_local_experts: E.
         submodules, name: unused.
         batch_invariant: whether a row's bits are independent of its expert's other rows.
     """
@@ -216,7 +208,7 @@ class GroupedExperts(torch.nn.ModuleDict):
 def list_matrices(
     stages: torch.nn.Module, read: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor | QuantizedMatrix]:
-    """Return parameters, after `read`, and NF4 matrices by their names in weight tables: one matrix per expert."""
+    """Map names to `read(parameter)` of all parameters, and to NF4 matrices; each expert has entries of its own."""
     found: dict[str, torch.Tensor | QuantizedMatrix] = {}
     found |= split_experts({name: read(parameter) for name, parameter in stages.named_parameters()}, name_expert)
     for name, module in stages.named_modules():

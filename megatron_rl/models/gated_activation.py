@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU and GEGLU (arXiv 2002.05202) as one autograd function that saves only its input.
-
-Eager activation(gate) * up would also save the activated gate; the bits are equal.
-"""
+"""SwiGLU and GEGLU (arXiv 2002.05202) as one autograd function that saves only its input; bits equal eager code."""
 
 from __future__ import annotations
 

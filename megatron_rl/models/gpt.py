@@ -3,8 +3,7 @@
 
 The last stage only holds the head's weight: `training/` computes logits for a few tokens at a time. The
 layer spec is megatron-core's local spec with our own norm (megatron-core's refuses sequence parallelism), core
-attention, activation and experts. Transformer Engine's modules keep the same parameter names, so one placement table
-serves both.
+attention, activation and experts.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def choose_transformer_impl(requested: str) -> str:
 
 @cache
 def find_transformer_engine_failure(has_cuda: bool) -> str | None:
-    """Return the reason why Transformer Engine or megatron-core's wrappers fail here, as in `find_failure`."""
+    """Try Transformer Engine: return `None` if it works, "" without CUDA or if not installed, else the error."""
 
     def call() -> None:
         import transformer_engine.pytorch as engine  # pyright: ignore[reportMissingImports]  # optional dependency
@@ -178,28 +177,17 @@ def build_gpt_stages(
             vp_stage=chunk if layout.vpp_size > 1 else None,
         )
         if model.pre_process and FAMILIES[shape.family].scales_embedding:
-            _scale_embedding(model, shape.hidden_size**0.5)
+            # Rounded as in the reference code. A tied output layer uses the unscaled weight.
+            scale = torch.tensor(shape.hidden_size**0.5).to(config.params_dtype).item()
+            model.embedding.register_forward_hook(lambda module, inputs, output, scale=scale: output * scale)
         _complete_weights(model, current_device())
         chunks.append(model)
     return torch.nn.ModuleList(chunks)
 
 
-def _scale_embedding(model: GPTModel, scale: float) -> None:
-    """Multiply the embedding's output by `scale`; a tied output layer uses the unscaled weight."""
-    rounded = torch.tensor(scale).to(model.config.params_dtype).item()  # as in the reference code
-
-    def scale_output(module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        return output * rounded
-
-    model.embedding.register_forward_hook(scale_output)
-
-
 def _complete_weights(model: GPTModel, device: torch.device) -> None:
-    """Move weights to `device`, and mark TP shards.
-
-    megatron-core creates router weights on the host, and marks only weights that it initializes. The global gradient
-    norm would drop all unmarked shards but TP rank 0's.
-    """
+    """Move weights to `device`, and mark TP shards: the gradient norm counts unmarked weights on TP rank 0 only."""
+    # megatron-core creates router weights on the host, and marks only weights that it initializes.
     for module in model.modules():
         for name, weight in [*module.named_parameters(recurse=False)]:
             if not weight.is_meta and weight.device.type != device.type:

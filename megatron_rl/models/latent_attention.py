@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) around our packed core attention.
 
-Down-projections are replicated over TP, up-projections are split by heads; TP-SP gathers only latents. megatron-core's
-own module uses global process groups and rotates by row, not by position.
+Down-projections are replicated over TP, up-projections are split by heads; sequence parallelism gathers only latents.
+megatron-core's own module uses global process groups and rotates by row, not by position.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_rl.weights.family import LatentSizes
 
 
 class LatentSelfAttention(Attention):
-    """megatron-core attention with latent projections, and with values of their own width.
+    """Multi-head latent attention: keys and values, and queries in some models, are projected from narrow latents.
 
     A head's rotated channels come first (last in checkpoints), as `PackedAttention` requires.
 
@@ -71,7 +71,7 @@ class LatentSelfAttention(Attention):
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project [t, 1, h] ([t/tp, 1, h] under TP-SP) to query and key [t, 1, np, d] and value [t, 1, np, d_v]."""
+        """Project [t, 1, h] or (sequence parallelism) [t/tp, 1, h] to q, k [t, 1, np, d], v [t, 1, np, d_v]."""
         assert key_value_states is None, "self-attention only"
         sizes, plain = self._sizes, self._plain
         latent = hidden_states

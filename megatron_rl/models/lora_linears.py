@@ -34,20 +34,37 @@ HALVES = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class LinearAdapter:
-    """Adapters of one linear on a TP rank; `parts`: per adapter, rows [start, stop) of this rank's weight."""
+    """LoRA settings of one linear on a TP rank; `parts`: rows [start, stop) of its weight that each adapter changes."""
 
     rank: int
     scale: float
     parts: tuple[tuple[int, int], ...]
 
+    @property
+    def lengths(self) -> list[int]:
+        """Number of rows of each part."""
+        return [stop - start for start, stop in self.parts]
+
+    def join(self, changes: list[torch.Tensor], width: int) -> torch.Tensor:
+        """Return [..., width]: each adapter's change [..., rows of its part], scaled, in its place; zeros elsewhere."""
+        pieces, end = [], 0
+        for (start, stop), change in zip(self.parts, changes, strict=True):
+            if start > end:
+                pieces.append(change.new_zeros(*change.shape[:-1], start - end))
+            pieces.append(change)
+            end = stop
+        if end < width:
+            pieces.append(changes[0].new_zeros(*changes[0].shape[:-1], width - end))
+        return self.scale * (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1))
+
 
 @dataclass(frozen=True)
 class AdaptedMatrix:
-    """Matrix of a linear on a TP rank, with its adapters.
+    """Matrix of a linear on a TP rank, with its LoRA adapters.
 
     Attributes:
-        param: name in weight tables.
-        parts: per adapter: rows [start, stop) of W, A, and B.
+        param: its name in the model.
+        parts: of each adapter, the changed rows [start, stop) of the matrix, A, and B.
     """
 
     param: str
@@ -57,7 +74,7 @@ class AdaptedMatrix:
 
 
 class AdaptedLinear(torch.nn.Module):
-    """Linear whose adapters can be switched off."""
+    """Linear with LoRA adapters that can be switched off."""
 
     weight: torch.Tensor | QuantizedMatrix
     lora_A: torch.Tensor
@@ -66,11 +83,11 @@ class AdaptedLinear(torch.nn.Module):
     _is_on = True
 
     def list_matrices(self, name: str) -> list[AdaptedMatrix]:
-        """Return the adapted matrix of the linear `name`."""
-        parts, rank = self._adapter.parts, self._adapter.rank
-        b = self.lora_B.data.split([stop - start for start, stop in parts])
-        found = list(zip(parts, self.lora_A.data.split(rank), b, strict=True))
-        return [AdaptedMatrix(f"{name}.weight", self.weight, self._adapter.scale, found)]
+        """Return a list with this linear's weight and its adapters; `name`: the linear's name in the model."""
+        adapter = self._adapter
+        a, b = self.lora_A.data.split(adapter.rank), self.lora_B.data.split(adapter.lengths)
+        parts = list(zip(adapter.parts, a, b, strict=True))
+        return [AdaptedMatrix(f"{name}.weight", self.weight, adapter.scale, parts)]
 
     def use_adapter(self, is_on: bool) -> None:
         """Switch the adapters on or off."""
@@ -83,32 +100,20 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
     def __init__(self, *arguments: Any, adapter: LinearAdapter, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._adapter = adapter
-        self._rows = [stop - start for start, stop in adapter.parts]
         is_partial, rank = self.config.sequence_parallel, adapter.rank
         self.lora_A = _make(self.weight, len(adapter.parts) * rank, self.weight.shape[1], partial=is_partial)
-        self.lora_B = _make(self.weight, sum(self._rows), rank, split_dim=0)
+        self.lora_B = _make(self.weight, sum(adapter.lengths), rank, split_dim=0)
 
     def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-        """Map [t, 1, h], or [t/tp, 1, h] under TP-SP, to [t, 1, rows]."""
+        """Map [t, 1, h], or [t/tp, 1, h] under sequence parallelism, to [t, 1, rows]."""
         output, bias = super().forward(input_, *arguments, **options)
-        return (output + self._compute_change(input_, output) if self._is_on else output), bias
-
-    def _compute_change(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        if not self._is_on:
+            return output, bias
         group: Any = self.tp_group
-        inner = F.linear(x, self.lora_A)  # [t or t/tp, 1, n r]
+        inner = F.linear(input_, self.lora_A)  # [t or t/tp, 1, n r]
         inner = gather_for_shards(inner, sequence_parallel=self.config.sequence_parallel, tp_group=group)
-        pieces, end = [], 0
-        parts = zip(
-            self._adapter.parts, inner.split(self._adapter.rank, -1), self.lora_B.split(self._rows), strict=True
-        )
-        for (start, stop), z, b in parts:
-            if start > end:
-                pieces.append(output.new_zeros(*output.shape[:-1], start - end))
-            pieces.append(F.linear(z, b))
-            end = stop
-        if end < output.shape[-1]:
-            pieces.append(output.new_zeros(*output.shape[:-1], output.shape[-1] - end))
-        return self._adapter.scale * (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1))
+        halves = zip(inner.split(self._adapter.rank, -1), self.lora_B.split(self._adapter.lengths), strict=True)
+        return output + self._adapter.join([F.linear(z, b) for z, b in halves], output.shape[-1]), bias
 
 
 class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
@@ -121,7 +126,7 @@ class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
         self.lora_B = _make(self.weight, self.weight.shape[0], adapter.rank, partial=self.config.sequence_parallel)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Map [t, 1, in/tp] to [t, 1, out], or [t/tp, 1, out] under TP-SP."""
+        """Map [t, 1, in/tp] to [t, 1, out], or [t/tp, 1, out] under sequence parallelism."""
         output, bias = super().forward(input_)
         if not self._is_on:
             return output, bias
@@ -137,7 +142,7 @@ def find_adapter(shape: AdapterShape, parts: dict[str, int]) -> LinearAdapter | 
     """Return the adapter configuration of a linear, `None` if none of its matrices is adapted.
 
     Args:
-        parts: kind of each matrix fused in the weight, in order -> rows on a TP rank.
+        parts: kind of each matrix fused in the weight, in order, to its rows on a TP rank.
     """
     ends, served = 0, []
     for kind, rows in parts.items():
@@ -148,7 +153,7 @@ def find_adapter(shape: AdapterShape, parts: dict[str, int]) -> LinearAdapter | 
 
 
 def freeze_model(stages: torch.nn.Module) -> None:
-    """Freeze all parameters but adapters and score head; embeddings' outputs keep a gradient for recomputed layers."""
+    """Freeze all parameters but adapters and score head; embedding outputs require a gradient, for recomputation."""
     for name, parameter in stages.named_parameters():
         parameter.requires_grad_(is_trained(name))
     for name, module in stages.named_modules():
@@ -159,7 +164,7 @@ def freeze_model(stages: torch.nn.Module) -> None:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a parameter is trained if the model has adapters."""
+    """Return whether a parameter of a model with adapters is trained: an adapter, or the score head."""
     return name.endswith((*HALVES, "score.weight"))
 
 
@@ -194,12 +199,7 @@ def _make(
 
 
 def adapt_layer(config: TransformerConfig, adapters: AdapterShape, attention: Any, mlp: Any) -> None:
-    """Replace the linears of a layer with adapted or NF4 ones, in place.
-
-    Args:
-        attention: submodules spec.
-        mlp: submodules spec, or `None` in a layer of experts.
-    """
+    """Replace the linears in a layer's submodule specs with adapted or NF4 ones in place; `mlp`: `None` for experts."""
     shape, tp_size = adapters.base, config.tensor_model_parallel_size
     q, kv, ffn = (
         size // tp_size
@@ -263,8 +263,6 @@ def multiply_quantized(
 
 
 class _QuantizedProduct(torch.autograd.Function):
-    """Product x W^T with a frozen four-bit W, dequantized in each pass; W has no gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedMatrix, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.weight, ctx.group = weight, group

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The microbatch description that attention layers receive as megatron-core's `packed_seq_params`.
-
-It is built once per microbatch and pipeline stage.
-"""
+"""The microbatch description that attention layers receive as megatron-core's `packed_seq_params`."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CachedRows:
-    """KV cache of a rank's layers, as the rows of one forward use it.
+    """KV cache of a rank's layers, and the slots in it of the t rows of one forward.
 
     Attributes:
         layers: layer number (megatron-core's) -> keys and values, [slots, ng/tp, d] each.
@@ -38,7 +35,7 @@ class CachedRows:
     slots: torch.Tensor
 
     def store(self, layer_number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a layer's rows [t, ng/tp, d] (key rotated) and return its whole cached keys and values."""
+        """Write a layer's rotated keys and values [t, ng/tp, d]; return all of its cache, [slots, ng/tp, d] each."""
         keys, values = self.layers[layer_number]
         keys.index_copy_(0, self.slots, key)
         values.index_copy_(0, self.slots, value)
@@ -47,16 +44,16 @@ class CachedRows:
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """megatron-core's `PackedSeqParams` with positions and shared prompts.
+    """megatron-core's `PackedSeqParams` of a row of t tokens, with positions and shared prompts.
 
     Attributes:
         segments: attention pattern of the whole row, over all context parallel shards.
         sliding: (layer numbers, segments, rotary table) of sliding-window layers, or `None`.
         rotary_table: [t/cp, 1, d], of this rank's shard.
         unrotated_layers: layer numbers (megatron-core's) without rotary embedding.
-        cache: KV cache that `segments` index, or `None`; disables context parallelism.
+        cache: KV cache that `segments` index, without context parallelism; or `None`.
         routes: expert routes of this rank's rows, or `None`.
-        sequence_rows: for gated delta nets, over the whole row.
+        sequence_rows: of the whole row, in models with gated delta nets, else `None`.
     """
 
     segments: Segments
@@ -68,7 +65,7 @@ class PackedSequences(PackedSeqParams):
     sequence_rows: SequenceRows | None = None
 
     def of_layer(self, number: int) -> tuple[Segments, RotaryTable | None]:
-        """Return segments and rotary table of a layer (megatron-core's number); no table if it does not rotate."""
+        """Return segments and rotary table (`None` for a layer without rotation) of megatron-core's layer `number`."""
         if self.sliding is not None and number in self.sliding[0]:
             return self.sliding[1:]
         return self.segments, None if number in self.unrotated_layers else self.rotary_table

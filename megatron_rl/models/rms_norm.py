@@ -26,7 +26,7 @@ from megatron_rl.parallel.collectives import current_device
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm with a weight marked for Megatron: its gradient is partial under TP-SP."""
+    """RMS norm; Megatron sums the weight's partial gradients of the TP ranks under sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -42,11 +42,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class SplitRMSNorm(torch.nn.Module):
-    """RMS norm over channels that are split over TP, like its weight; the weight's gradient is complete.
-
-    Args:
-        size: channels of all ranks.
-    """
+    """RMS norm over `size` channels that are split over TP, like its weight; the weight's gradient is complete."""
 
     def __init__(
         self, config: TransformerConfig, size: int, eps: float, tp_group: torch.distributed.ProcessGroup
@@ -66,13 +62,10 @@ class SplitRMSNorm(torch.nn.Module):
 
 
 def _normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalize bitwise as torch does; in float32 on CPU by `_Norm`, since torch would save intermediates.
-
-    `_Norm` receives `x` twice, so that autograd adds its gradient terms in torch's order.
-    """
+    """Normalize bitwise as torch does; in float32 on CPU by `_Norm`, since torch would save intermediates."""
     if x.is_cuda or x.dtype != torch.float32:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return _Norm.apply(x, x, weight, eps)
+    return _Norm.apply(x, x, weight, eps)  # `x` twice: autograd adds its gradient's terms in torch's order
 
 
 class _Norm(torch.autograd.Function):
@@ -96,7 +89,7 @@ class _Norm(torch.autograd.Function):
 
 
 class SandwichLayer(TransformerLayer):
-    """megatron-core layer with extra norms `post_self_attn_layernorm` and `post_mlp_layernorm`."""
+    """megatron-core layer that also normalizes the outputs of attention and MLP."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -111,7 +104,7 @@ class SandwichLayer(TransformerLayer):
 
 
 class OutputNormLayer(SandwichLayer):
-    """`SandwichLayer` without the norms of the inputs."""
+    """megatron-core layer that normalizes the outputs of attention and MLP, not their inputs."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

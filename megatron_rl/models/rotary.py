@@ -16,7 +16,7 @@ from megatron_rl.weights.rope import LinearScaling, Llama3Scaling, LongropeScali
 
 
 class RotaryTable(NamedTuple):
-    """Cosine and sine [t, 1, d] per position, and whether the channels of a pair are adjacent."""
+    """Cosine and sine [t, 1, d] of each position; `neighbors`: rotated pairs are adjacent channels, not d/2 apart."""
 
     cosine: torch.Tensor
     sine: torch.Tensor
@@ -67,25 +67,23 @@ def _compute_frequencies(
             kept = kept.clamp(0, 1)
             return 1.0 / periods * (kept + (1 - kept) / scaling.factor), 1.0
         case YarnScaling():
-            return _scale_as_yarn(periods, scaling, theta), scaling.attention_factor
+            first, last = (
+                len(periods)
+                * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
+                / math.log(theta)
+                for turns in (scaling.beta_fast, scaling.beta_slow)
+            )
+            if scaling.truncates:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, 2 * len(periods) - 1)
+            numbers = torch.arange(len(periods), dtype=torch.float32, device=device)
+            divided = ((numbers - first) / ((last - first) or 0.001)).clamp(0, 1)
+            return 1.0 / (scaling.factor * periods) * divided + 1.0 / periods * (1 - divided), scaling.attention_factor
         case LongropeScaling():
             factors = torch.tensor(scaling.short_factor, dtype=torch.float32, device=device)
             return 1.0 / (factors * periods), scaling.attention_factor
         case None:
             return 1.0 / periods, 1.0
-
-
-def _scale_as_yarn(periods: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
-    first, last = (
-        len(periods) * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
-        for turns in (scaling.beta_fast, scaling.beta_slow)
-    )
-    if scaling.truncates:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * len(periods) - 1)
-    numbers = torch.arange(len(periods), dtype=torch.float32, device=periods.device)
-    divided = ((numbers - first) / ((last - first) or 0.001)).clamp(0, 1)
-    return 1.0 / (scaling.factor * periods) * divided + 1.0 / periods * (1 - divided)
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, neighbors: bool) -> torch.Tensor:

@@ -7,9 +7,8 @@ moves by orders of magnitude more than otherwise. Replaying the routes of the en
 come from the current gates.
 
 The token dispatcher never syncs with the host, for CUDA graphs: shapes depend only on the number of tokens. Ranks that
-share experts (expert tensor parallelism) gather all rows and reduce-scatter the sums. Rows and additions keep
-megatron-core's order, for bitwise equal results. Under expert parallelism sizes depend on the routes, so the dispatcher
-of megatron-core stays.
+share experts (expert tensor parallelism) gather all rows and reduce-scatter the sums, in megatron-core's order, for
+equal bits. Expert parallelism uses megatron-core's dispatcher, since sizes depend on the routes.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class RoutingCounts:
 
 @dataclass(frozen=True)
 class RowRoutes:
-    """The routes of a rank's rows; tensors may be views of a batch's columns.
+    """Routes (experts chosen in each MoE layer) of a rank's packed rows, to replay and to record.
 
     Attributes:
         given: [rows, layers, choices] routes to replay, or `None`; the dtype's maximum marks rows without a route.
@@ -83,7 +82,7 @@ class RowRoutes:
     counts: RoutingCounts | None = None
 
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
-        """Return the experts of each row, [rows, choices] int64: its given route, or else the router's `own` choice."""
+        """Return and record the experts of each row, [rows, choices]: a given route, else the router's `own` choice."""
         chosen = own
         if self.given is not None:
             given = self.given[:, layer]
@@ -96,7 +95,7 @@ class RowRoutes:
         return chosen
 
     def count(self, layer: int, own: torch.Tensor, logits: torch.Tensor, routing_map: torch.Tensor) -> None:
-        """Add a layer's routing to the counts.
+        """Add a layer's routing to `counts`, if there are any and gradients are enabled.
 
         Args:
             own: [rows, choices] the router's own choice.
@@ -127,8 +126,8 @@ class _Selection:
     """Stand-in for megatron-core's RouterReplay, called inside the router's forward to choose the experts."""
 
     def __init__(self, layer: int, routes: RowRoutes) -> None:
-        self._layer, self._routes = layer, routes
-        self._own = torch.empty(0)  # the router's own choice
+        self.layer, self.routes = layer, routes
+        self.own = torch.empty(0)  # the router's own choice
 
     def get_replay_topk(
         self,
@@ -139,13 +138,9 @@ class _Selection:
         compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores and indices of the chosen experts, [rows, choices] each."""
-        values, self._own = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        chosen = self._routes.choose(self._layer, self._own)
-        return (values, chosen) if chosen is self._own else (scores.gather(1, chosen), chosen)
-
-    def count(self, logits: torch.Tensor, routing_map: torch.Tensor) -> None:
-        """Count the chosen experts; see `RowRoutes.count`."""
-        self._routes.count(self._layer, self._own, logits, routing_map)
+        values, self.own = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        chosen = self.routes.choose(self.layer, self.own)
+        return (values, chosen) if chosen is self.own else (scores.gather(1, chosen), chosen)
 
 
 class RoutedRouter(TopKRouter):
@@ -162,16 +157,16 @@ class RoutedRouter(TopKRouter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return routing weights [rows, experts] and the routing map [rows, experts] bool."""
         shares, routing_map = super().routing(logits, padding_mask)
-        if self.router_replay is not None:
-            self.router_replay.count(logits.flatten(0, -2), routing_map)
+        if (replay := self.router_replay) is not None:
+            replay.routes.count(replay.layer, replay.own, logits.flatten(0, -2), routing_map)
         return shares, routing_map
 
 
 class BiasedRouter(RoutedRouter):
     """Router that selects experts by biased scores and weighs them by unbiased ones (arXiv 2408.15664).
 
-    The bias [E] is a float32 weight without gradient. megatron-core's bias counts every forward pass and uses global
-    process groups.
+    The bias [E] is a float32 weight without gradient. megatron-core's own counts tokens in every forward pass, and
+    uses global process groups.
     """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
@@ -183,17 +178,12 @@ class BiasedRouter(RoutedRouter):
 
     @torch.no_grad()
     def shift_bias(self, loads: torch.Tensor, rate: float) -> None:
-        """Shift the biases by +-`rate` to balance the loads: b_i += u sign(mean(c) - c_i) (2408.15664, algorithm 1).
-
-        Args:
-            loads: [E] tokens per expert, c.
-            rate: step size u.
-        """
+        """Shift each bias by +-`rate` to balance `loads`, the tokens per expert [E] (2408.15664, algorithm 1)."""
         self.expert_bias += rate * (loads.double().mean() - loads).sign().to(self.expert_bias)
 
 
 class RoutedLayer(TransformerLayer):
-    """MoE layer that passes the routes of its rows to its router; uses a `LocalDispatcher` without EP."""
+    """MoE layer that gives its rows' expert routes to its router; uses `LocalDispatcher` without expert parallelism."""
 
     mlp: Any
 
@@ -213,7 +203,7 @@ class RoutedLayer(TransformerLayer):
 
 @dataclass(frozen=True)
 class _Choices:
-    """Routing state of a layer's tokens between dispatch and combine.
+    """Routing of a layer's t tokens, k experts each, between dispatch and combine.
 
     Attributes:
         size: [t, 1, h], shape of the hidden states.
@@ -240,7 +230,7 @@ class LocalDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows sorted by expert, and their routing weights.
+        """Return a row per token and chosen expert, sorted by expert, and the rows' routing weights.
 
         Args:
             hidden_states: [t, 1, h].

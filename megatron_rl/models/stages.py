@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline stages of a model: subclasses of megatron-core's GPTModel that end in hidden states, and heads on them.
 
-Hidden states are `[t, 1, h]`, equal on all TP ranks, or `[t/tp, 1, h]` under sequence parallelism (TP-SP).
+Hidden states are `[t, 1, h]`, equal on all TP ranks, or `[t/tp, 1, h]` under sequence parallelism.
 
-* output layer, split over TP: `gather_for_shards` sums the ranks' gradients of hidden states, partial sums over the
-  vocabulary;
-* score head, replicated: nothing to sum. Under sequence parallelism ranks score their own positions and gather the
-  scores; Megatron sums the weight's partial gradient because of its `sequence_parallel` mark.
+* output layer, split over TP: `gather_for_shards` sums the ranks' partial gradients of hidden states;
+* score head, replicated: under sequence parallelism ranks score their own positions and gather the scores; Megatron
+  sums the weight's partial gradient because of its `sequence_parallel` mark.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def gather_for_shards(x: torch.Tensor, *, sequence_parallel: bool, tp_group: dis
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """Bias-free linear with a weight [n, h] replicated over TP; its gradient is partial under TP-SP."""
+    """Bias-free linear with a weight [n, h] replicated over TP; its gradient is partial under sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -60,7 +59,7 @@ class ScoreHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device())
         )
-        # A replica: only TP rank 0's gradient counts in the global norm. The gradient is partial under TP-SP.
+        # A replica: only TP rank 0's gradient counts in the global norm. Under sequence parallelism, it is partial.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=False, dim=-1, stride=1)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
         self._sequence_parallel, self._tp_group = config.sequence_parallel, tp_group
@@ -83,7 +82,7 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HiddenStatesModel(GPTModel):
-    """GPTModel whose last stage returns the final hidden states: [t, 1, h], or [t/tp, 1, h] under TP-SP."""
+    """GPTModel whose last stage returns final hidden states: [t, 1, h], or [t/tp, 1, h] under sequence parallelism."""
 
     def _is_in_embd_group(self) -> bool:
         """Return False to skip the initial all-reduce of tied embeddings: both stages load equal weights."""
@@ -112,7 +111,7 @@ class ScoreModel(HiddenStatesModel):
 
 
 class MtpModel(HiddenStatesModel):
-    """Multi-token-prediction layer (arXiv 2412.19437, section 2.2) on the main model's embedding and output layer."""
+    """Multi-token-prediction layer (arXiv 2412.19437, section 2.2) with the main model's embedding and output layer."""
 
     def __init__(self, config: TransformerConfig, block: Any, **options: Any) -> None:
         super().__init__(config, block, **options)
@@ -123,12 +122,12 @@ class MtpModel(HiddenStatesModel):
         self._lent: torch.Tensor | None = None
 
     def lend(self, output_weight: torch.Tensor) -> None:
-        """Set the main model's output rows [v/tp, h], which score this layer's tokens and receive no gradient."""
+        """Set this layer's output weight to the main model's [v/tp, h], without gradient."""
         self._lent = output_weight.detach()
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """Rows [v/tp, h] set by `lend`."""
+        """The main model's output weight [v/tp, h] on this rank, set by `lend`."""
         assert self._lent is not None, "`lend` comes first"
         return self._lent
 
@@ -136,7 +135,7 @@ class MtpModel(HiddenStatesModel):
         """Compute the hidden states that predict the token after the next.
 
         Args:
-            hidden: [t, 1, h], or [t/tp, 1, h] under TP-SP: the main model's normalized final hidden states.
+            hidden: [t, 1, h], or [t/tp, 1, h] under sequence parallelism: the main model's normalized output.
             embedded: next tokens' embeddings, same shape.
         """
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))

@@ -56,7 +56,6 @@ def build_transformer_config(
     """Build the megatron-core configuration of one role's model.
 
     Args:
-        sequence_parallel: Megatron's TP sequence parallelism.
         recompute_granularity: "none", "selective" (core attention) or "full" (whole layers).
     """
     is_interleaved, family = layout.vpp_size > 1, FAMILIES[shape.family]

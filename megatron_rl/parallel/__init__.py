@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout arithmetic (pure), process groups, collectives and the CPU runtime.
 
-The first import of `megatron.core` after this package installs the CPU runtime (no-op with CUDA). Dry runs only need
-the arithmetic, so nothing here imports torch before.
+The first import of `megatron.core` after this package installs the CPU runtime (no-op with CUDA). This package alone
+does not import torch: dry runs need only the arithmetic.
 """
 
 import sys

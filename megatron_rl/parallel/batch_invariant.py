@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products with bits of a row that do not depend on the number of rows (rollout.bitwise, on CPU).
+"""Matrix products in which a row has the same bits among any number of rows (rollout.bitwise, on CPU).
 
 Matrix libraries sum in another order for few rows; from 16 rows on bits are constant, as `find_variance` checks.
 """
@@ -30,10 +30,10 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 @torch.no_grad()
 def find_variance(shapes: Iterable[tuple[int, ...]]) -> str | None:
-    """Return a sentence on the first weights whose product has rows with bits that depend on batch or split, if any.
+    """Return a sentence on the first weight for which a row's bits depend on the number of rows or on a split, if any.
 
     Args:
-        shapes: h, n and widths of parts that the engine multiplies separately (query, key, value), if any.
+        shapes: input width of a weight, then widths of parts that the engine multiplies separately (query, key, ...).
     """
     generator = torch.Generator().manual_seed(1)
     for hidden, *widths in dict.fromkeys(shapes):

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divergences between two models' distributions from hidden states, chunked as in `chunked_logprobs.py`.
+"""Divergences between two models' distributions, and log-probs of k tokens each, from hidden states.
 
-Communication and gradients are those described there.
+Chunks and partial gradients are as in `chunked_logprobs.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, WeightGradient, scale_logits
+from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_gradients, scale_logits
 from megatron_rl.parallel.vocab_parallel import VocabShard, gather_summaries, merge_totals
 
 _LEAST = 1e-30  # minimum probability of "any other token", relative to the likeliest token
@@ -49,11 +48,7 @@ def compute_linear_top_k(hidden: torch.Tensor, weight: torch.Tensor, k: int, sof
 
 
 def _summarize_top_k(z: torch.Tensor, k: int, shard: VocabShard) -> torch.Tensor:
-    """Summarize one shard's logits [t, width] by its k largest.
-
-    Returns:
-        [2 + 2 k, t]: maximum m, sum of exp(z - m) without the k largest, their k ids, their k logits.
-    """
+    """Return [2 + 2 k, t]: maximum m, sum of exp(z - m) without the k largest logits; their k ids, their k logits."""
     summary = z.new_zeros(2 + 2 * k, len(z))
     summary[0] = summary[2 + k :] = torch.finfo(z.dtype).min
     if shard.width:
@@ -67,14 +62,11 @@ def _summarize_top_k(z: torch.Tensor, k: int, shard: VocabShard) -> torch.Tensor
 def compute_linear_logprobs_of(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, softmax: OutputSoftmax
 ) -> torch.Tensor:
-    """Compute log-probs of k given tokens of each distribution, and of all other tokens together; collective over TP.
+    """Compute log-probs [t, k + 1] of k given tokens, and in the last place of all other ones; collective over TP.
 
     Args:
         hidden, weight: as in `compute_linear_top_k`; differentiable.
         ids: [t, k] int64, distinct in each row.
-
-    Returns:
-        [t, k + 1]; all other tokens last.
     """
     return _LinearLogprobsOf.apply(hidden, weight, ids, softmax)
 
@@ -88,7 +80,7 @@ class _LinearLogprobsOf(torch.autograd.Function):
         rows, parts = weight[: shard.width], []
         for x, y in zip(hidden.split(softmax.chunk_tokens), ids.split(softmax.chunk_tokens), strict=True):
             z = scale_logits(x, rows, softmax.temperature)
-            parts.append(_summarize_chosen(z, *_locate(y, shard)))
+            parts.append(_summarize_chosen(z, *shard.locate(y)))
         found = gather_summaries(torch.cat(parts, 1), softmax.tp_group)
         high, _, rest = merge_totals(found[:, 0], found[:, 1])
         chosen = found[:, 2:].sum(0)
@@ -104,19 +96,18 @@ class _LinearLogprobsOf(torch.autograd.Function):
         hidden, weight, ids, lse, log_rest = ctx.saved_tensors
         shard = ctx.softmax.find_shard(weight)
 
-        def find_gradient(z: torch.Tensor, part: slice) -> torch.Tensor:
-            """Return the gradient of the logits z [c, width] of the chunk `part` of the tokens.
-
-            d logprob_i / d z_v = 1[v = i] - p_v; for all other tokens together,
-            d log_rest / d z_v = p_v / p_rest - p_v, at `ids` -p_v.
-            """
-            (columns, is_mine), slope = _locate(ids[part], shard), grad[part]
+        def find_gradient(part: slice) -> torch.Tensor:
+            # d logprob_i / d z_v = 1[v = i] - p_v; for all other tokens together,
+            # d log_rest / d z_v = p_v / p_rest - p_v, at `ids` -p_v.
+            z = scale_logits(hidden[part], weight[: shard.width], ctx.softmax.temperature)
+            (columns, is_mine), slope = shard.locate(ids[part]), grad[part]
             probs = z.sub_(lse[part, None]).exp_()
             gradient = probs * -slope.sum(-1, keepdim=True)
             _clear(probs, columns, is_mine).mul_((slope[:, -1] * (-log_rest[part]).exp())[:, None])
-            return gradient.add_(probs).scatter_add_(1, columns, slope[:, :-1] * is_mine)
+            gradient.add_(probs).scatter_add_(1, columns, slope[:, :-1] * is_mine)
+            return gradient.div_(ctx.softmax.temperature)
 
-        return *_multiply_away(ctx, hidden, weight, find_gradient), None, None
+        return *compute_linear_gradients(ctx, hidden, weight, find_gradient), None, None
 
 
 def compute_linear_divergence(
@@ -177,23 +168,21 @@ class _LinearDivergence(torch.autograd.Function):
         hidden, weight, teacher_hidden, teacher_weight, lse, their_lse, divergence = ctx.saved_tensors
         width, temperature = ctx.softmax.find_shard(weight).width, ctx.softmax.temperature
 
-        def find_gradient(z: torch.Tensor, part: slice) -> torch.Tensor:
-            theirs = scale_logits(teacher_hidden[part], teacher_weight[:width], temperature)
-            ours, theirs = z.sub_(lse[part, None]), theirs.sub_(their_lse[part, None])
+        def find_gradient(part: slice) -> torch.Tensor:
+            ours = scale_logits(hidden[part], weight[:width], temperature).sub_(lse[part, None])
+            theirs = scale_logits(teacher_hidden[part], teacher_weight[:width], temperature).sub_(their_lse[part, None])
             if ctx.is_forward:
-                return ours.exp_().sub_(theirs.exp_()).mul_(grad[part, None])
-            gap = theirs.neg_().add_(ours).sub_(divergence[part, None])
-            return ours.exp_().mul_(gap).mul_(grad[part, None])
+                gradient = ours.exp_().sub_(theirs.exp_())
+            else:
+                gap = theirs.neg_().add_(ours).sub_(divergence[part, None])
+                gradient = ours.exp_().mul_(gap)
+            return gradient.mul_(grad[part, None]).div_(temperature)
 
-        return *_multiply_away(ctx, hidden, weight, find_gradient), None, None, None, None
+        return *compute_linear_gradients(ctx, hidden, weight, find_gradient), None, None, None, None
 
 
 def _summarize_chosen(z: torch.Tensor, columns: torch.Tensor, is_mine: torch.Tensor) -> torch.Tensor:
-    """Summarize one shard's logits by chosen columns.
-
-    Returns:
-        [2 + k, t]: maximum m, sum of exp(z - m) without the chosen columns, chosen logits (0 in other shards).
-    """
+    """Return [2 + k, t]: maximum m, sum of exp(z - m) without `columns`; their logits, 0 for other shards' columns."""
     if z.shape[1] == 0:
         return torch.cat([_sum_up(z), z.new_zeros(columns.t().shape)])
     high = z.amax(-1)
@@ -212,28 +201,3 @@ def _sum_up(z: torch.Tensor) -> torch.Tensor:
         return torch.stack([z.new_full((len(z),), torch.finfo(z.dtype).min), z.new_zeros(len(z))])
     high = z.amax(-1)
     return torch.stack([high, (z - high[:, None]).exp_().sum(-1)])
-
-
-def _locate(ids: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Map token ids [t, k] to columns of this shard (0 if elsewhere), and whether they are in it."""
-    columns, is_mine = shard.locate(ids.flatten())
-    return columns.view(ids.shape), is_mine.view(ids.shape)
-
-
-def _multiply_away(
-    ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, find_gradient: Callable[[torch.Tensor, slice], torch.Tensor]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Compute the gradients of hidden states and weight; `find_gradient` returns that of a chunk's scaled logits."""
-    softmax, width = ctx.softmax, ctx.softmax.find_shard(weight).width
-    rows, size = weight[:width], softmax.chunk_tokens
-    hidden_gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-    total = WeightGradient(weight, len(hidden) <= size) if ctx.needs_input_grad[1] else None
-    for start in range(0, len(hidden) if width else 0, size):
-        part = slice(start, start + size)
-        z = scale_logits(hidden[part], rows, softmax.temperature)
-        gradient = find_gradient(z, part).div_(softmax.temperature).to(hidden.dtype)
-        if hidden_gradient is not None:
-            torch.mm(gradient, rows, out=hidden_gradient[part])
-        if total is not None:
-            total.add(gradient, hidden[part])
-    return hidden_gradient, None if total is None else total.total.to(weight.dtype)

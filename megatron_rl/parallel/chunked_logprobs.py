@@ -8,6 +8,7 @@ states is a partial sum over the vocabulary, reduced in `gather_for_shards` (`mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,8 @@ from megatron_rl.parallel.vocab_parallel import (
     compute_summary,
     find_vocab_shard,
     gather_summaries,
-    merge_squares,
     merge_summaries,
+    merge_totals,
     summarize_squares,
 )
 
@@ -78,7 +79,9 @@ def compute_linear_sum_pi_squared(
     """Compute the sum of squared probabilities of each distribution, [t], bitwise equal on all TP ranks; collective."""
     chunks = _Chunks(hidden, weight, softmax, kept)
     summary = torch.cat([summarize_squares(chunks.make_logits(part)) for part in chunks.parts], dim=1)
-    return merge_squares(gather_summaries(summary, softmax.tp_group))
+    found = gather_summaries(summary, softmax.tp_group)
+    _, scale, total = merge_totals(found[:, 0], found[:, 1])
+    return (found[:, 2] * scale.square()).sum(0) / total.square()
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -112,12 +115,11 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         temperature, chunks = ctx.softmax.temperature, _Chunks(hidden, weight, ctx.softmax, ctx.kept)
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
-        hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        sum_over_chunks = WeightGradient(weight, len(chunks.parts) <= 1) if ctx.needs_input_grad[1] else None
         logits, ctx.logits = ctx.logits, None
-        for part in chunks.parts:
+
+        def find_gradient(part: slice) -> torch.Tensor:
             # d/d logits = d/dz / temperature: divide the [t] factors instead.
-            gradient = compute_logits_gradient(
+            return compute_logits_gradient(
                 chunks.make_logits(part) if logits is None else logits,
                 targets[part],
                 chunks.shard,
@@ -125,13 +127,9 @@ class _LinearLogprobs(torch.autograd.Function):
                 entropy=entropy[part],
                 grad_logprobs=grad_logprobs[part] / temperature,
                 grad_entropy=None if grad_entropy is None else grad_entropy[part] / temperature,
-            ).to(hidden.dtype)
-            if hidden_gradient is not None:
-                torch.mm(gradient, chunks.rows, out=hidden_gradient[part])
-            if sum_over_chunks is not None:
-                sum_over_chunks.add(gradient, hidden[part])
-        weight_gradient = None if sum_over_chunks is None else sum_over_chunks.total.to(weight.dtype)
-        return hidden_gradient, weight_gradient, None, None, None
+            )
+
+        return *compute_linear_gradients(ctx, hidden, weight, find_gradient), None, None, None
 
 
 class _Chunks:
@@ -151,20 +149,33 @@ class _Chunks:
         return z if self._kept is None else self._kept[part].mask(z, self.shard)
 
 
-class WeightGradient:
-    """Sum over chunks of `gradient.T @ hidden`, in float32 for several chunks of a 16-bit type."""
+def compute_linear_gradients(
+    ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, find_gradient: Callable[[slice], torch.Tensor]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Compute the gradients of `hidden` and `weight`, each `None` if not needed, one chunk of tokens at a time.
 
-    def __init__(self, weight: torch.Tensor, is_single_chunk: bool) -> None:
-        dtype = weight.dtype if is_single_chunk else torch.promote_types(weight.dtype, torch.float32)
-        self.total = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-
-    def add(self, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Add one chunk: gradient [c, width], hidden [c, h]."""
-        rows = self.total[: gradient.shape[1]]
-        if rows.dtype == hidden.dtype:
-            rows.addmm_(gradient.t(), hidden)
+    Args:
+        ctx: of the autograd function; its `softmax` is an `OutputSoftmax`.
+        find_gradient: maps a chunk's slice of tokens to the gradient [c, width] of the logits `hidden @ weight.T`.
+    """
+    width, size = ctx.softmax.find_shard(weight).width, ctx.softmax.chunk_tokens
+    of_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+    of_weight = None
+    if ctx.needs_input_grad[1]:  # a sum over several chunks of a 16-bit type is in float32
+        dtype = weight.dtype if len(hidden) <= size else torch.promote_types(weight.dtype, torch.float32)
+        of_weight = torch.zeros_like(weight, dtype=dtype)
+    for start in range(0, len(hidden) if width else 0, size):
+        part = slice(start, start + size)
+        gradient = find_gradient(part).to(hidden.dtype)
+        if of_hidden is not None:
+            torch.mm(gradient, weight[:width], out=of_hidden[part])
+        if of_weight is None:
+            continue
+        if of_weight.dtype == hidden.dtype:
+            of_weight[:width].addmm_(gradient.t(), hidden[part])
         else:
-            rows.add_(gradient.t() @ hidden)
+            of_weight[:width].add_(gradient.t() @ hidden[part])
+    return of_hidden, None if of_weight is None else of_weight.to(weight.dtype)
 
 
 def scale_logits(hidden: torch.Tensor, rows: torch.Tensor, temperature: float) -> torch.Tensor:

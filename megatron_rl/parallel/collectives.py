@@ -45,18 +45,11 @@ class Process:
 def init_distributed(timeout_minutes: float) -> Process:
     """Join the job that torchrun described in the environment; without torchrun, start a job of one rank.
 
-    The process group is not bound to a device (`device_id`): torch would then split the world's communicator for every
-    new group, with all ranks waiting.
-
-    Args:
-        timeout_minutes: timeout of collectives.
-
     Raises:
         UserError: torch cannot use the GPUs here, or the process may not open enough connections.
     """
     allow_connections(int(os.environ.get("WORLD_SIZE", "1")))
-    unusable = explain_unusable_gpus()
-    if unusable is not None:
+    if (unusable := explain_unusable_gpus()) is not None:
         raise unusable
     is_launched = "RANK" in os.environ
     if not is_launched:  # set torchrun's variables: in-process libraries read them
@@ -74,6 +67,7 @@ def init_distributed(timeout_minutes: float) -> Process:
         if is_launched:
             store, rank, world_size = next(rendezvous("env://", timeout=timeout))
             store = meet(store, rank, world_size, timeout)
+        # Without `device_id`: torch would split the world's communicator for every new group, with all ranks waiting.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout, store=store, rank=rank, world_size=world_size
         )
@@ -122,11 +116,9 @@ def make_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessG
 
 
 def align_group_names() -> None:
-    """Bring all ranks to the same number of groups; collective over the job.
-
-    torch derives the name of a group created only by its members from the process's number of groups
-    (`_hash_ranks_to_str`); members with different names would wait until the timeout.
-    """
+    """Bring all ranks to the same number of groups, so that members give new groups the same name; collective."""
+    # torch derives the name of a group created only by its members from the process's number of groups
+    # (`_hash_ranks_to_str`); members with different names would wait until the timeout.
     count = torch.tensor(len(dist.distributed_c10d._world.pg_names))
     most = count.clone()
     dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -135,19 +127,17 @@ def align_group_names() -> None:
 
 
 def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Connect the communicator of a group by a first all-reduce; collective.
-
-    NCCL would otherwise connect at the first point-to-point batch, and wait forever for ranks without messages.
-    """
+    """Connect the communicator of a group by a first all-reduce; collective."""
+    # NCCL would otherwise connect at the first point-to-point batch, and wait forever for ranks without messages.
     if group is not None and group.size() > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a section of the launcher's store that only the ranks of this attempt share; every rank calls it once.
+    """Return a section of the launcher's store that only the ranks of this start of the job share; collective.
 
     torchrun keeps one store across restarts, with addresses of killed ranks (pytorch/pytorch issues 135712 and 167288).
-    So rank 0 sends its section's name to every registered rank, even dead ones, until all have arrived there.
+    So rank 0 answers each request in the store, even a killed rank's, with a new section's name until all have joined.
 
     Raises:
         TimeoutError: on rank 0, a rank did not arrive in time; other ranks raise torch's own error.
@@ -199,15 +189,20 @@ def memory_in_use(device: torch.device) -> int:
 def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
     """Raise the error of the lowest failed rank on every rank of `group`, if there is one; collective.
 
-    Without it, healthy ranks would wait for the failed one until the timeout. The raised error carries its global rank
-    (`raised_on`); on that rank it is the original, with its traceback.
+    The raised error carries the failed rank's global number (`raised_on`); on that rank it is the original, with its
+    traceback.
     """
     first = torch.tensor(group.size() if error is None else group.rank())
     dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
     if int(first) == group.size():
         return
     source = dist.get_global_rank(group, int(first))
-    raised = share_object(error and _make_portable(error), group, source)
+    portable = error
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # it cannot be pickled
+        portable = error and RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+    raised = share_object(portable, group, source)
     if error is not None and source == dist.get_rank():
         raised = error
     vars(raised)["raised_on"] = source
@@ -216,7 +211,10 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def failing_together(group: dist.ProcessGroup, explain: Callable[[OSError], UserError] | None = None) -> Iterator[None]:
-    """Raise a UserError of the block on every rank, an OSError likewise after conversion by `explain`; collective."""
+    """If the block raises a UserError on one rank, raise it on every rank; collective.
+
+    `explain` converts an OSError to a UserError. Any other error is raised on its own rank only.
+    """
     error: UserError | None = None
     try:
         yield
@@ -227,15 +225,6 @@ def failing_together(group: dist.ProcessGroup, explain: Callable[[OSError], User
             raise
         error = explain(caught)
     raise_together(error, group)
-
-
-def _make_portable(error: Exception) -> Exception:
-    """Return the error, or a RuntimeError with the same text if it cannot be pickled."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {text_of(error)}")
-    return error
 
 
 def gather_flat(array: np.ndarray, group: dist.ProcessGroup) -> tuple[list[np.ndarray], int]:
@@ -253,11 +242,7 @@ def gather_flat(array: np.ndarray, group: dist.ProcessGroup) -> tuple[list[np.nd
 def exchange_bytes(
     pieces: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """Exchange pieces [k] uint8 of different lengths all-to-all.
-
-    Args:
-        sizes: bytes to receive from each rank.
-    """
+    """Exchange pieces [k] uint8 of different lengths all-to-all; `sizes`: bytes to receive from each rank."""
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=pieces[0].device)
     dist.all_to_all_single(
         received, torch.cat(list(pieces)), list(sizes), [len(piece) for piece in pieces], group=group

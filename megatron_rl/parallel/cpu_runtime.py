@@ -2,8 +2,8 @@
 """Runtime that runs unmodified `megatron.core` on a machine without CUDA, over gloo.
 
 megatron.core modules get a *view* of torch as global `torch`: `torch.cuda` is a null runtime on the CPU, and factory
-functions map "cuda" to "cpu". Other libraries keep the real torch. `FIXES` patches names bound at import and compared
-strings; a test asserts that the private names it uses exist.
+functions map "cuda" to "cpu". Other libraries keep the real torch. `FIXES` patches what the view does not reach; a test
+asserts that the private names it uses exist.
 """
 
 from __future__ import annotations
@@ -44,10 +44,6 @@ class _Stream:
         return 0.0
 
 
-def _zero(*args: Any, **kwargs: Any) -> int:
-    return 0
-
-
 def _cuda_view() -> types.ModuleType:
     cuda: Any = types.ModuleType("torch.cuda")
     cuda.__dict__.update((k, v) for k, v in vars(torch.cuda).items() if not k.startswith("__"))
@@ -56,7 +52,7 @@ def _cuda_view() -> types.ModuleType:
     for name in ("synchronize", "empty_cache", "set_device", "set_stream", "reset_peak_memory_stats"):
         setattr(cuda, name, _nothing)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(cuda, name, _zero)
+        setattr(cuda, name, lambda *args, **kwargs: 0)
     cuda.current_device = lambda: _CPU
     cuda.Stream = cuda.Event = _Stream
     cuda.current_stream = cuda.default_stream = lambda *args: the_stream
@@ -94,22 +90,8 @@ def _torch_view() -> types.ModuleType:
     return view
 
 
-def _allow_cuda_call() -> None:
-    """Make `tensor.cuda()` a no-op for megatron.core only (tied embeddings under PP, RoPE under CP)."""
-    real = torch.Tensor.cuda
-
-    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        return self if caller.startswith(_PACKAGE) else real(self, *args, **kwargs)
-
-    torch.Tensor.cuda = cuda
-
-
 def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Report `torch.cuda.FloatTensor` while `function` runs, since the optimizers compare such strings.
-
-    A permanent patch of `Tensor.type` would break `torch.compile(fullgraph=True)`.
-    """
+    """Report `torch.cuda.FloatTensor` while `function` runs, since the optimizers compare such strings."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +100,7 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
         def cuda_type(self: torch.Tensor, *a: Any, **k: Any) -> Any:
             return real(self, *a, **k) if a or k else real(self).replace("torch.", "torch.cuda.", 1)
 
-        torch.Tensor.type = cuda_type
+        torch.Tensor.type = cuda_type  # a permanent patch would break `torch.compile(fullgraph=True)`
         try:
             return function(*args, **kwargs)
         finally:
@@ -245,13 +227,15 @@ def install() -> None:
         raise RuntimeError("megatron_rl.parallel must be imported before megatron.core on a machine without CUDA")
     _Loader.view = _torch_view()
     sys.meta_path.insert(0, _Finder)
-    _allow_cuda_call()
     silence(KNOWN_ON_CPU)
-    _keep_freed_memory()
+    real = torch.Tensor.cuda
 
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return self if caller.startswith(_PACKAGE) else real(self, *args, **kwargs)
 
-def _keep_freed_memory() -> None:
-    """Make glibc reuse the memory of freed tensors: by default it returns most, and each new page costs a fault."""
+    torch.Tensor.cuda = cuda  # megatron.core calls it for tied embeddings under PP, and for RoPE under CP
+    # glibc keeps the memory of freed tensors: by default it returns most, and each new page costs a fault.
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest value that glibc accepts
         mallopt(_M_TRIM_THRESHOLD, 512 << 20)

@@ -22,7 +22,7 @@ from megatron_rl.parallel.pairs import open_pair
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's process groups in one role.
+    """This rank's process groups in one role (actor, critic, ...).
 
     Attributes:
         at, expert_at: this rank's coordinates in dense layers and in expert layers.
@@ -59,7 +59,7 @@ class ParallelGroups:
 
 
 def list_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
-    """Return the members of all groups of one rank by megatron-core's names; "embd" may exclude `rank` itself."""
+    """Return the ranks of each group of `rank`, by megatron-core's name; "embd" (end stages) may exclude `rank`."""
     found = {
         "_".join(axes): layout.group_of(rank, *axes)
         for axes in (("tp",), ("pp",), ("cp",), ("dp",), ("tp", "pp"), ("dp", "cp"), ("tp", "cp"))
@@ -91,8 +91,7 @@ def free_gather_buffers() -> None:
 def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> ParallelGroups:
     """Create the process groups of `layout` on its ranks; collective over the default group.
 
-    Ranks outside the layout call `align_group_names` instead. Ranks wait only for members of their own groups. This
-    cannot deadlock: the order is the same on all ranks, and groups of one name are disjoint.
+    Ranks outside the layout call `align_group_names` instead.
 
     Args:
         timeout: of new groups; the default group has its own.
@@ -104,9 +103,10 @@ def build_groups(layout: ParallelLayout, timeout: timedelta | None = None) -> Pa
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     of: dict[str, dist.ProcessGroup | None] = {}
     whole = {"world": [*layout.ranks]}
-    on_first = (
-        list_groups(layout, layout.first_rank) | whole
-    )  # names with equal groups on the first rank have equal groups on every rank
+    # Names with equal groups on the first rank have equal groups on every rank.
+    on_first = list_groups(layout, layout.first_rank) | whole
+    # Ranks wait for members of their own groups only. This cannot deadlock: the order is the same on all ranks, and
+    # groups of one name are disjoint.
     for name, ranks in (list_groups(layout, rank) | whole).items():
         key = tuple(on_first[name])
         if key not in made:

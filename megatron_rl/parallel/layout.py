@@ -36,7 +36,7 @@ class ExpertCoordinates:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions of one role.
+    """Sizes of the parallel dimensions of one role (actor, critic, ...).
 
     Attributes:
         world_size: ranks of the role, not of the job.
@@ -100,7 +100,7 @@ class ParallelLayout:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a pipeline stage."""
+        """Number of ranks of a pipeline stage."""
         return self.tp_size * self.cp_size * self.dp_size
 
     @property
@@ -114,12 +114,12 @@ class ParallelLayout:
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks of a stage with the same shard of the same experts."""
+        """Number of ranks of a stage with the same shard of the same experts."""
         return self.stage_size // (self.expert_tp_size * self.ep_size)
 
     @property
     def has_expert_replicas(self) -> bool:
-        """Whether expert replicas are other ranks than replicas of dense layers."""
+        """Whether the replicas of experts are on other ranks than those of dense layers."""
         return self.ep_size > 1 or not self._splits_experts
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -160,7 +160,7 @@ class ParallelLayout:
         return ranks
 
     def model_copies(self) -> EngineRanks:
-        """Return the groups of ranks (TP x EP x PP) that each hold one copy of the model, as engines."""
+        """Return one rollout engine per copy of the model: the TP x EP x PP ranks that together hold it."""
         found: dict[int, tuple[int, ...]] = {}
         for rank in self.ranks:
             if rank not in found:
@@ -184,22 +184,22 @@ class EngineRanks:
 
     @classmethod
     def consecutive(cls, ranks: range, width: int) -> EngineRanks:
-        """Form engines of `width` consecutive ranks; `width` divides their number."""
+        """Form engines of `width` consecutive ranks; `width` divides the number of `ranks`."""
         return cls(tuple(tuple(ranks[first : first + width]) for first in range(0, len(ranks), width)))
 
     @property
     def width(self) -> int:
-        """Ranks per engine."""
+        """Number of ranks per engine."""
         return len(self.of[0])
 
     def find(self, rank: int) -> tuple[int, int]:
-        """Return a rank's engine and its place in it; (-1, 0) if none."""
+        """Return the index of a rank's engine, and the rank's index in that; (-1, 0) for a rank without engine."""
         found = ((engine, ranks.index(rank)) for engine, ranks in enumerate(self.of) if rank in ranks)
         return next(found, (-1, 0))
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all engines."""
+        """Number of ranks of all engines."""
         return self.width * len(self.of)
 
     def describe(self, engine: int) -> str:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchange of CPU tensors between two ranks of one host through shared memory.
 
-gloo costs 0.4 to 0.9 ms of CPU for the small tensors of a tensor parallel layer, most of a tiny model's step; a pair
-costs 0.04 ms. A sum of two numbers has the same bits in either order, so results equal gloo's. Collectives without a
-pair (GPUs, other groups or hosts, larger tensors) use torch.distributed.
+gloo costs 0.4 to 0.9 ms of CPU for the small tensors of a tensor parallel layer; a pair costs 0.04 ms. A sum of two
+numbers has the same bits in either order, so results equal gloo's. Collectives without a pair (GPUs, other groups or
+hosts, larger tensors) use torch.distributed.
 """
 
 from __future__ import annotations
@@ -58,10 +58,7 @@ class Pair:
         self._tell(_TENSOR)
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the next received tensor, shaped as `like`, valid until the next call.
-
-        The next `send` acknowledges it.
-        """
+        """Return the next tensor, shaped as `like`, valid until the next call; the next `send` acknowledges it."""
         while self._arrived == self._read:
             self._listen()
         slot = self._theirs[self._read % _SLOTS]
@@ -95,7 +92,7 @@ _PAIRS: dict[dist.ProcessGroup, Pair] = {}
 
 
 def find_pair(group: dist.ProcessGroup | None, num_bytes: int) -> Pair | None:
-    """Return the group's open pair, `None` without one or if a tensor is too large for it; equal on both ranks."""
+    """Return the group's shared-memory connection; `None`, on both ranks, if none is open or `num_bytes` too many."""
     return _PAIRS.get(group) if group is not None and Pair.fits(num_bytes) else None
 
 
@@ -110,8 +107,8 @@ def open_star(group: dist.ProcessGroup, timeout: timedelta | None) -> list[Pair]
     """Open pairs between the group's first rank and each other rank; collective.
 
     Returns:
-        Pairs of the first rank in rank order, or the pair with it. Empty on all ranks unless all are on one host that
-        permits mapping each other's memory.
+        On the first rank its pairs, in rank order; on another the pair with the first. Empty on all ranks if they are
+        on several hosts, or if the host forbids access to other processes.
     """
     rank, size = group.rank(), group.size()
     ends = {peer: _End() for peer in (range(1, size) if rank == 0 else (0,))}
@@ -170,7 +167,7 @@ class _Done:
 def all_gather_into_tensor(
     output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Gather as torch.distributed does, through the group's `Pair` if possible."""
+    """Gather as torch.distributed does, through shared memory if possible."""
     pair = find_pair(group, values.nbytes)
     if pair is None or group is None:
         return dist.all_gather_into_tensor(output, values, group=group, async_op=async_op)
@@ -188,7 +185,7 @@ def reduce_scatter_tensor(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Reduce-scatter as torch.distributed does, through the group's `Pair` if possible."""
+    """Reduce-scatter as torch.distributed does, through shared memory if possible."""
     pair = find_pair(group, output.nbytes)
     if pair is None or group is None or op != dist.ReduceOp.SUM:
         return dist.reduce_scatter_tensor(output, values, op=op, group=group, async_op=async_op)
@@ -199,12 +196,9 @@ def reduce_scatter_tensor(
 
 
 def all_reduce(
-    values: torch.Tensor,
-    op: Any = dist.ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
+    values: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """All-reduce as torch.distributed does, through the group's `Pair` if possible."""
+    """All-reduce as torch.distributed does, through shared memory if possible."""
     pair = find_pair(group, values.nbytes)
     if pair is None or op != dist.ReduceOp.SUM:
         return dist.all_reduce(values, op=op, group=group, async_op=async_op)

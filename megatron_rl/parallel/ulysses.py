@@ -8,8 +8,7 @@ sequences, so around it tokens are exchanged for heads:
                    [t/cp, np, d]  <--all-to-all--  [t, np/cp, d]
 
 Rank r owns query heads [r np/cp, (r+1) np/cp) and their KV heads. With fewer KV heads than ranks, each is copied to
-cp/ng ranks and its gradient is summed. Each rank sends t/cp * (2 np + 2 max(ng, cp)) * d numbers forward, its own share
-included. `np` and `ng` are heads per TP rank.
+cp/ng ranks and its gradient is summed. `np` and `ng` are query and KV heads per TP rank.
 """
 
 from __future__ import annotations
@@ -71,6 +70,5 @@ def combine_shards(values: torch.Tensor, index: torch.Tensor, length: int, group
         length: t; positions that no rank fills are 0.
     """
     combined = values.new_zeros(length, *values.shape[1:]).index_copy(0, index, values)
-    return reduce_from_tensor_model_parallel_region(
-        combined, group=group
-    )  # works for any group: sums forward, identity backward
+    # Works for any group: sums forward, identity backward.
+    return reduce_from_tensor_model_parallel_region(combined, group=group)

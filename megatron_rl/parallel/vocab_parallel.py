@@ -33,10 +33,10 @@ class VocabShard:
     width: int
 
     def locate(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Map token ids [t] to columns [t, 1] of this shard (0 if elsewhere), and whether they are in it [t]."""
+        """Return each token id's column in this shard (0 if it is in another), and whether it is in this shard."""
         local = targets - self.start
         is_mine = (local >= 0) & (local < self.width)
-        return torch.where(is_mine, local, 0)[:, None], is_mine
+        return torch.where(is_mine, local, 0), is_mine
 
 
 def find_vocab_shard(vocab_size: int, num_columns: int, tp_rank: int) -> VocabShard:
@@ -61,7 +61,7 @@ def compute_summary(z: torch.Tensor, targets: torch.Tensor, shard: VocabShard) -
         return summary
     high = z.amax(-1)
     columns, is_mine = shard.locate(targets)
-    target_z = torch.where(is_mine, z.gather(1, columns)[:, 0], 0.0)
+    target_z = torch.where(is_mine, z.gather(1, columns[:, None])[:, 0], 0.0)
     z.sub_(high[:, None])
     exp_z = z.exp()
     return torch.stack([high, exp_z.sum(-1), exp_z.mul_(z).sum(-1), target_z])
@@ -74,13 +74,6 @@ def summarize_squares(z: torch.Tensor) -> torch.Tensor:
     high = z.amax(-1)
     exp_z = (z - high[:, None]).exp()
     return torch.stack([high, exp_z.sum(-1), exp_z.square().sum(-1)])
-
-
-def merge_squares(summaries: torch.Tensor) -> torch.Tensor:
-    """Merge all shards' `summarize_squares` [tp, 3, t] into the sum of squared probabilities [t]."""
-    highs, totals, squares = summaries.unbind(1)
-    scale = (highs - highs.amax(0)).exp()
-    return (squares * scale.square()).sum(0) / (totals * scale).sum(0).square()
 
 
 def gather_summaries(summary: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
@@ -118,7 +111,7 @@ def compute_all_logprobs(z: torch.Tensor, num_columns: int) -> torch.Tensor:
 
 
 def merge_summaries(summaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Merge all shards' `compute_summary` [tp, 4, t] into logprobs, entropy and lse, [t] each."""
+    """Merge all shards' `compute_summary` [tp, 4, t] into logprobs, entropy and log-sum-exp, [t] each."""
     highs, totals, weighted, target_z = summaries.unbind(1)  # [tp, t] each
     high, scale, total = merge_totals(highs, totals)
     # sum exp(z - high) (z - high), from sums relative to each shard's own maximum.
@@ -153,7 +146,7 @@ def compute_logits_gradient(
         slope = log_probs.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None])
         gradient = slope.mul_(probs).neg_()
     columns, is_mine = shard.locate(targets)
-    return gradient.scatter_add_(1, columns, (grad_logprobs * is_mine)[:, None])
+    return gradient.scatter_add_(1, columns[:, None], (grad_logprobs * is_mine)[:, None])
 
 
 @dataclass(frozen=True)
@@ -172,14 +165,14 @@ class PackedKeptSets:
 
     @classmethod
     def pack(cls, parts: Sequence[KeptSets], device: torch.device) -> PackedKeptSets:
-        """Concatenate the token sets that sampling kept, of several parts."""
+        """Concatenate the rows of several `KeptSets`."""
         ids = np.concatenate([np.empty(0, np.int32), *(part.ids for part in parts)])
         counts = np.concatenate([np.empty(0, np.int32), *(part.counts for part in parts)]).astype(np.int64)
         firsts = np.cumsum(counts) - counts
         return cls(*(torch.from_numpy(array).to(device) for array in (ids, firsts, counts)))
 
     def __getitem__(self, rows: slice | torch.Tensor) -> PackedKeptSets:
-        """Return the token sets that sampling kept for `rows`."""
+        """Return the token sets of `rows`."""
         return PackedKeptSets(self.ids, self.firsts[rows], self.counts[rows])
 
     def pad(self, count: int) -> PackedKeptSets:
