@@ -89,7 +89,7 @@ class CheckedConfig:
         return holds
 
     def allow(self, name: str, value: Any, why: str, otherwise: str) -> None:
-        """Record a mistake unless a setting has `value`, the only one that works.
+        """Record a mistake unless the setting `name` has `value`, the only one that works.
 
         Args:
             otherwise: alternative to setting `value`, for the hint.
@@ -113,7 +113,7 @@ class CheckedConfig:
                     self.apply(CheckedConfig.allow, other, needed, f"{beside}: {why}", f"leave out {name}")
 
     def need(self, ability: str, name: str, value: Any, why: str) -> None:
-        """Record a mistake unless the engine has `ability`, or a setting has the only `value` that works without it."""
+        """Record a mistake unless the engine has `ability` or the setting `name` has `value`."""
         self.require(
             self.supports(ability) or self.get(name) == value,
             name,
@@ -124,7 +124,7 @@ class CheckedConfig:
 
 
 def _list_read(owner: Any, section: str, leaf: str) -> list[str]:
-    """List the settings that a derived property of a section reads: all of the class that declares it."""
+    """List the settings that a section's property or method may read: those of its class; [] for a plain setting."""
     if not isinstance(getattr(type(owner), leaf, None), property | FunctionType):
         return []
     declaring = next(one for one in type(owner).__mro__ if leaf in vars(one))

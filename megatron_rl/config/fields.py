@@ -2,7 +2,7 @@
 """Names and types of all settings, read from the dataclasses of `schema.py` and of plugins.
 
 The dataclasses are the only declarations; this module makes one flat table `section.leaf -> FieldInfo` and checks
-values against annotations. Values from `coerce` have exactly the annotated type.
+values against annotations.
 
 Plugins declare `algorithm.options.<name>.<key>`: an estimator, loss or aggregation that is registered with `options=` a
 frozen dataclass receives an instance of it.
@@ -166,10 +166,9 @@ def section_classes() -> dict[str, type]:
 
 
 def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) -> Any:
-    """Return a value with the annotated type: an integer becomes a number, an item a list of one.
+    """Convert a YAML value to the annotated type of a setting, such as 1 to 1.0 or an item to a list of one.
 
     Args:
-        value: the value as YAML reads it.
         source: place of the value, for the error.
         text: the characters as typed on the command line, if any; a setting that takes text gets them unchanged
             (`trainer.run_dir=2024`).

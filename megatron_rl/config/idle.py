@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that others leave without effect: each is reported once, and reset so that no check refuses it.
-
-A user who changes one setting, such as the number of GPUs, need not change three.
-"""
+"""Settings that others leave without effect: each is reported once, and reset so that no check refuses it."""
 
 from __future__ import annotations
 

@@ -52,13 +52,13 @@ class RoleSpec:
 
     @property
     def is_teacher(self) -> bool:
-        """Whether the policy learns from its log-probs."""
+        """Whether the policy learns from the role's log-probs."""
         return self.name.startswith("teachers.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """The models of a run, and its estimator's needs (see `RegisteredEstimator`)."""
+    """The models of a run, and requirements of its advantage estimator (see `RegisteredEstimator`)."""
 
     roles: Mapping[str, RoleSpec]  # by name, in the order in which they are built; the actor is the first
     needs_greedy_baseline: bool = False

@@ -393,7 +393,7 @@ class RunConfig:
         return self.teachers[teacher] if teacher else getattr(self, first)
 
     def with_sections(self, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-        """Return the config with other settings: name of a section -> leaf -> value."""
+        """Return the config with other settings: section -> name in the section -> value."""
         changed = {name: replace(self.section(name), **values) for name, values in changes.items()}
         teachers = {name: changed.pop(f"teachers.{name}", teacher) for name, teacher in self.teachers.items()}
         return replace(self, **changed, teachers=teachers)

@@ -162,7 +162,7 @@ def read_overrides(
 
     Args:
         fields: the settings, for the Megatron spelling `--leaf value`.
-        aliases: returns `compat.aliases`, whose names count as flags if no leaf has that name.
+        aliases: returns `compat.aliases`; flags without a setting of that name may use its names.
     """
     settings = []
     rest = deque(arguments)

@@ -93,11 +93,7 @@ def describe_choice(job: Job) -> Choice:
 
 
 def check_job(job: Job) -> BatchPlan:
-    """Run the config, batch plan and model checks of a run.
-
-    Raises:
-        UserError: one of the checks fails.
-    """
+    """Check the config, batch plan and models of a run; raise UserError for a mistake."""
     check_config(job.config)
     plan = BatchPlan.build(job.config, job.cluster.world_size, job.spec)
     for role in job.spec.laid_out:
@@ -156,7 +152,7 @@ def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
 
 
 def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
-    """Predict the cost of a job; `None` if its config is invalid or it does not fit."""
+    """Predict the time and peak memory of a step; `None` for an invalid config or too little memory."""
     try:
         check_job(job)
         memory = compute_memory(job, ends_only=True)
@@ -170,7 +166,7 @@ def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
 
 
 def _guess_switch_seconds(job: Job, memory: list[RankMemory]) -> float:
-    """Estimate the seconds to reshard engine weights that do not share the actor's storage, by TP or PP links."""
+    """Estimate the seconds to send the engine weights outside the actor's storage, over the slowest TP or PP link."""
     own = max(phase.parts.get("engine weights", 0) for rank in memory for phase in rank.phases)
     axes = ("tp", "pp") if job.layout.pp_size > 1 else ("tp",)
     is_far = link_of(job.layout, job.cluster, *axes) == ACROSS

@@ -241,7 +241,6 @@ def describe_cluster(
     """Build a cluster of a given size, with default links and memory reserve.
 
     Args:
-        world_size: number of accelerators.
         memory_gib: GiB per accelerator.
         gpus_per_node: by default 8, or all if fewer.
 
@@ -279,7 +278,7 @@ def find_cluster(world_size: int, ranks_per_node: int) -> Cluster | None:
 
 
 def find_host(world_size: int, ranks_per_node: int) -> Cluster:
-    """Return the cluster of a run without GPUs, with rough speeds that only serve to compare layouts."""
+    """Return the cluster of a run without GPUs, with rough speeds to compare layouts."""
     import psutil
 
     per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size

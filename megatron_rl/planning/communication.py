@@ -6,8 +6,7 @@ twice that for an all-reduce (ring). All bytes of a group that spans nodes count
 
 Step time is predicted from operation counts and stated efficiencies. Operations: 2 per weight and token forward, 4
 backward, 2 more with full recomputation, and causal attention, 2 s d n per token and direction. Decoding passes read
-weights and KV cache. Lengths and efficiencies are assumed, not measured: results rank layouts, within a factor, not a
-percent.
+weights and KV cache. Lengths and efficiencies are assumed, so results only rank layouts.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Workload:
 
 
 def list_traffic(job: Job, work: Workload, stage: int = 0) -> list[Traffic]:
-    """List a pipeline stage's traffic, without the weight transfer (see the reshard planner)."""
+    """List a pipeline stage's traffic, without the weight transfer to the engine."""
     passes = job.scoring_passes | {role.name: 1 for role in job.others}
     found = [
         traffic
@@ -145,14 +144,12 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
 
 
 def _count_exchanges(shape: ModelShape, layers: float, mixtures: int, rounds: float, extra: float) -> float:
-    """Count the gathers and reductions over TP in a step, each of the hidden states of all tokens.
-
-    Attention and MLP gather and reduce once each per pass, and gather once more for gradients.
+    """Count the gathers and reductions over TP in a step, each of all tokens' hidden states.
 
     Args:
-        layers, mixtures: layers of the stage, and layers with experts.
-        rounds: passes over all tokens.
-        extra: gathers for weight gradients, in passes.
+        layers, mixtures: layers of the stage, and those with experts.
+        rounds: forward and backward passes; in each, attention and MLP gather and reduce once.
+        extra: gathers repeated for weight gradients, in passes (four per layer).
     """
     times = (4 * layers - (0 if shape.shared_ffn_size else 2) * mixtures) * (rounds + extra)
     if (sizes := shape.latent) is None:
@@ -163,7 +160,7 @@ def _count_exchanges(shape: ModelShape, layers: float, mixtures: int, rounds: fl
 
 
 def _count_whole_elements(shape: ModelShape, layers: float, mixtures: int) -> float:
-    """Count elements of matrices replicated over TP (routers, latents), whose gradients are summed under TP-SP."""
+    """Count the elements of matrices that TP replicates (routers, MLA's down-projections), with summed gradients."""
     sizes, found = shape.latent, mixtures * shape.num_experts
     if sizes is not None:
         found += layers * (sizes.query + sizes.key_value + sizes.rotary)
@@ -178,10 +175,10 @@ def _count_mixtures(shape: ModelShape, layout: ParallelLayout, rank: int) -> int
 
 
 def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank: int) -> float:
-    """Compute the bytes of ZeRO-3's traffic: gathered weights and reduced float32 gradients.
+    """Compute the bytes that a rank sends per step under ZeRO-3: gathered weights and reduced float32 gradients.
 
-    Microbatches are assumed full, with at least one per optimizer step. Forward-only passes keep embedding, last norm
-    and output layer gathered.
+    Microbatches are assumed full, with at least one per optimizer step. The `forwards` scoring passes keep embedding,
+    last norm and output layer gathered.
     """
     layout, section, trainings = job.layout_of(role), role.settings, work.passes if role.trainable else 0
     found = count_gathered(job.shape_of(role), layout, rank)
@@ -209,7 +206,7 @@ def _engine_traffic(job: Job, work: Workload) -> Traffic:
 
 
 def link_of(layout: ParallelLayout, cluster: Cluster, *axes: str) -> str:
-    """Return the slowest link class of the groups over `axes`, judged by the first rank's group."""
+    """Return the slowest link class in parallel groups over `axes` ("tp", "dp", ...), judged by the first group."""
     sizes = {"tp": layout.tp_size, "cp": layout.cp_size, "dp": layout.dp_size, "pp": layout.pp_size}
     last = layout.rank(**{axis: sizes[axis] - 1 for axis in axes})
     return WITHIN if cluster.is_within_node([layout.first_rank, last]) else ACROSS
@@ -291,9 +288,8 @@ def predict_step(
     """Predict the seconds of a step.
 
     Args:
-        traffic: from `list_traffic`.
-        memory: from `compute_memory`; the smallest KV cache limits concurrent responses.
-        switch_seconds: from the reshard plan.
+        traffic, memory: from `list_traffic` and `compute_memory`.
+        switch_seconds: of the weight transfer to the engine.
     """
 
     def wait(role: str) -> float:

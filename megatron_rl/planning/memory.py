@@ -340,7 +340,12 @@ class ActivationBytes:
 def count_layer_elements(
     shape: ModelShape, layout: ParallelLayout, sequence_parallel: bool, fused: bool, repeats_heads: bool = False
 ) -> float:
-    """Count the elements per token that autograd saves in one layer; terms in the module's docstring."""
+    """Count the elements per token that autograd saves in one layer (formulas: the module's docstring).
+
+    Args:
+        fused: whether attention keeps no intermediate results.
+        repeats_heads: whether KV heads are repeated to the query heads.
+    """
     tp = layout.tp_size
     s = tp if sequence_parallel else 1
     h, f, d = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
@@ -424,7 +429,11 @@ def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_p
 
 
 def _count_exchanged(layout: ParallelLayout, own: int) -> float:
-    """Count copies of an expert's input row (h elements) per rank: `own` without communication, and its buffers."""
+    """Count the copies of a token's hidden state that an MoE layer holds on a rank, per chosen expert.
+
+    Args:
+        own: copies in the experts, besides buffers of the token exchange.
+    """
     split = layout.expert_tp_size
     return (own * split + 1 + (layout.ep_size > 1) + (split > 1)) / layout.tp_size
 
@@ -432,7 +441,10 @@ def _count_exchanged(layout: ParallelLayout, own: int) -> float:
 def _count_logits(
     shape: ModelShape, layout: ParallelLayout, config: LayoutConfig, itemsize: int, is_update: bool
 ) -> int:
-    """Return bytes of a chunk's logits, twice in float32, and of its hidden states; in an update, also of gradients."""
+    """Return the bytes of logits and hidden states at the output layer, in an update also of gradients.
+
+    Logits exist for `logprob_chunk_tokens` at once, in two float32 copies.
+    """
     columns = padded_vocab_size(shape.vocab_size, layout.tp_size) // layout.tp_size
     tokens = config.max_tokens_per_microbatch // layout.cp_size
     chunk, hidden = min(config.logprob_chunk_tokens, tokens), tokens * shape.hidden_size * itemsize
