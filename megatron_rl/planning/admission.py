@@ -161,16 +161,12 @@ def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
     if find_problem(job, memory):
         return None
     rank = max(memory, key=lambda rank: rank.peak.total)
-    step = predict_step(job, work, list_traffic(job, work), memory, _guess_switch_seconds(job, memory), assumed)
-    return Candidate(describe_choice(job), job, rank.peak, step.total)
-
-
-def _guess_switch_seconds(job: Job, memory: list[RankMemory]) -> float:
-    """Estimate the seconds to send the engine weights outside the actor's storage, over the slowest TP or PP link."""
+    # The slowest TP or PP link carries the engine weights outside of the actor's storage.
     own = max(phase.parts.get("engine weights", 0) for rank in memory for phase in rank.phases)
-    axes = ("tp", "pp") if job.layout.pp_size > 1 else ("tp",)
-    is_far = link_of(job.layout, job.cluster, *axes) == ACROSS
-    return own / (job.cluster.across_nodes if is_far else job.cluster.within_node)
+    is_far = link_of(job.layout, job.cluster, "tp", "pp") == ACROSS
+    switch = own / (job.cluster.across_nodes if is_far else job.cluster.within_node)
+    step = predict_step(job, work, list_traffic(job, work), memory, switch, assumed)
+    return Candidate(describe_choice(job), job, rank.peak, step.total)
 
 
 def list_candidates(job: Job, work: Workload, assumed: Assumptions) -> list[Candidate]:
@@ -201,7 +197,9 @@ def _distance(a: Choice, b: Choice) -> float:
 def _list_choices(job: Job) -> Iterator[Choice]:
     shape, world, node = job.shape, len(job.ranks_of("actor")), job.cluster.gpus_per_node
     now = describe_choice(job)
-    rollout_sizes, offloads = _rollout_sizes(job), sorted({now.offload, True})
+    rollout_sizes = {1 << i for i in range(node.bit_length()) if node % (1 << i) == 0}
+    rollout_sizes = sorted(rollout_sizes | {now.rollout_tensor_model_parallel_size})
+    offloads = sorted({now.offload, True})
     recomputations = sorted({"none", "full", now.recompute_granularity})
     for tp in divisors(math.gcd(shape.num_heads, shape.num_kv_heads)):
         for pp in divisors(shape.num_layers):
@@ -215,12 +213,6 @@ def _list_choices(job: Job) -> Iterator[Choice]:
                 vpp = now.virtual_pipeline_model_parallel_size if pp == now.pipeline_model_parallel_size else None
                 for rollout_tp, recompute, offload in product(rollout_sizes, recomputations, offloads):
                     yield Choice(tp, pp, vpp, now.context_parallel_size, ep, tp > 1, recompute, offload, rollout_tp)
-
-
-def _rollout_sizes(job: Job) -> list[int]:
-    node = job.cluster.gpus_per_node
-    sizes = {1 << i for i in range(node.bit_length()) if node % (1 << i) == 0}
-    return sorted(sizes | {job.config.rollout.tensor_model_parallel_size})
 
 
 def _apply(job: Job, choice: Choice) -> Job:

@@ -238,10 +238,6 @@ class Upkeep:
             return cls(is_fully_sharded=is_fully_sharded)
         return cls(section.optimizer, section.use_distributed_optimizer, is_fully_sharded)
 
-    def count_moments(self, parameter: Parameter) -> int:
-        """Return the optimizer moments per element."""
-        return 1 if self.optimizer == "muon" and parameter.is_matrix else 2
-
 
 @lru_cache(maxsize=4096)
 def compute_role_bytes(
@@ -294,7 +290,8 @@ def compute_role_bytes(
                 total = sum(mine)
             in_buffers += total
             owned += sum(mine)
-            moments += sum(numel * upkeep.count_moments(p) for p, numel in zip(members, mine, strict=True))
+            for p, numel in zip(members, mine, strict=True):
+                moments += numel * (1 if upkeep.optimizer == "muon" and p.is_matrix else 2)
     main = owned * _MAIN_BYTES if dtype != "float32" else 0
     of_weights = biases + frozen + in_buffers * size
     return RoleBytes(of_weights, in_buffers * _GRADIENT_BYTES, moments * _MOMENT_BYTES + main, main)
