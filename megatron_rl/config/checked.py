@@ -67,7 +67,12 @@ class CheckedConfig:
         if name.startswith(f"{PREFIX}."):
             plugin, _, leaf = leaf.partition(".")[2].partition(".")
             owner = find_options(owner, plugin)
-        if refused and refused.intersection([name, *_list_read(owner, section, leaf)]):
+        read = {name}
+        if refused and isinstance(getattr(type(owner), leaf, None), property | FunctionType):
+            # A property or method may read any setting of the class that declares it.
+            declaring = next(one for one in type(owner).__mro__ if leaf in vars(one))
+            read |= {f"{section}.{item.name}" for item in fields(declaring)}
+        if refused & read:
             raise _Unknown
         return attrgetter(leaf)(owner)
 
@@ -121,11 +126,3 @@ class CheckedConfig:
             expected=render(value),
             hint=f"leave it out, or set rollout.engine={name_engines(ability)}",
         )
-
-
-def _list_read(owner: Any, section: str, leaf: str) -> list[str]:
-    """List the settings that a section's property or method may read: those of its class; [] for a plain setting."""
-    if not isinstance(getattr(type(owner), leaf, None), property | FunctionType):
-        return []
-    declaring = next(one for one in type(owner).__mro__ if leaf in vars(one))
-    return [f"{section}.{item.name}" for item in fields(declaring)]

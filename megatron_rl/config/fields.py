@@ -96,7 +96,8 @@ class FieldInfo:
     def choices(self) -> tuple[str, ...]:
         """Accepted values of a `Literal`, or of a list's items, as YAML writes them, else ()."""
         literal = typing.get_args(self.kind)[0] if typing.get_origin(self.kind) is list else self.kind
-        return tuple(map(_write, typing.get_args(literal))) if typing.get_origin(literal) is Literal else ()
+        words = typing.get_args(literal) if typing.get_origin(literal) is Literal else ()
+        return tuple(word if isinstance(word, str) else str(word).lower() for word in words)
 
     def describe_type(self) -> str:
         """Return the accepted values in words: "integer or null", "float32 | bfloat16"."""
@@ -166,7 +167,7 @@ def section_classes() -> dict[str, type]:
 
 
 def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) -> Any:
-    """Convert a YAML value to the annotated type of a setting, such as 1 to 1.0 or an item to a list of one.
+    """Convert a YAML value to the type of a setting: 1 to 1.0, an item to a list of one, a mapping to a dataclass.
 
     Args:
         source: place of the value, for the error.
@@ -179,7 +180,16 @@ def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) ->
     if value is None and info.accepts_none:
         return None
     if dataclasses.is_dataclass(info.kind) and isinstance(value, dict):
-        return _convert_entries(info, value, source)
+        declared, entries = read_fields(info.kind, info.name), {}
+        for key, entry in value.items():
+            name = f"{info.name}.{key}"
+            if name not in declared:
+                raise unknown_key_error(name, source, declared, ())
+            entries[key] = coerce(declared[name], entry, source)
+            if violation := declared[name].find_violation(entries[key]):
+                why = violation.pop("why")
+                raise UserError(f"{name} = {entries[key]!r} {why}", source=source, **violation)
+        return info.kind(**entries)
     result = _convert(info, value, text)
     if result is not _REFUSED:
         return result
@@ -189,20 +199,6 @@ def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) ->
         expected=info.describe_type() + (f" [{info.unit}]" if info.unit else ""),
         hint=_type_hint(info, value),
     )
-
-
-def _convert_entries(info: FieldInfo, value: Mapping[Any, Any], source: str) -> Any:
-    """Convert a mapping into the dataclass of a setting, with defaults for missing keys."""
-    declared, entries = read_fields(info.kind, info.name), {}
-    for key, entry in value.items():
-        name = f"{info.name}.{key}"
-        if name not in declared:
-            raise unknown_key_error(name, source, declared, ())
-        entries[key] = coerce(declared[name], entry, source)
-        if violation := declared[name].find_violation(entries[key]):
-            why = violation.pop("why")
-            raise UserError(f"{name} = {entries[key]!r} {why}", source=source, **violation)
-    return info.kind(**entries)
 
 
 def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
@@ -233,10 +229,6 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     if item_kind is float:
         items = [_convert_number(item) for item in items]
     return list(items) if all(_is_integer(i) if item_kind is int else type(i) is item_kind for i in items) else _REFUSED
-
-
-def _write(choice: str | int) -> str:
-    return choice if isinstance(choice, str) else str(choice).lower()
 
 
 def _convert_number(value: Any) -> Any:

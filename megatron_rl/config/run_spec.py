@@ -93,14 +93,8 @@ class RunSpec:
 
     def with_config(self, config: RunConfig) -> RunSpec:
         """Return the same roles with the layouts and offloading of another config."""
-        return replace(
-            self,
-            roles={
-                name: replace(
-                    role,
-                    settings=config.section(role.section),
-                    offload=getattr(config.section(name), "offload", False),
-                )
-                for name, role in self.roles.items()
-            },
-        )
+        roles = dict(self.roles)
+        for name, role in self.roles.items():
+            offload = getattr(config.section(name), "offload", False)
+            roles[name] = replace(role, settings=config.section(role.section), offload=offload)
+        return replace(self, roles=roles)
