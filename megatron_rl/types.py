@@ -142,20 +142,15 @@ class KeptSets:
 
     @classmethod
     def join_known(cls, parts: Sequence[tuple[KeptSets | None, int]]) -> KeptSets | None:
-        """Concatenate parts (kept token sets, number of tokens); `None` is the whole vocabulary.
-
-        Return `None` if all are `None`.
-        """
+        """Concatenate (token sets, number of tokens); `None`, as a part or the result, is the whole vocabulary."""
         if all(kept is None for kept, _ in parts):
             return None
         return cls.join([kept or cls.whole(length) for kept, length in parts])
 
     def split(self) -> list[KeptSets]:
         """Return the set that sampling kept for each token, one object each."""
-        stops = np.cumsum(self.counts)
-        return [
-            KeptSets(ids, self.counts[i : i + 1]) for i, ids in enumerate(np.split(self.ids, stops)[: len(self.counts)])
-        ]
+        pieces = np.split(self.ids, np.cumsum(self.counts))[:-1]
+        return [KeptSets(ids, self.counts[i : i + 1]) for i, ids in enumerate(pieces)]
 
     def cut(self, length: int) -> KeptSets:
         """Return the token sets that sampling kept for the first `length` tokens."""

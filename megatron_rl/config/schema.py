@@ -379,13 +379,11 @@ class RunConfig:
 
     def share_settings(self) -> RunConfig:
         """Return the config in which critic and teachers have the actor's values of the settings `ACTOR_DECIDES`."""
-        roles = ["critic", *(f"teachers.{name}" for name in self.teachers)]
-        return self.with_sections(
-            {
-                name: {leaf: getattr(self.actor, leaf) for leaf in ACTOR_DECIDES if hasattr(self.section(name), leaf)}
-                for name in roles
-            }
-        )
+        changes = {}
+        for name in ("critic", *(f"teachers.{teacher}" for teacher in self.teachers)):
+            section = self.section(name)
+            changes[name] = {leaf: getattr(self.actor, leaf) for leaf in ACTOR_DECIDES if hasattr(section, leaf)}
+        return self.with_sections(changes)
 
     def section(self, name: str) -> Any:
         """Return a section by its name; that of a teacher is `teachers.NAME`."""

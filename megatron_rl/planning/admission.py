@@ -216,14 +216,11 @@ def _list_choices(job: Job) -> Iterator[Choice]:
 
 
 def _apply(job: Job, choice: Choice) -> Job:
-    layout = {
-        name: value
-        for name, value in asdict(choice).items()
-        if name not in ("offload", "rollout_tensor_model_parallel_size")
-    }
+    layout = asdict(choice)
+    rollout_tp, offload = layout.pop("rollout_tensor_model_parallel_size"), layout.pop("offload")
     sections: dict[str, dict[str, object]] = {role.section: dict(layout) for role in job.spec.laid_out_alike}
-    sections["rollout"] = {"tensor_model_parallel_size": choice.rollout_tensor_model_parallel_size}
-    for setting in _offload_settings(job) if choice.offload else ():
+    sections["rollout"] = {"tensor_model_parallel_size": rollout_tp}
+    for setting in _offload_settings(job) if offload else ():
         section, _, leaf = setting.rpartition(".")
         sections.setdefault(section, {})[leaf] = True
     return job.with_config(**sections)
