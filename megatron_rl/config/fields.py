@@ -180,16 +180,7 @@ def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) ->
     if value is None and info.accepts_none:
         return None
     if dataclasses.is_dataclass(info.kind) and isinstance(value, dict):
-        declared, entries = read_fields(info.kind, info.name), {}
-        for key, entry in value.items():
-            name = f"{info.name}.{key}"
-            if name not in declared:
-                raise unknown_key_error(name, source, declared, ())
-            entries[key] = coerce(declared[name], entry, source)
-            if violation := declared[name].find_violation(entries[key]):
-                why = violation.pop("why")
-                raise UserError(f"{name} = {entries[key]!r} {why}", source=source, **violation)
-        return info.kind(**entries)
+        return _convert_entries(info, value, source)
     result = _convert(info, value, text)
     if result is not _REFUSED:
         return result
@@ -199,6 +190,19 @@ def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) ->
         expected=info.describe_type() + (f" [{info.unit}]" if info.unit else ""),
         hint=_type_hint(info, value),
     )
+
+
+def _convert_entries(info: FieldInfo, value: Mapping[Any, Any], source: str) -> Any:
+    declared, entries = read_fields(info.kind, info.name), {}
+    for key, entry in value.items():
+        name = f"{info.name}.{key}"
+        if name not in declared:
+            raise unknown_key_error(name, source, declared, ())
+        entries[key] = coerce(declared[name], entry, source)
+        if violation := declared[name].find_violation(entries[key]):
+            why = violation.pop("why")
+            raise UserError(f"{name} = {entries[key]!r} {why}", source=source, **violation)
+    return info.kind(**entries)
 
 
 def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:

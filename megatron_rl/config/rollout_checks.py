@@ -158,13 +158,8 @@ def _check_precision(config: CheckedConfig) -> None:
             hint=f"leave {name} out",
         )
     why = f"with rollout.quantization = {config.get('rollout.quantization')!r}: weights are rounded with adapters added"
-    config.require(
-        not is_coded or config.get("hybrid.lora") == "merge",
-        "hybrid.lora",
-        why,
-        expected="merge",
-        hint="set hybrid.lora=merge, or rollout.quantization=none",
-    )
+    if is_coded:
+        config.allow("hybrid.lora", "merge", why, "rollout.quantization=none")
     is_low = {"rollout.quantization": is_coded}
     is_low["rollout.engine_options"] = str(options.get("kv_cache_dtype", "auto")).startswith("fp8")
     for name in is_low:
