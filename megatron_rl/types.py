@@ -38,7 +38,7 @@ class UserError(ValueError):
 
 
 class UserErrors(UserError):
-    """Several user errors, numbered in the text; each part joins the parts of all errors."""
+    """Several user errors as one, numbered in the text; `found`, `source`, `expected` and `hint` are joined."""
 
     def __init__(self, errors: Sequence[UserError]) -> None:
         parts = {part: "; ".join(getattr(error, part) for error in errors) for part in ("source", "expected", "hint")}
@@ -78,7 +78,7 @@ def mark_reported(error: BaseException, code: int) -> None:
 
 
 def reported_code(error: BaseException) -> int | None:
-    """Return the exit code of a reported exception, else `None`."""
+    """Return the exit code of an exception marked by `mark_reported`, else `None`."""
     return getattr(error, "reported_code", None)
 
 
@@ -132,7 +132,7 @@ class KeptSets:
 
     @classmethod
     def whole(cls, length: int) -> KeptSets:
-        """Return whole-vocabulary sets for `length` tokens, as of sampling without truncation."""
+        """Return whole-vocabulary sets for `length` tokens."""
         return cls(np.empty(0, np.int32), np.zeros(length, np.int32))
 
     @classmethod
@@ -142,20 +142,15 @@ class KeptSets:
 
     @classmethod
     def join_known(cls, parts: Sequence[tuple[KeptSets | None, int]]) -> KeptSets | None:
-        """Concatenate parts (kept token sets, number of tokens); `None` is the whole vocabulary.
-
-        Return `None` if all are `None`.
-        """
+        """Concatenate (token sets, number of tokens); `None`, as a part or the result, is the whole vocabulary."""
         if all(kept is None for kept, _ in parts):
             return None
         return cls.join([kept or cls.whole(length) for kept, length in parts])
 
     def split(self) -> list[KeptSets]:
         """Return the set that sampling kept for each token, one object each."""
-        stops = np.cumsum(self.counts)
-        return [
-            KeptSets(ids, self.counts[i : i + 1]) for i, ids in enumerate(np.split(self.ids, stops)[: len(self.counts)])
-        ]
+        pieces = np.split(self.ids, np.cumsum(self.counts))[:-1]
+        return [KeptSets(ids, self.counts[i : i + 1]) for i, ids in enumerate(pieces)]
 
     def cut(self, length: int) -> KeptSets:
         """Return the token sets that sampling kept for the first `length` tokens."""
@@ -192,13 +187,13 @@ class RouteShape:
 def complete_routes(
     first: np.ndarray | None, later: np.ndarray | None, *, has_moved: bool = False
 ) -> np.ndarray | None:
-    """Merge a sequence's routes of two forward passes, [s, layers, choices]; the first takes precedence.
+    """Merge the routes (`RouteShape`) of a sequence's two forward passes; `None` for a pass without routes.
 
     Args:
-        first: of a prefix.
+        first: of a prefix; takes precedence.
         later: of the whole sequence.
-        has_moved: the weights changed between the passes; the later takes precedence, as tokens sampled then depend on
-            its routes.
+        has_moved: whether weights changed between the passes; then `later` takes precedence, as tokens sampled after
+            it depend on its routes.
     """
     if first is None or later is None:
         return first if later is None else later
@@ -246,7 +241,7 @@ class Branch:
             tokens: [s] prompt and response.
             logprobs: [s - num_prompt_tokens]; zeros if `None`.
             versions: policy version of the response, or [s - num_prompt_tokens].
-            kept: [s - num_prompt_tokens] token sets as in `Branch`; `None` means the whole vocabulary.
+            kept: [s - num_prompt_tokens], as in `Branch`.
         """
         length = len(tokens)
         if logprobs is None:
@@ -272,7 +267,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange: tokens [start, stop) of a branch, sampled for one request."""
+    """One reply of the policy: tokens [start, stop) of `Rollout.branches[branch]`."""
 
     branch: int
     start: int
@@ -281,7 +276,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One episode on a prompt; a plain response has one branch with one turn.
+    """One episode on a prompt: turns (replies) in branches (context windows); a plain response has one of each.
 
     Attributes:
         sample_index: position in the group, 0 <= sample_index < group_size.

@@ -140,7 +140,6 @@ class BatchPlan:
             check_longest_sequence(cfg.data, role.settings, role.section)
         rollout_ranks = len(cfg.placement.ranks_of("rollout", world_size))
         engine_ranks = _count_engine_ranks(cfg, rollout_ranks)
-        _check_batches(cfg, spec, num_train_prompts)
         actor, data, group_size = cfg.actor, cfg.data, cfg.rollout.n
         tp_size, pp_size = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
         actor_ranks = len(cfg.placement.ranks_of("actor", world_size))
@@ -149,7 +148,7 @@ class BatchPlan:
         parts = data.train_batch_size * group_size // part
         mini_batch_size = actor.ppo_mini_batch_size or data.train_batch_size
         minibatches = data.train_batch_size // mini_batch_size
-        _check_minibatch(cfg, mini_batch_size * group_size, dp_size)
+        _check_batches(cfg, spec, dp_size, num_train_prompts)
         total_steps = count_steps(cfg, num_train_prompts)
         optimizer_steps = minibatches * actor.ppo_epochs
         return cls(
@@ -187,6 +186,8 @@ class BatchPlan:
     def formulas(self) -> list[str]:
         """Return each derived number as "name = formula = formula with numbers = value"."""
         n, batch, mini = self.group_size, self.train_batch_size, self.ppo_mini_batch_size
+        low, high = self.rollouts_per_engine_min, self.rollouts_per_engine_max
+        together = " (responses of a prompt stay together)" if high > low + 1 else ""
         rollout_ranks = self.num_engines * self.engine_ranks
         lines = [
             f"dp_size = {'world_size' if self.actor_ranks == self.world_size else 'ranks of the actor'} / "
@@ -196,7 +197,8 @@ class BatchPlan:
             f"{'(tp * pp * ep)' if self.engine_is_actor else 'rollout_tp'} = "
             f"{rollout_ranks} / {self.engine_ranks} = {self.num_engines}",
             f"rollouts_per_step = train_batch_size * n = {batch} * {n} = {self.rollouts_per_step}",
-            self._engine_formula(),
+            f"rollouts_per_engine = train_batch_size / num_engines * n = {batch} / {self.num_engines} * {n} = "
+            f"{low if low == high else f'{low} to {high}{together}'}",
             f"minibatches_per_epoch = train_batch_size / ppo_mini_batch_size = {batch} / {mini} = "
             f"{self.minibatches_per_epoch}",
             f"optimizer_steps_per_step = minibatches_per_epoch * ppo_epochs = {self.minibatches_per_epoch} * "
@@ -208,20 +210,7 @@ class BatchPlan:
             f"{self.max_response_length} = {self.longest_sequence} <= max_tokens_per_microbatch = "
             f"{self.max_tokens_per_microbatch}",
         ]
-        return lines + self._step_formulas()
-
-    def _engine_formula(self) -> str:
-        low, high = self.rollouts_per_engine_min, self.rollouts_per_engine_max
-        together = " (responses of a prompt stay together)" if high > low + 1 else ""
-        value = str(low) if low == high else f"{low} to {high}{together}"
-        return (
-            f"rollouts_per_engine = train_batch_size / num_engines * n = {self.train_batch_size} / "
-            f"{self.num_engines} * {self.group_size} = {value}"
-        )
-
-    def _step_formulas(self) -> list[str]:
-        lines, prompts, batch = [], self.num_train_prompts, self.train_batch_size
-        if prompts is not None:
+        if (prompts := self.num_train_prompts) is not None:
             lines.append(
                 f"steps_per_epoch = num_train_prompts / train_batch_size = {prompts} / {batch} = "
                 f"{self.steps_per_epoch:g}"
@@ -282,7 +271,7 @@ def _count_engine_ranks(cfg: RunConfig, world_size: int) -> int:
     return rollout_tp_size
 
 
-def _check_batches(cfg: RunConfig, spec: RunSpec, num_train_prompts: int | None) -> None:
+def _check_batches(cfg: RunConfig, spec: RunSpec, dp_size: int, num_train_prompts: int | None) -> None:
     data, actor = cfg.data, cfg.actor
     batch, mini = data.train_batch_size, actor.ppo_mini_batch_size or data.train_batch_size
     if batch % mini:
@@ -301,6 +290,16 @@ def _check_batches(cfg: RunConfig, spec: RunSpec, num_train_prompts: int | None)
             hint="set rollout.n=8; the other responses of the group are the baseline",
         )
     check_data_size(cfg, num_train_prompts)
+    if mini * cfg.rollout.n < dp_size:
+        needed = math.ceil(dp_size / cfg.rollout.n)
+        enough = [size for size in divisors(batch) if size >= needed]
+        key = "actor.ppo_mini_batch_size" if enough else "data.train_batch_size"
+        raise UserError(
+            f"a minibatch has {mini * cfg.rollout.n} rollouts for {dp_size} DP ranks: some ranks would have none",
+            source="actor.ppo_mini_batch_size, rollout.n and the world size",
+            expected=f"ppo_mini_batch_size * rollout.n >= dp_size, e.g. {key}={enough[0] if enough else needed}",
+            hint=f"raise {key}, or use fewer ranks",
+        )
 
 
 def check_data_size(cfg: RunConfig, num_train_prompts: int | None) -> None:
@@ -328,22 +327,6 @@ def check_longest_sequence(data: DataConfig, layout: LayoutConfig, section: str)
             expected=f"{longest} tokens or more",
             hint=f"set {name}={longest}, or shorten prompts or responses",
         )
-
-
-def _check_minibatch(cfg: RunConfig, rollouts_per_minibatch: int, dp_size: int) -> None:
-    if rollouts_per_minibatch >= dp_size:
-        return
-    batch = cfg.data.train_batch_size
-    needed = math.ceil(dp_size / cfg.rollout.n)
-    enough = [size for size in divisors(batch) if size >= needed]
-    key = "actor.ppo_mini_batch_size" if enough else "data.train_batch_size"
-    value = enough[0] if enough else needed
-    raise UserError(
-        f"a minibatch has {rollouts_per_minibatch} rollouts for {dp_size} DP ranks: some ranks would have none",
-        source="actor.ppo_mini_batch_size, rollout.n and the world size",
-        expected=f"ppo_mini_batch_size * rollout.n >= dp_size, e.g. {key}={value}",
-        hint=f"raise {key}, or use fewer ranks",
-    )
 
 
 def divisors(value: int) -> list[int]:

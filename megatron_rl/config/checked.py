@@ -67,7 +67,12 @@ class CheckedConfig:
         if name.startswith(f"{PREFIX}."):
             plugin, _, leaf = leaf.partition(".")[2].partition(".")
             owner = find_options(owner, plugin)
-        if refused and refused.intersection([name, *_list_read(owner, section, leaf)]):
+        read = {name}
+        if refused and isinstance(getattr(type(owner), leaf, None), property | FunctionType):
+            # A property or method may read any setting of the class that declares it.
+            declaring = next(one for one in type(owner).__mro__ if leaf in vars(one))
+            read |= {f"{section}.{item.name}" for item in fields(declaring)}
+        if refused & read:
             raise _Unknown
         return attrgetter(leaf)(owner)
 
@@ -89,7 +94,7 @@ class CheckedConfig:
         return holds
 
     def allow(self, name: str, value: Any, why: str, otherwise: str) -> None:
-        """Record a mistake unless a setting has `value`, the only one that works.
+        """Record a mistake unless the setting `name` has `value`, the only one that works.
 
         Args:
             otherwise: alternative to setting `value`, for the hint.
@@ -113,7 +118,7 @@ class CheckedConfig:
                     self.apply(CheckedConfig.allow, other, needed, f"{beside}: {why}", f"leave out {name}")
 
     def need(self, ability: str, name: str, value: Any, why: str) -> None:
-        """Record a mistake unless the engine has `ability`, or a setting has the only `value` that works without it."""
+        """Record a mistake unless the engine has `ability` or the setting `name` has `value`."""
         self.require(
             self.supports(ability) or self.get(name) == value,
             name,
@@ -121,11 +126,3 @@ class CheckedConfig:
             expected=render(value),
             hint=f"leave it out, or set rollout.engine={name_engines(ability)}",
         )
-
-
-def _list_read(owner: Any, section: str, leaf: str) -> list[str]:
-    """List the settings that a derived property of a section reads: all of the class that declares it."""
-    if not isinstance(getattr(type(owner), leaf, None), property | FunctionType):
-        return []
-    declaring = next(one for one in type(owner).__mro__ if leaf in vars(one))
-    return [f"{section}.{item.name}" for item in fields(declaring)]

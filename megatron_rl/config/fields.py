@@ -2,7 +2,7 @@
 """Names and types of all settings, read from the dataclasses of `schema.py` and of plugins.
 
 The dataclasses are the only declarations; this module makes one flat table `section.leaf -> FieldInfo` and checks
-values against annotations. Values from `coerce` have exactly the annotated type.
+values against annotations.
 
 Plugins declare `algorithm.options.<name>.<key>`: an estimator, loss or aggregation that is registered with `options=` a
 frozen dataclass receives an instance of it.
@@ -96,7 +96,8 @@ class FieldInfo:
     def choices(self) -> tuple[str, ...]:
         """Accepted values of a `Literal`, or of a list's items, as YAML writes them, else ()."""
         literal = typing.get_args(self.kind)[0] if typing.get_origin(self.kind) is list else self.kind
-        return tuple(map(_write, typing.get_args(literal))) if typing.get_origin(literal) is Literal else ()
+        words = typing.get_args(literal) if typing.get_origin(literal) is Literal else ()
+        return tuple(word if isinstance(word, str) else str(word).lower() for word in words)
 
     def describe_type(self) -> str:
         """Return the accepted values in words: "integer or null", "float32 | bfloat16"."""
@@ -166,10 +167,9 @@ def section_classes() -> dict[str, type]:
 
 
 def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) -> Any:
-    """Return a value with the annotated type: an integer becomes a number, an item a list of one.
+    """Convert a YAML value to the type of a setting: 1 to 1.0, an item to a list of one, a mapping to a dataclass.
 
     Args:
-        value: the value as YAML reads it.
         source: place of the value, for the error.
         text: the characters as typed on the command line, if any; a setting that takes text gets them unchanged
             (`trainer.run_dir=2024`).
@@ -193,7 +193,6 @@ def coerce(info: FieldInfo, value: Any, source: str, text: str | None = None) ->
 
 
 def _convert_entries(info: FieldInfo, value: Mapping[Any, Any], source: str) -> Any:
-    """Convert a mapping into the dataclass of a setting, with defaults for missing keys."""
     declared, entries = read_fields(info.kind, info.name), {}
     for key, entry in value.items():
         name = f"{info.name}.{key}"
@@ -234,10 +233,6 @@ def _convert(info: FieldInfo, value: Any, text: str | None) -> Any:
     if item_kind is float:
         items = [_convert_number(item) for item in items]
     return list(items) if all(_is_integer(i) if item_kind is int else type(i) is item_kind for i in items) else _REFUSED
-
-
-def _write(choice: str | int) -> str:
-    return choice if isinstance(choice, str) else str(choice).lower()
 
 
 def _convert_number(value: Any) -> Any:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that others leave without effect: each is reported once, and reset so that no check refuses it.
-
-A user who changes one setting, such as the number of GPUs, need not change three.
-"""
+"""Settings that others leave without effect: each is reported once, and reset so that no check refuses it."""
 
 from __future__ import annotations
 
@@ -37,9 +34,7 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
         replacement, or to its default if there is none.
     """
     for section in (*TRAINED, "reward_model"):
-        yield from _find_in_layout(config, section)
-    for section in TRAINED:
-        yield from _find_in_step(config, section)
+        yield from _find_in_role(config, section)
     algorithm, components = config.algorithm, config.reward.components
     engine, no_kl = f"rollout.engine {config.rollout.engine!r}", algorithm.kl_coef == 0
     is_alone = bool(config.actor.lora.rank) and config.reference.path is None
@@ -61,7 +56,7 @@ def _find_idle(config: RunConfig) -> Iterator[tuple[Any, ...]]:
     yield components and not has_model, "reward_model.path", "reward.components does not use 'model'"
 
 
-def _find_in_layout(config: RunConfig, section: str) -> Iterator[tuple[Any, ...]]:
+def _find_in_role(config: RunConfig, section: str) -> Iterator[tuple[Any, ...]]:
     role, prompts = getattr(config, section), f"{section}.share_prompts"
     name = f"{section}.tensor_model_parallel_size"
     yield role.tensor_model_parallel_size == 1, f"{section}.sequence_parallel", f"{name} is 1"
@@ -75,10 +70,9 @@ def _find_in_layout(config: RunConfig, section: str) -> Iterator[tuple[Any, ...]
             yield True, prompts, why
         elif role.step_mode != "eager":
             yield True, prompts, f"{section}.step_mode is {role.step_mode!r}: prefix trees have no fixed shape"
-
-
-def _find_in_step(config: RunConfig, section: str) -> Iterator[tuple[Any, ...]]:
-    role, modes = getattr(config, section), {config.actor.step_mode, config.critic.step_mode}
+    if section not in TRAINED:
+        return
+    modes = {config.actor.step_mode, config.critic.step_mode}
     mode = f"{section}.step_mode is {role.step_mode!r}"
     is_constant = role.lr_decay_style == "constant"
     yield role.min_lr > role.lr and is_constant, f"{section}.min_lr", f"{section}.lr_decay_style is 'constant'"
@@ -87,4 +81,4 @@ def _find_in_step(config: RunConfig, section: str) -> Iterator[tuple[Any, ...]]:
         yield "graph" not in modes, "actor.graph_memory_gib", mode
     size = f"{section}.context_parallel_size = {role.context_parallel_size}"
     why = f"{mode}: shared prompts have no fixed shape with {size}"
-    yield role.step_mode != "eager" and role.context_parallel_size > 1, f"{section}.share_prompts", why, False
+    yield role.step_mode != "eager" and role.context_parallel_size > 1, prompts, why, False

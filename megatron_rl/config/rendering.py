@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A config in readable form: dict, YAML, and the text of `--help`.
-
-`dump_yaml` writes every setting of every section; loading the file again gives the same config, except for credentials
-in URLs.
-"""
+"""A config in readable form: dict, YAML, and the text of `--help`."""
 
 from __future__ import annotations
 
@@ -54,7 +50,7 @@ def _redact_all(value: Any) -> Any:
 
 
 def dump_yaml(cfg: RunConfig) -> str:
-    """Return the resolved config as YAML; `load_config` reads it back to an equal config."""
+    """Return the resolved config as YAML; `load_config` reads an equal config back, except for credentials in URLs."""
     return yaml.dump(config_to_dict(cfg), Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100)
 
 

@@ -144,7 +144,7 @@ def _check_server(config: CheckedConfig) -> None:
 
 
 def _check_precision(config: CheckedConfig) -> None:
-    """Refuse reserved engine options (`REFUSED`), and low-precision engines without importance sampling.
+    """Refuse the engine options in `REFUSED`, and low-precision engines without importance sampling.
 
     With `rollout.quantization`, also refuse adapters that are not merged into the weights.
     """
@@ -158,13 +158,8 @@ def _check_precision(config: CheckedConfig) -> None:
             hint=f"leave {name} out",
         )
     why = f"with rollout.quantization = {config.get('rollout.quantization')!r}: weights are rounded with adapters added"
-    config.require(
-        not is_coded or config.get("hybrid.lora") == "merge",
-        "hybrid.lora",
-        why,
-        expected="merge",
-        hint="set hybrid.lora=merge, or rollout.quantization=none",
-    )
+    if is_coded:
+        config.allow("hybrid.lora", "merge", why, "rollout.quantization=none")
     is_low = {"rollout.quantization": is_coded}
     is_low["rollout.engine_options"] = str(options.get("kv_cache_dtype", "auto")).startswith("fp8")
     for name in is_low:
@@ -211,7 +206,7 @@ _EPISODES = ("agents.environment", "agents.tools", "agents.program")
 
 
 def _check_thinking(config: CheckedConfig) -> None:
-    """Refuse a thinking budget, which inserts tokens into responses, with episodes or capsules."""
+    """Refuse a thinking budget, which inserts tokens into responses, with episodes or `trainer.capture_step`."""
     name, budget = "rollout.thinking_budget", config.get("rollout.thinking_budget")
     sets = (config.get("rollout.for_validation")(one) for one in ("", *config.get("rollout.validation_sets")))
     if budget is None and all(one.thinking_budget is None for one in sets):
@@ -273,7 +268,7 @@ def _check_routes(config: CheckedConfig) -> None:
 
 
 def _check_schedule(config: CheckedConfig) -> None:
-    """Refuse stale samples without importance sampling, and `schedule.replay` if no update follows the clock."""
+    """Refuse stale samples without importance sampling, and `schedule.replay` if settings fix the times of updates."""
     is_timed = config.get("schedule.updates") == "in_flight" and config.get("schedule.steps_per_update") is None
     config.require(
         config.get("schedule.replay") is None or is_timed and config.get("schedule.max_staleness") > 0,

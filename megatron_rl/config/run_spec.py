@@ -52,13 +52,13 @@ class RoleSpec:
 
     @property
     def is_teacher(self) -> bool:
-        """Whether the policy learns from its log-probs."""
+        """Whether the policy learns from the role's log-probs."""
         return self.name.startswith("teachers.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """The models of a run, and its estimator's needs (see `RegisteredEstimator`)."""
+    """The models of a run, and requirements of its advantage estimator (see `RegisteredEstimator`)."""
 
     roles: Mapping[str, RoleSpec]  # by name, in the order in which they are built; the actor is the first
     needs_greedy_baseline: bool = False
@@ -93,14 +93,8 @@ class RunSpec:
 
     def with_config(self, config: RunConfig) -> RunSpec:
         """Return the same roles with the layouts and offloading of another config."""
-        return replace(
-            self,
-            roles={
-                name: replace(
-                    role,
-                    settings=config.section(role.section),
-                    offload=getattr(config.section(name), "offload", False),
-                )
-                for name, role in self.roles.items()
-            },
-        )
+        roles = dict(self.roles)
+        for name, role in self.roles.items():
+            offload = getattr(config.section(name), "offload", False)
+            roles[name] = replace(role, settings=config.section(role.section), offload=offload)
+        return replace(self, roles=roles)

@@ -379,13 +379,11 @@ class RunConfig:
 
     def share_settings(self) -> RunConfig:
         """Return the config in which critic and teachers have the actor's values of the settings `ACTOR_DECIDES`."""
-        roles = ["critic", *(f"teachers.{name}" for name in self.teachers)]
-        return self.with_sections(
-            {
-                name: {leaf: getattr(self.actor, leaf) for leaf in ACTOR_DECIDES if hasattr(self.section(name), leaf)}
-                for name in roles
-            }
-        )
+        changes = {}
+        for name in ("critic", *(f"teachers.{teacher}" for teacher in self.teachers)):
+            section = self.section(name)
+            changes[name] = {leaf: getattr(self.actor, leaf) for leaf in ACTOR_DECIDES if hasattr(section, leaf)}
+        return self.with_sections(changes)
 
     def section(self, name: str) -> Any:
         """Return a section by its name; that of a teacher is `teachers.NAME`."""
@@ -393,7 +391,7 @@ class RunConfig:
         return self.teachers[teacher] if teacher else getattr(self, first)
 
     def with_sections(self, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-        """Return the config with other settings: name of a section -> leaf -> value."""
+        """Return the config with other settings: section -> name in the section -> value."""
         changed = {name: replace(self.section(name), **values) for name, values in changes.items()}
         teachers = {name: changed.pop(f"teachers.{name}", teacher) for name, teacher in self.teachers.items()}
         return replace(self, **changed, teachers=teachers)

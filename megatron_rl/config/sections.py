@@ -19,7 +19,7 @@ def option(default: Any, doc: str, unit: str = "", **bounds: Any) -> Any:
     Args:
         default: `MISSING` if the user must give a value.
         doc: one sentence for `--help`.
-        unit: unit of the value ("tokens", "prompts", "seconds", ...), if any.
+        unit: "tokens", "prompts", "seconds", ...
         bounds: `ge`, `gt`, `le`, `lt`: limits of the value; optionally `wrong` and `hint`, which replace the fault and
             the remedy in the error about a value outside the limits.
     """

@@ -96,7 +96,11 @@ class _Walker:
     def walk(self, node: yaml.Node, prefix: str, depth: int) -> list[Setting]:
         source = f"{self.path}:{node.start_mark.line + 1}"
         if isinstance(node, yaml.MappingNode) and depth <= _DEEPEST:
-            return self._walk_mapping(node, prefix, depth)
+            self._refuse_duplicates(node, prefix)
+            self.loader.flatten_mapping(node)  # resolves '<<: *anchor'; merged keys come first, own keys win
+            children = {str(key.value): child for key, child in node.value}
+            start = f"{prefix}." if prefix else ""
+            return [item for key, child in children.items() for item in self.walk(child, f"{start}{key}", depth + 1)]
         if not prefix or isinstance(node, yaml.MappingNode):
             raise UserError(
                 "the recipe is not a mapping of sections" if not prefix else f"{prefix} is nested too deeply",
@@ -110,16 +114,6 @@ class _Walker:
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
         return [Setting(prefix, value, source, RECIPE)]
 
-    def _walk_mapping(self, node: yaml.MappingNode, prefix: str, depth: int) -> list[Setting]:
-        self._refuse_duplicates(node, prefix)
-        self.loader.flatten_mapping(node)  # resolves '<<: *anchor'; merged keys come first, own keys win
-        children = {str(key.value): child for key, child in node.value}
-        return [
-            setting
-            for key, child in children.items()
-            for setting in self.walk(child, f"{prefix}.{key}" if prefix else key, depth + 1)
-        ]
-
     def _refuse_duplicates(self, node: yaml.MappingNode, prefix: str) -> None:
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -128,9 +122,8 @@ class _Walker:
             line = key.start_mark.line + 1
             if key.value in lines and key.tag != _MERGE_TAG:
                 name = f"{prefix}.{key.value}" if prefix else key.value
-                self.mistakes.errors.append(
-                    _repeated_error(name, f"{self.path}:{lines[key.value]}", f"{self.path}:{line}")
-                )
+                first = f"{self.path}:{lines[key.value]}"
+                self.mistakes.errors.append(_repeated_error(name, first, f"{self.path}:{line}"))
             lines[key.value] = line
 
 
@@ -153,16 +146,13 @@ def _repeated_error(name: str, first: str, second: str) -> UserError:
 
 
 def read_overrides(
-    arguments: Sequence[str],
-    fields: Mapping[str, FieldInfo],
-    aliases: Callable[[], Any],
-    mistakes: Mistakes,
+    arguments: Sequence[str], fields: Mapping[str, FieldInfo], aliases: Callable[[], Any], mistakes: Mistakes
 ) -> list[Setting]:
     """Read overrides from the command line after the recipe, in their order.
 
     Args:
         fields: the settings, for the Megatron spelling `--leaf value`.
-        aliases: returns `compat.aliases`, whose names count as flags if no leaf has that name.
+        aliases: returns `compat.aliases`; flags without a setting of that name may use its names.
     """
     settings = []
     rest = deque(arguments)

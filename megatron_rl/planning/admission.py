@@ -93,11 +93,7 @@ def describe_choice(job: Job) -> Choice:
 
 
 def check_job(job: Job) -> BatchPlan:
-    """Run the config, batch plan and model checks of a run.
-
-    Raises:
-        UserError: one of the checks fails.
-    """
+    """Check the config, batch plan and models of a run; raise UserError for a mistake."""
     check_config(job.config)
     plan = BatchPlan.build(job.config, job.cluster.world_size, job.spec)
     for role in job.spec.laid_out:
@@ -156,7 +152,7 @@ def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
 
 
 def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
-    """Predict the cost of a job; `None` if its config is invalid or it does not fit."""
+    """Predict the time and peak memory of a step; `None` for an invalid config or too little memory."""
     try:
         check_job(job)
         memory = compute_memory(job, ends_only=True)
@@ -165,16 +161,12 @@ def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
     if find_problem(job, memory):
         return None
     rank = max(memory, key=lambda rank: rank.peak.total)
-    step = predict_step(job, work, list_traffic(job, work), memory, _guess_switch_seconds(job, memory), assumed)
-    return Candidate(describe_choice(job), job, rank.peak, step.total)
-
-
-def _guess_switch_seconds(job: Job, memory: list[RankMemory]) -> float:
-    """Estimate the seconds to reshard engine weights that do not share the actor's storage, by TP or PP links."""
+    # The slowest TP or PP link carries the engine weights outside of the actor's storage.
     own = max(phase.parts.get("engine weights", 0) for rank in memory for phase in rank.phases)
-    axes = ("tp", "pp") if job.layout.pp_size > 1 else ("tp",)
-    is_far = link_of(job.layout, job.cluster, *axes) == ACROSS
-    return own / (job.cluster.across_nodes if is_far else job.cluster.within_node)
+    is_far = link_of(job.layout, job.cluster, "tp", "pp") == ACROSS
+    switch = own / (job.cluster.across_nodes if is_far else job.cluster.within_node)
+    step = predict_step(job, work, list_traffic(job, work), memory, switch, assumed)
+    return Candidate(describe_choice(job), job, rank.peak, step.total)
 
 
 def list_candidates(job: Job, work: Workload, assumed: Assumptions) -> list[Candidate]:
@@ -205,7 +197,9 @@ def _distance(a: Choice, b: Choice) -> float:
 def _list_choices(job: Job) -> Iterator[Choice]:
     shape, world, node = job.shape, len(job.ranks_of("actor")), job.cluster.gpus_per_node
     now = describe_choice(job)
-    rollout_sizes, offloads = _rollout_sizes(job), sorted({now.offload, True})
+    rollout_sizes = {1 << i for i in range(node.bit_length()) if node % (1 << i) == 0}
+    rollout_sizes = sorted(rollout_sizes | {now.rollout_tensor_model_parallel_size})
+    offloads = sorted({now.offload, True})
     recomputations = sorted({"none", "full", now.recompute_granularity})
     for tp in divisors(math.gcd(shape.num_heads, shape.num_kv_heads)):
         for pp in divisors(shape.num_layers):
@@ -221,21 +215,12 @@ def _list_choices(job: Job) -> Iterator[Choice]:
                     yield Choice(tp, pp, vpp, now.context_parallel_size, ep, tp > 1, recompute, offload, rollout_tp)
 
 
-def _rollout_sizes(job: Job) -> list[int]:
-    node = job.cluster.gpus_per_node
-    sizes = {1 << i for i in range(node.bit_length()) if node % (1 << i) == 0}
-    return sorted(sizes | {job.config.rollout.tensor_model_parallel_size})
-
-
 def _apply(job: Job, choice: Choice) -> Job:
-    layout = {
-        name: value
-        for name, value in asdict(choice).items()
-        if name not in ("offload", "rollout_tensor_model_parallel_size")
-    }
+    layout = asdict(choice)
+    rollout_tp, offload = layout.pop("rollout_tensor_model_parallel_size"), layout.pop("offload")
     sections: dict[str, dict[str, object]] = {role.section: dict(layout) for role in job.spec.laid_out_alike}
-    sections["rollout"] = {"tensor_model_parallel_size": choice.rollout_tensor_model_parallel_size}
-    for setting in _offload_settings(job) if choice.offload else ():
+    sections["rollout"] = {"tensor_model_parallel_size": rollout_tp}
+    for setting in _offload_settings(job) if offload else ():
         section, _, leaf = setting.rpartition(".")
         sections.setdefault(section, {})[leaf] = True
     return job.with_config(**sections)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
@@ -48,23 +48,11 @@ class Cluster:
     has_fused_attention: bool = True
 
     def __post_init__(self) -> None:
-        for name in (
-            "nodes",
-            "gpus_per_node",
-            "memory_bytes",
-            "within_node",
-            "across_nodes",
-            "flops",
-            "memory_bandwidth",
-            "host_bandwidth",
-        ):
-            if getattr(self, name) <= 0:
-                raise UserError(
-                    f"{name} = {getattr(self, name)}",
-                    source="the cluster",
-                    expected="more than 0",
-                    hint="see --help for the units",
-                )
+        may_be_zero = ("reserve_bytes", "host_memory_bytes", "has_fused_attention")
+        for name in (item.name for item in fields(self) if item.name not in may_be_zero):
+            if (value := getattr(self, name)) <= 0:
+                found, hint = f"{name} = {value}", "see --help for the units"
+                raise UserError(found, source="the cluster", expected="more than 0", hint=hint)
         if not 0 <= self.reserve_bytes < self.memory_bytes:
             raise UserError(
                 f"a reserve of {self.reserve_bytes / GIB:g} GiB of {self.memory_bytes / GIB:g} GiB",
@@ -187,25 +175,13 @@ def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLay
         sequence_parallel=role.settings.sequence_parallel,
         section=role.section,
     )
-    _check_served(role, shape, layout.tp_size)
-    make_adapter_shape(shape, role.lora, role.section)
-    if role.is_quantized:
-        from megatron_rl.weights.nf4 import check_quantization
-
-        check_quantization(shape, layout.tp_size, role.section)
-    if shape.num_experts and role.settings.zero_stage == FULLY_SHARDED:
-        check_shared_experts(layout, shape, role.section)
-    return layout
-
-
-def _check_served(role: RoleSpec, shape: ModelShape, tp_size: int) -> None:
-    served: dict[str, list[object]] = {}
+    allowed: dict[str, list[object]] = {}
     if shape.delta_net is not None:
-        heads = shape.delta_net.key_heads // tp_size
-        served["context_parallel_size"] = [n for n in range(1, heads + 1) if heads % n == 0]
+        heads = shape.delta_net.key_heads // layout.tp_size
+        allowed["context_parallel_size"] = [n for n in range(1, heads + 1) if heads % n == 0]
     if shape.delta_net is not None or FAMILIES[shape.family].has_sinks:
-        served |= {"zero_stage": [1], "step_mode": ["eager", "static"]}
-    for name, values in served.items():
+        allowed |= {"zero_stage": [1], "step_mode": ["eager", "static"]}
+    for name, values in allowed.items():
         setting = f"{role.section}.{name}"
         if (value := getattr(role.settings, name, values[0])) not in values:
             raise UserError(
@@ -214,6 +190,14 @@ def _check_served(role: RoleSpec, shape: ModelShape, tp_size: int) -> None:
                 expected=f"one of {values}",
                 hint=f"set {setting}={values[0]}",
             )
+    make_adapter_shape(shape, role.lora, role.section)
+    if role.is_quantized:
+        from megatron_rl.weights.nf4 import check_quantization
+
+        check_quantization(shape, layout.tp_size, role.section)
+    if shape.num_experts and role.settings.zero_stage == FULLY_SHARDED:
+        check_shared_experts(layout, shape, role.section)
+    return layout
 
 
 def build_job(
@@ -241,7 +225,6 @@ def describe_cluster(
     """Build a cluster of a given size, with default links and memory reserve.
 
     Args:
-        world_size: number of accelerators.
         memory_gib: GiB per accelerator.
         gpus_per_node: by default 8, or all if fewer.
 
@@ -279,7 +262,7 @@ def find_cluster(world_size: int, ranks_per_node: int) -> Cluster | None:
 
 
 def find_host(world_size: int, ranks_per_node: int) -> Cluster:
-    """Return the cluster of a run without GPUs, with rough speeds that only serve to compare layouts."""
+    """Return the cluster of a run without GPUs, with rough speeds to compare layouts."""
     import psutil
 
     per_node = ranks_per_node if world_size % ranks_per_node == 0 else world_size

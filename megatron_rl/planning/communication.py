@@ -6,8 +6,7 @@ twice that for an all-reduce (ring). All bytes of a group that spans nodes count
 
 Step time is predicted from operation counts and stated efficiencies. Operations: 2 per weight and token forward, 4
 backward, 2 more with full recomputation, and causal attention, 2 s d n per token and direction. Decoding passes read
-weights and KV cache. Lengths and efficiencies are assumed, not measured: results rank layouts, within a factor, not a
-percent.
+weights and KV cache. Lengths and efficiencies are assumed, so results only rank layouts.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig, TrainedConfig
+from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import DTYPE_BYTES, Cluster, Job
 from megatron_rl.planning.engine_weights import count_engine_bytes
 from megatron_rl.planning.gathered import count_gathered
-from megatron_rl.planning.memory import RankMemory, find_smallest_cache
-from megatron_rl.planning.parameters import Upkeep, compute_role_bytes, list_chunks
+from megatron_rl.planning.memory import RankMemory, count_role_bytes, find_smallest_cache
+from megatron_rl.planning.parameters import list_chunks
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.megatron_layout import padded_vocab_size, stage_layers
 
@@ -71,21 +70,27 @@ class Workload:
 
 
 def list_traffic(job: Job, work: Workload, stage: int = 0) -> list[Traffic]:
-    """List a pipeline stage's traffic, without the weight transfer (see the reshard planner)."""
+    """List a pipeline stage's traffic, without the weight transfer to the engine."""
     passes = job.scoring_passes | {role.name: 1 for role in job.others}
     found = [
         traffic
         for name, forwards in passes.items()
         for traffic in _role_traffic(job, work, job.spec.roles[name], forwards, stage)
     ]
-    found.append(_engine_traffic(job, work))
+    # The engines: two all-reduces per layer and token.
+    tp, ranks, itemsize = job.engine_tp, job.rollout_ranks, DTYPE_BYTES[job.config.model.dtype]
+    hidden = work.tokens * tp / len(ranks) * job.shape.hidden_size * itemsize
+    node = job.cluster.gpus_per_node
+    link = WITHIN if tp <= node and node % tp == 0 and ranks.start % tp == 0 else ACROSS
+    found.append(Traffic("engine TP", link, int(4 * job.shape.num_layers * hidden * (tp - 1) / tp), "rollout"))
     return [traffic for traffic in found if traffic.bytes_per_rank]
 
 
 def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage: int) -> Iterator[Traffic]:
     """Yield the traffic of a role's updates and of `forwards` scoring passes over all tokens."""
     shape, section, layout, cluster = job.shape_of(role), role.settings, job.layout_of(role), job.cluster
-    rank = layout.rank(pp=min(stage, layout.pp_size - 1))
+    pp_rank = min(stage, layout.pp_size - 1)
+    rank = layout.rank(pp=pp_rank)
 
     def count(axis: str, link: str, size: float) -> Traffic:
         return Traffic(f"{role.title} {axis}", link, int(size), role.name)
@@ -97,7 +102,8 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     # Full recomputation adds a forward. Sequence parallelism gathers inputs again for the gradients of weights,
     # unless adapters freeze the model.
     rounds = forwards + trainings * (2 + (role.trainable and role.training.recompute_granularity == "full"))
-    layers, mixtures = shape.num_layers / pp, _count_mixtures(shape, layout, rank)
+    chunks = (stage_layers(shape.num_layers, pp, layout.vpp_size, pp_rank, chunk) for chunk in range(layout.vpp_size))
+    layers, mixtures = shape.num_layers / pp, sum(shape.has_experts(number) for chunk in chunks for number in chunk)
     hidden = tokens * shape.hidden_size * itemsize
     extra = 0.5 * trainings if section.sequence_parallel and job.adapters_of(role) is None else 0.0
     # Once forward and once backward for embedding and head, on the first and last stage.
@@ -112,7 +118,9 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim / tp * tokens * itemsize
     yield count("CP", link_of(layout, cluster, "cp"), layers * rounds * attention * (cp - 1) / cp)
     exchanged /= tp if section.sequence_parallel else 1
-    yield count("EP", _expert_link(layout, cluster), exchanged * (ep - 1) / ep)
+    last = layout.first_rank + layout.expert_tp_size * ep - 1
+    link = WITHIN if cluster.is_within_node([layout.first_rank, last]) else ACROSS
+    yield count("EP", link, exchanged * (ep - 1) / ep)
     stages = layout.vpp_size * (pp > 1)
     boundary = hidden / (tp if section.sequence_parallel else 1)
     yield count("PP", link_of(layout, cluster, "pp"), stages * (forwards + 2 * trainings) * boundary)
@@ -125,34 +133,24 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
     if section.zero_stage == FULLY_SHARDED:
         size = _shared_bytes(job, work, role, forwards, rank)
         yield count("DP", link_of(layout, cluster, "cp", "dp"), size)
-    elif role.trainable and isinstance(section, TrainedConfig):
-        held = compute_role_bytes(
-            shape,
-            layout,
-            rank,
-            dtype=job.config.model.dtype,
-            upkeep=Upkeep.of(section),
-            adapters=job.adapters_of(role),
-        )
-        adapters, replicas = job.adapters_of(role), layout.dp_size * cp
+    elif role.trainable:
+        held, adapters, replicas = count_role_bytes(job, rank, role), job.adapters_of(role), layout.dp_size * cp
         members = [p for chunk in list_chunks(adapters or shape, layout, rank) for p in chunk]
         experts = sum(p.numel for p in members if p.is_expert) / sum(p.numel for p in members)
         share = (1 - experts) * (1 - 1 / replicas) + experts * (1 - 1 / layout.expert_replicas)
         trained = held.gradients * itemsize // 4  # bytes of trained parameters; gradients are float32
         optimizers = 2 if experts else 1  # each gathers all weights
-        moved = held.gradients + optimizers * trained if section.use_distributed_optimizer else 2 * held.gradients
+        moved = held.gradients + optimizers * trained if role.training.use_distributed_optimizer else 2 * held.gradients
         yield count("DP", link_of(layout, cluster, "cp", "dp"), work.optimizer_steps * moved * share)
 
 
 def _count_exchanges(shape: ModelShape, layers: float, mixtures: int, rounds: float, extra: float) -> float:
-    """Count the gathers and reductions over TP in a step, each of the hidden states of all tokens.
-
-    Attention and MLP gather and reduce once each per pass, and gather once more for gradients.
+    """Count the gathers and reductions over TP in a step, each of all tokens' hidden states.
 
     Args:
-        layers, mixtures: layers of the stage, and layers with experts.
-        rounds: passes over all tokens.
-        extra: gathers for weight gradients, in passes.
+        layers, mixtures: layers of the stage, and those with experts.
+        rounds: forward and backward passes; in each, attention and MLP gather and reduce once.
+        extra: gathers repeated for weight gradients, in passes (four per layer).
     """
     times = (4 * layers - (0 if shape.shared_ffn_size else 2) * mixtures) * (rounds + extra)
     if (sizes := shape.latent) is None:
@@ -163,25 +161,18 @@ def _count_exchanges(shape: ModelShape, layers: float, mixtures: int, rounds: fl
 
 
 def _count_whole_elements(shape: ModelShape, layers: float, mixtures: int) -> float:
-    """Count elements of matrices replicated over TP (routers, latents), whose gradients are summed under TP-SP."""
+    """Count the elements of matrices that TP replicates (routers, MLA's down-projections), with summed gradients."""
     sizes, found = shape.latent, mixtures * shape.num_experts
     if sizes is not None:
         found += layers * (sizes.query + sizes.key_value + sizes.rotary)
     return found * shape.hidden_size
 
 
-def _count_mixtures(shape: ModelShape, layout: ParallelLayout, rank: int) -> int:
-    """Count the layers with experts on a rank."""
-    pp, vpp_size = layout.coordinates(rank).pp, layout.vpp_size
-    chunks = (stage_layers(shape.num_layers, layout.pp_size, vpp_size, pp, chunk) for chunk in range(vpp_size))
-    return sum(shape.has_experts(number) for chunk in chunks for number in chunk)
-
-
 def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank: int) -> float:
-    """Compute the bytes of ZeRO-3's traffic: gathered weights and reduced float32 gradients.
+    """Compute the bytes that a rank sends per step under ZeRO-3: gathered weights and reduced float32 gradients.
 
-    Microbatches are assumed full, with at least one per optimizer step. Forward-only passes keep embedding, last norm
-    and output layer gathered.
+    Microbatches are assumed full, with at least one per optimizer step. The `forwards` scoring passes keep embedding,
+    last norm and output layer gathered.
     """
     layout, section, trainings = job.layout_of(role), role.settings, work.passes if role.trainable else 0
     found = count_gathered(job.shape_of(role), layout, rank)
@@ -198,26 +189,11 @@ def _shared_bytes(job: Job, work: Workload, role: RoleSpec, forwards: int, rank:
     return total
 
 
-def _engine_traffic(job: Job, work: Workload) -> Traffic:
-    """Return the engines' traffic: two all-reduces per layer and token."""
-    tp, shape, ranks = job.engine_tp, job.shape, job.rollout_ranks
-    tokens = work.tokens * tp / len(ranks)
-    hidden = tokens * shape.hidden_size * DTYPE_BYTES[job.config.model.dtype]
-    node = job.cluster.gpus_per_node
-    link = WITHIN if tp <= node and node % tp == 0 and ranks.start % tp == 0 else ACROSS
-    return Traffic("engine TP", link, int(4 * shape.num_layers * hidden * (tp - 1) / tp), "rollout")
-
-
 def link_of(layout: ParallelLayout, cluster: Cluster, *axes: str) -> str:
-    """Return the slowest link class of the groups over `axes`, judged by the first rank's group."""
+    """Return the slowest link class in parallel groups over `axes` ("tp", "dp", ...), judged by the first group."""
     sizes = {"tp": layout.tp_size, "cp": layout.cp_size, "dp": layout.dp_size, "pp": layout.pp_size}
     last = layout.rank(**{axis: sizes[axis] - 1 for axis in axes})
     return WITHIN if cluster.is_within_node([layout.first_rank, last]) else ACROSS
-
-
-def _expert_link(layout: ParallelLayout, cluster: Cluster) -> str:
-    first = layout.first_rank
-    return WITHIN if cluster.is_within_node([first, first + layout.expert_tp_size * layout.ep_size - 1]) else ACROSS
 
 
 @dataclass(frozen=True)
@@ -291,9 +267,8 @@ def predict_step(
     """Predict the seconds of a step.
 
     Args:
-        traffic: from `list_traffic`.
-        memory: from `compute_memory`; the smallest KV cache limits concurrent responses.
-        switch_seconds: from the reshard plan.
+        traffic, memory: from `list_traffic` and `compute_memory`.
+        switch_seconds: of the weight transfer to the engine.
     """
 
     def wait(role: str) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact bytes of a rollout engine's weights, from its parameter tables."""
+"""Exact bytes of a rollout engine's weights."""
 
 from __future__ import annotations
 
@@ -105,9 +105,12 @@ def count_aliased_elements(
     adapters: AdapterShape | None = None,
     coded: bool = False,
 ) -> int:
-    """Count the elements that an engine rank shares with the actor.
+    """Count the elements of an engine rank's weights that share the actor's storage.
 
-    Matrices that receive adapters, or are quantized on either side, are not shared.
+    Args:
+        rollout_rank: index of the rank in its engine.
+        adapters: excludes the matrices with adapters (quantized models: all in NF4).
+        coded: excludes the matrices that the engine holds in eight bits.
     """
     pp, pp_size, likes = layout.coordinates(rank).pp, layout.pp_size, _find_likes(shape)
     stages, tp, ep = min(pp_size, 2), layout.tp_size, layout.ep_size
@@ -131,10 +134,10 @@ def _count_aliased_blocks(
     adapters: AdapterShape | None,
     coded: bool,
 ) -> tuple[Counter[int | None], int, int]:
-    """Count the elements that an engine rank shares with the actor.
+    """Count the elements of an engine rank's weights that share the actor's storage, by layer.
 
     Returns:
-        Elements by layer; elements outside layers (embedding, head) on the first and on the last pipeline stage.
+        Layer -> elements; elements outside layers (embedding, head) on the first and on the last pipeline stage.
     """
     theirs, sizes = _list_engine_parameters(shape, rollout_tp, rollout_rank, coded)
     # Both sides pad the vocabulary; storage can be shared only with equal padding.
@@ -161,7 +164,7 @@ def _count_aliased_blocks(
 def _list_engine_parameters(
     shape: ModelShape, tp_size: int, tp_rank: int, coded: bool
 ) -> tuple[Sequence[ShardBox], dict[str, int]]:
-    """Return an engine rank's placement table without 8-bit matrices, and parameter -> elements."""
+    """List the shards of HF tensors on an engine rank, without 8-bit matrices; also return parameter -> elements."""
     matrices, sizes = list_matrices(shape) if coded else frozenset(), defaultdict(int)
     table = [p for p in vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank) if p.hf_name not in matrices]
     for placement in table:

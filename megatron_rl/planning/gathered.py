@@ -22,13 +22,12 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class GatheredBytes:
-    """Temporary bytes of gathered weights and gradients on one rank, by moment of a pass.
+    """Peak bytes of weights and gradients that a rank holds temporarily under ZeRO-3, by part of a pass.
 
     Attributes:
-        layers: peak while a layer runs.
-        head: while the head runs, without the output layer's gradient.
-        start: before the first layer's activations exist: embedding, last norm and output layer, their buffer, and the
-            first layer.
+        layers: while a layer runs.
+        head: while the output layer runs, without its gradient.
+        start: before the first layer's activations exist.
     """
 
     layers: int
@@ -38,12 +37,12 @@ class GatheredBytes:
 
 @dataclass(frozen=True)
 class GatheredElements:
-    """Elements that a rank gathers at once (units, see the module's docstring), with shard padding.
+    """Weight elements that a rank gathers under ZeRO-3, with the padding of shards.
 
     Attributes:
-        ends: embedding, last norm and output layer.
-        output: the part of `ends` that the head reads.
-        layers: per layer, elements of its unit, and of its experts if they are a unit of their own (else 0).
+        ends: embedding, last norm and output layer, gathered together.
+        output: the output layer's part of `ends`.
+        layers: per layer, elements gathered with the layer, and of experts gathered separately (else 0).
     """
 
     ends: int
@@ -53,7 +52,7 @@ class GatheredElements:
 
 @lru_cache(maxsize=4096)
 def count_gathered(shape: ModelShape, layout: ParallelLayout, rank: int) -> GatheredElements:
-    """Count the elements of each unit that a rank gathers under ZeRO-3."""
+    """Count the weight elements that a rank gathers under ZeRO-3, by layer and outside of layers."""
     ends, output, layers = 0, 0, list[tuple[int, int]]()
     places = find_shard_places(layout, rank)
     for chunk in list_chunks(shape, layout, rank):
@@ -90,10 +89,10 @@ def compute_gathered_bytes(
 
 
 def _hold_backward(dense: int, experts: int, size: int) -> int:
-    """Return the bytes of gathered weights and float32 gradients during the backward of one of several equal layers.
+    """Return the peak bytes of gathered weights and float32 gradients in a layer's backward, between equal layers.
 
     Args:
-        dense, experts: elements.
+        dense, experts: elements gathered with the layer, and of experts gathered separately.
         size: bytes per gathered element.
     """
     reduced, reduced_experts = dense * _FLOAT, experts * _FLOAT

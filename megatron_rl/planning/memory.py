@@ -27,7 +27,7 @@ from functools import lru_cache
 from itertools import chain
 
 from megatron_rl.config.run_spec import RoleSpec
-from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig, TrainedConfig
+from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import DTYPE_BYTES, Job, build_layout
 from megatron_rl.planning.engine_weights import count_own_bytes, count_staged_bytes
@@ -110,7 +110,11 @@ def _list_stages(job: Job, rank: int) -> tuple[int | None, ...]:
 
 def _compute_rank(job: Job, rank: int) -> RankMemory:
     config, roles = job.config, job.spec.roles
-    actor = _role_bytes(job, rank, roles["actor"]) + _mtp_bytes(job, rank)
+    actor = count_role_bytes(job, rank, roles["actor"])
+    trains_mtp = config.actor.mtp_lr > 0 and rank in job.layout.last_stage.ranks
+    if trains_mtp:
+        dtype, upkeep = config.model.dtype, Upkeep.of(config.actor)
+        actor += compute_role_bytes(job.shape.mtp, job.layout.last_stage, rank, dtype=dtype, upkeep=upkeep)
     # The actor's offloaded state is on the device in training, and on the host in all other phases.
     training = {"weights": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
     waiting = dict(training)
@@ -118,17 +122,17 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
         waiting["gradients"] = 0
     if config.actor.offload_optimizer:
         waiting["optimizer"] = 0
-    reference = _role_bytes(job, rank, roles["reference"]).parameters if "reference" in roles else 0
+    reference = count_role_bytes(job, rank, roles["reference"]).parameters if "reference" in roles else 0
     resting = {"reference": 0 if config.reference.offload else reference}
     host = config.actor.offload_optimizer * actor.optimizer + config.reference.offload * reference
     for role in job.others:
-        held = _role_bytes(job, rank, role)
+        held = count_role_bytes(job, rank, role)
         resting[role.title] = _resting_bytes(role, held)
         host += role.training.offload_optimizer * held.optimizer if role.trainable else role.offload * held.total
     base = {"reserve": job.cluster.reserve_bytes}
     memory = _engine_phases(job, rank, actor, base | waiting | resting)
     # From a step's second minibatch on, all trained roles have their offloaded state on the device.
-    trained = {role.title: _role_bytes(job, rank, role).total for role in job.others if role.trainable}
+    trained = {role.title: count_role_bytes(job, rank, role).total for role in job.others if role.trainable}
     updating = base | training | resting | trained
     phases = [*memory.phases, *_scoring_phases(job, rank, base | waiting | resting, updating)]
     if job.spec.num_scoring_passes or config.trainer.critic_warmup:
@@ -136,21 +140,10 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
         scoring = next((found for role in scorers if (found := _activations(job, rank, role))), {})
         phases.append(MemoryPhase("log-probs", base | waiting | resting | {"reference": reference} | scoring))
     update = _activations(job, rank, roles["actor"], is_update=True) | _lesson_bytes(job, rank)
-    update |= {"kept hidden states": _count_kept(job) if rank in _mtp_ranks(job) else 0}
+    update |= {"kept hidden states": _count_kept(job) if trains_mtp else 0}
     phases.append(MemoryPhase("actor update", updating | update))
     phases = [MemoryPhase(phase.name, {kind: size for kind, size in phase.parts.items() if size}) for phase in phases]
     return replace(memory, phases=phases, host_bytes=host)
-
-
-def _mtp_ranks(job: Job) -> range:
-    return job.layout.last_stage.ranks if job.config.actor.mtp_lr else range(0)
-
-
-def _mtp_bytes(job: Job, rank: int) -> RoleBytes:
-    if rank not in _mtp_ranks(job):
-        return RoleBytes(0, 0, 0)
-    dtype, upkeep = job.config.model.dtype, Upkeep.of(job.config.actor)
-    return compute_role_bytes(job.shape.mtp, job.layout.last_stage, rank, dtype=dtype, upkeep=upkeep)
 
 
 def _count_kept(job: Job) -> int:
@@ -177,18 +170,14 @@ def count_step_tokens(job: Job) -> int:
     return data.train_batch_size * config.rollout.n * data.max_response_length // job.layout.dp_size
 
 
-def _role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
-    shape, layout = job.shape_of(role), job.layout_of(role)
+def count_role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
+    """Return the persistent bytes of a role on a rank of the job, 0 on other ranks than the role's."""
+    shape, layout, dtype = job.shape_of(role), job.layout_of(role), job.config.model.dtype
     if rank not in layout.ranks or role.shares:
         return RoleBytes(0, 0, 0)
+    upkeep, adapters = Upkeep.of(role.settings), job.adapters_of(role)
     return compute_role_bytes(
-        shape,
-        layout,
-        rank,
-        dtype=job.config.model.dtype,
-        is_trained=role.trainable,
-        upkeep=Upkeep.of(role.settings),
-        adapters=job.adapters_of(role),
+        shape, layout, rank, dtype=dtype, is_trained=role.trainable, upkeep=upkeep, adapters=adapters
     )
 
 
@@ -202,7 +191,7 @@ def _resting_bytes(role: RoleSpec, held: RoleBytes) -> int:
 
 def _scoring_phases(job: Job, rank: int, resident: dict[str, int], updating: dict[str, int]) -> Iterator[MemoryPhase]:
     for role in job.others:
-        held = _role_bytes(job, rank, role)
+        held = count_role_bytes(job, rank, role)
         at_work = resident | {role.title: _resting_bytes(role, held) if role.trainable else held.total}
         name = {"value": "values", "score": "rewards", "logprob": role.title}[role.head]
         yield MemoryPhase(name, at_work | _activations(job, rank, role))
@@ -211,30 +200,20 @@ def _scoring_phases(job: Job, rank: int, resident: dict[str, int], updating: dic
 
 
 def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False) -> dict[str, int]:
-    shape, section, layout = job.shape_of(role), role.settings, job.layout_of(role)
+    shape, layout = job.shape_of(role), job.layout_of(role)
     if rank not in layout.ranks:
         return {}
-    found = compute_activation_bytes(
-        shape,
-        layout,
-        section,
-        pp_rank=layout.coordinates(rank).pp,
-        itemsize=DTYPE_BYTES[job.config.model.dtype],
-        num_microbatches=count_microbatches(job, layout, section) if is_update else None,
-        fused=job.cluster.has_fused_attention,
-    )
-    gathered = GatheredBytes(0, 0, 0)
-    if section.zero_stage == FULLY_SHARDED:
+    found, gathered = compute_activation_bytes(job, rank, role, is_update), GatheredBytes(0, 0, 0)
+    if role.settings.zero_stage == FULLY_SHARDED:
         dtype = job.config.model.dtype
         gathered = compute_gathered_bytes(shape, layout, rank, dtype=dtype, is_update=is_update)
-    logits = found.logits - (found.output if job.adapters_of(role) is not None else 0)
-    is_logits = logits + gathered.head > found.transient + gathered.layers
-    working = found.stored + max(logits + gathered.head, found.transient + gathered.layers)
+    is_logits = found.logits + gathered.head > found.transient + gathered.layers
+    working = found.stored + max(found.logits + gathered.head, found.transient + gathered.layers)
     if gathered.start > working:
         return {"gathered weights": gathered.start}
     return {
         "activations": found.stored + (0 if is_logits else found.transient),
-        "logits": logits * is_logits,
+        "logits": found.logits * is_logits,
         "gathered weights": gathered.head if is_logits else gathered.layers,
         "dequantized": _find_largest_matrix(job, rank, role),
     }
@@ -276,7 +255,10 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
         own, per_token = 0, per_token // job.layout.pp_size
     else:
         own, staged = count_own_bytes(job, rank), count_staged_bytes(job, rank)
-    working = _engine_activations(shape, tp, rollout.max_num_seqs, itemsize)
+    # vLLM's activations: hidden states of its largest batch, and logits of all sequences with float32 copies.
+    columns = 4 * shape.hidden_size + 3 * shape.ffn_hidden_size * (shape.experts_per_token or 1) / tp
+    logits = rollout.max_num_seqs * shape.vocab_size * (itemsize + 2 * _FLOAT)
+    working = int(ENGINE_BATCH_TOKENS * columns * itemsize + logits)
     if rollout.kv_cache_gib is not None:
         cache = int(rollout.kv_cache_gib * (1 << 30))
     elif job.engine_is_actor:
@@ -295,24 +277,10 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     moves, largest = own > 0, _find_largest_matrix(job, rank, job.spec.roles["actor"])
     in_buckets = job.cluster.nodes > 1 or config.actor.lora.rank
     staging = 2 * config.hybrid.bucket_bytes if moves and in_buckets else 0
-    return RankMemory(
-        rank,
-        [
-            MemoryPhase(ENGINE_PHASES[0], resident | fresh | ({} if job.engine_is_actor else engine)),
-            MemoryPhase(
-                ENGINE_PHASES[1], resident | {"engine weights": own, "staging": staging, "dequantized": largest}
-            ),
-            MemoryPhase(ENGINE_PHASES[2], resident | engine),
-        ],
-        cache,
-        per_token,
-    )
-
-
-def _engine_activations(shape: ModelShape, tp_size: int, max_num_seqs: int, itemsize: int) -> int:
-    width = shape.ffn_hidden_size * (shape.experts_per_token or 1)
-    hidden = ENGINE_BATCH_TOKENS * (4 * shape.hidden_size + 3 * width / tp_size) * itemsize
-    return int(hidden + max_num_seqs * shape.vocab_size * (itemsize + 2 * _FLOAT))
+    start = resident | fresh | ({} if job.engine_is_actor else engine)
+    switch = resident | {"engine weights": own, "staging": staging, "dequantized": largest}
+    phases = map(MemoryPhase, ENGINE_PHASES, (start, switch, resident | engine))
+    return RankMemory(rank, list(phases), cache, per_token)
 
 
 @dataclass(frozen=True)
@@ -322,25 +290,23 @@ class ActivationBytes:
     Attributes:
         stored: from forward to backward, over all microbatches in flight.
         transient: of one layer while it runs.
-        logits: of a chunk of tokens, with the output layer's gradient in an update.
-        output: the output layer's gradient; 0 under adapters.
+        logits: of a chunk of tokens, and gradients at the output layer in an update.
     """
 
     stored: int
     transient: int
     logits: int
-    output: int = 0
-
-    @property
-    def total(self) -> int:
-        """Stored bytes plus the larger temporary part."""
-        return self.stored + max(self.transient, self.logits)
 
 
 def count_layer_elements(
     shape: ModelShape, layout: ParallelLayout, sequence_parallel: bool, fused: bool, repeats_heads: bool = False
 ) -> float:
-    """Count the elements per token that autograd saves in one layer; terms in the module's docstring."""
+    """Count the elements per token that autograd saves in one layer (formulas: the module's docstring).
+
+    Args:
+        fused: whether attention keeps no intermediate results.
+        repeats_heads: whether KV heads are repeated to the query heads.
+    """
     tp = layout.tp_size
     s = tp if sequence_parallel else 1
     h, f, d = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
@@ -370,37 +336,30 @@ def count_passes_in_flight(layout: ParallelLayout, pp_rank: int, num_microbatche
     return min(num_microbatches * layout.vpp_size, passes)
 
 
-def compute_activation_bytes(
-    shape: ModelShape,
-    layout: ParallelLayout,
-    config: LayoutConfig,
-    *,
-    pp_rank: int,
-    num_microbatches: int | None,
-    itemsize: int,
-    fused: bool = True,
-) -> ActivationBytes:
-    """Compute the activations of one role on one rank, with a full token budget.
-
-    Args:
-        num_microbatches: per update; `None` for a forward-only scoring pass.
-        itemsize: bytes of an activation element.
-        fused: whether attention keeps no intermediate results.
-    """
-    tokens = config.max_tokens_per_microbatch / layout.cp_size
+def compute_activation_bytes(job: Job, rank: int, role: RoleSpec, is_update: bool) -> ActivationBytes:
+    """Compute a role's activations on one rank, with a full token budget, in an update or in a scoring pass."""
+    shape, layout, config = job.shape_of(role), job.layout_of(role), role.settings
+    itemsize, fused = DTYPE_BYTES[job.config.model.dtype], job.cluster.has_fused_attention
+    tokens, pp_rank = config.max_tokens_per_microbatch / layout.cp_size, layout.coordinates(rank).pp
     s = layout.tp_size if config.sequence_parallel else 1
     h, is_last = shape.hidden_size, pp_rank == layout.pp_size - 1
-    is_update = num_microbatches is not None
-    is_full = is_update and isinstance(config, TrainedConfig) and config.recompute_granularity == "full"
+    is_full = is_update and role.trainable and role.training.recompute_granularity == "full"
     layer = count_layer_elements(shape, layout, config.sequence_parallel, fused, fused and itemsize == _FLOAT)
     head = (h / s + h) * tokens * itemsize if is_last else 0
     logits = 0
     if is_last and not shape.has_score_head:
-        logits = _count_logits(shape, layout, config, itemsize, is_update)
-    if num_microbatches is None:
+        columns = padded_vocab_size(shape.vocab_size, layout.tp_size) // layout.tp_size
+        rows = config.max_tokens_per_microbatch // layout.cp_size
+        chunk, hidden = min(config.logprob_chunk_tokens, rows), rows * h * itemsize
+        logits = chunk * columns * 2 * _FLOAT + hidden  # two float32 copies of a chunk's logits
+        if is_update:
+            logits += chunk * columns * itemsize + hidden  # their gradients
+        if is_update and job.adapters_of(role) is None:  # the output layer's gradient: chunks are summed in float32
+            logits += columns * h * (itemsize if chunk == rows else _FLOAT)
+    if not is_update:
         transient = count_forward_elements(shape, layout, config.sequence_parallel) * tokens * itemsize
         return ActivationBytes(0, int(transient), int(head) + logits)
-    passes = count_passes_in_flight(layout, pp_rank, num_microbatches)
+    passes = count_passes_in_flight(layout, pp_rank, count_microbatches(job, layout, config))
     layers = passes * shape.num_layers / (layout.pp_size * layout.vpp_size)
     # megatron-core also keeps a pass's output for the next stage; the last chunk has none.
     sent = passes * (1 - is_last / layout.vpp_size) * h / s
@@ -409,8 +368,7 @@ def compute_activation_bytes(
     transient = 2 * shape.ffn_hidden_size / layout.tp_size + 2 * h + (layer if is_full else 0)
     if shape.num_experts:  # peak just after the layer's forward
         transient += shape.experts_per_token * _count_exchanged(layout, 2) * h
-    output = _count_output_gradient(shape, layout, config, itemsize) if logits else 0
-    return ActivationBytes(int(stored * tokens * itemsize + head), int(transient * tokens * itemsize), logits, output)
+    return ActivationBytes(int(stored * tokens * itemsize + head), int(transient * tokens * itemsize), logits)
 
 
 def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_parallel: bool) -> float:
@@ -424,25 +382,10 @@ def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_p
 
 
 def _count_exchanged(layout: ParallelLayout, own: int) -> float:
-    """Count copies of an expert's input row (h elements) per rank: `own` without communication, and its buffers."""
+    """Count the copies of a token's hidden state that an MoE layer holds on a rank, per chosen expert.
+
+    Args:
+        own: copies in the experts, besides buffers of the token exchange.
+    """
     split = layout.expert_tp_size
     return (own * split + 1 + (layout.ep_size > 1) + (split > 1)) / layout.tp_size
-
-
-def _count_logits(
-    shape: ModelShape, layout: ParallelLayout, config: LayoutConfig, itemsize: int, is_update: bool
-) -> int:
-    """Return bytes of a chunk's logits, twice in float32, and of its hidden states; in an update, also of gradients."""
-    columns = padded_vocab_size(shape.vocab_size, layout.tp_size) // layout.tp_size
-    tokens = config.max_tokens_per_microbatch // layout.cp_size
-    chunk, hidden = min(config.logprob_chunk_tokens, tokens), tokens * shape.hidden_size * itemsize
-    if not is_update:
-        return chunk * columns * 2 * _FLOAT + hidden
-    output = _count_output_gradient(shape, layout, config, itemsize)
-    return chunk * columns * (2 * _FLOAT + itemsize) + output + 2 * hidden
-
-
-def _count_output_gradient(shape: ModelShape, layout: ParallelLayout, config: LayoutConfig, itemsize: int) -> int:
-    columns = padded_vocab_size(shape.vocab_size, layout.tp_size) // layout.tp_size
-    is_single = config.logprob_chunk_tokens >= config.max_tokens_per_microbatch // layout.cp_size
-    return columns * shape.hidden_size * (itemsize if is_single else _FLOAT)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact sizes of a rank's parameters, gradients and optimizer states.
 
-Shapes come from the placement tables that training uses. Buffer layout follows megatron-core
-(`param_and_grad_buffer.py`, `distrib_optimizer.py`): one buffer per kind (dense, expert) in reverse model order; with
-the distributed optimizer each parameter starts at a multiple of 64 elements, a bucket ends at a multiple of lcm(DP,
-128), and DP rank r owns the r-th part of every bucket. ZeRO-3: `weights/megatron_layout.py`.
+Shapes and ZeRO-3 shards come from `weights/megatron_layout.py`, as in training. Buffers follow megatron-core
+(`param_and_grad_buffer.py`, `distrib_optimizer.py`): one per kind (dense, expert) in reverse model order; with the
+distributed optimizer each parameter starts at a multiple of 64 elements, a bucket (part of a buffer, reduced at once)
+ends at a multiple of lcm(DP, 128), and DP rank r owns the r-th part of every bucket.
 
-Invariant (tests/planning/test_parameters.py, against real actors): the sizes equal the run's on each rank. Not counted:
+Invariant (tests/planning/test_parameters.py, against real actors): the sizes equal the run's on each rank, except for
 Adam's step counters.
 """
 
@@ -94,7 +94,7 @@ class Parameter:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it has no gradient; it is then float32."""
+        """Whether the parameter is a router bias: in float32, without a gradient."""
         return self.name.endswith(ROUTER_BIAS)
 
 
@@ -124,7 +124,7 @@ class RoleBytes:
 
 
 def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: int) -> list[list[Parameter]]:
-    """List the parameters of each model chunk of a rank, in order of `named_parameters()`; adapters only, if given."""
+    """List the parameters, or adapters, of each model chunk of a rank, in order of `named_parameters()`."""
     pp_rank, model = layout.coordinates(rank).pp, shape.base if isinstance(shape, AdapterShape) else shape
     if model.mtp_layer:
         table = megatron_placements(model, layout, rank)
@@ -155,10 +155,10 @@ def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: 
 def _building_blocks(
     shape: ModelShape | AdapterShape, tp_size: int, ep_size: int, etp_size: int | None
 ) -> tuple[tuple[Parameter, ...], ...]:
-    """Return the parameters of four blocks, from which a stage of any depth is assembled.
+    """Return the blocks of parameters from which any pipeline stage is assembled, read from a two-layer model.
 
-    The blocks, read from the tables of a two-layer model, are the embedding, a layer of the other kind (dense before
-    experts, delta net), a layer, and the model's end.
+    The blocks are the embedding, a layer of `dense_layers` or `delta_layers`, any other layer, and the modules behind
+    the last layer.
     """
     model = shape.base if isinstance(shape, AdapterShape) else shape
     assert not (model.dense_layers and model.delta_layers), "two sorts of layers"
@@ -184,7 +184,11 @@ def _building_blocks(
 def _read_parameters(
     shape: ModelShape, layout: ParallelLayout, boxes: Iterable[tuple[str, Sequence[tuple[int, int]]]]
 ) -> list[Parameter]:
-    """Derive the parameters of a model chunk, in megatron-core's order, from the boxes of their placement table."""
+    """Derive the parameters of a model chunk, in megatron-core's order.
+
+    Args:
+        boxes: (name of a parameter, [start, stop) per dimension of a part of it); the parts cover the parameter.
+    """
     sizes: dict[str, list[int]] = {}
     for name, box in boxes:
         stops = [stop for _, stop in box]
@@ -234,10 +238,6 @@ class Upkeep:
             return cls(is_fully_sharded=is_fully_sharded)
         return cls(section.optimizer, section.use_distributed_optimizer, is_fully_sharded)
 
-    def count_moments(self, parameter: Parameter) -> int:
-        """Return the optimizer moments per element."""
-        return 1 if self.optimizer == "muon" and parameter.is_matrix else 2
-
 
 @lru_cache(maxsize=4096)
 def compute_role_bytes(
@@ -254,7 +254,6 @@ def compute_role_bytes(
 
     Args:
         rank: rank of the job, in `layout.ranks`.
-        dtype: of parameters, "float32" or "bfloat16".
         is_trained: whether the role has gradients and an optimizer.
         adapters: trained instead of the model, if any.
     """
@@ -291,7 +290,8 @@ def compute_role_bytes(
                 total = sum(mine)
             in_buffers += total
             owned += sum(mine)
-            moments += sum(numel * upkeep.count_moments(p) for p, numel in zip(members, mine, strict=True))
+            for p, numel in zip(members, mine, strict=True):
+                moments += numel * (1 if upkeep.optimizer == "muon" and p.is_matrix else 2)
     main = owned * _MAIN_BYTES if dtype != "float32" else 0
     of_weights = biases + frozen + in_buffers * size
     return RoleBytes(of_weights, in_buffers * _GRADIENT_BYTES, moments * _MOMENT_BYTES + main, main)
