@@ -160,8 +160,8 @@ class Collector:
             sampling = replace(base, top_p=drawn.top_p, top_k=drawn.top_k, min_p=0.0, thinking_budget=budget)
             parts = [self.generate(SampleGroups(prompt_set.prompts, drawn.n, sampling, step=0), with_answers=True)]
             headers = join_headers([part.headers for part in parts]).rollouts
-            columns = (correctness_of(headers), headers["answer"])
-            found = compute_validation_metrics(*(column.reshape(-1, drawn.n).tolist() for column in columns))
+            correct, answers = (x.reshape(-1, drawn.n).tolist() for x in (correctness_of(headers), headers["answer"]))
+            found = compute_validation_metrics(correct, answers)
             failed = self._check_failures(parts, f'the validation set "{name}"')
             if self._config.agents.has_episodes:
                 found["failed"] = failed

@@ -150,10 +150,9 @@ class BucketTransport:
         for index in range(longest):
             for turn in range(1, size):
                 to, origin = (rank + turn) % size, (rank - turn) % size
-                outgoing, incoming = (
-                    buckets[index] if index < len(buckets) else []
-                    for buckets in (self._sends.get(to, []), self._receives.get(origin, []))
-                )
+                sent, received = self._sends.get(to, []), self._receives.get(origin, [])
+                outgoing = sent[index] if index < len(sent) else []
+                incoming = received[index] if index < len(received) else []
                 if outgoing or incoming:
                     self._turns.append((to, outgoing, origin, incoming))
 

@@ -231,9 +231,7 @@ def _cut_boxes(
             found[kind] = pair
             continue
         # This rank's rows [low, high) of the parameter, and those of them that the box has, [first, last).
-        count, index = experts if shape.num_experts and kind in _EXPERT_KINDS else dense
-        size = -(-num_rows[kind] // count)
-        low, high = (min(end * size, num_rows[kind]) for end in (index, index + 1))
+        low, high = (experts if shape.num_experts and kind in _EXPERT_KINDS else dense).cut(num_rows[kind])
         ((start, stop), *rest), ((hf_start, _), *hf_rest) = pair
         first = min(max(start, low), stop)
         last = max(first, min(stop, high))

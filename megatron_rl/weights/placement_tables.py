@@ -77,6 +77,11 @@ class Share(NamedTuple):
     count: int
     index: int
 
+    def cut(self, num_rows: int) -> tuple[int, int]:
+        """Return the rows [start, stop) of a parameter with `num_rows` under ZeRO-3."""
+        size = -(-num_rows // self.count)
+        return min(self.index * size, num_rows), min((self.index + 1) * size, num_rows)
+
 
 @lru_cache(maxsize=64)
 def split_boxes(
