@@ -51,8 +51,12 @@ class Cluster:
         may_be_zero = ("reserve_bytes", "host_memory_bytes", "has_fused_attention")
         for name in (item.name for item in fields(self) if item.name not in may_be_zero):
             if (value := getattr(self, name)) <= 0:
-                found, hint = f"{name} = {value}", "see --help for the units"
-                raise UserError(found, source="the cluster", expected="more than 0", hint=hint)
+                raise UserError(
+                    f"{name} = {value}",
+                    source="the cluster",
+                    expected="more than 0",
+                    hint="see --help for the units",
+                )
         if not 0 <= self.reserve_bytes < self.memory_bytes:
             raise UserError(
                 f"a reserve of {self.reserve_bytes / GIB:g} GiB of {self.memory_bytes / GIB:g} GiB",

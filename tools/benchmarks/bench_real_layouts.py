@@ -50,7 +50,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp 3, vllm tp 3": (3, ("actor.context_parallel_size=3", "rollout.tensor_model_parallel_size=3")),
     "bitwise": (1, ("rollout.bitwise=true",)),
     "bfloat16": (1, ("model.dtype=bfloat16",)),
-    "int8 engine": (1, ("rollout.quantization=int8",)),
+    "int8 engine": (1, ("rollout.quantization=int8", "algorithm.importance_sampling=token-truncate")),
     "staleness 1": (1, ("schedule.max_staleness=1",)),
     "resume": (1, SAVES),
 }
