@@ -51,7 +51,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "bitwise": (1, ("rollout.bitwise=true",)),
     "bfloat16": (1, ("model.dtype=bfloat16",)),
     "int8 engine": (1, ("rollout.quantization=int8", "algorithm.importance_sampling=token-truncate")),
-    "staleness 1": (1, ("schedule.max_staleness=1",)),
+    "staleness 1": (1, ("schedule.max_staleness=1", "algorithm.importance_sampling=token-truncate")),
     "resume": (1, SAVES),
 }
 
