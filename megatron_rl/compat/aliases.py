@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megatron_rl.compat import name_groups, name_tables, trl
-from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs, each, note
+from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs, each, look_up, note, same
 from megatron_rl.compat.loss_names import LOSS_MODE, MODEL_PATH
 from megatron_rl.compat.name_tables import PATTERNS
 from megatron_rl.config.checked import Mistakes
@@ -143,19 +143,12 @@ def _expand_home(value: Any) -> Any:
 
 
 def _rename(setting: Setting, alias: Renamed, fields: Mapping[str, FieldInfo]) -> list[Setting]:
-    for theirs, ours in alias.values:
-        if _same(setting.value, theirs):
-            return [replace(setting, name=alias.target, value=ours, text=None)]
-    if setting.value is None and setting.name != alias.target and not fields[alias.target].accepts_none:
+    is_listed = any(same(setting.value, theirs) for theirs, _ in alias.values)
+    is_ours = setting.name == alias.target or fields[alias.target].accepts_none
+    if setting.value is None and not is_listed and not is_ours:
         return []  # null means "not given" in verl
-    if alias.closed:
-        known = ", ".join(repr(theirs) for theirs, _ in alias.values)
-        raise UserError(
-            f"{setting.name} = {setting.value!r} is not known",
-            source=setting.source,
-            expected=f"one of {known} (read as {alias.target})",
-            hint=f"set {alias.target} instead, see --help",
-        )
+    if is_listed or alias.closed:
+        return [look_up(setting, alias.target, alias.values, f"set {alias.target} instead, see --help")]
     return [replace(setting, name=alias.target)]
 
 
@@ -164,7 +157,7 @@ def _ignore(setting: Setting, alias: Ignored | Only) -> list[str]:
         return []
     if isinstance(alias, Ignored):
         return [note(setting, alias.reason)]
-    if any(_same(setting.value, allowed) for allowed in alias.allowed):
+    if any(same(setting.value, allowed) for allowed in alias.allowed):
         return []
     accepted = " or ".join(repr(allowed) for allowed in (alias.allowed or (None,)))
     raise UserError(
@@ -178,7 +171,7 @@ def _ignore(setting: Setting, alias: Ignored | Only) -> list[str]:
 def _compare(
     setting: Setting, alias: SameAs, translated: Sequence[Setting], fields: Mapping[str, FieldInfo]
 ) -> list[str]:
-    value = next((ours for theirs, ours in alias.values if _same(setting.value, theirs)), setting.value)
+    value = next((ours for theirs, ours in alias.values if same(setting.value, theirs)), setting.value)
     strongest = max(
         (other for other in translated if other.name == alias.target),
         key=lambda other: (other.layer, not other.weak),
@@ -186,7 +179,7 @@ def _compare(
     )
     if strongest is None and alias.strict:
         strongest = Setting(alias.target, fields[alias.target].default, "its default", setting.layer)
-    if value is None or (strongest is not None and _same(value, strongest.value)):
+    if value is None or (strongest is not None and same(value, strongest.value)):
         return []
     if strongest is None or strongest.layer != setting.layer:
         return [note(setting, f"{alias.target} decides")]
@@ -196,10 +189,6 @@ def _compare(
         expected=f"the value of {alias.target}: both mean the same here",
         hint=f"remove {setting.name}",
     )
-
-
-def _same(value: Any, other: Any) -> bool:
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def format_names(width: int = 100) -> str:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from megatron_rl.algorithms.catalog import find_advantage_estimator, plan_old_logprobs
 from megatron_rl.checkpoint.side_files import MTP_ROLE, find_model_files, find_mtp_weights
@@ -50,13 +51,7 @@ def resolve(config: RunConfig) -> RunSpec:
     roles = [_make_actor(config)]
     if config.algorithm.kl_coef > 0:
         roles.append(_make_reference(config))
-    for teacher, section in config.teachers.items():
-        name = f"teachers.{teacher}"
-        roles.append(
-            RoleSpec(
-                name=name, path=section.path, section=name, settings=section, head="logprob", offload=section.offload
-            )
-        )
+    roles += [_make_frozen(f"teachers.{name}", teacher, "logprob") for name, teacher in config.teachers.items()]
     if estimator.needs_values if enable is None else enable:
         roles.append(
             RoleSpec(
@@ -70,16 +65,7 @@ def resolve(config: RunConfig) -> RunSpec:
             )
         )
     if config.reward_model.path is not None:
-        roles.append(
-            RoleSpec(
-                name="reward_model",
-                path=config.reward_model.path,
-                section="reward_model",
-                settings=config.reward_model,
-                head="score",
-                offload=config.reward_model.offload,
-            )
-        )
+        roles.append(_make_frozen("reward_model", config.reward_model, "score"))
     return RunSpec(
         roles={role.name: role for role in roles},
         needs_greedy_baseline=estimator.needs_greedy_baseline,
@@ -119,6 +105,10 @@ def _make_reference(config: RunConfig) -> RoleSpec:
         batch_invariant=config.rollout.bitwise,
         shares="actor" if is_base and config.placement.reference == config.placement.actor else None,
     )
+
+
+def _make_frozen(name: str, section: Any, head: Literal["logprob", "score"]) -> RoleSpec:
+    return RoleSpec(name=name, path=section.path, section=name, settings=section, head=head, offload=section.offload)
 
 
 def _make_actor(config: RunConfig) -> RoleSpec:
@@ -213,7 +203,7 @@ def note_models(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str 
     paths = dict.fromkeys(role.spec.path for role in roles.values())
     seeing = [path for path in paths if is_image_text(find_model_files(path))]
     notes = [f"{path} is an image-text model: its text part is used, and saved as a text model" for path in seeing]
-    return notes + check_machine(config, {name: (role.spec, role.shape) for name, role in roles.items()}, engine)
+    return notes + check_machine(config, roles, engine)
 
 
 def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs:
@@ -321,9 +311,7 @@ def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> 
     return layout
 
 
-def check_machine(
-    config: RunConfig, roles: Mapping[str, tuple[RoleSpec, ModelShape]], engine: str | None = None
-) -> list[str]:
+def check_machine(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str | None = None) -> list[str]:
     """Refuse a config that this machine cannot run; without torchrun, return the reason as a note.
 
     Args:
@@ -337,18 +325,18 @@ def check_machine(
     import torch
 
     try:
-        for spec, shape in roles.values():
-            if spec.trainable and spec.training.step_mode == "graph":
+        for role in roles.values():
+            if role.spec.trainable and role.spec.training.step_mode == "graph":
                 from megatron_rl.training.step import check_step_mode
 
-                check_step_mode(spec, shape, config.model.dtype)
+                check_step_mode(role.spec, role.shape, config.model.dtype)
         if config.model.transformer_impl == "transformer_engine":
             from megatron_rl.models.gpt import choose_transformer_impl
 
             choose_transformer_impl(config.model.transformer_impl)
         check_on_cpu = find_engine(engine).check_on_cpu if engine is not None else None
         if check_on_cpu is not None and not torch.cuda.is_available():
-            check_on_cpu(roles["actor"][1], config.rollout)
+            check_on_cpu(roles["actor"].shape, config.rollout)
     except UserError as error:
         if "RANK" in os.environ:
             raise

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
-from megatron_rl.run.building import build_role, group_timeout, launched_sizes
+from megatron_rl.run.building import build_role, group_timeout, launched_sizes, order_prompts
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import SftInputs, read_sft_inputs
@@ -47,14 +46,7 @@ class SftTrainer:
         packer = Packer(actor.model, layout, plan, config.algorithm, self.process.device)
         watched = self.run.timers.watch(actor, forward_backward="update", optim_step="update")
         self.actor = ActorOnSamples(watched, packer)
-        stream = PromptStream(
-            inputs.data.examples,
-            config.data.shuffle,
-            config.trainer.seed,
-            weights=config.data.weights,
-            file_sizes=inputs.data.file_sizes,
-        )
-        self.examples = PromptBatches(stream, config.data.train_batch_size)
+        self.examples = order_prompts(config, inputs.data.examples, inputs.data.file_sizes)
         self.checkpoints = Checkpoints(
             config,
             opened,
