@@ -21,6 +21,7 @@ from megatron_rl.compat.loss_names import LOSS_MODE, MODEL_PATH
 from megatron_rl.compat.name_tables import PATTERNS
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.fields import FieldInfo, unknown_key_error
+from megatron_rl.config.rendering import WIDTH
 from megatron_rl.config.schema import ACTOR_DECIDES
 from megatron_rl.config.sources import ASSUMED, Setting, describe
 from megatron_rl.types import UserError
@@ -191,15 +192,15 @@ def _compare(
     )
 
 
-def format_names(width: int = 100) -> str:
+def format_names() -> str:
     """Format the accepted verl names and their translations for `--help`."""
     renamed = [(name, alias.target) for name, alias in name_tables.ALIASES.items() if isinstance(alias, Renamed)]
     pairs = [(name, target) for name, target in renamed if name != target]
     pairs += [(" + ".join(group.names), group.meaning) for group in name_groups.GROUPS]
     lines = ["[verl names]  accepted in recipes and on the command line"]
     for name, target in sorted(pairs):
-        lines += textwrap.wrap(f"{name} -> {target}", width - 2, initial_indent="  ", subsequent_indent="      ")
+        lines += textwrap.wrap(f"{name} -> {target}", WIDTH - 2, initial_indent="  ", subsequent_indent="      ")
     others = sorted(name for name, alias in name_tables.ALIASES.items() if not isinstance(alias, Renamed))
     text = f"Without effect or with one value only (reasons: docs/verl_keys.md): {', '.join(others)}."
-    lines += textwrap.wrap(text, width - 2, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+    lines += textwrap.wrap(text, WIDTH - 2, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
     return "\n".join(lines) + "\n"

@@ -108,7 +108,7 @@ def build_role(
     config: RunConfig,
     inputs: RoleInputs,
     groups: ParallelGroups,
-    total_optimizer_steps: int = 0,
+    total_optimizer_steps: int,
     make: Callable[[RoleSetup], Any] | None = None,
     teacher: LearnedTeacher | None = None,
 ) -> Any:

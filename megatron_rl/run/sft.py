@@ -27,7 +27,7 @@ from megatron_rl.types import UserError
 class SftTrainer:
     """Actor, data and outputs (logs, metrics) of one SFT run; building it is collective."""
 
-    def __init__(self, config: RunConfig, inputs: SftInputs, recipe: Path | None = None) -> None:
+    def __init__(self, config: RunConfig, inputs: SftInputs, recipe: Path | None) -> None:
         self.config, self.plan = config, inputs.plan
         self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
         assert self.plan.total_steps is not None, "the data was read"

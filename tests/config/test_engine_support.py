@@ -20,10 +20,9 @@ from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.engines.protocol import register_rollout_engine
 from megatron_rl.extension.registry import ABILITIES, ENGINES, RegisteredEngine, name_engines
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.run.bitwise import check_bitwise
 from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.models import RoleInputs, check_machine, resolve
+from megatron_rl.run.models import RoleInputs, check_bitwise, check_machine, resolve
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import DeltaNetSizes, ModelShape
 from megatron_rl.weights.support import check_engine
