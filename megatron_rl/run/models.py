@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -167,7 +167,7 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
             found[name] = _read_role(config, role, world_size)
             _check_vocabulary(tokenizer, found[name].shape, f"model.tokenizer and {role.path}")
         if role.is_teacher:
-            _check_vocabularies(config, role, tokenizer, (actor.shape, found[name].shape))
+            _check_vocabularies(config, role, tokenizer, actor.shape, found[name].shape)
     return found, tokenizer
 
 
@@ -320,8 +320,10 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> N
         )
 
 
-def _check_vocabularies(config: RunConfig, role: RoleSpec, tokenizer: Tokenizer, sizes: Sequence[ModelShape]) -> None:
-    """Refuse a teacher with other token ids (kind full: or fewer logits) than the policy; `sizes`: policy, teacher."""
+def _check_vocabularies(
+    config: RunConfig, role: RoleSpec, tokenizer: Tokenizer, student: ModelShape, teacher: ModelShape
+) -> None:
+    """Refuse a teacher with other token ids (kind full: or fewer logits) than the policy."""
     theirs = load_tokenizer(find_model_files(Path(role.path))).read_vocabulary()
     differing = [token for token, index in tokenizer.read_vocabulary().items() if theirs.get(token) != index]
     if differing:
@@ -332,7 +334,6 @@ def _check_vocabularies(config: RunConfig, role: RoleSpec, tokenizer: Tokenizer,
             expected="one vocabulary: a teacher scores the token ids that the policy has sampled",
             hint="choose a teacher of the policy's family",
         )
-    student, teacher = sizes
     if config.algorithm.distillation.kind == "full" and teacher.vocab_size < student.vocab_size:
         raise UserError(
             f"{role.title} has {teacher.vocab_size} logits, the policy {student.vocab_size}",

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open a run: lock its directory, choose and check the checkpoint to resume from, catch stop signals.
-
-The reference of the KL term, the reward model, the base model of adapters, the data, and the user's reward functions
-and plugins lie outside a checkpoint; digests show whether they have changed since it was written.
-"""
+"""Open a run: lock its directory, choose and check the checkpoint to resume from, catch stop signals."""
 
 from __future__ import annotations
 

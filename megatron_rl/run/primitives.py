@@ -1,14 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Primitives of a training loop: `Trainer.train` uses them, and so does a loop of your own (docs/primitives.md).
 
-    with policy.rollout_mode():
-        samples = policy.sample(step)
-    samples.old_logprobs = policy.logprobs(samples)
-    samples.advantages = ...
-    for minibatch in policy.minibatches(samples):
-        policy.forward_backward(minibatch, loss)
-        policy.optim_step()
-
 Every call is collective.
 """
 
