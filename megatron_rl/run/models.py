@@ -124,7 +124,6 @@ def _make_actor(config: RunConfig) -> RoleSpec:
     )
 
 
-_MAX_TRIAL_COLUMNS = 8192  # wider products use the same kernel
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
@@ -169,6 +168,9 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
         if role.is_teacher:
             _check_vocabularies(config, role, tokenizer, actor.shape, found[name].shape)
     return found, tokenizer
+
+
+_MAX_TRIAL_COLUMNS = 8192  # wider products use the same kernel
 
 
 def check_bitwise(shape: ModelShape, tp_size: int, engine: str) -> None:
