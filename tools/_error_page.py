@@ -112,7 +112,7 @@ _AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Engines, sampling and servers": (
         "What an engine cannot serve, servers that fail, responses that differ from their request.",
-        ("engines/", "transfer/probe", "transfer/coding", "rollout/", "run/bitwise"),
+        ("engines/", "transfer/probe", "transfer/coding", "rollout/"),
     ),
     "Environments, tools and episodes": ("Your environment, its processes, and chat templates.", ("agents/",)),
     "The run stops during training": (

@@ -16,11 +16,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megatron_rl.compat import name_groups, name_tables, trl
-from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs, each, note
+from megatron_rl.compat.kinds import Ignored, Only, Renamed, SameAs, each, look_up, note, same
 from megatron_rl.compat.loss_names import LOSS_MODE, MODEL_PATH
 from megatron_rl.compat.name_tables import PATTERNS
 from megatron_rl.config.checked import Mistakes
 from megatron_rl.config.fields import FieldInfo, unknown_key_error
+from megatron_rl.config.rendering import WIDTH
 from megatron_rl.config.schema import ACTOR_DECIDES
 from megatron_rl.config.sources import ASSUMED, Setting, describe
 from megatron_rl.types import UserError
@@ -143,19 +144,12 @@ def _expand_home(value: Any) -> Any:
 
 
 def _rename(setting: Setting, alias: Renamed, fields: Mapping[str, FieldInfo]) -> list[Setting]:
-    for theirs, ours in alias.values:
-        if _same(setting.value, theirs):
-            return [replace(setting, name=alias.target, value=ours, text=None)]
-    if setting.value is None and setting.name != alias.target and not fields[alias.target].accepts_none:
+    is_listed = any(same(setting.value, theirs) for theirs, _ in alias.values)
+    is_ours = setting.name == alias.target or fields[alias.target].accepts_none
+    if setting.value is None and not is_listed and not is_ours:
         return []  # null means "not given" in verl
-    if alias.closed:
-        known = ", ".join(repr(theirs) for theirs, _ in alias.values)
-        raise UserError(
-            f"{setting.name} = {setting.value!r} is not known",
-            source=setting.source,
-            expected=f"one of {known} (read as {alias.target})",
-            hint=f"set {alias.target} instead, see --help",
-        )
+    if is_listed or alias.closed:
+        return [look_up(setting, alias.target, alias.values, f"set {alias.target} instead, see --help")]
     return [replace(setting, name=alias.target)]
 
 
@@ -164,7 +158,7 @@ def _ignore(setting: Setting, alias: Ignored | Only) -> list[str]:
         return []
     if isinstance(alias, Ignored):
         return [note(setting, alias.reason)]
-    if any(_same(setting.value, allowed) for allowed in alias.allowed):
+    if any(same(setting.value, allowed) for allowed in alias.allowed):
         return []
     accepted = " or ".join(repr(allowed) for allowed in (alias.allowed or (None,)))
     raise UserError(
@@ -178,7 +172,7 @@ def _ignore(setting: Setting, alias: Ignored | Only) -> list[str]:
 def _compare(
     setting: Setting, alias: SameAs, translated: Sequence[Setting], fields: Mapping[str, FieldInfo]
 ) -> list[str]:
-    value = next((ours for theirs, ours in alias.values if _same(setting.value, theirs)), setting.value)
+    value = next((ours for theirs, ours in alias.values if same(setting.value, theirs)), setting.value)
     strongest = max(
         (other for other in translated if other.name == alias.target),
         key=lambda other: (other.layer, not other.weak),
@@ -186,7 +180,7 @@ def _compare(
     )
     if strongest is None and alias.strict:
         strongest = Setting(alias.target, fields[alias.target].default, "its default", setting.layer)
-    if value is None or (strongest is not None and _same(value, strongest.value)):
+    if value is None or (strongest is not None and same(value, strongest.value)):
         return []
     if strongest is None or strongest.layer != setting.layer:
         return [note(setting, f"{alias.target} decides")]
@@ -198,19 +192,15 @@ def _compare(
     )
 
 
-def _same(value: Any, other: Any) -> bool:
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
-
-
-def format_names(width: int = 100) -> str:
+def format_names() -> str:
     """Format the accepted verl names and their translations for `--help`."""
     renamed = [(name, alias.target) for name, alias in name_tables.ALIASES.items() if isinstance(alias, Renamed)]
     pairs = [(name, target) for name, target in renamed if name != target]
     pairs += [(" + ".join(group.names), group.meaning) for group in name_groups.GROUPS]
     lines = ["[verl names]  accepted in recipes and on the command line"]
     for name, target in sorted(pairs):
-        lines += textwrap.wrap(f"{name} -> {target}", width - 2, initial_indent="  ", subsequent_indent="      ")
+        lines += textwrap.wrap(f"{name} -> {target}", WIDTH - 2, initial_indent="  ", subsequent_indent="      ")
     others = sorted(name for name, alias in name_tables.ALIASES.items() if not isinstance(alias, Renamed))
     text = f"Without effect or with one value only (reasons: docs/verl_keys.md): {', '.join(others)}."
-    lines += textwrap.wrap(text, width - 2, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+    lines += textwrap.wrap(text, WIDTH - 2, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
     return "\n".join(lines) + "\n"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -82,16 +82,22 @@ def put(setting: Setting, target: str, value: Any, *, layer: int | None = None, 
     return replace(setting, name=target, value=value, layer=layer, text=None, weak=weak)
 
 
-def look_up(setting: Setting, target: str, values: Mapping[str, str], hint: str) -> Setting:
+def same(value: Any, other: Any) -> bool:
+    """Whether two values are equal, where a boolean equals no number."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def look_up(setting: Setting, target: str, values: Collection[tuple[Any, Any]], hint: str) -> Setting:
     """Translate a setting to `target` by a table of all accepted values (UserError for others)."""
-    if not isinstance(setting.value, str) or setting.value not in values:
-        raise UserError(
-            f"{setting.name} = {setting.value!r} is not known",
-            source=setting.source,
-            expected=f"one of {', '.join(map(repr, values))} (read as {target})",
-            hint=hint,
-        )
-    return put(setting, target, values[setting.value])
+    for theirs, ours in values:
+        if same(setting.value, theirs):
+            return put(setting, target, ours)
+    raise UserError(
+        f"{setting.name} = {setting.value!r} is not known",
+        source=setting.source,
+        expected=f"one of {', '.join(repr(theirs) for theirs, _ in values)} (read as {target})",
+        hint=hint,
+    )
 
 
 def read_boolean(setting: Setting) -> bool:

@@ -53,7 +53,7 @@ def _combine_policy_loss(parts: Parts) -> Combined:
     mode = parts.get(LOSS_MODE)
     if mode is not None and mode.layer != ASSUMED:
         hint = "register a loss of yours with algorithm.plugins and name it in algorithm.policy_loss"
-        yield look_up(mode, "algorithm.policy_loss", LOSS_MODES, hint)
+        yield look_up(mode, "algorithm.policy_loss", LOSS_MODES.items(), hint)
     dual_clip, own_loss = parts.get(_DUAL_CLIP), parts.get("algorithm.policy_loss")
     has_clip = mode is not None and mode.value in _DUAL_CLIPPED
     if dual_clip is not None and mode is not None and not has_clip:
@@ -76,7 +76,7 @@ def _combine_policy_loss(parts: Parts) -> Combined:
 
 def _combine_aggregation(parts: Parts, mode: Setting | None) -> Combined:
     given, target, hint = parts.get(_AGGREGATION), "algorithm.loss_agg_mode", "set algorithm.loss_agg_mode, see --help"
-    read = None if given is None else look_up(given, target, dict(AGGREGATIONS), hint)
+    read = None if given is None else look_up(given, target, AGGREGATIONS, hint)
     if mode is not None and mode.value in _BY_SEQUENCE and (given is None or given.value != _SEQUENCE_MEAN):
         yield put(mode, target, _SEQUENCE_MEAN, layer=ASSUMED)
         why = (
@@ -164,7 +164,7 @@ def _read_kl_type(setting: Setting) -> Setting:
             hint="it would sum over the vocabulary, with the logits of policy and reference side by side; verl has the "
             "name and no code for it (NotImplementedError). k3 has the same expectation",
         )
-    return look_up(setting, "algorithm.kl_type", KL_TYPES, "set algorithm.kl_type: k1, k2, k3 or abs")
+    return look_up(setting, "algorithm.kl_type", KL_TYPES.items(), "set algorithm.kl_type: k1, k2, k3 or abs")
 
 
 def _ignore(parts: Parts, names: Collection[str], reason: str) -> Combined:

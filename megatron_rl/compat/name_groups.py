@@ -72,7 +72,7 @@ def _combine_overlong(parts: Parts) -> Combined:
             yield note(truncation, f"{_FILTER} drops long prompts first")
     elif truncation is not None:
         policies = {"error": "error", "left": "truncate", "right": "truncate_right", "middle": "truncate_middle"}
-        yield look_up(truncation, "data.overlong_prompts", policies, "set data.overlong_prompts, see --help")
+        yield look_up(truncation, "data.overlong_prompts", policies.items(), "set data.overlong_prompts, see --help")
 
 
 def _combine_reward_key(parts: Parts) -> Combined:
@@ -121,7 +121,7 @@ def _combine_resume(parts: Parts) -> Combined:
     if path is not None:
         yield note(path, f"{_RESUME_MODE} is not 'resume_path'")
     if mode is not None:
-        modes = {"auto": "auto", "disable": "never"}
+        modes = (("auto", "auto"), ("disable", "never"))
         yield look_up(
             mode, "checkpoint.resume", modes, "give resume_path with trainer.resume_from_path, or one of them"
         )

@@ -106,13 +106,17 @@ def trainable_names(role: str) -> dict[str, Alias]:
 
 
 _RUNS = "torchrun decides the number of ranks; a dry run plans for as many as this says"
-_SCORING = "log-probs are computed in the actor's microbatches"
 _PACKED = "sequences are always packed"
 _TRACKING = "metrics go to metrics.jsonl and TensorBoard; observability.wandb=online sends them to W&B too"
 _REFERENCE = "the reference model has the layout of the actor"
 _ENGINE = "the engine decides"
 _TEXT = "prompts are text"
 _CHECKPOINTING = ((True, "full"), (False, "none"))
+_LOG_PROB_BATCHES = each(
+    "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu "
+    "log_prob_use_dynamic_bsz",
+    Ignored("log-probs are computed in the actor's microbatches"),
+)
 
 
 _ACTOR: dict[str, Alias] = trainable_names("actor") | {
@@ -197,11 +201,7 @@ _ROLLOUT: dict[str, Alias] = {leaf: Renamed(f"rollout.{leaf}") for leaf in _SAME
         "skip_tokenizer_init skip_dump_dir use_block_quant_rollout",
         Ignored(_ENGINE),
     ),
-    **each(
-        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu "
-        "log_prob_use_dynamic_bsz",
-        Ignored(_SCORING),
-    ),
+    **_LOG_PROB_BATCHES,
 }
 
 _REF: dict[str, Alias] = {
@@ -214,11 +214,7 @@ _REF: dict[str, Alias] = {
         "entropy_checkpointing load_weight sync_actor_alpha sync_steps",
         Ignored(_REFERENCE),
     ),
-    **each(
-        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu "
-        "log_prob_use_dynamic_bsz",
-        Ignored(_SCORING),
-    ),
+    **_LOG_PROB_BATCHES,
     **{f"megatron.{leaf}": Ignored(_REFERENCE) for leaf in (*LAYOUT_LEAVES, "sequence_parallel")},
 }
 

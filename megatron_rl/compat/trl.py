@@ -122,12 +122,12 @@ ALIASES: dict[str, Alias] = {
 }
 
 _CORRECTION, _MODE = "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"
-_MODES = {
-    "token_truncate": "token-truncate",
-    "token_mask": "token-mask",
-    "sequence_truncate": "product-truncate",
-    "sequence_mask": "product-mask",
-}
+_MODES = (
+    ("token_truncate", "token-truncate"),
+    ("token_mask", "token-mask"),
+    ("sequence_truncate", "product-truncate"),
+    ("sequence_mask", "product-mask"),
+)
 _TRL_MODE, _TRL_CAP = "sequence_mask", 3.0
 _PROMPTS, _MINIBATCH = "data.train_batch_size", "actor.ppo_mini_batch_size"
 

@@ -14,6 +14,7 @@ import yaml
 from megatron_rl.config.fields import list_fields, list_options, section_classes
 from megatron_rl.config.schema import ACTOR_DECIDES, RunConfig
 
+WIDTH = 100  # of texts in columns
 _SYNTAX = """\
 Settings are given in the recipe (nested sections) and on the command line, which wins:
   section.key=value               actor.lr=1e-6   data.train_files=[a.jsonl,b.jsonl]
@@ -51,7 +52,7 @@ def _redact_all(value: Any) -> Any:
 
 def dump_yaml(cfg: RunConfig) -> str:
     """Return the resolved config as YAML; `load_config` reads an equal config back, except for credentials in URLs."""
-    return yaml.dump(config_to_dict(cfg), Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100)
+    return yaml.dump(config_to_dict(cfg), Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=WIDTH)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -61,7 +62,7 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
 
-def format_help(width: int = 100) -> str:
+def format_help() -> str:
     """Return every setting with its type, default, unit and meaning, imported plugins included."""
     fields = list_fields() | list_options()
     blocks = [_SYNTAX]
@@ -73,7 +74,7 @@ def format_help(width: int = 100) -> str:
                 default = "required" if info.required else f"default: {render(info.default)}"
                 unit = f"  [{info.unit}]" if info.unit else ""
                 lines.append(f"  {info.name}  ({info.describe_type()}; {default}){unit}")
-                lines += [f"      {line}" for line in textwrap.wrap(info.doc, width - 6)]
+                lines += [f"      {line}" for line in textwrap.wrap(info.doc, WIDTH - 6)]
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 

@@ -313,7 +313,7 @@ def _check_agents(config: CheckedConfig) -> None:
 
 
 def _check_bitwise(config: CheckedConfig) -> None:
-    """Check, for `rollout.bitwise`, that engine and trainer can compute the same bits; see also `run/bitwise.py`."""
+    """Check, for `rollout.bitwise`, that engine and trainer can compute the same bits; see also `run/models.py`."""
     if not config.get("rollout.bitwise"):
         return
     engine, tp_size = config.get("rollout.engine"), config.get("actor.tensor_model_parallel_size")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from megatron_rl.parallel.layout import ParallelLayout
     from megatron_rl.training.roles.actor import Actor
     from megatron_rl.weights.shard_box import ShardBox
+
+T = TypeVar("T")
 
 
 def launched_sizes() -> tuple[int, int]:
@@ -106,7 +108,7 @@ def build_role(
     config: RunConfig,
     inputs: RoleInputs,
     groups: ParallelGroups,
-    total_optimizer_steps: int = 0,
+    total_optimizer_steps: int,
     make: Callable[[RoleSetup], Any] | None = None,
     teacher: LearnedTeacher | None = None,
 ) -> Any:
@@ -237,6 +239,13 @@ def _build_engine(
     return built
 
 
+def order_prompts(config: RunConfig, prompts: Sequence[T], file_sizes: Sequence[int]) -> PromptBatches[T]:
+    """Return the batches of a run's training data, of which `file_sizes` lists the size of each file."""
+    data = config.data
+    stream = PromptStream(prompts, data.shuffle, config.trainer.seed, weights=data.weights, file_sizes=file_sizes)
+    return PromptBatches(stream, data.train_batch_size)
+
+
 @dataclass(frozen=True)
 class RunSinks:
     """Timers, progress counter and directory of the schedule trace of a run; by default nothing is shown or written."""
@@ -272,11 +281,7 @@ def build_rollout_members(
             roles["reward_model"],
             Packer(roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device),
         )
-    data, train = config.data, inputs.train
-    order = PromptStream(
-        train.prompts, data.shuffle, config.trainer.seed, weights=data.weights, file_sizes=train.file_sizes
-    )
-    prompts = PromptBatches(order, data.train_batch_size)
+    prompts = order_prompts(config, inputs.train.prompts, inputs.train.file_sizes)
     if parts.rollouts:
         return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, model)
     read = inputs.stop.read if inputs.stop else decode

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.files import explain_os_error
-from megatron_rl.checkpoint.manifest import RunContent
 from megatron_rl.checkpoint.saving import CheckpointSaver, SaveOutcome, save_now
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
@@ -103,14 +102,15 @@ class Checkpoints:
     def mark(self, step: int) -> None:
         """Keep the state at the end of a step for a later save, except weights and optimizer states."""
         best = self._run.best_value
-        state = self._state.small_parts() | {
-            "best_value": None if best == float("-inf") else best,
-            "record": self._run.counted(),
-            "dependencies": self._opened.dependencies,
-            "failed_saves": list(self._run.failed_saves),
-        }
-        version = self._state.policy_version
-        self._marked = RunContent(step, version, self._recipe, state, self._state.side_files), self._state.rank_state()
+        content = self._state.content(
+            step,
+            self._recipe,
+            best_value=None if best == float("-inf") else best,
+            record=self._run.counted(),
+            dependencies=self._opened.dependencies,
+            failed_saves=list(self._run.failed_saves),
+        )
+        self._marked = content, self._state.rank_state()
 
     def end_step(self, step: int, is_best: bool = False) -> None:
         """Save if a checkpoint is due (UserError if too many saves have failed)."""

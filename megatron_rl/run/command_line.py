@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Protocol, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from megatron_rl.config.batch_plan import BatchPlan, SftPlan
 from megatron_rl.config.checked import Mistakes
@@ -37,6 +37,9 @@ from megatron_rl.types import (
     UserError,
     reported_code,
 )
+
+if TYPE_CHECKING:
+    from megatron_rl.run.inputs import RlInputs, SftInputs
 
 _USAGE = """usage: torchrun --nproc-per-node N launch/{name}.py RECIPE.yaml [section.key=value ...]
 
@@ -61,20 +64,13 @@ _PATIENCE_SECONDS = 20.0
 Plan = BatchPlan | SftPlan
 
 
-class Inputs(Protocol):
-    """Inputs that an entry point reads before it starts."""
-
-    plan: Plan
-    notes: list[str]
-
-
 def run_command(
     argv: Sequence[str],
     *,
     name: str,
     description: str,
     build_plan: Callable[[RunConfig, int], Plan],
-    read_inputs: Callable[[RunConfig, int], Inputs],
+    read_inputs: Callable[[RunConfig, int], RlInputs | SftInputs],
     run: Callable[[LoadedConfig, Path | None], None],
     check_memory: Callable[[RunConfig, Path | None, int, float, int | None], tuple[RunConfig, list[str], str]]
     | None = None,

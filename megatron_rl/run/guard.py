@@ -66,7 +66,7 @@ class Guard:
         release: called by `close` after the watchdog has ended.
     """
 
-    def __init__(self, watched: Watched, watchdog: Watchdog | None, release: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, watched: Watched, watchdog: Watchdog | None, release: Callable[[], None]) -> None:
         self._watched, self._watchdog, self._release = watched, watchdog, release
 
     @contextmanager

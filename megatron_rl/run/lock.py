@@ -26,7 +26,8 @@ import psutil
 from megatron_rl.types import UserError
 
 LOCK_FILE = "run.lock"
-BEAT_SECONDS, DEAD_SECONDS = 5.0, 30.0
+_BEAT_SECONDS = 5.0  # between two heartbeats
+_DEAD_SECONDS = 30.0  # silence after which an owner on another machine is dead
 _READS = 25
 _LOG = logging.getLogger(__name__)
 
@@ -76,24 +77,16 @@ _UNKNOWN = Owner("an unknown host", "", 0, 0.0, 0.0, "")  # a lock whose writing
 
 
 class RunLock:
-    """Lock of a run directory, held from `acquire` to `release`.
+    """Lock of a run directory, held from `acquire` to `release`."""
 
-    Args:
-        beat_seconds: between two heartbeats.
-        dead_seconds: silence after which an owner on another machine is dead.
-    """
-
-    def __init__(
-        self, run_dir: Path, *, beat_seconds: float = BEAT_SECONDS, dead_seconds: float = DEAD_SECONDS
-    ) -> None:
-        self.path, self._beat_seconds, self._dead_seconds = run_dir / LOCK_FILE, beat_seconds, dead_seconds
-        self._me = Owner.here()
+    def __init__(self, run_dir: Path) -> None:
+        self.path, self._me = run_dir / LOCK_FILE, Owner.here()
         self._lost_to: Owner | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._keep_fresh, name="run-lock", daemon=True)
 
     def acquire(self) -> str | None:
-        """Take the lock, waiting up to `dead_seconds` for another host's heartbeat; return a warning after a takeover.
+        """Take the lock, after a wait for the heartbeat of another host's owner; return a warning after a takeover.
 
         Raises:
             UserError: another job holds it.
@@ -127,7 +120,7 @@ class RunLock:
                 f"the run directory was taken over by {self._lost_to}",
                 source=str(self.path),
                 expected="one job that writes to it",
-                hint=f"this process gave no sign of life for {self._dead_seconds:.0f} s; let the other job continue",
+                hint=f"this process gave no sign of life for {_DEAD_SECONDS:.0f} s; let the other job continue",
             )
 
     def release(self) -> None:
@@ -164,14 +157,14 @@ class RunLock:
         if owner.machine == self._me.machine:
             return owner.is_running()
         first = self._last_beat()
-        if first is None or self._age(first) > self._dead_seconds:
+        if first is None or self._age(first) > _DEAD_SECONDS:
             return False
         _LOG.warning(
-            "%s is held by %s: waiting up to %.0f s for a sign of life", self.path.parent, owner, self._dead_seconds
+            "%s is held by %s: waiting up to %.0f s for a sign of life", self.path.parent, owner, _DEAD_SECONDS
         )
-        deadline = time.monotonic() + self._dead_seconds
+        deadline = time.monotonic() + _DEAD_SECONDS
         while time.monotonic() < deadline:
-            time.sleep(min(0.5, self._beat_seconds / 2))
+            time.sleep(min(0.5, _BEAT_SECONDS / 2))
             beat = self._last_beat()
             if beat != first:
                 return beat is not None
@@ -195,7 +188,7 @@ class RunLock:
             claim.touch(exist_ok=False)
         except FileExistsError:
             with suppress(FileNotFoundError):
-                if self._age(claim.stat().st_mtime) > self._dead_seconds:  # of a job that died with it
+                if self._age(claim.stat().st_mtime) > _DEAD_SECONDS:  # of a job that died with it
                     claim.unlink()
             time.sleep(0.01)
             return False
@@ -208,7 +201,7 @@ class RunLock:
             claim.unlink(missing_ok=True)
 
     def _keep_fresh(self) -> None:
-        while not self._end.wait(self._beat_seconds):
+        while not self._end.wait(_BEAT_SECONDS):
             try:
                 owner = self._read()
                 if owner is None:  # the file was removed

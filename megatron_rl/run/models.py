@@ -9,22 +9,24 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from megatron_rl.algorithms.catalog import find_advantage_estimator, plan_old_logprobs
 from megatron_rl.checkpoint.side_files import MTP_ROLE, find_model_files, find_mtp_weights
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_rl.extension.registry import find_engine
+from megatron_rl.extension.registry import find_engine, name_engines
 from megatron_rl.extension.user_code import load_plugins
 from megatron_rl.parallel.layout import ParallelLayout, check_context_parallel
 from megatron_rl.planning.cluster import DTYPE_BYTES, check_layout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import make_adapter_shape
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape
+from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.model_config import check_mtp, is_image_text, load_model_shape
 from megatron_rl.weights.packed_experts import ROW_BYTES
 from megatron_rl.weights.support import check_engine, check_rollout_layout, check_router_replay
@@ -50,13 +52,7 @@ def resolve(config: RunConfig) -> RunSpec:
     roles = [_make_actor(config)]
     if config.algorithm.kl_coef > 0:
         roles.append(_make_reference(config))
-    for teacher, section in config.teachers.items():
-        name = f"teachers.{teacher}"
-        roles.append(
-            RoleSpec(
-                name=name, path=section.path, section=name, settings=section, head="logprob", offload=section.offload
-            )
-        )
+    roles += [_make_frozen(f"teachers.{name}", teacher, "logprob") for name, teacher in config.teachers.items()]
     if estimator.needs_values if enable is None else enable:
         roles.append(
             RoleSpec(
@@ -70,16 +66,7 @@ def resolve(config: RunConfig) -> RunSpec:
             )
         )
     if config.reward_model.path is not None:
-        roles.append(
-            RoleSpec(
-                name="reward_model",
-                path=config.reward_model.path,
-                section="reward_model",
-                settings=config.reward_model,
-                head="score",
-                offload=config.reward_model.offload,
-            )
-        )
+        roles.append(_make_frozen("reward_model", config.reward_model, "score"))
     return RunSpec(
         roles={role.name: role for role in roles},
         needs_greedy_baseline=estimator.needs_greedy_baseline,
@@ -121,6 +108,10 @@ def _make_reference(config: RunConfig) -> RoleSpec:
     )
 
 
+def _make_frozen(name: str, section: Any, head: Literal["logprob", "score"]) -> RoleSpec:
+    return RoleSpec(name=name, path=section.path, section=name, settings=section, head=head, offload=section.offload)
+
+
 def _make_actor(config: RunConfig) -> RoleSpec:
     return RoleSpec(
         name="actor",
@@ -149,9 +140,7 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
     """Read and check models and layouts of all roles, in order, and the policy's tokenizer (UserError if unfit)."""
     actor = _read_role(config, spec.roles["actor"], world_size)
     if actor.spec.batch_invariant and HAS_TORCH:
-        from megatron_rl.run import bitwise
-
-        bitwise.check_bitwise(actor.shape, actor.layout.tp_size, config.rollout.engine)
+        check_bitwise(actor.shape, actor.layout.tp_size, config.rollout.engine)
     tokenizer = load_tokenizer(
         Path(config.model.tokenizer or find_model_files(config.model.path)),
         reads_marks=config.data.special_tokens_in_contents,
@@ -177,8 +166,68 @@ def read_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict
             found[name] = _read_role(config, role, world_size)
             _check_vocabulary(tokenizer, found[name].shape, f"model.tokenizer and {role.path}")
         if role.is_teacher:
-            _check_vocabularies(config, role, tokenizer, (actor.shape, found[name].shape))
+            _check_vocabularies(config, role, tokenizer, actor.shape, found[name].shape)
     return found, tokenizer
+
+
+_MAX_TRIAL_COLUMNS = 8192  # wider products use the same kernel
+
+
+def check_bitwise(shape: ModelShape, tp_size: int, engine: str) -> None:
+    """Refuse, for `rollout.bitwise`, a machine or a model on which engine and trainer differ (UserError)."""
+    import torch
+
+    from megatron_rl.parallel.batch_invariant import find_variance
+
+    if torch.cuda.is_available():
+        raise UserError(
+            "rollout.bitwise on a GPU: the kernels of vLLM and of the trainer add up in different orders there",
+            source="rollout.bitwise",
+            expected="false on GPUs",
+            hint="algorithm.importance_sampling corrects for the gap, and mismatch/max shows it",
+        )
+    if shape.num_experts and not find_engine(engine).has("is_actor"):
+        raise UserError(
+            f"rollout.bitwise with a mixture of {shape.num_experts} experts: rollout.engine = {engine!r} has another "
+            "order of products and sums in its experts",
+            source="rollout.bitwise",
+            expected=f"rollout.engine={name_engines('is_actor')}, which is the policy itself",
+            hint=f"set rollout.engine={name_engines('is_actor')}, or rollout.bitwise=false",
+        )
+    if shape.sliding_layers:
+        raise UserError(
+            f"rollout.bitwise with a {shape.family} model, whose windows slide",
+            source="rollout.bitwise",
+            expected="a model whose layers see the whole sequence",
+            hint="set rollout.bitwise=false",
+        )
+    if shape.delta_net is not None:
+        raise UserError(
+            f"rollout.bitwise with a {shape.family} model, whose recurrence runs in chunks while it trains",
+            source="rollout.bitwise",
+            expected="a model whose layers attend",
+            hint="set rollout.bitwise=false",
+        )
+    if variance := find_variance(_list_products(shape, tp_size)):
+        raise UserError(
+            f"rollout.bitwise needs matrix products whose rows do not depend on each other; here {variance}",
+            source="rollout.bitwise",
+            expected="a build of torch, a processor and a number of threads for which they do not",
+            hint="set OMP_NUM_THREADS=1, or rollout.bitwise=false",
+        )
+
+
+def _list_products(shape: ModelShape, tp_size: int) -> Iterator[tuple[int, ...]]:
+    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size // tp_size
+    heads = shape.num_heads // tp_size * shape.head_dim
+    kv_heads = max(1, shape.num_kv_heads // tp_size) * shape.head_dim
+    yield hidden, heads, kv_heads, kv_heads
+    yield heads, hidden
+    yield hidden, ffn, ffn
+    yield ffn, hidden
+    columns = padded_vocab_size(shape.vocab_size, tp_size) // tp_size
+    padding = -shape.vocab_size % columns  # omitted from the trainer's product, included in vLLM's
+    yield hidden, min(columns - padding, _MAX_TRIAL_COLUMNS), *([padding] if padding else [])
 
 
 def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[dict[str, RoleInputs], Tokenizer]:
@@ -213,7 +262,7 @@ def note_models(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str 
     paths = dict.fromkeys(role.spec.path for role in roles.values())
     seeing = [path for path in paths if is_image_text(find_model_files(path))]
     notes = [f"{path} is an image-text model: its text part is used, and saved as a text model" for path in seeing]
-    return notes + check_machine(config, {name: (role.spec, role.shape) for name, role in roles.items()}, engine)
+    return notes + check_machine(config, roles, engine)
 
 
 def _read_role(config: RunConfig, spec: RoleSpec, world_size: int) -> RoleInputs:
@@ -273,8 +322,10 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, source: str) -> N
         )
 
 
-def _check_vocabularies(config: RunConfig, role: RoleSpec, tokenizer: Tokenizer, sizes: Sequence[ModelShape]) -> None:
-    """Refuse a teacher with other token ids (kind full: or fewer logits) than the policy; `sizes`: policy, teacher."""
+def _check_vocabularies(
+    config: RunConfig, role: RoleSpec, tokenizer: Tokenizer, student: ModelShape, teacher: ModelShape
+) -> None:
+    """Refuse a teacher with other token ids (kind full: or fewer logits) than the policy."""
     theirs = load_tokenizer(find_model_files(Path(role.path))).read_vocabulary()
     differing = [token for token, index in tokenizer.read_vocabulary().items() if theirs.get(token) != index]
     if differing:
@@ -285,7 +336,6 @@ def _check_vocabularies(config: RunConfig, role: RoleSpec, tokenizer: Tokenizer,
             expected="one vocabulary: a teacher scores the token ids that the policy has sampled",
             hint="choose a teacher of the policy's family",
         )
-    student, teacher = sizes
     if config.algorithm.distillation.kind == "full" and teacher.vocab_size < student.vocab_size:
         raise UserError(
             f"{role.title} has {teacher.vocab_size} logits, the policy {student.vocab_size}",
@@ -321,9 +371,7 @@ def read_layout(spec: RoleSpec, ranks: range, shape: ModelShape, dtype: str) -> 
     return layout
 
 
-def check_machine(
-    config: RunConfig, roles: Mapping[str, tuple[RoleSpec, ModelShape]], engine: str | None = None
-) -> list[str]:
+def check_machine(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str | None = None) -> list[str]:
     """Refuse a config that this machine cannot run; without torchrun, return the reason as a note.
 
     Args:
@@ -337,18 +385,18 @@ def check_machine(
     import torch
 
     try:
-        for spec, shape in roles.values():
-            if spec.trainable and spec.training.step_mode == "graph":
+        for role in roles.values():
+            if role.spec.trainable and role.spec.training.step_mode == "graph":
                 from megatron_rl.training.step import check_step_mode
 
-                check_step_mode(spec, shape, config.model.dtype)
+                check_step_mode(role.spec, role.shape, config.model.dtype)
         if config.model.transformer_impl == "transformer_engine":
             from megatron_rl.models.gpt import choose_transformer_impl
 
             choose_transformer_impl(config.model.transformer_impl)
         check_on_cpu = find_engine(engine).check_on_cpu if engine is not None else None
         if check_on_cpu is not None and not torch.cuda.is_available():
-            check_on_cpu(roles["actor"][1], config.rollout)
+            check_on_cpu(roles["actor"].shape, config.rollout)
     except UserError as error:
         if "RANK" in os.environ:
             raise

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open a run: lock its directory, choose and check the checkpoint to resume from, catch stop signals.
-
-The reference of the KL term, the reward model, the base model of adapters, the data, and the user's reward functions
-and plugins lie outside a checkpoint; digests show whether they have changed since it was written.
-"""
+"""Open a run: lock its directory, choose and check the checkpoint to resume from, catch stop signals."""
 
 from __future__ import annotations
 
@@ -50,17 +46,18 @@ def find_dependencies(config: RunConfig) -> Dependencies:
     Data and code are read completely (about 1 GB/s), weights in samples (8 MiB per file): training changes all
     matrices, but an edit of a few numbers may go unnoticed.
     """
-    algorithm, found = config.algorithm, {}
-    if config.actor.lora.rank:
-        found["model"] = _list_weights(config.model.path)
-    if config.critic.lora.rank:
-        found["critic"] = _list_weights(config.critic.path or config.model.path)
-    if algorithm.kl_coef > 0:
-        found["reference"] = _list_weights(config.reference.path or config.model.path)
-    if config.reward_model.path:
-        found["reward_model"] = _list_weights(config.reward_model.path)
-    if config.teachers:
-        found["teachers"] = [file for teacher in config.teachers.values() for file in _list_weights(teacher.path)]
+    base = config.model.path
+    weights = {
+        "model": [base] if config.actor.lora.rank else [],
+        "critic": [config.critic.path or base] if config.critic.lora.rank else [],
+        "reference": [config.reference.path or base] if config.algorithm.kl_coef > 0 else [],
+        "reward_model": [config.reward_model.path] if config.reward_model.path else [],
+        "teachers": [teacher.path for teacher in config.teachers.values()],
+    }
+    found = {
+        name: [file for path in paths for file in sorted(Path(path).iterdir()) if file.suffix in _WEIGHTS]
+        for name, paths in weights.items()
+    }
     found["train_files"] = [Path(file) for file in config.data.train_files]
     if config.data.pass_rates is not None:
         from megatron_rl.data.pass_rates import list_pass_rate_files
@@ -73,11 +70,11 @@ def find_dependencies(config: RunConfig) -> Dependencies:
     main = getattr(sys.modules["__main__"], "__file__", None)  # defines functions passed as objects
     program = {path for path in functions if main is not None and path.resolve() == Path(main).resolve()}
     found |= {"reward": sorted(functions - program), "program": sorted(program)}
-    found["plugins"] = [Path(file) for file in algorithm.plugins]
+    found["plugins"] = [Path(file) for file in config.algorithm.plugins]
     return {
         name: {
             "source": ", ".join(dict.fromkeys(str(file.parent if file.suffix in _WEIGHTS else file) for file in files)),
-            "digest": _digest(files, samples=name in ("model", "critic", "reference", "reward_model", "teachers")),
+            "digest": _digest(files, samples=name in weights),
         }
         for name, files in found.items()
         if files
@@ -109,10 +106,6 @@ def check_dependencies(saved: Dependencies, now: Dependencies, allowed: Iterable
             hint=f"restore it, or accept the new one by checkpoint.allow_changes=[{','.join(refused)}]",
         )
     return list(lines.values())
-
-
-def _list_weights(path: str) -> list[Path]:
-    return sorted(file for file in Path(path).iterdir() if file.suffix in _WEIGHTS)
 
 
 def _digest(files: Iterable[Path], *, samples: bool) -> str:

@@ -1,14 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Primitives of a training loop: `Trainer.train` uses them, and so does a loop of your own (docs/primitives.md).
 
-    with policy.rollout_mode():
-        samples = policy.sample(step)
-    samples.old_logprobs = policy.logprobs(samples)
-    samples.advantages = ...
-    for minibatch in policy.minibatches(samples):
-        policy.forward_backward(minibatch, loss)
-        policy.optim_step()
-
 Every call is collective.
 """
 
@@ -24,7 +16,7 @@ import numpy as np
 import torch
 
 from megatron_rl.checkpoint.directory import find_step
-from megatron_rl.checkpoint.manifest import RunContent
+from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.saving import save_now
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
@@ -34,7 +26,7 @@ from megatron_rl.parallel.collectives import Process, world
 from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.run.building import RolloutMembers, RunSinks, build_roles, build_rollout_members
 from megatron_rl.run.inputs import Parts, RlInputs
-from megatron_rl.run.state import TrainedPart, TrainingState, actor_export, side_files
+from megatron_rl.run.state import TrainingState, actor_export, side_files
 from megatron_rl.samples.estimate import find_rollouts
 from megatron_rl.samples.experience import Column, Experience
 from megatron_rl.samples.pack import Packer
@@ -136,7 +128,7 @@ class Policy(ActorOnSamples):
             UserError: it cannot be written; on every rank.
         """
         state = self._state
-        content = RunContent(step, state.policy_version, self._recipe, state.small_parts(), state.side_files)
+        content = state.content(step, self._recipe)
         outcome = save_now(Path(directory), content, state.roles, world(), state.rank_state())
         if outcome.error is not None:
             raise outcome.error
@@ -183,23 +175,18 @@ class Primitives:
 
     Attributes:
         inputs: with the batch arithmetic `plan` and the policy's `tokenizer`.
+        trained: roles with an optimizer by name; stand-ins on ranks without the role.
     """
 
     config: RunConfig
     inputs: RlInputs
-
     policy: Policy
     reference: PolicyOnSamples | None
     critic: CriticOnSamples | None
     reward_model: RewardModelOnSamples | None
     state: TrainingState
+    trained: dict[str, SavedRole]
     teachers: TeachersOnSamples | None = None
-
-    @property
-    def trained(self) -> dict[str, Any]:
-        """Model and optimizer of each trained role by name; stand-ins on ranks without the role."""
-        roles = {"actor": self.policy.role} | ({"critic": self.critic.role} if self.critic else {})
-        return {name: TrainedPart(role.model.trained, role.optimizer) for name, role in roles.items()}
 
 
 def build_primitives(
@@ -217,12 +204,9 @@ def build_primitives(
         for name in spec.roles
     }
     saved = [role.spec for role in inputs.roles.values() if role.spec.trainable or role.spec.is_reset]
+    held = {role.name: SavedRole(roles[role.name].model.trained, roles[role.name].optimizer) for role in saved}
     state = TrainingState(
-        {
-            role.name: TrainedPart(roles[role.name].model.trained, roles[role.name].optimizer)
-            for role in saved
-            if roles[role.name].model.dp_rank is not None
-        },
+        {name: role for name, role in held.items() if roles[name].model.dp_rank is not None},
         {"prompts": sampling.prompts, "hybrid": sampling.hybrid}
         | ({"stream": sampling.stream} if sampling.stream is not None else {}),
         {role.name: side_files(config, role.path) for role in saved},
@@ -261,4 +245,5 @@ def build_primitives(
         ),
         reward_model=sampling.reward_model,
         state=state,
+        trained={role.name: held[role.name] for role in spec.trained},
     )

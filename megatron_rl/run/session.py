@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from megatron_rl.config.placement import format_ranks
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.engines.modes import describe_modes
 from megatron_rl.models.gpt import choose_transformer_impl
-from megatron_rl.parallel.collectives import gather_objects, init_distributed, memory_in_use, open_store, world
+from megatron_rl.parallel.collectives import Process, gather_objects, init_distributed, memory_in_use, open_store, world
 from megatron_rl.planning.cluster import find_cluster, find_host
 from megatron_rl.run.building import RunSinks, group_timeout, launched_sizes
 from megatron_rl.run.checkpoints import Checkpoints
@@ -53,10 +53,11 @@ class Prepared:
     inputs: RlInputs
     recipe: Path | None
     parts: Parts
-    chosen: list[str] = field(default_factory=list)
+    chosen: list[str]
 
-    def agree(self) -> None:
-        """Check that all ranks chose the same automatic layout (UserError: nodes differ in memory); collective."""
+    def join(self) -> Process:
+        """Start the process group; refuse ranks whose automatic layouts differ (UserError); collective."""
+        process = init_distributed(group_timeout(self.config) / timedelta(minutes=1))
         if self.chosen and any(found != self.chosen for found in gather_objects(self.chosen, world())):
             raise UserError(
                 "the ranks come to different layouts",
@@ -64,6 +65,7 @@ class Prepared:
                 expected="nodes with equal memory",
                 hint="set the layout: tools/plan.py lists those that fit the smallest node",
             )
+        return process
 
 
 def prepare(
@@ -116,9 +118,7 @@ def load(
         UserError: bad input; on every rank alike, before any process group exists.
     """
     prepared = prepare(model_path, config, overrides, Parts(**parts))
-    process = init_distributed(group_timeout(prepared.config) / timedelta(minutes=1))
-    prepared.agree()
-    return build_primitives(prepared.config, prepared.inputs, prepared.parts, process, RunSinks())
+    return build_primitives(prepared.config, prepared.inputs, prepared.parts, prepared.join(), RunSinks())
 
 
 def describe_run(config: RunConfig, inputs: RlInputs, primitives: Primitives, device: torch.device) -> Iterator[str]:
@@ -172,8 +172,7 @@ class Session:
 
     def __init__(self, prepared: Prepared) -> None:
         self.config, self.inputs, self.plan = prepared.config, prepared.inputs, prepared.inputs.plan
-        self.process = init_distributed(group_timeout(self.config) / timedelta(minutes=1))
-        prepared.agree()
+        self.process = prepared.join()
         assert self.plan.total_steps is not None, "the data was read"
         self.total_steps = self.plan.total_steps
         opened = open_run(self.config, prepared.recipe, self.total_steps)

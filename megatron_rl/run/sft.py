@@ -7,16 +7,16 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
-from megatron_rl.run.building import build_role, group_timeout, launched_sizes
+from megatron_rl.run.building import build_role, group_timeout, launched_sizes, order_prompts
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import SftInputs, read_sft_inputs
 from megatron_rl.run.opening import OpenedRun, open_run
-from megatron_rl.run.state import TrainedPart, TrainingState, actor_export, side_files
+from megatron_rl.run.state import TrainingState, actor_export, side_files
 from megatron_rl.samples.experience import replicate
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.roles.on_samples import ActorOnSamples, sft
@@ -27,7 +27,7 @@ from megatron_rl.types import UserError
 class SftTrainer:
     """Actor, data and outputs (logs, metrics) of one SFT run; building it is collective."""
 
-    def __init__(self, config: RunConfig, inputs: SftInputs, recipe: Path | None = None) -> None:
+    def __init__(self, config: RunConfig, inputs: SftInputs, recipe: Path | None) -> None:
         self.config, self.plan = config, inputs.plan
         self.process = init_distributed(group_timeout(config) / timedelta(minutes=1))
         assert self.plan.total_steps is not None, "the data was read"
@@ -46,19 +46,12 @@ class SftTrainer:
         packer = Packer(actor.model, layout, plan, config.algorithm, self.process.device)
         watched = self.run.timers.watch(actor, forward_backward="update", optim_step="update")
         self.actor = ActorOnSamples(watched, packer)
-        stream = PromptStream(
-            inputs.data.examples,
-            config.data.shuffle,
-            config.trainer.seed,
-            weights=config.data.weights,
-            file_sizes=inputs.data.file_sizes,
-        )
-        self.examples = PromptBatches(stream, config.data.train_batch_size)
+        self.examples = order_prompts(config, inputs.data.examples, inputs.data.file_sizes)
         self.checkpoints = Checkpoints(
             config,
             opened,
             TrainingState(
-                {"actor": TrainedPart(actor.model.trained, actor.optimizer)},
+                {"actor": SavedRole(actor.model.trained, actor.optimizer)},
                 {"prompts": self.examples},
                 {"actor": side_files(config, config.model.path)},
             ),

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
-from megatron_rl.checkpoint.pieces import SavedModel, SavedOptimizer, SavedRole
+from megatron_rl.checkpoint.manifest import RunContent
+from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.saving import RankState, read_rng
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import RunConfig
@@ -85,49 +86,27 @@ def side_files(config: RunConfig, path: str) -> dict[str, Path]:
 _ROLLOUTS = "rollouts"
 
 
-class Stateful(Protocol):
-    """Interface of an object whose state is saved as JSON in a checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-
-
-@dataclass(frozen=True)
-class TrainedPart:
-    """Model (or only its adapters, if any) and optimizer of a `SavedRole`."""
-
-    model: SavedModel
-    optimizer: SavedOptimizer
-
-
 @dataclass(frozen=True)
 class TrainingState:
     """Everything that changes while a program trains.
 
     Attributes:
         roles: trained roles of this rank.
-        parts: other objects with a state, by name.
+        parts: other objects by name, whose `state_dict` is JSON for their `load_state_dict`.
         side_files: files besides weights, by role.
         rollouts: unfinished responses; `None` if all end in their step.
     """
 
     roles: Mapping[str, SavedRole]
-    parts: Mapping[str, Stateful]
+    parts: Mapping[str, Any]
     side_files: Mapping[str, Mapping[str, Path]]
     rollouts: RolloutStream | None = None
 
-    @property
-    def policy_version(self) -> int:
-        """Number of optimizer steps in the actor's weights; -1 on ranks without the actor."""
-        return self.roles["actor"].optimizer.steps if "actor" in self.roles else -1
-
-    def small_parts(self) -> dict[str, Any]:
-        """Return the `state_dict()` of each part by name."""
-        return {name: part.state_dict() for name, part in self.parts.items()}
+    def content(self, step: int, recipe: str, **more: Any) -> RunContent:
+        """Describe the end of a step for a checkpoint, with the state of each part and, by name, of `more`."""
+        version = self.roles["actor"].optimizer.steps if "actor" in self.roles else -1  # -1: the actor is elsewhere
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        return RunContent(step, version, recipe, states | more, self.side_files)
 
     def rank_state(self) -> RankState:
         """Return the state that only this rank has: RNG streams, and unfinished responses of its engine."""

@@ -8,8 +8,7 @@ restarts them.
 A report of another rank (`guard.py`) also ends this rank unless its program ends by itself, and a rank with a stop
 signal ends when another one is gone, since they can no longer agree on a checkpoint.
 
-The first rank to `claim` writes the report. Rank 0 prints it and confirms; without a confirmation, the author prints
-it. The collectives in a report come from torch's flight recorder.
+The collectives in a report come from torch's flight recorder.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from megatron_rl.config.batch_plan import BatchPlan
 from megatron_rl.config.schema import RolloutConfig, RunConfig
 from megatron_rl.engines.protocol import register_rollout_engine
 from megatron_rl.extension.registry import ABILITIES, ENGINES, RegisteredEngine, name_engines
-from megatron_rl.run.bitwise import check_bitwise
+from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.run.inputs import Parts
 from megatron_rl.run.loading import load_config
-from megatron_rl.run.models import check_machine, resolve
+from megatron_rl.run.models import RoleInputs, check_bitwise, check_machine, resolve
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import DeltaNetSizes, ModelShape
 from megatron_rl.weights.support import check_engine
@@ -171,7 +171,7 @@ def test_an_engine_refuses_models_on_a_cpu() -> None:
 
     ENGINES["picky"] = RegisteredEngine(lambda spec: None, check_on_cpu=refuse)
     config = load("rollout.engine=picky")
-    roles = {"actor": (resolve(config).roles["actor"], SHAPE)}
+    roles = {"actor": RoleInputs(resolve(config).roles["actor"], SHAPE, ParallelLayout(1))}
     assert check_machine(config, roles, "picky") == ["this machine could not start the run: qwen2 on 1"]
     assert check_machine(config, roles, "bare") == []
 

@@ -45,8 +45,8 @@ from megatron_rl.models import attention_backends
 from megatron_rl.parallel.collectives import Process, current_device, init_distributed, memory_in_use
 from megatron_rl.parallel.random_streams import keep_random_streams
 from megatron_rl.planning.cluster import find_cluster
-from megatron_rl.run.bitwise import check_bitwise
 from megatron_rl.run.loading import load_config
+from megatron_rl.run.models import check_bitwise
 from megatron_rl.training.fast_path import find_fast_paths
 from megatron_rl.training.policy_engine import PolicyEngine
 from megatron_rl.training.profiling import StepProfiler

@@ -22,8 +22,10 @@ from megatron_rl.run.lock import Owner, RunLock
 from megatron_rl.types import UserError
 
 
-def make_lock(run_dir: Path, dead_seconds: float = 1.0) -> RunLock:
-    return RunLock(run_dir, beat_seconds=0.05, dead_seconds=dead_seconds)
+@pytest.fixture(autouse=True)
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.run.lock._BEAT_SECONDS", 0.05)
+    monkeypatch.setattr("megatron_rl.run.lock._DEAD_SECONDS", 1.0)
 
 
 def write_lock(run_dir: Path, owner: Owner, age: float = 0.0) -> Path:
@@ -50,7 +52,7 @@ ELSEWHERE = replace(Owner.here(), host="node7", machine="node7/other", token="th
 
 
 def test_the_second_job_is_refused_and_told_whose_it_is(tmp_path: Path) -> None:
-    first = make_lock(tmp_path)
+    first = RunLock(tmp_path)
     assert first.acquire() is None
     content = first.path.read_bytes()
     with pytest.raises(
@@ -58,12 +60,12 @@ def test_the_second_job_is_refused_and_told_whose_it_is(tmp_path: Path) -> None:
         match=rf"is in use: process {os.getpid()} on \S+ has held it for 0:00:\d\d, since 20"
         r".*; its last sign of life was 0 s ago(.|\n)*remove .*/run.lock",
     ):
-        make_lock(tmp_path).acquire()
+        RunLock(tmp_path).acquire()
     assert first.path.read_bytes() == content
     first.release()
     first.release()
     assert list(tmp_path.iterdir()) == []
-    assert make_lock(tmp_path).acquire() is None
+    assert RunLock(tmp_path).acquire() is None
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_the_second_job_is_refused_and_told_whose_it_is(tmp_path: Path) -> None:
 )
 def test_who_is_dead(owner: Owner, age: float, taken_over: bool, tmp_path: Path) -> None:
     write_lock(tmp_path, owner, age)
-    lock, began = make_lock(tmp_path), time.monotonic()
+    lock, began = RunLock(tmp_path), time.monotonic()
     if not taken_over:
         with pytest.raises(UserError, match="is in use"):
             lock.acquire()
@@ -106,20 +108,21 @@ def test_a_heartbeat_on_another_machine_is_seen(tmp_path: Path) -> None:
     thread.start()
     try:
         with pytest.raises(UserError, match="process .* on node7 has held it"):
-            make_lock(tmp_path).acquire()
+            RunLock(tmp_path).acquire()
     finally:
         end.set()
         thread.join()
 
 
-def test_a_lock_that_was_cut_off_is_taken_over(tmp_path: Path) -> None:
+def test_a_lock_that_was_cut_off_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.run.lock._DEAD_SECONDS", 0.3)
     (tmp_path / "run.lock").write_text('{"host": "no')
-    assert "an unknown host" in make_lock(tmp_path, dead_seconds=0.3).acquire()
+    assert "an unknown host" in RunLock(tmp_path).acquire()
 
 
 def test_the_owner_notices_what_happens_to_its_lock(tmp_path: Path) -> None:
     """A file that was removed is made again; a job that took it over is named."""
-    lock = make_lock(tmp_path)
+    lock = RunLock(tmp_path)
     lock.acquire()
     lock.path.unlink()
     wait_until(lock.path.exists)
@@ -133,7 +136,7 @@ def test_the_owner_notices_what_happens_to_its_lock(tmp_path: Path) -> None:
 
 
 def _try(run_dir: Path, start: threading.Event, results: multiprocessing.Queue) -> None:
-    lock = make_lock(run_dir)
+    lock = RunLock(run_dir)
     start.wait()
     try:
         results.put(lock.acquire() is not None)
@@ -162,7 +165,7 @@ def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path: Path) -> None:
 
 def test_an_unexpected_error_does_not_end_the_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
     """It is logged, and the heartbeat resumes once the cause is gone."""
-    lock = RunLock(tmp_path, beat_seconds=0.02)
+    lock = RunLock(tmp_path)
     lock.acquire()
     with monkeypatch.context() as broken:
         broken.setattr(lock, "_read", lambda: 1 / 0)
