@@ -17,7 +17,7 @@ import torch
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.prompt_order import PromptBatches, PromptStream
+from megatron_rl.data.prompt_order import PromptBatches
 from megatron_rl.engines.build import BuiltEngine, build_engine
 from megatron_rl.engines.protocol import EngineSpec, EngineWeights, ProbedEngine, StopStrings, Thoughts
 from megatron_rl.observability.progress import RolloutProgress
@@ -273,10 +273,10 @@ def build_rollout_members(
             Packer(roles["reward_model"].model, config.reward_model, inputs.plan, config.algorithm, process.device),
         )
     data, train = config.data, inputs.train
-    order = PromptStream(
-        train.prompts, data.shuffle, config.trainer.seed, weights=data.weights, file_sizes=train.file_sizes
+    batch_size, seed = data.train_batch_size, config.trainer.seed
+    prompts = PromptBatches(
+        train.prompts, batch_size, data.shuffle, seed, weights=data.weights, file_sizes=train.file_sizes
     )
-    prompts = PromptBatches(order, data.train_batch_size)
     if parts.rollouts:
         return RolloutMembers(parts.rollouts, parts.rollouts, prompts, None, model)
     read = inputs.stop.read if inputs.stop else decode

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.prompt_order import PromptBatches, PromptStream
+from megatron_rl.data.prompt_order import PromptBatches
 from megatron_rl.parallel.collectives import init_distributed, world
 from megatron_rl.parallel.groups import build_groups
 from megatron_rl.run.building import build_role, group_timeout, launched_sizes
@@ -46,14 +46,14 @@ class SftTrainer:
         packer = Packer(actor.model, layout, plan, config.algorithm, self.process.device)
         watched = self.run.timers.watch(actor, forward_backward="update", optim_step="update")
         self.actor = ActorOnSamples(watched, packer)
-        stream = PromptStream(
+        self.examples = PromptBatches(
             inputs.data.examples,
+            config.data.train_batch_size,
             config.data.shuffle,
             config.trainer.seed,
             weights=config.data.weights,
             file_sizes=inputs.data.file_sizes,
         )
-        self.examples = PromptBatches(stream, config.data.train_batch_size)
         self.checkpoints = Checkpoints(
             config,
             opened,
