@@ -21,21 +21,6 @@ _FLOAT = 4
 
 
 @dataclass(frozen=True)
-class GatheredBytes:
-    """Peak bytes of weights and gradients that a rank holds temporarily under ZeRO-3, by part of a pass.
-
-    Attributes:
-        layers: while a layer runs.
-        head: while the output layer runs, without its gradient.
-        start: before the first layer's activations exist.
-    """
-
-    layers: int
-    head: int
-    start: int
-
-
-@dataclass(frozen=True)
 class GatheredElements:
     """Weight elements that a rank gathers under ZeRO-3, with the padding of shards.
 
@@ -72,20 +57,23 @@ def count_gathered(shape: ModelShape, layout: ParallelLayout, rank: int) -> Gath
 
 def compute_gathered_bytes(
     shape: ModelShape, layout: ParallelLayout, rank: int, *, dtype: str, is_update: bool
-) -> GatheredBytes:
-    """Compute the temporary bytes of one pass of a role.
+) -> tuple[int, int, int]:
+    """Compute the peak bytes of weights and gradients that a rank holds temporarily in one pass of a role.
 
     Args:
         is_update: forward and backward, not forward only.
+
+    Returns:
+        Bytes while a layer runs; while the output layer runs, without its gradient; before the first layer.
     """
     size, found = DTYPE_BYTES[dtype], count_gathered(shape, layout, rank)
     ends, kinds = found.ends * size, {*found.layers}
     forward = max(ends + max(2 * dense, dense + 2 * experts) * size for dense, experts in kinds)
     start = 2 * ends + found.layers[0][0] * size
     if not is_update:
-        return GatheredBytes(forward, ends, start)
+        return forward, ends, start
     backward = max(_hold_backward(dense, experts, size) for dense, experts in kinds)
-    return GatheredBytes(max(forward, ends + found.output * size + backward), ends, start)
+    return max(forward, ends + found.output * size + backward), ends, start
 
 
 def _hold_backward(dense: int, experts: int, size: int) -> int:
