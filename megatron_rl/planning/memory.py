@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
@@ -66,10 +66,10 @@ class RankMemory:
     """
 
     rank: int
-    phases: list[MemoryPhase] = field(default_factory=list)
-    kv_cache_bytes: int = 0
-    kv_bytes_per_token: int = 0
-    host_bytes: int = 0
+    phases: list[MemoryPhase]
+    kv_cache_bytes: int
+    kv_bytes_per_token: int
+    host_bytes: int
 
     @property
     def peak(self) -> MemoryPhase:
@@ -136,10 +136,9 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
             host += role.offload * held.total
     base = {"reserve": job.cluster.reserve_bytes}
     resident = base | waiting | resting
-    memory = _engine_phases(job, rank, actor, resident)
+    phases, cache, per_token = _engine_phases(job, rank, actor, resident)
     # From a step's second minibatch on, all trained roles have their offloaded state on the device.
     updating = base | training | resting | {role.title: held.total for role, held in others if role.trainable}
-    phases = list(memory.phases)
     for role, held in others:
         name = {"value": "values", "score": "rewards", "logprob": role.title}[role.head]
         at_work = resident if role.trainable else resident | {role.title: held.total}
@@ -155,7 +154,7 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
     update |= {"kept hidden states": _count_kept(job) if trains_mtp else 0}
     phases.append(MemoryPhase("actor update", updating | update))
     phases = [MemoryPhase(phase.name, {kind: size for kind, size in phase.parts.items() if size}) for phase in phases]
-    return replace(memory, phases=phases, host_bytes=host)
+    return RankMemory(rank, phases, cache, per_token, host)
 
 
 def _count_kept(job: Job) -> int:
@@ -238,10 +237,13 @@ def count_microbatches(job: Job, layout: ParallelLayout, section: LayoutConfig) 
     return -(-number // layout.pp_size) * layout.pp_size if layout.vpp_size > 1 else number
 
 
-def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, int]) -> RankMemory:
+def _engine_phases(
+    job: Job, rank: int, actor: RoleBytes, resident: dict[str, int]
+) -> tuple[list[MemoryPhase], int, int]:
+    """Return the phases of a rank's engine, the bytes of its KV cache, and those per token."""
     config, rollout, shape = job.config, job.config.rollout, job.shape
     if rank not in job.rollout_ranks:
-        return RankMemory(rank, [MemoryPhase(ENGINE_PHASES[1], resident)])
+        return [MemoryPhase(ENGINE_PHASES[1], resident)], 0, 0
     itemsize, tp, staged = DTYPE_BYTES[config.model.dtype], job.engine_tp, 0
     attending = shape.num_layers - len(shape.delta_layers)  # delta nets have a state of constant size
     per_token = 2 * attending * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
@@ -274,7 +276,7 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     start = resident | fresh | ({} if job.engine_is_actor else engine)
     switch = resident | {"engine weights": own, "staging": staging, "dequantized": largest}
     phases = map(MemoryPhase, ENGINE_PHASES, (start, switch, resident | engine))
-    return RankMemory(rank, list(phases), cache, per_token)
+    return list(phases), cache, per_token
 
 
 def count_layer_elements(
