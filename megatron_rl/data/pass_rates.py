@@ -53,8 +53,9 @@ def select_by_pass_rate(train: PromptSet, cfg: DataConfig, shaping: str) -> tupl
         text, correct = measured[file].get(row, (None, []))
         if text != prompt.text:
             state = "has not been measured" if text is None else "was another one when it was measured"
-            found = f"the prompt in row {row} (from 0) of {cfg.train_files[file]} {state}"
-            raise _refuse(found, "rollouts of each prompt")
+            raise _refuse(
+                f"the prompt in row {row} (from 0) of {cfg.train_files[file]} {state}", "rollouts of each prompt"
+            )
         if low <= sum(correct) / len(correct) <= high:
             kept.append(prompt)
     note = f"data.pass_rates: {len(kept)} of {len(train.prompts)} prompts are right in {low:g} to {high:g} of the cases"

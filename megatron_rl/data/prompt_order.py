@@ -107,11 +107,12 @@ class PromptBatches(Generic[T]):
             self._turns = Turns(reduce_weights(weights))
             self._orders = [_order_epochs(size, [seed, file], shuffle) for file, size in enumerate(file_sizes)]
             self._first = [0, *accumulate(file_sizes)]
-        if not 1 <= batch_size <= len(prompts):
+        num_prompts = len(prompts)
+        if not 1 <= batch_size <= num_prompts:
             raise UserError(
-                f"{len(prompts)} prompts cannot fill a batch of {batch_size}",
+                f"{num_prompts} prompts cannot fill a batch of {batch_size}",
                 source="data.train_batch_size",
-                expected=f"a batch of 1 to {len(prompts)} prompts",
+                expected=f"a batch of 1 to {num_prompts} prompts",
                 hint="lower data.train_batch_size, or add prompts",
             )
 
