@@ -21,7 +21,7 @@ from megatron_rl.agents.episode import Answer
 from megatron_rl.agents.transcript import Tail
 from megatron_rl.config.schema import RewardConfig, RolloutConfig
 from megatron_rl.config.sections import AgentsConfig, ScheduleConfig
-from megatron_rl.data.prompt_order import PromptBatches, PromptStream
+from megatron_rl.data.prompt_order import PromptBatches
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.protocol import Request, Sampled
 from megatron_rl.engines.sampling import SamplingConfig
@@ -144,7 +144,7 @@ class StepScorer:
 
 def make_prompts() -> PromptBatches[Prompt]:
     prompts = [Prompt(i, np.array([i, 3 + i, *range(1 + i)], np.int32), "", None) for i in range(PROMPTS)]
-    return PromptBatches(PromptStream(prompts, True, 5), BATCH)
+    return PromptBatches(prompts, BATCH, True, 5)
 
 
 @dataclass

@@ -75,40 +75,13 @@ def _take_turns(shares: Sequence[int]) -> list[int]:
     return turns
 
 
-class PromptStream(Generic[T]):
-    """An endless stream of prompts in an order determined by the seed.
+class PromptBatches(Generic[T]):
+    """Batches of an endless stream of prompts; a batch that spans two epochs may contain a prompt twice.
 
     Args:
         prompts: file after file.
         weights: relative share of each file; `None` treats all files as one set.
         file_sizes: prompts per file, needed with weights.
-    """
-
-    def __init__(
-        self,
-        prompts: Sequence[T],
-        shuffle: bool,
-        seed: int,
-        *,
-        weights: Sequence[float] | None = None,
-        file_sizes: Sequence[int] = (),
-    ) -> None:
-        self._prompts, self.num_prompts = prompts, len(prompts)
-        if weights is None:
-            self._turns, self._orders, self._first = Turns([1]), [_order_epochs(len(prompts), [seed], shuffle)], [0]
-        else:
-            self._turns = Turns(reduce_weights(weights))
-            self._orders = [_order_epochs(size, [seed, file], shuffle) for file, size in enumerate(file_sizes)]
-            self._first = [0, *accumulate(file_sizes)]
-
-    def prompt(self, position: int) -> T:
-        """Return the prompt at a position, from 0."""
-        file, draw = self._turns.at(position)
-        return self._prompts[self._first[file] + self._orders[file](draw)]
-
-
-class PromptBatches(Generic[T]):
-    """Batches of a prompt stream; a batch that spans two epochs may contain a prompt twice.
 
     Attributes:
         position: of the next prompt in the stream.
@@ -117,22 +90,43 @@ class PromptBatches(Generic[T]):
         UserError: the data set has fewer prompts than a batch.
     """
 
-    def __init__(self, stream: PromptStream[T], batch_size: int) -> None:
-        if not 1 <= batch_size <= stream.num_prompts:
+    def __init__(
+        self,
+        prompts: Sequence[T],
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        *,
+        weights: Sequence[float] | None = None,
+        file_sizes: Sequence[int] = (),
+    ) -> None:
+        self._prompts, self._batch_size, self.position = prompts, batch_size, 0
+        if weights is None:
+            self._turns, self._orders, self._first = Turns([1]), [_order_epochs(len(prompts), [seed], shuffle)], [0]
+        else:
+            self._turns = Turns(reduce_weights(weights))
+            self._orders = [_order_epochs(size, [seed, file], shuffle) for file, size in enumerate(file_sizes)]
+            self._first = [0, *accumulate(file_sizes)]
+        num_prompts = len(prompts)
+        if not 1 <= batch_size <= num_prompts:
             raise UserError(
-                f"{stream.num_prompts} prompts cannot fill a batch of {batch_size}",
+                f"{num_prompts} prompts cannot fill a batch of {batch_size}",
                 source="data.train_batch_size",
-                expected=f"a batch of 1 to {stream.num_prompts} prompts",
+                expected=f"a batch of 1 to {num_prompts} prompts",
                 hint="lower data.train_batch_size, or add prompts",
             )
-        self.stream, self.position, self._batch_size = stream, 0, batch_size
+
+    def prompt(self, position: int) -> T:
+        """Return the prompt at a position of the stream, from 0."""
+        file, draw = self._turns.at(position)
+        return self._prompts[self._first[file] + self._orders[file](draw)]
 
     def __iter__(self) -> Iterator[list[T]]:
         return self
 
     def __next__(self) -> list[T]:
         first, self.position = self.position, self.position + self._batch_size
-        return [self.stream.prompt(i) for i in range(first, self.position)]
+        return [self.prompt(i) for i in range(first, self.position)]
 
     def advance(self, count: int) -> None:
         """Skip `count` prompts."""
@@ -140,17 +134,17 @@ class PromptBatches(Generic[T]):
 
     def state_dict(self) -> dict[str, int]:
         """Return epoch, offset, and the data set size that defines an epoch."""
-        epoch, offset = divmod(self.position, self.stream.num_prompts)
-        return {"epoch": epoch, "offset": offset, "num_prompts": self.stream.num_prompts}
+        epoch, offset = divmod(self.position, len(self._prompts))
+        return {"epoch": epoch, "offset": offset, "num_prompts": len(self._prompts)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Restore `state_dict` (UserError if the size of the data set has changed); batch_size may differ."""
-        if state["num_prompts"] != self.stream.num_prompts:
-            found = f"the checkpoint was made with {state['num_prompts']} prompts, there are {self.stream.num_prompts}"
+        if state["num_prompts"] != len(self._prompts):
+            found = f"the checkpoint was made with {state['num_prompts']} prompts, there are {len(self._prompts)}"
             raise UserError(
                 found,
                 source="data.train_files",
                 expected="the data set of the run that is resumed",
                 hint="restore the files, or start a new run",
             )
-        self.position = state["epoch"] * self.stream.num_prompts + state["offset"]
+        self.position = state["epoch"] * len(self._prompts) + state["offset"]

@@ -15,7 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -181,19 +181,15 @@ def load_prompts(
     """
     prompts, counts, starts = list[Prompt](), Counter[str](), list[int]()
     known = {cfg.prompt_key, cfg.answer_key, _OPTIONS, "data_source", "reward_model", "extra_info"}
-    for row, ground_truth, fitted in _fit_rows(files, tokenizer, cfg, counts, starts, _ground_truth, limit, tools):
+    for row, ground_truth, prompt in _fit_rows(files, tokenizer, cfg, counts, starts, _ground_truth, limit, tools):
         prompts.append(
-            Prompt(
-                prompt_id=row.index,
-                tokens=fitted.tokens,
-                text=fitted.text,
+            replace(
+                prompt,
                 ground_truth=ground_truth,
                 data_source=row.optional("data_source", str, "default"),
                 extra_info={name: value for name, value in row.columns.items() if name not in known}
                 | row.optional("extra_info", dict, {}),
                 row={name: value for name, value in row.columns.items() if name != cfg.prompt_key},
-                messages=fitted.messages,
-                tools=fitted.tools,
             )
         )
     return PromptSet(prompts, counts["truncated"], counts["dropped"], starts)
@@ -219,20 +215,11 @@ def load_sft_examples(files: list[str], tokenizer: Tokenizer, cfg: DataConfig) -
         return response
 
     examples, counts, starts = list[Rollout](), Counter[str](), list[int]()
-    for row, response, fitted in _fit_rows(files, tokenizer, cfg, counts, starts, encode_response):
-        prompt = Prompt(row.index, fitted.tokens, text="", ground_truth=None)
+    for row, response, prompt in _fit_rows(files, tokenizer, cfg, counts, starts, encode_response):
+        prompt = Prompt(row.index, prompt.tokens, text="", ground_truth=None)
         examples.append(Rollout.from_response(prompt, 0, np.asarray(response, np.int32), None, "stop"))
     prompts = [example.prompt for example in examples]
     return SftSet(prompts, counts["truncated"], counts["dropped"], starts, examples)
-
-
-@dataclass(frozen=True)
-class _Fitted:
-    text: str
-    tokens: np.ndarray
-    is_truncated: bool
-    messages: list[dict[str, Any]] | None
-    tools: list[Any]
 
 
 def _fit_rows(
@@ -244,7 +231,7 @@ def _fit_rows(
     read: Callable[[Row, DataConfig], T],
     limit: int | None = None,
     tools: Sequence[dict[str, Any]] = (),
-) -> Iterator[tuple[Row, T, _Fitted]]:
+) -> Iterator[tuple[Row, T, Prompt]]:
     """Read rows and tokenize their prompts; refuse, cut or drop too long ones, as configured.
 
     Args:
@@ -253,7 +240,7 @@ def _fit_rows(
         read: parses the columns besides the prompt.
 
     Yields:
-        Each kept row, the result of `read`, and the prompt.
+        Each kept row, the result of `read`, and the prompt without other columns.
     """
     for row in read_rows(files):
         if limit is not None and counts["kept"] >= limit:
@@ -261,11 +248,11 @@ def _fit_rows(
         if row.file == len(starts):
             starts.append(row.index)
         found = read(row, cfg)
-        fitted = _tokenize_prompt(row, tokenizer, cfg, read_tools(row) or list(tools))
-        counts["dropped" if fitted is None else "kept"] += 1
-        if fitted is not None:
-            counts["truncated"] += fitted.is_truncated
-            yield row, found, fitted
+        prompt, is_too_long = _tokenize_prompt(row, tokenizer, cfg, read_tools(row) or list(tools))
+        counts["dropped" if prompt is None else "kept"] += 1
+        if prompt is not None:
+            counts["truncated"] += is_too_long
+            yield row, found, prompt
     if not counts["kept"]:
         raise UserError(
             f"no prompt is left: all {counts['dropped']} are longer than {cfg.max_prompt_length} tokens",
@@ -275,8 +262,8 @@ def _fit_rows(
         )
 
 
-def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: list[Any]) -> _Fitted | None:
-    """Tokenize a prompt; refuse, cut or drop (`None`) a too long one, as configured."""
+def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: list[Any]) -> tuple[Prompt | None, bool]:
+    """Tokenize a prompt; refuse, cut or drop (`None`) a too long one, as configured; also return if it is too long."""
     value, limit = row.require(cfg.prompt_key), cfg.max_prompt_length
     messages = read_messages(value, row, cfg.prompt_key) if isinstance(value, list) else None
     own_options = row.optional(_OPTIONS, dict, {})  # parquet fills in keys from other rows with null
@@ -299,7 +286,7 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: lis
         )
     is_too_long = len(tokens) > limit
     if is_too_long and cfg.overlong_prompts == "drop":
-        return None
+        return None, True
     if is_too_long and cfg.overlong_prompts == "error":
         raise UserError(
             f"the prompt has {len(tokens)} tokens",
@@ -312,7 +299,8 @@ def _tokenize_prompt(row: Row, tokenizer: Tokenizer, cfg: DataConfig, tools: lis
     elif is_too_long:
         tokens = keep_tokens(tokens, limit, cfg.overlong_prompts)
         text = tokenizer.decode(tokens)
-    return _Fitted(text, np.asarray(tokens, dtype=np.int32), is_too_long, messages, tools)
+    tokens = np.asarray(tokens, dtype=np.int32)
+    return Prompt(row.index, tokens, text, ground_truth=None, messages=messages, tools=tools), is_too_long
 
 
 def _ground_truth(row: Row, cfg: DataConfig) -> Any:

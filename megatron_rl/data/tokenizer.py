@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import sentencepiece
 
@@ -21,42 +21,6 @@ from megatron_rl.data.marks import GUARD, Marks, is_mark
 from megatron_rl.types import UserError
 
 _ACCEPTED = "a directory with tokenizer.json or tokenizer.model, or a sentencepiece .model file"
-
-
-class Tokenizer(Protocol):
-    """Interface of tokenizers."""
-
-    eos_token_id: int
-    pad_token_id: int
-    vocab_size: int
-
-    def encode(self, text: str) -> list[int]:
-        """Encode a text without adding special tokens; special tokens in the text are recognized."""
-        ...
-
-    def encode_content(self, text: str) -> list[int]:
-        """Encode the content of a message: the text of a special token stays text."""
-        ...
-
-    def encode_rendered(self, text: str) -> list[int]:
-        """Encode a result of `render`, or a part of one."""
-        ...
-
-    def read_vocabulary(self) -> dict[str, int]:
-        """Return token -> id for all tokens."""
-        ...
-
-    def decode(self, ids: Sequence[int], keep: Collection[str] = ()) -> str:
-        """Return the text of `ids` without special tokens, except those in `keep`."""
-        ...
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """Render a conversation up to the start of the assistant's reply."""
-        ...
-
-    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """Apply the chat template; guard characters keep special tokens in contents text in `encode_rendered`."""
-        ...
 
 
 class SentencePieceTokenizer:
@@ -88,21 +52,21 @@ class SentencePieceTokenizer:
         self._for_contents = self._model if reads_marks else _without_marks(self._model)
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer.encode`."""
+        """See `HuggingFaceTokenizer.encode`."""
         return self._model.encode(text)
 
     def encode_content(self, text: str) -> list[int]:
-        """See `Tokenizer.encode_content`."""
+        """See `HuggingFaceTokenizer.encode_content`."""
         return self._for_contents.encode(text)
 
     encode_rendered = encode_content  # the template has no special tokens
 
     def read_vocabulary(self) -> dict[str, int]:
-        """See `Tokenizer.read_vocabulary`."""
+        """See `HuggingFaceTokenizer.read_vocabulary`."""
         return {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
 
     def decode(self, ids: Sequence[int], keep: Collection[str] = ()) -> str:
-        """See `Tokenizer.decode`; special tokens have no text, so `keep` is ignored."""
+        """See `HuggingFaceTokenizer.decode`; special tokens have no text, so `keep` is ignored."""
         return self._model.decode([int(i) for i in ids if i not in self._special and 0 <= i < self.vocab_size])
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -134,23 +98,23 @@ class HuggingFaceTokenizer:
         self._marks = None if backend is None or reads_marks else Marks(backend)
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer.encode`."""
+        """Encode a text without adding special tokens; special tokens in the text are recognized."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_content(self, text: str) -> list[int]:
-        """See `Tokenizer.encode_content`."""
+        """Encode the content of a message: the text of a special token stays text."""
         return self.encode_rendered(self._guard(text))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """See `Tokenizer.encode_rendered`."""
+        """Encode a result of `render`, or a part of one."""
         return self._marks.encode(text) if self._marks is not None and GUARD in text else self.encode(text)
 
     def read_vocabulary(self) -> dict[str, int]:
-        """See `Tokenizer.read_vocabulary`."""
+        """Return token -> id for all tokens."""
         return self._tokenizer.get_vocab()
 
     def decode(self, ids: Sequence[int], keep: Collection[str] = ()) -> str:
-        """See `Tokenizer.decode`."""
+        """Return the text of `ids` without special tokens, except those in `keep`."""
         known = [int(i) for i in ids if 0 <= i < self.vocab_size]
         if keep:
             known = [i for i in known if i not in self._special or self._special[i] in keep]
@@ -161,7 +125,7 @@ class HuggingFaceTokenizer:
         return {i: token.content for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """Apply the tokenizer's template with the generation prompt.
+        """Render a conversation by the tokenizer's template, up to the start of the assistant's reply.
 
         Raises:
             UserError: there is no template, or it rejects these messages.
@@ -179,7 +143,7 @@ class HuggingFaceTokenizer:
             ) from error
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """See `Tokenizer.render`; raises as `apply_chat_template`."""
+        """Apply the chat template; guard characters keep special tokens in contents text in `encode_rendered`."""
         given = {name: self._guard(options[name]) for name in ("tools", "documents") if name in options}
         return self.apply_chat_template(self._guard(messages), **(options | given))
 
@@ -192,6 +156,9 @@ class HuggingFaceTokenizer:
                 hint="convert it with transformers, or trust all messages and set data.special_tokens_in_contents=true",
             )
         return value if self._marks is None else self._marks.guard(value)
+
+
+Tokenizer = SentencePieceTokenizer | HuggingFaceTokenizer
 
 
 def load_tokenizer(path: Path, *, reads_marks: bool = False) -> Tokenizer:

@@ -17,7 +17,6 @@ from megatron_rl.planning.cluster import GIB, Cluster, Job, build_job, check_lay
 from megatron_rl.planning.communication import (
     ACROSS,
     Assumptions,
-    Workload,
     build_workload,
     link_of,
     list_traffic,
@@ -151,7 +150,7 @@ def find_problem(job: Job, memory: list[RankMemory]) -> Problem | None:
     return None
 
 
-def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
+def judge(job: Job, assumed: Assumptions) -> Candidate | None:
     """Predict the time and peak memory of a step; `None` for an invalid config or too little memory."""
     try:
         check_job(job)
@@ -165,13 +164,14 @@ def judge(job: Job, work: Workload, assumed: Assumptions) -> Candidate | None:
     own = max(phase.parts.get("engine weights", 0) for rank in memory for phase in rank.phases)
     is_far = link_of(job.layout, job.cluster, "tp", "pp") == ACROSS
     switch = own / (job.cluster.across_nodes if is_far else job.cluster.within_node)
+    work = build_workload(job, assumed)
     step = predict_step(job, work, list_traffic(job, work), memory, switch, assumed)
     return Candidate(describe_choice(job), job, rank.peak, step.total)
 
 
-def list_candidates(job: Job, work: Workload, assumed: Assumptions) -> list[Candidate]:
+def list_candidates(job: Job, assumed: Assumptions) -> list[Candidate]:
     """Return all layouts that fit, fastest first."""
-    found = (judge(_apply(job, choice), work, assumed) for choice in _list_choices(job))
+    found = (judge(_apply(job, choice), assumed) for choice in _list_choices(job))
     return sorted((c for c in found if c is not None), key=lambda c: (c.seconds, -c.headroom))
 
 
@@ -321,9 +321,7 @@ def check_fits(config: RunConfig, spec: RunSpec, cluster: Cluster, recipe: Path 
     memory = compute_memory(job)
     problem = find_problem(job, memory)
     if problem is not None:
-        assumed = Assumptions()
-        candidates = list_candidates(job, build_workload(job, assumed), assumed)
-        raise explain_problem(job, problem, find_nearest(job, candidates))
+        raise explain_problem(job, problem, find_nearest(job, list_candidates(job, Assumptions())))
     fullest, host = max(memory, key=lambda rank: rank.peak.total), max(rank.host_bytes for rank in memory)
     offloaded = f"; {host * cluster.gpus_per_node / GIB:.1f} GiB of a node's host memory" if host else ""
     return (

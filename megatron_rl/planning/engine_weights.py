@@ -168,5 +168,5 @@ def _list_engine_parameters(
     matrices, sizes = list_matrices(shape) if coded else frozenset(), defaultdict(int)
     table = [p for p in vllm_placements(shape, tp_size=tp_size, tp_rank=tp_rank) if p.hf_name not in matrices]
     for placement in table:
-        sizes[placement.param] += math.prod(stop - start for start, stop in placement.local_box)
+        sizes[placement.param] += box_volume(placement.local_box)
     return table, dict(sizes)

@@ -21,8 +21,8 @@ KV heads are repeated to the query heads: another 2 q / tp.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
@@ -31,10 +31,9 @@ from megatron_rl.config.schema import FULLY_SHARDED, LayoutConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planning.cluster import DTYPE_BYTES, Job, build_layout
 from megatron_rl.planning.engine_weights import count_own_bytes, count_staged_bytes
-from megatron_rl.planning.gathered import GatheredBytes, compute_gathered_bytes
 from megatron_rl.planning.parameters import RoleBytes, Upkeep, compute_role_bytes, list_chunks
 from megatron_rl.weights.families import ModelShape
-from megatron_rl.weights.megatron_layout import padded_vocab_size
+from megatron_rl.weights.megatron_layout import find_shard_places, padded_vocab_size
 from megatron_rl.weights.nf4 import is_quantized
 
 # vLLM's default token budget of one engine step.
@@ -67,10 +66,10 @@ class RankMemory:
     """
 
     rank: int
-    phases: list[MemoryPhase] = field(default_factory=list)
-    kv_cache_bytes: int = 0
-    kv_bytes_per_token: int = 0
-    host_bytes: int = 0
+    phases: list[MemoryPhase]
+    kv_cache_bytes: int
+    kv_bytes_per_token: int
+    host_bytes: int
 
     @property
     def peak(self) -> MemoryPhase:
@@ -125,25 +124,37 @@ def _compute_rank(job: Job, rank: int) -> RankMemory:
     reference = count_role_bytes(job, rank, roles["reference"]).parameters if "reference" in roles else 0
     resting = {"reference": 0 if config.reference.offload else reference}
     host = config.actor.offload_optimizer * actor.optimizer + config.reference.offload * reference
-    for role in job.others:
-        held = count_role_bytes(job, rank, role)
-        resting[role.title] = _resting_bytes(role, held)
-        host += role.training.offload_optimizer * held.optimizer if role.trainable else role.offload * held.total
+    others = [(role, count_role_bytes(job, rank, role)) for role in job.others]
+    for role, held in others:
+        if role.trainable:
+            gradients = 0 if role.training.offload_gradients else held.gradients
+            optimizer = 0 if role.training.offload_optimizer else held.optimizer
+            resting[role.title] = held.parameters + gradients + optimizer
+            host += role.training.offload_optimizer * held.optimizer
+        else:
+            resting[role.title] = 0 if role.offload else held.total
+            host += role.offload * held.total
     base = {"reserve": job.cluster.reserve_bytes}
-    memory = _engine_phases(job, rank, actor, base | waiting | resting)
+    resident = base | waiting | resting
+    phases, cache, per_token = _engine_phases(job, rank, actor, resident)
     # From a step's second minibatch on, all trained roles have their offloaded state on the device.
-    trained = {role.title: count_role_bytes(job, rank, role).total for role in job.others if role.trainable}
-    updating = base | training | resting | trained
-    phases = [*memory.phases, *_scoring_phases(job, rank, base | waiting | resting, updating)]
+    updating = base | training | resting | {role.title: held.total for role, held in others if role.trainable}
+    for role, held in others:
+        name = {"value": "values", "score": "rewards", "logprob": role.title}[role.head]
+        at_work = resident if role.trainable else resident | {role.title: held.total}
+        phases.append(MemoryPhase(name, at_work | _activations(job, rank, role)))
+        if role.trainable:
+            update = _activations(job, rank, role, is_update=True)
+            phases.append(MemoryPhase(f"{role.title} update", updating | update))
     if job.spec.num_scoring_passes or config.trainer.critic_warmup:
         scorers = [role for role in (roles["actor"], roles.get("reference")) if role is not None]
         scoring = next((found for role in scorers if (found := _activations(job, rank, role))), {})
-        phases.append(MemoryPhase("log-probs", base | waiting | resting | {"reference": reference} | scoring))
+        phases.append(MemoryPhase("log-probs", resident | {"reference": reference} | scoring))
     update = _activations(job, rank, roles["actor"], is_update=True) | _lesson_bytes(job, rank)
     update |= {"kept hidden states": _count_kept(job) if trains_mtp else 0}
     phases.append(MemoryPhase("actor update", updating | update))
     phases = [MemoryPhase(phase.name, {kind: size for kind, size in phase.parts.items() if size}) for phase in phases]
-    return replace(memory, phases=phases, host_bytes=host)
+    return RankMemory(rank, phases, cache, per_token, host)
 
 
 def _count_kept(job: Job) -> int:
@@ -181,40 +192,22 @@ def count_role_bytes(job: Job, rank: int, role: RoleSpec) -> RoleBytes:
     )
 
 
-def _resting_bytes(role: RoleSpec, held: RoleBytes) -> int:
-    """Return the device bytes that a role keeps while another one runs, that is without offloaded state."""
-    if not role.trainable:
-        return 0 if role.offload else held.total
-    gradients = 0 if role.training.offload_gradients else held.gradients
-    return held.parameters + gradients + (0 if role.training.offload_optimizer else held.optimizer)
-
-
-def _scoring_phases(job: Job, rank: int, resident: dict[str, int], updating: dict[str, int]) -> Iterator[MemoryPhase]:
-    for role in job.others:
-        held = count_role_bytes(job, rank, role)
-        at_work = resident | {role.title: _resting_bytes(role, held) if role.trainable else held.total}
-        name = {"value": "values", "score": "rewards", "logprob": role.title}[role.head]
-        yield MemoryPhase(name, at_work | _activations(job, rank, role))
-        if role.trainable:
-            yield MemoryPhase(f"{role.title} update", updating | _activations(job, rank, role, is_update=True))
-
-
 def _activations(job: Job, rank: int, role: RoleSpec, *, is_update: bool = False) -> dict[str, int]:
     shape, layout = job.shape_of(role), job.layout_of(role)
     if rank not in layout.ranks:
         return {}
-    found, gathered = compute_activation_bytes(job, rank, role, is_update), GatheredBytes(0, 0, 0)
+    stored, transient, logits = compute_activation_bytes(job, rank, role, is_update)
+    layers = head = start = 0  # gathered weights
     if role.settings.zero_stage == FULLY_SHARDED:
         dtype = job.config.model.dtype
-        gathered = compute_gathered_bytes(shape, layout, rank, dtype=dtype, is_update=is_update)
-    is_logits = found.logits + gathered.head > found.transient + gathered.layers
-    working = found.stored + max(found.logits + gathered.head, found.transient + gathered.layers)
-    if gathered.start > working:
-        return {"gathered weights": gathered.start}
+        layers, head, start = compute_gathered_bytes(shape, layout, rank, dtype=dtype, is_update=is_update)
+    is_logits = logits + head > transient + layers
+    if start > stored + max(logits + head, transient + layers):
+        return {"gathered weights": start}
     return {
-        "activations": found.stored + (0 if is_logits else found.transient),
-        "logits": found.logits * is_logits,
-        "gathered weights": gathered.head if is_logits else gathered.layers,
+        "activations": stored + (0 if is_logits else transient),
+        "logits": logits * is_logits,
+        "gathered weights": head if is_logits else layers,
         "dequantized": _find_largest_matrix(job, rank, role),
     }
 
@@ -244,10 +237,13 @@ def count_microbatches(job: Job, layout: ParallelLayout, section: LayoutConfig) 
     return -(-number // layout.pp_size) * layout.pp_size if layout.vpp_size > 1 else number
 
 
-def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, int]) -> RankMemory:
+def _engine_phases(
+    job: Job, rank: int, actor: RoleBytes, resident: dict[str, int]
+) -> tuple[list[MemoryPhase], int, int]:
+    """Return the phases of a rank's engine, the bytes of its KV cache, and those per token."""
     config, rollout, shape = job.config, job.config.rollout, job.shape
     if rank not in job.rollout_ranks:
-        return RankMemory(rank, [MemoryPhase(ENGINE_PHASES[1], resident)])
+        return [MemoryPhase(ENGINE_PHASES[1], resident)], 0, 0
     itemsize, tp, staged = DTYPE_BYTES[config.model.dtype], job.engine_tp, 0
     attending = shape.num_layers - len(shape.delta_layers)  # delta nets have a state of constant size
     per_token = 2 * attending * max(1, shape.num_kv_heads // tp) * shape.head_dim * itemsize
@@ -280,22 +276,7 @@ def _engine_phases(job: Job, rank: int, actor: RoleBytes, resident: dict[str, in
     start = resident | fresh | ({} if job.engine_is_actor else engine)
     switch = resident | {"engine weights": own, "staging": staging, "dequantized": largest}
     phases = map(MemoryPhase, ENGINE_PHASES, (start, switch, resident | engine))
-    return RankMemory(rank, list(phases), cache, per_token)
-
-
-@dataclass(frozen=True)
-class ActivationBytes:
-    """Activation bytes of one role on one rank.
-
-    Attributes:
-        stored: from forward to backward, over all microbatches in flight.
-        transient: of one layer while it runs.
-        logits: of a chunk of tokens, and gradients at the output layer in an update.
-    """
-
-    stored: int
-    transient: int
-    logits: int
+    return list(phases), cache, per_token
 
 
 def count_layer_elements(
@@ -336,8 +317,13 @@ def count_passes_in_flight(layout: ParallelLayout, pp_rank: int, num_microbatche
     return min(num_microbatches * layout.vpp_size, passes)
 
 
-def compute_activation_bytes(job: Job, rank: int, role: RoleSpec, is_update: bool) -> ActivationBytes:
-    """Compute a role's activations on one rank, with a full token budget, in an update or in a scoring pass."""
+def compute_activation_bytes(job: Job, rank: int, role: RoleSpec, is_update: bool) -> tuple[int, int, int]:
+    """Compute a role's activations on one rank, with a full token budget, in an update or in a scoring pass.
+
+    Returns:
+        Bytes stored from forward to backward, over all microbatches in flight; of one layer while it runs; of the
+        logits of a chunk of tokens, in an update with gradients at the output layer.
+    """
     shape, layout, config = job.shape_of(role), job.layout_of(role), role.settings
     itemsize, fused = DTYPE_BYTES[job.config.model.dtype], job.cluster.has_fused_attention
     tokens, pp_rank = config.max_tokens_per_microbatch / layout.cp_size, layout.coordinates(rank).pp
@@ -358,7 +344,7 @@ def compute_activation_bytes(job: Job, rank: int, role: RoleSpec, is_update: boo
             logits += columns * h * (itemsize if chunk == rows else _FLOAT)
     if not is_update:
         transient = count_forward_elements(shape, layout, config.sequence_parallel) * tokens * itemsize
-        return ActivationBytes(0, int(transient), int(head) + logits)
+        return 0, int(transient), int(head) + logits
     passes = count_passes_in_flight(layout, pp_rank, count_microbatches(job, layout, config))
     layers = passes * shape.num_layers / (layout.pp_size * layout.vpp_size)
     # megatron-core also keeps a pass's output for the next stage; the last chunk has none.
@@ -368,7 +354,7 @@ def compute_activation_bytes(job: Job, rank: int, role: RoleSpec, is_update: boo
     transient = 2 * shape.ffn_hidden_size / layout.tp_size + 2 * h + (layer if is_full else 0)
     if shape.num_experts:  # peak just after the layer's forward
         transient += shape.experts_per_token * _count_exchanged(layout, 2) * h
-    return ActivationBytes(int(stored * tokens * itemsize + head), int(transient * tokens * itemsize), logits)
+    return int(stored * tokens * itemsize + head), int(transient * tokens * itemsize), logits
 
 
 def count_forward_elements(shape: ModelShape, layout: ParallelLayout, sequence_parallel: bool) -> float:
@@ -389,3 +375,78 @@ def _count_exchanged(layout: ParallelLayout, own: int) -> float:
     """
     split = layout.expert_tp_size
     return (own * split + 1 + (layout.ep_size > 1) + (split > 1)) / layout.tp_size
+
+
+# Under ZeRO-3, counted from torch's FSDP2: a unit is a layer, the ends of the stage (embedding, last norm, output
+# layer), or expert-parallel experts. In forward a unit's buffer lives until the next one is gathered. In backward the
+# next unit is prefetched, and the float32 copy of a unit's gradients lives until the next unit ends.
+
+
+@dataclass(frozen=True)
+class GatheredElements:
+    """Weight elements that a rank gathers under ZeRO-3, with the padding of shards.
+
+    Attributes:
+        ends: embedding, last norm and output layer, gathered together.
+        output: the output layer's part of `ends`.
+        layers: per layer, elements gathered with the layer, and of experts gathered separately (else 0).
+    """
+
+    ends: int
+    output: int
+    layers: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=4096)
+def count_gathered(shape: ModelShape, layout: ParallelLayout, rank: int) -> GatheredElements:
+    """Count the weight elements that a rank gathers under ZeRO-3, by layer and outside of layers."""
+    ends, output, layers = 0, 0, list[tuple[int, int]]()
+    places = find_shard_places(layout, rank)
+    for chunk in list_chunks(shape, layout, rank):
+        found: dict[str, list[int]] = {}
+        for p in (p for p in chunk if not p.is_frozen):
+            count = places[p.is_expert].count
+            size = -(-p.rows // count) * count * (p.numel // p.rows)
+            if p.name.startswith("decoder.layers."):
+                found.setdefault(p.name.split(".")[2], [0, 0])[p.is_expert] += size
+            else:
+                ends += size
+                output += size if p.name.startswith(("output_layer.", "score.")) else 0
+        layers += [(dense, experts) for dense, experts in found.values()]
+    is_tied = not output and layout.coordinates(rank).pp == layout.pp_size - 1
+    return GatheredElements(ends, ends if is_tied else output, tuple(layers))
+
+
+def compute_gathered_bytes(
+    shape: ModelShape, layout: ParallelLayout, rank: int, *, dtype: str, is_update: bool
+) -> tuple[int, int, int]:
+    """Compute the peak bytes of weights and gradients that a rank holds temporarily in one pass of a role.
+
+    Args:
+        is_update: forward and backward, not forward only.
+
+    Returns:
+        Bytes while a layer runs; while the output layer runs, without its gradient; before the first layer.
+    """
+    size, found = DTYPE_BYTES[dtype], count_gathered(shape, layout, rank)
+    ends, kinds = found.ends * size, {*found.layers}
+    forward = max(ends + max(2 * dense, dense + 2 * experts) * size for dense, experts in kinds)
+    start = 2 * ends + found.layers[0][0] * size
+    if not is_update:
+        return forward, ends, start
+    backward = max(_hold_backward(dense, experts, size) for dense, experts in kinds)
+    return max(forward, ends + found.output * size + backward), ends, start
+
+
+def _hold_backward(dense: int, experts: int, size: int) -> int:
+    """Return the peak bytes of gathered weights and float32 gradients in a layer's backward, between equal layers.
+
+    Args:
+        dense, experts: elements gathered with the layer, and of experts gathered separately.
+        size: bytes per gathered element.
+    """
+    reduced, reduced_experts = dense * _FLOAT, experts * _FLOAT
+    dense, experts = dense * size, experts * size
+    if experts:
+        return 2 * dense + max(2 * experts + reduced, experts + reduced_experts)
+    return 3 * dense + reduced

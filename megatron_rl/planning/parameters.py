@@ -33,6 +33,7 @@ from megatron_rl.weights.megatron_layout import (
 )
 from megatron_rl.weights.nf4 import count_bytes, is_quantized
 from megatron_rl.weights.packed_experts import find_fused
+from megatron_rl.weights.shard_box import ShardBox
 
 _GRADIENT_BYTES = _MOMENT_BYTES = _MAIN_BYTES = 4
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
@@ -128,7 +129,7 @@ def list_chunks(shape: ModelShape | AdapterShape, layout: ParallelLayout, rank: 
     pp_rank, model = layout.coordinates(rank).pp, shape.base if isinstance(shape, AdapterShape) else shape
     if model.mtp_layer:
         table = megatron_placements(model, layout, rank)
-        return [_read_parameters(model, layout, [(p.param.partition(".")[2], p.local_box) for p in table])]
+        return [_read_parameters(model, layout, table)]
     embedding, first, layer, output = _building_blocks(shape, layout.tp_size, layout.ep_size, layout.etp_size)
     is_tied = shape is model and model.tied_embeddings and not model.has_score_head
     if is_tied and layout.pp_size > 1:  # the last stage holds a copy
@@ -169,9 +170,7 @@ def _building_blocks(
     tables = [megatron_placements(small, layout, layout.rank(pp=pp_rank)) for pp_rank in range(2)]
     if adapters:
         tables = [adapter_placements(adapters, table) for table in tables]
-    stages = [
-        _read_parameters(small, layout, [(p.param.partition(".")[2], p.local_box) for p in table]) for table in tables
-    ]
+    stages = [_read_parameters(small, layout, table) for table in tables]
     prefix = "decoder.layers.0."
     first, layer = (
         tuple(replace(p, name=p.name.removeprefix(prefix)) for p in stage if p.name.startswith(prefix))
@@ -181,17 +180,11 @@ def _building_blocks(
     return next(ends), first, layer, next(ends)
 
 
-def _read_parameters(
-    shape: ModelShape, layout: ParallelLayout, boxes: Iterable[tuple[str, Sequence[tuple[int, int]]]]
-) -> list[Parameter]:
-    """Derive the parameters of a model chunk, in megatron-core's order.
-
-    Args:
-        boxes: (name of a parameter, [start, stop) per dimension of a part of it); the parts cover the parameter.
-    """
+def _read_parameters(shape: ModelShape, layout: ParallelLayout, placements: Iterable[ShardBox]) -> list[Parameter]:
+    """Derive the parameters of a model chunk, in megatron-core's order, from placements that cover them."""
     sizes: dict[str, list[int]] = {}
-    for name, box in boxes:
-        stops = [stop for _, stop in box]
+    for placement in placements:
+        name, stops = placement.param.partition(".")[2], [stop for _, stop in placement.local_box]
         sizes[name] = [max(pair) for pair in zip(sizes.get(name, stops), stops, strict=True)]
     counts = Counter(find_fused(name)[0] for name in sizes)  # matrices of each parameter
     sizes = {find_fused(name)[0]: size for name, size in sizes.items()}

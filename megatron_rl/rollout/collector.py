@@ -27,7 +27,7 @@ from megatron_rl.rollout.generation import RolloutGenerator
 from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.samples.experience import Experience
-from megatron_rl.samples.fetch import hold
+from megatron_rl.samples.fetch import Payload, index_branches
 from megatron_rl.samples.table import Headers, build_headers, gather_headers, join_headers
 from megatron_rl.types import FAILED, Prompt, Rollout, UserError
 
@@ -232,7 +232,8 @@ class Collector:
             headers, num_bytes = self._score_here(held, steps, with_answers)
             route_shape = None if with_answers else self._generator.route_shape
             ranks, has_episodes = np.array(self._generator.engines.of), self._config.agents.has_episodes
-            payload = hold(held, headers, ranks, num_bytes, has_kept, route_shape, has_episodes)
+            branches = index_branches(held, headers)
+            payload = Payload(branches, ranks, num_bytes, has_kept, route_shape, has_episodes)
             samples = Experience(headers, prompts, payload, self._group)
             if self._rewards.model is not None:
                 scores = np.asarray(self._rewards.model(samples), np.float64)

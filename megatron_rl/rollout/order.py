@@ -81,7 +81,7 @@ class SampleOrder(Samples):
 
         def read(number: int) -> list[tuple[Prompt, int]]:
             first = number * self._batch_size
-            batch = [prompts.stream.prompt(position) for position in range(first, first + self._batch_size)]
+            batch = [prompts.prompt(position) for position in range(first, first + self._batch_size)]
             return list(zip(batch, count_occurrences(batch), strict=True))
 
         self._batch = lru_cache(maxsize=config.schedule.max_staleness + 2)(read)

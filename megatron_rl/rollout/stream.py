@@ -150,7 +150,7 @@ class RolloutStream:
         counts.update(dict.fromkeys(counts, 0.0))
         if busy_share is not None:
             metrics["schedule/engine_busy"] = busy / len(self._generator.engines.of)
-        prompts = [self._order.prompts.stream.prompt(position) for position in positions]
+        prompts = [self._order.prompts.prompt(position) for position in positions]
         steps = [self._order.step_of(position * self._group_size) for position in positions]
         return Taken(prompts, steps, rollouts, metrics)
 
@@ -178,7 +178,7 @@ class RolloutStream:
         loads = np.zeros(len(self._generator.engines.of))
         loads[self._generator.engine_index] = len(self._carried.find_unfinished())
         loads = self._sum_over_engines(loads).astype(np.int64)
-        prompts = [self._order.prompts.stream.prompt(position) for position in positions]
+        prompts = [self._order.prompts.prompt(position) for position in positions]
         mine = self._generator.assign(prompts, self._group_size, max_tokens, loads)
         self._carried.begin([positions.start * self._group_size + key for key in mine])
 

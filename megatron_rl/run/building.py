@@ -17,7 +17,7 @@ import torch
 from megatron_rl.checkpoint.side_files import find_model_files
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.prompt_order import PromptBatches, PromptStream
+from megatron_rl.data.prompt_order import PromptBatches
 from megatron_rl.engines.build import BuiltEngine, build_engine
 from megatron_rl.engines.protocol import EngineSpec, EngineWeights, ProbedEngine, StopStrings, Thoughts
 from megatron_rl.observability.progress import RolloutProgress
@@ -242,8 +242,8 @@ def _build_engine(
 def order_prompts(config: RunConfig, prompts: Sequence[T], file_sizes: Sequence[int]) -> PromptBatches[T]:
     """Return the batches of a run's training data, of which `file_sizes` lists the size of each file."""
     data = config.data
-    stream = PromptStream(prompts, data.shuffle, config.trainer.seed, weights=data.weights, file_sizes=file_sizes)
-    return PromptBatches(stream, data.train_batch_size)
+    batch_size, seed = data.train_batch_size, config.trainer.seed
+    return PromptBatches(prompts, batch_size, data.shuffle, seed, weights=data.weights, file_sizes=file_sizes)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from megatron_rl.samples.fetch import (
     fetch,
     fetch_branches,
     for_readers,
-    hold,
+    index_branches,
     plan_fetch,
     split_values,
 )
@@ -75,6 +75,7 @@ class Experience:
 
     Attributes:
         columns: by name, each set once.
+        num_bytes: received by this rank for this step so far.
     """
 
     old_logprobs = _Slot()
@@ -110,7 +111,7 @@ class Experience:
         self.columns: dict[str, Any] = {}
         self._payload, self._group = payload, group
         self._holders = Holders(headers["holder"], payload.ranks)
-        self._num_bytes = payload.num_bytes
+        self.num_bytes = payload.num_bytes
         self._packings: dict[Hashable, Packing] = {}
         self._copies: dict[tuple[str, Hashable], torch.Tensor] = {}
 
@@ -168,13 +169,9 @@ class Experience:
         """Reward of each rollout, [num_rollouts] float64; rollouts of one prompt are adjacent."""
         return self.headers.rollouts["reward"]
 
-    def count_bytes(self) -> int:
-        """Return the bytes that this rank has received for this step so far."""
-        return self._num_bytes
-
     def measure_bytes(self) -> dict[str, float]:
         """Return `samples/bytes_per_rank`: bytes received, maximum over ranks; collective."""
-        found = {"samples/bytes_per_rank": float(self._num_bytes)}
+        found = {"samples/bytes_per_rank": float(self.num_bytes)}
         return reduce_scalars(found, dist.ReduceOp.MAX, self._group, torch.device("cpu"))
 
     @classmethod
@@ -194,7 +191,7 @@ class Experience:
             for index, branch in part._payload.branches.items()
             if start + index in places
         }
-        num_bytes = sum(part.count_bytes() for part in parts)
+        num_bytes = sum(part.num_bytes for part in parts)
         has_kept = any(part._payload.has_kept for part in parts)
         payload = replace(parts[0]._payload, branches=branches, num_bytes=num_bytes, has_kept=has_kept)
         return cls(headers, [prompts[group] for group in groups], payload, parts[0]._group, metrics=metrics)
@@ -220,20 +217,20 @@ class Experience:
             return column.values
         holders = Holders(packing.holders.replica_of[order], packing.holders.ranks)
         found = part._fetch_column(column, holders)
-        self._num_bytes += 0 if part is self else found.num_bytes
+        self.num_bytes += 0 if part is self else found.num_bytes
         values = column.values.new_full((len(packing.batch.tokens), *column.values.shape[1:]), torch.nan)
         values[packing.rows(order[found.sequences])] = found.columns["values"]
         return values
 
     def rescore(self, rewards: np.ndarray, name: str, scores: np.ndarray) -> Experience:
         """Return the same samples, without columns, with new rewards and a further component, [num_rollouts] each."""
-        payload = replace(self._payload, num_bytes=self._num_bytes)
+        payload = replace(self._payload, num_bytes=self.num_bytes)
         return Experience(self.headers.rescore(rewards, name, scores), self.prompts, payload, self._group)
 
     def add_baselines(self, greedy: Experience) -> None:
         """Set the baselines to the rewards of the greedy responses; NaN for prompts without one."""
         self.baselines = np.where(greedy.headers.rollouts.has_reward, greedy.rewards, np.nan)
-        self._num_bytes += greedy.count_bytes()
+        self.num_bytes += greedy.num_bytes
 
     def _fetch_branches(self, destination: Holders) -> dict[int, Branch]:
         first = Holders(self._holders.replica_of, self._holders.ranks[:, :1])
@@ -265,7 +262,7 @@ class Experience:
         self, source: Holders, destination: Holders, lengths: np.ndarray, dtypes: Mapping[str, torch.dtype], read: Read
     ) -> Fetched:
         found = fetch(plan_fetch(self._group.rank(), source, destination), lengths, dtypes, read, self._group)
-        self._num_bytes += found.num_bytes
+        self.num_bytes += found.num_bytes
         return found
 
     def _restore(self, index: int, branches: list[Branch], decode: Callable[[list[int]], str]) -> Rollout:
@@ -300,7 +297,8 @@ def replicate(
     has_kept = any(branch.kept is not None for _, rollout in rollouts for branch in rollout.branches)
     found = [branch.routes for _, rollout in rollouts for branch in rollout.branches if branch.routes is not None]
     route_shape = RouteShape.of(found[0]) if found else None
-    payload = hold(rollouts, headers, np.arange(group.size())[None], 0, has_kept, route_shape)
+    branches, ranks = index_branches(rollouts, headers), np.arange(group.size())[None]
+    payload = Payload(branches, ranks, has_kept=has_kept, route_shape=route_shape)
     return Experience(headers, prompts, payload, group, baselines=baselines)
 
 

@@ -139,6 +139,7 @@ class Payload:
 
     Attributes:
         ranks: [num_replicas, width] ranks that hold the sequences of each replica.
+        num_bytes: received so far for this step.
         has_kept: any token of the step was drawn by truncated sampling; equal on every rank.
         route_shape: equal on every rank; `None` without routes.
         has_episodes: whether unsampled tokens separate turns; otherwise `engines/thinking.py` inserted them.
@@ -152,28 +153,16 @@ class Payload:
     has_episodes: bool = True
 
 
-def hold(
-    held: Iterable[tuple[int, Rollout]],
-    headers: Headers,
-    ranks: np.ndarray,
-    num_bytes: int,
-    has_kept: bool = False,
-    route_shape: RouteShape | None = None,
-    has_episodes: bool = True,
-) -> Payload:
-    """Build the payload of this rank from pairs (index of the prompt in the step, local rollout).
-
-    `num_bytes`: bytes received so far for this step.
-    """
+def index_branches(held: Iterable[tuple[int, Rollout]], headers: Headers) -> dict[int, Branch]:
+    """Return the branches of pairs (index of the prompt in the step, local rollout) by sequence index."""
     firsts = headers.rollouts.rows
     names = zip(firsts["group"].tolist(), firsts["sample_index"].tolist(), strict=True)
     starts = dict(zip(names, headers.first_of_rollout.tolist(), strict=True))
-    branches = {
+    return {
         starts[index, rollout.sample_index] + place: branch
         for index, rollout in held
         for place, branch in enumerate(rollout.branches)
     }
-    return Payload(branches, ranks, num_bytes, has_kept, route_shape, has_episodes)
 
 
 def fetch_branches(payload: Payload, headers: Headers, fetch: Fetch, fetch_from_first: Fetch) -> dict[int, Branch]:

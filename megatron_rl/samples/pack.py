@@ -78,20 +78,17 @@ class Packer:
 
     def pack(self, headers: Headers, fetch_branches: FetchBranches) -> Packing:
         """Plan all DP replicas' microbatches, then fetch and pack the sequences of this replica; collective."""
-        layout, minibatches, shared = self.model.layout, [], None
+        shared = None
         if self.config.share_prompts == "tree":
             shared = share_branches(headers)
         elif self.config.share_prompts:
             shared = share_prompts(number_prompts(headers), headers["num_prompt_tokens"])
-        lengths, firsts = headers["num_tokens"].tolist(), headers.first_of_rollout[:: self.plan.rollouts_per_minibatch]
-        for start, stop in pairwise([*firsts.tolist(), len(headers)]):
-            part = None if shared is None else shared.part(start, stop)
-            minibatches.append(self._plan_minibatch(start, stop, lengths[start:stop], part))
+        plans, metrics = self._plan(headers, shared)
         replica_of = np.full(len(headers), -1)
-        for part in minibatches:
-            for replica, microbatches in enumerate(part.plan):
-                replica_of[[part.start + i for members in microbatches for i in members]] = replica
-        holders = Holders(replica_of, list_replicas(layout))
+        for indices, plan in plans:
+            for replica, microbatches in enumerate(plan):
+                replica_of[[indices[i] for members in microbatches for i in members]] = replica
+        holders = Holders(replica_of, list_replicas(self.model.layout))
         branches = {
             index: branch if headers.rows["in_loss"][index] else replace(branch, sampled=np.zeros_like(branch.sampled))
             for index, branch in fetch_branches(holders).items()
@@ -100,7 +97,7 @@ class Packer:
         batch = build_train_batch(
             branches,
             weights,
-            [(range(part.start, part.stop), part.plan) for part in minibatches],
+            plans,
             dp_rank=self.model.dp_rank,
             device=self.device,
             padding=self._padding,
@@ -120,20 +117,32 @@ class Packer:
             torch.zeros_like(batch.tokens, dtype=torch.int32) if versions is None else versions,
             _place(branches, "rewards", starts, batch),
             _place_routes(branches, ids, positions, self.device),
-            self._measure(minibatches),
+            metrics,
         )
 
-    def _plan_minibatch(self, start: int, stop: int, lengths: list[int], shared: SharedPrefixes | None) -> _Minibatch:
-        model = self.model
-        plan = plan_microbatches(
-            lengths,
-            dp_size=model.layout.dp_size,
-            max_tokens=self.config.max_tokens_per_microbatch,
-            count_multiple=model.microbatch_count_multiple,
-            attention_ratio=model.attention_ratio,
-            shared=shared,
-        )
-        return _Minibatch(start, stop, lengths, shared, plan)
+    def _plan(
+        self, headers: Headers, shared: SharedPrefixes | None
+    ) -> tuple[list[tuple[range, MicrobatchPlan]], dict[str, float]]:
+        """Return the sequences and the plan of each minibatch, and the metrics of all plans."""
+        model, pad, budget = self.model, self._padding.find_size, self.config.max_tokens_per_microbatch
+        ratio = model.attention_ratio
+        lengths, firsts = headers["num_tokens"].tolist(), headers.first_of_rollout[:: self.plan.rollouts_per_minibatch]
+        plans, metrics, sizes = [], [], []
+        for start, stop in pairwise([*firsts.tolist(), len(headers)]):
+            part, own = None if shared is None else shared.part(start, stop), lengths[start:stop]
+            plan = plan_microbatches(
+                own,
+                dp_size=model.layout.dp_size,
+                max_tokens=budget,
+                count_multiple=model.microbatch_count_multiple,
+                attention_ratio=ratio,
+                shared=part,
+            )
+            plans.append((range(start, stop), plan))
+            metrics.append(packing_metrics(plan, own, budget, pad=pad, attention_ratio=ratio, shared=part))
+            sizes += microbatch_sizes(plan, own, part)
+        padding = padding_metrics((size, pad(size)) for size in sizes) if model.buckets else {}
+        return plans, {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]} | padding
 
     def _weigh(self, headers: Headers) -> tuple[np.ndarray, list[LossLedger]]:
         mode, constant = self.algorithm.loss_agg_mode, self.algorithm.loss_scale_factor or self.plan.max_response_length
@@ -146,27 +155,6 @@ class Packer:
     @property
     def _padding(self) -> Padding:
         return Padding(self.model.pad_multiple, self.model.buckets, self.plan.longest_sequence)
-
-    def _measure(self, minibatches: list[_Minibatch]) -> dict[str, float]:
-        pad, budget, ratio = self._padding.find_size, self.config.max_tokens_per_microbatch, self.model.attention_ratio
-        metrics, sizes = [], []
-        for part in minibatches:
-            plan, lengths, shared = part.plan, part.lengths, part.shared
-            metrics.append(packing_metrics(plan, lengths, budget, pad=pad, attention_ratio=ratio, shared=shared))
-            sizes += microbatch_sizes(plan, lengths, shared)
-        padding = padding_metrics((size, pad(size)) for size in sizes) if self.model.buckets else {}
-        return {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]} | padding
-
-
-@dataclass(frozen=True)
-class _Minibatch:
-    """The sequences [start, stop) of a step, numbered from `start` in their plan."""
-
-    start: int
-    stop: int
-    lengths: list[int]
-    shared: SharedPrefixes | None
-    plan: MicrobatchPlan
 
 
 def padding_metrics(shapes: Iterable[tuple[int, int]]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config.sections import reduce_weights
-from megatron_rl.data.prompt_order import PromptBatches, PromptStream, Turns
+from megatron_rl.data.prompt_order import PromptBatches, Turns
 from megatron_rl.types import Prompt, UserError
 
 
@@ -21,7 +21,7 @@ def make_prompts(count: int) -> list[Prompt]:
 
 
 def make_batches(size: int, batch: int, shuffle: bool = True, seed: int = 3) -> PromptBatches:
-    return PromptBatches(PromptStream(make_prompts(size), shuffle, seed), batch)
+    return PromptBatches(make_prompts(size), batch, shuffle, seed)
 
 
 def take(batches: PromptBatches, count: int) -> list[list[int]]:
@@ -55,7 +55,7 @@ def test_order_depends_on_seed_and_epoch_only():
 def test_a_position_may_be_asked_for_at_any_time(positions, seed):
     """The prompt at a position does not depend on earlier reads."""
     in_order = sum(take(make_batches(7, 1, seed=seed), 61), [])
-    stream = PromptStream(make_prompts(7), True, seed)
+    stream = make_batches(7, 1, seed=seed)
     assert [stream.prompt(i).prompt_id for i in positions] == [in_order[i] for i in positions]
 
 
@@ -94,8 +94,10 @@ def test_files_have_their_share_of_every_beginning(shares):
         )
 
 
-def mix(sizes: list[int], weights: list[float] | None, seed: int = 5, shuffle: bool = True) -> PromptStream:
-    return PromptStream(make_prompts(sum(sizes)), shuffle, seed, weights=weights, file_sizes=sizes)
+def mix(
+    sizes: list[int], weights: list[float] | None, seed: int = 5, shuffle: bool = True, batch: int = 1
+) -> PromptBatches:
+    return PromptBatches(make_prompts(sum(sizes)), batch, shuffle, seed, weights=weights, file_sizes=sizes)
 
 
 def test_a_mixture_has_epochs_of_each_file():
@@ -120,10 +122,10 @@ def test_without_weights_files_are_one_set():
 
 
 def test_a_mixture_resumes_at_its_position():
-    first = PromptBatches(mix([4, 10], [1, 1]), 3)
-    whole = take(PromptBatches(mix([4, 10], [1, 1]), 3), 12)
+    first = mix([4, 10], [1, 1], batch=3)
+    whole = take(mix([4, 10], [1, 1], batch=3), 12)
     take(first, 7)
-    resumed = PromptBatches(mix([4, 10], [1, 1]), 3)
+    resumed = mix([4, 10], [1, 1], batch=3)
     resumed.load_state_dict(first.state_dict())
     assert take(resumed, 5) == whole[7:]
 

@@ -18,7 +18,7 @@ from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.admission import list_candidates, read_job
 from megatron_rl.planning.cluster import Job, describe_cluster, find_host
-from megatron_rl.planning.communication import Assumptions, build_workload
+from megatron_rl.planning.communication import Assumptions
 from megatron_rl.run import session
 from megatron_rl.run.loading import load_config
 from megatron_rl.run.models import resolve
@@ -41,7 +41,7 @@ def test_the_first_of_the_plan_is_taken(tmp_path: Path) -> None:
     config, lines = choose()
     given = load_config(RECIPE).config
     job = read_job(given, resolve(given), describe_cluster(8, 80), RECIPE)
-    best = list_candidates(job, build_workload(job, Assumptions()), Assumptions())[0]
+    best = list_candidates(job, Assumptions())[0]
     assert config == best.job.config != given and config.layout.mode == "given"
     [line] = lines
     assert f"layout auto: {' '.join(best.choice.overrides(job))}: the fastest by prediction" in line

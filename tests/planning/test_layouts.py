@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.planning.admission import check_job, describe_choice, find_nearest, find_problem, list_candidates
 from megatron_rl.planning.cluster import GIB, Job
-from megatron_rl.planning.communication import Assumptions, build_workload
+from megatron_rl.planning.communication import Assumptions
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.types import UserError
 from planning_jobs import make_job, published_shape, small_shape
@@ -19,7 +19,7 @@ ASSUMED = Assumptions()
 
 
 def candidates(job: Job) -> list:
-    return list_candidates(job, build_workload(job, ASSUMED), ASSUMED)
+    return list_candidates(job, ASSUMED)
 
 
 @pytest.mark.parametrize(

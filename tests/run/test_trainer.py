@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from distributed import run_ranks
-from megatron_rl.data.prompt_order import PromptBatches, PromptStream
+from megatron_rl.data.prompt_order import PromptBatches
 from rl_runs import layout_overrides, overrides_for, read_records, train
 from tools.conversion.conversion import convert_to_megatron
 from tools.conversion.units import Workers
@@ -134,7 +134,7 @@ def _read_rows(run_dir: Path, step: int) -> list[dict[str, Any]]:
 
 def _first_batch() -> list[int]:
     """Left operands of the first step's prompts."""
-    return next(PromptBatches(PromptStream(list(range(16)), shuffle=True, seed=1), 8))
+    return next(PromptBatches(list(range(16)), 8, shuffle=True, seed=1))
 
 
 def test_saved_policy_is_a_transformers_model(one_rank: Path, task: Path) -> None:

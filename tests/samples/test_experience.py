@@ -21,7 +21,7 @@ from megatron_rl.config.schema import ActorConfig, AlgorithmConfig
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.samples.describe import describe_updates
 from megatron_rl.samples.experience import Column, Experience, replicate
-from megatron_rl.samples.fetch import Holders, hold
+from megatron_rl.samples.fetch import Holders, Payload, index_branches
 from megatron_rl.samples.pack import Packer
 from megatron_rl.samples.table import build_headers, gather_headers
 from megatron_rl.types import Rollout
@@ -51,7 +51,7 @@ def collect(rank: int, world_size: int, engine_tp: int, **options: Any) -> Exper
     )
     ranks = np.arange(world_size).reshape(-1, engine_tp)
     prompts = [make_prompt(i) for i in range(GROUPS)]
-    return Experience(headers, prompts, hold(held, headers, ranks, num_bytes), dist.group.WORLD)
+    return Experience(headers, prompts, Payload(index_branches(held, headers), ranks, num_bytes), dist.group.WORLD)
 
 
 def make_packer(rank: int, layout: ParallelLayout, share_prompts: bool = False) -> Packer:
@@ -73,8 +73,8 @@ def _measure(rank: int, world_size: int, tp: int, engine_tp: int) -> tuple[int, 
     share = TOKEN_BYTES * int(samples.headers["num_tokens"][mine[mine >= 0].numpy()].sum())
     held = samples.headers["holder"][mine[mine >= 0].numpy()] == rank // engine_tp
     most = samples.measure_bytes()["samples/bytes_per_rank"]
-    assert samples.count_bytes() <= most
-    return samples.count_bytes(), share, int(held.sum())
+    assert samples.num_bytes <= most
+    return samples.num_bytes, share, int(held.sum())
 
 
 @pytest.mark.parametrize(("world_size", "tp", "engine_tp"), [(4, 2, 1), (4, 1, 2), (8, 2, 4), (8, 1, 1)])
@@ -100,12 +100,12 @@ def _train(rank: int, world_size: int, share_prompts: bool) -> dict[str, Any]:
 
     samples.values = Column(name_tokens(other, 1.0), samples.pack(critic))
     samples.old_logprobs = Column(name_tokens(batch, -1.0), samples.pack(actor))
-    before = samples.count_bytes()
+    before = samples.num_bytes
     read = samples.read(actor, ["values", "old_logprobs", "returns"])
-    moved = samples.count_bytes() - before
+    moved = samples.num_bytes - before
     assert torch.equal(read.values, name_tokens(batch, 1.0)) and read.returns is None
     assert read.old_logprobs is samples.old_logprobs.values
-    assert samples.read(actor, ["values"]).values is read.values and samples.count_bytes() == before + moved
+    assert samples.read(actor, ["values"]).values is read.values and samples.num_bytes == before + moved
     assert torch.equal(samples.read(critic, ["old_logprobs"]).old_logprobs, name_tokens(other, -1.0))
     with pytest.raises(AssertionError, match="values is there already"):
         samples.values = samples.old_logprobs
@@ -172,7 +172,7 @@ def _fetch_turn_rewards(rank: int, world_size: int) -> list[float]:
             rewards[-1] = 1 + rollout.sample_index
             rollout.branches[:] = [replace(rollout.branches[0], rewards=rewards)]
     headers, num_bytes = gather_headers(build_headers([] if place else held, holder=engine), dist.group.WORLD)
-    payload = hold(held, headers, np.arange(world_size).reshape(-1, 2), num_bytes)
+    payload = Payload(index_branches(held, headers), np.arange(world_size).reshape(-1, 2), num_bytes)
     samples = Experience(headers, [make_prompt(i) for i in range(GROUPS)], payload, dist.group.WORLD)
     found = samples.fetch_rollouts(range(GROUPS * GROUP_SIZE), str, on_all=True)
     return [float(rollout.branches[0].rewards.sum()) for rollout, _ in found]
@@ -187,7 +187,7 @@ def _record(rank: int, world_size: int) -> list[dict[str, list[float]]]:
     samples = replicate(draw(), [make_prompt(i) for i in range(GROUPS)], dist.group.WORLD)
     packer = make_packer(rank, ParallelLayout(4, pp_size=2))
     packing, batch = samples.pack(packer), samples.read(packer)
-    assert samples.count_bytes() == 0
+    assert samples.num_bytes == 0
     now = torch.full_like(batch.rollout_logprobs, torch.nan)
     entropy = now.clone()
     if rank >= 2:  # of the last stage: all but the second rollout is used

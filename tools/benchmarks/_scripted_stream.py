@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.data.prompt_order import PromptBatches, PromptStream
+from megatron_rl.data.prompt_order import PromptBatches
 from megatron_rl.engines.build import BuiltEngine
 from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.observability.progress import RolloutProgress
@@ -90,7 +90,7 @@ class ScriptedStream:
             group=dist.group.WORLD,
             progress=RolloutProgress(),
         )
-        order = SampleOrder(PromptBatches(PromptStream(prompts, False, 0), size), config)
+        order = SampleOrder(PromptBatches(prompts, size, False, 0), config)
         clock = Clock(open_phase_end(steps_per_update, engines.of, None), training)
         self._stream = RolloutStream(generator, order, config, clock, dist.group.WORLD)
         self._sampling = SamplingConfig(temperature=1.0, max_tokens=costs.longest, stop_token_ids=())

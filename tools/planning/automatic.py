@@ -17,7 +17,7 @@ from megatron_rl.config.run_spec import RunSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.admission import Candidate, check_job, find_problem, list_candidates, read_job
 from megatron_rl.planning.cluster import GIB, Cluster, Job
-from megatron_rl.planning.communication import Assumptions, build_workload
+from megatron_rl.planning.communication import Assumptions
 from megatron_rl.planning.memory import compute_memory
 from megatron_rl.types import UserError
 from tools.planning.lengths import read_lengths
@@ -47,10 +47,10 @@ def choose_layout(
     if lengths is not None:
         longest = config.data.max_response_length
         assumed = replace(assumed, mean_response=lengths.mean(longest) / longest)
-    candidates, budgets = list_candidates(job, build_workload(job, assumed), assumed), ""
+    candidates, budgets = list_candidates(job, assumed), ""
     if not candidates:
         smallest, budgets = _take_smallest_budgets(job)
-        candidates = list_candidates(smallest, build_workload(smallest, assumed), assumed)
+        candidates = list_candidates(smallest, assumed)
     if not candidates:
         raise _refuse(job)
     best = candidates[0]

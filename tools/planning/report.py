@@ -73,7 +73,7 @@ def make_plan(job: Job, assumed: Assumptions) -> Plan:
     work, memory = build_workload(job, assumed), compute_memory(job)
     traffic, switch = list_traffic(job, work), plan_switch(job)
     step = predict_step(job, work, traffic, memory, switch.prediction.seconds, assumed)
-    candidates = list_candidates(job, work, assumed)
+    candidates = list_candidates(job, assumed)
     return Plan(
         job,
         batch,
