@@ -72,18 +72,12 @@ class SavedOptimizer(Protocol):
         """Restore the number of steps taken and the state of the learning-rate schedule."""
 
 
-class SavedRole(Protocol):
-    """An actor or a critic, as checkpoints use it."""
+@dataclass(frozen=True)
+class SavedRole:
+    """An actor or a critic, as checkpoints use it: its model, or only its adapters, and its optimizer."""
 
-    @property
-    def model(self) -> SavedModel:
-        """Trained weights."""
-        ...
-
-    @property
-    def optimizer(self) -> SavedOptimizer:
-        """Optimizer of the weights."""
-        ...
+    model: SavedModel
+    optimizer: SavedOptimizer
 
 
 @dataclass(frozen=True)

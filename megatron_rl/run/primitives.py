@@ -25,6 +25,7 @@ import torch
 
 from megatron_rl.checkpoint.directory import find_step
 from megatron_rl.checkpoint.manifest import RunContent
+from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.saving import save_now
 from megatron_rl.config.rendering import dump_yaml
 from megatron_rl.config.schema import RunConfig
@@ -34,7 +35,7 @@ from megatron_rl.parallel.collectives import Process, world
 from megatron_rl.rollout.order import SampleGroups
 from megatron_rl.run.building import RolloutMembers, RunSinks, build_roles, build_rollout_members
 from megatron_rl.run.inputs import Parts, RlInputs
-from megatron_rl.run.state import TrainedPart, TrainingState, actor_export, side_files
+from megatron_rl.run.state import TrainingState, actor_export, side_files
 from megatron_rl.samples.estimate import find_rollouts
 from megatron_rl.samples.experience import Column, Experience
 from megatron_rl.samples.pack import Packer
@@ -199,7 +200,7 @@ class Primitives:
     def trained(self) -> dict[str, Any]:
         """Model and optimizer of each trained role by name; stand-ins on ranks without the role."""
         roles = {"actor": self.policy.role} | ({"critic": self.critic.role} if self.critic else {})
-        return {name: TrainedPart(role.model.trained, role.optimizer) for name, role in roles.items()}
+        return {name: SavedRole(role.model.trained, role.optimizer) for name, role in roles.items()}
 
 
 def build_primitives(
@@ -219,7 +220,7 @@ def build_primitives(
     saved = [role.spec for role in inputs.roles.values() if role.spec.trainable or role.spec.is_reset]
     state = TrainingState(
         {
-            role.name: TrainedPart(roles[role.name].model.trained, roles[role.name].optimizer)
+            role.name: SavedRole(roles[role.name].model.trained, roles[role.name].optimizer)
             for role in saved
             if roles[role.name].model.dp_rank is not None
         },

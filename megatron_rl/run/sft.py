@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_order import PromptBatches, PromptStream
 from megatron_rl.parallel.collectives import init_distributed, world
@@ -16,7 +17,7 @@ from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.guard import wait_for_debugger
 from megatron_rl.run.inputs import SftInputs, read_sft_inputs
 from megatron_rl.run.opening import OpenedRun, open_run
-from megatron_rl.run.state import TrainedPart, TrainingState, actor_export, side_files
+from megatron_rl.run.state import TrainingState, actor_export, side_files
 from megatron_rl.samples.experience import replicate
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.roles.on_samples import ActorOnSamples, sft
@@ -58,7 +59,7 @@ class SftTrainer:
             config,
             opened,
             TrainingState(
-                {"actor": TrainedPart(actor.model.trained, actor.optimizer)},
+                {"actor": SavedRole(actor.model.trained, actor.optimizer)},
                 {"prompts": self.examples},
                 {"actor": side_files(config, config.model.path)},
             ),

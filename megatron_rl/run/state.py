@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.huggingface import ShardedModel, save_huggingface
-from megatron_rl.checkpoint.pieces import SavedModel, SavedOptimizer, SavedRole
+from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.checkpoint.saving import RankState, read_rng
 from megatron_rl.checkpoint.side_files import find_model_files, list_side_files
 from megatron_rl.config.schema import RunConfig
@@ -94,14 +94,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-
-
-@dataclass(frozen=True)
-class TrainedPart:
-    """Model (or only its adapters, if any) and optimizer of a `SavedRole`."""
-
-    model: SavedModel
-    optimizer: SavedOptimizer
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megatron_rl.extension.registry import find_engine, name_engines
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.family import FAMILIES
 from megatron_rl.weights.rope import YarnScaling
+
+if TYPE_CHECKING:
+    from megatron_rl.parallel.layout import ParallelLayout
 
 LARGEST_RANK = 512  # largest buffer of vLLM
 
@@ -70,17 +75,11 @@ def check_engine(
 
 
 def check_training_layout(
-    shape: ModelShape,
-    tp_size: int,
-    pp_size: int,
-    vpp_size: int,
-    ep_size: int = 1,
-    *,
-    sequence_parallel: bool = True,
-    section: str = "actor",
+    shape: ModelShape, layout: ParallelLayout, *, sequence_parallel: bool = True, section: str = "actor"
 ) -> None:
     """Refuse a Megatron layout that does not fit the model (UserError)."""
-    experts = shape.num_experts
+    experts, tp_size, ep_size = shape.num_experts, layout.tp_size, layout.ep_size
+    pp_size, vpp_size = layout.pp_size, layout.vpp_size
     if ep_size > 1 and (experts == 0 or experts % ep_size):
         valid = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
         what = f"does not divide the {experts} experts of the model" if experts else "needs a mixture of experts"

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import torch
 
 from megatron_rl.checkpoint import saving
+from megatron_rl.checkpoint.pieces import SavedRole
 from megatron_rl.planning.cluster import Job
 from megatron_rl.planning.memory import count_step_tokens
-from megatron_rl.run.state import TrainedPart
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.roles.teachers import ask_teacher
 
@@ -42,6 +42,6 @@ def take_pieces(job: Job, roles: Mapping[str, Any], rank: int) -> None:
     with patch.object(saving, "count_steps", lambda role: role.optimizer.steps):
         for name, role in roles.items():
             if job.spec.roles[name].trainable:
-                part = TrainedPart(role.model.trained, role.optimizer)
+                part = SavedRole(role.model.trained, role.optimizer)
                 for piece in saving.list_pieces(part, rank, with_optimizer=True):
                     saving.copy_to_host(piece)
