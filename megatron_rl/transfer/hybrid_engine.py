@@ -25,7 +25,7 @@ from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
 from megatron_rl.transfer.aliasing import gather_names
 from megatron_rl.transfer.executor import ReshardStats
 from megatron_rl.transfer.transfers import TensorSet, Transfer, TransferContext, split_types
-from megatron_rl.weights.adapters import AdapterShape, adapter_placements, separate_placements
+from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement_tables import PlacementTable, as_table
 
@@ -181,7 +181,7 @@ class HybridEngine:
             shape.logical_tensors(),
             model.scale_adapters(),
             lambda rank: adapter_placements(shape, model.placements(rank)),
-            lambda rank: separate_placements(shape, as_table(engine.placements(rank))),
+            lambda rank: adapter_placements(shape, as_table(engine.placements(rank)), is_stacked=False),
         )
         table = adapters.source(model.layout.first_rank)
         return [whole, replace(adapters, computed=frozenset(p.param for p in table if p.param.endswith("lora_B")))]

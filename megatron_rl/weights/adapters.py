@@ -136,20 +136,16 @@ def make_adapter_shape(
     return AdapterShape(shape, config.rank, config.scale, kinds, is_quantized)
 
 
-def adapter_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:
-    """Return a rank's table of adapters, stacked like its model's fused parameters.
+def adapter_placements(shape: AdapterShape, base: PlacementTable, *, is_stacked: bool = True) -> PlacementTable:
+    """Return a rank's table of adapters.
 
     Args:
         base: table of the model, of Megatron or of an engine.
+        is_stacked: like the model's fused parameters, or else `<matrix>.lora_A` and `.lora_B` for each matrix.
     """
     kinds = {kind: base.boxes[kind] for kind in (*shape.kinds, *(("score",) if shape.base.has_score_head else ()))}
-    return PlacementTable(_list_rows(base.rows, shape.kinds), _cut(shape, tuple(kinds.items())))
-
-
-def separate_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:
-    """Return an engine rank's table of adapters, with `<matrix>.lora_A` and `.lora_B` for each matrix."""
-    kinds = tuple((kind, base.boxes[kind]) for kind in shape.kinds)
-    return PlacementTable(_list_rows(base.rows, shape.kinds, is_stacked=False), _cut(shape, kinds, is_stacked=False))
+    boxes = _cut(shape, tuple(kinds.items()), is_stacked)
+    return PlacementTable(_list_rows(base.rows, shape.kinds, is_stacked), boxes)
 
 
 def adapted_parameters(shape: AdapterShape, base: PlacementTable) -> frozenset[str]:
@@ -158,7 +154,7 @@ def adapted_parameters(shape: AdapterShape, base: PlacementTable) -> frozenset[s
 
 
 @lru_cache(maxsize=8)
-def _list_rows(base: TableRows, kinds: tuple[str, ...], is_stacked: bool = True) -> TableRows:
+def _list_rows(base: TableRows, kinds: tuple[str, ...], is_stacked: bool) -> TableRows:
     found = []
     for param, name, kind in base:
         if kind in kinds:
@@ -171,7 +167,7 @@ def _list_rows(base: TableRows, kinds: tuple[str, ...], is_stacked: bool = True)
 
 
 @lru_cache(maxsize=64)
-def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]], is_stacked: bool = True) -> dict[str, BoxPair]:
+def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]], is_stacked: bool) -> dict[str, BoxPair]:
     boxes, sizes, r = dict(base), shape.kind_sizes(), shape.rank
     found = {"score": boxes["score"]} if "score" in boxes else {}
     for kind in shape.kinds:
