@@ -122,8 +122,8 @@ def load_huggingface(
         by_file.setdefault(files[placement.hf_name], []).append(placement)
     for tensor in params.values():
         tensor.zero_()
-    for file, wanted in by_file.items():
-        with files.open(file) as handle:
+    for wanted in by_file.values():
+        with files.open() as handle:
             for placement in wanted:
                 piece = handle.get_slice(placement.hf_name)[box_slices(placement.hf_box)]
                 params[placement.param][box_slices(placement.local_box)].copy_(piece)
