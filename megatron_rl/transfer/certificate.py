@@ -27,7 +27,7 @@ import torch.distributed as dist
 from megatron_rl.parallel.collectives import gather_objects
 from megatron_rl.transfer.classes import Shard
 from megatron_rl.weights.placement_tables import as_table
-from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume
+from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume, fill_in_order
 
 if TYPE_CHECKING:
     from megatron_rl.transfer.computed import SourceParams
@@ -122,7 +122,8 @@ class Certificate:
         self._shapes, self._source, self._destination = dict(shapes), source, destination
         self._dtype = dtype
         self._num_engines, self._engine, self._group = num_engines, engine, group
-        self._rotation = _split_by_share(self._shapes, SAMPLE_SHARE)
+        sizes = {name: math.prod(shape) for name, shape in self._shapes.items()}
+        self._rotation = fill_in_order(sizes, SAMPLE_SHARE * sum(sizes.values()))
 
     def verify(self, turn: int | None = None) -> int:
         """Compare all tensors, or part `turn` of a rotation over them in parts of 2 %, and return the number compared.
@@ -202,15 +203,3 @@ class Certificate:
 
 def _hex(digest: torch.Tensor) -> str:
     return f"{int(digest) & (1 << 64) - 1:016x}"
-
-
-def _split_by_share(shapes: Mapping[str, tuple[int, ...]], share: float) -> list[list[str]]:
-    sizes = {name: box_volume(tuple((0, n) for n in shape)) for name, shape in shapes.items()}
-    limit, turns, filled = share * sum(sizes.values()), [[]], 0
-    for name, size in sizes.items():
-        if turns[-1] and filled + size > limit:
-            turns.append([])
-            filled = 0
-        turns[-1].append(name)
-        filled += size
-    return turns
