@@ -1,15 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the capsule of a step, for replay, while the run continues.
+"""Writes the capsule of a step, for replay, while the run continues; docs/replay.md lists its files.
 
-    <run_dir>/capsules/step_<N>/
-        manifest.json        config, layouts, packages, batch plan, metrics; index of values.safetensors
-        rollouts.jsonl       the scored rollouts
-        values.safetensors   every number that is compared, in sections
-        SHA256SUMS           digests of these files and of the state's own SHA256SUMS
-        state/step_<N-1>/    checkpoint from which the step started
-    <run_dir>/capsules/step_<N>.partial/   being written; never read
-
-The directory is renamed once complete. A failed write is logged and the run continues.
+The directory is `step_<N>.partial` until it is complete. A failed write is logged and the run continues.
 
 Sections are in order of computation and independent of layout: tables of parameters or lists of quantities. Token
 values are indexed by rollout and position in the response, never by position in a packed batch.

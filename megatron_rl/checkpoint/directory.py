@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint directories: their location, validity and deletion.
-
-    <run_dir>/checkpoints/
-        step_<N>/          manifest.json  config.yaml  SHA256SUMS  rng/rank_<R>.safetensors
-                           rollouts/rank_<R>.safetensors (partial rollouts, not yet trained on)
-            actor/         a Megatron distributed checkpoint (weights, optimizer) with config/
-            critic/        the same, if there is one
-        step_<N>.partial/  being written; never read
-        latest, best       links to step_<N>
+"""Checkpoint directories: their location, validity and deletion; docs/checkpoints.md lists their files.
 
 A checkpoint is renamed to its final name once it is durable, and `latest` moves after that. It is valid if its files
 match their digests and cover all tensors (`find_gaps`); a run resumes from the newest valid one.
