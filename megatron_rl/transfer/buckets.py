@@ -177,8 +177,16 @@ class BucketTransport:
         out_buffers, in_buffers = self._buffers(self._out_elements), self._buffers(self._in_elements)
         in_flight: list[_Exchange] = []
         for number, (to, outgoing, origin, incoming) in enumerate(self._turns):
-            exchange = self._post(to, outgoing, out_buffers[number % 2], origin, incoming, in_buffers[number % 2])
-            in_flight.append(exchange)
+            operations, scattered = [], []
+            if incoming:
+                flat, scattered = self._stage(incoming, in_buffers[number % 2])
+                operations.append(dist.P2POp(dist.irecv, flat, group=self._group, group_peer=origin))
+            if outgoing:
+                flat, packed = self._stage(outgoing, out_buffers[number % 2])
+                for view, piece in packed:
+                    view.copy_(piece if isinstance(piece, torch.Tensor) else piece.read())
+                operations.append(dist.P2POp(dist.isend, flat, group=self._group, group_peer=to))
+            in_flight.append(_Exchange(to, origin, dist.batch_isend_irecv(operations), scattered))
             if len(in_flight) == 2:
                 self._finish(in_flight.pop(0))
         for exchange in in_flight:
@@ -186,26 +194,6 @@ class BucketTransport:
 
     def _buffers(self, size: int) -> list[torch.Tensor]:
         return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(2)]
-
-    def _post(
-        self,
-        to: int,
-        outgoing: list[_Outgoing],
-        out_buffer: torch.Tensor,
-        origin: int,
-        incoming: list[torch.Tensor],
-        in_buffer: torch.Tensor,
-    ) -> _Exchange:
-        operations, scattered = [], []
-        if incoming:
-            flat, scattered = self._stage(incoming, in_buffer)
-            operations.append(dist.P2POp(dist.irecv, flat, group=self._group, group_peer=origin))
-        if outgoing:
-            flat, packed = self._stage(outgoing, out_buffer)
-            for view, piece in packed:
-                view.copy_(piece if isinstance(piece, torch.Tensor) else piece.read())
-            operations.append(dist.P2POp(dist.isend, flat, group=self._group, group_peer=to))
-        return _Exchange(to, origin, dist.batch_isend_irecv(operations), scattered)
 
     def _stage(self, pieces: Sequence[_P], buffer: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, _P]]]:
         direct = self._direct(pieces)
