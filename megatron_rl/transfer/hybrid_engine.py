@@ -35,16 +35,24 @@ if TYPE_CHECKING:
 
 
 class SourceModel(Protocol):
-    """The model whose weights the engine receives."""
+    """The model whose weights the engine receives.
+
+    Attributes:
+        params: this rank's parameters by name; empty without the actor.
+        merge: returns this rank's parameters with merged adapters.
+        scale_adapters: returns this rank's adapters, with B scaled.
+        shard_key: returns a key that is equal for ranks with equal placements.
+        placements: returns the placement table of any rank of the layout, without adapters.
+    """
 
     shape: ModelShape
     layout: ParallelLayout
     adapters: AdapterShape | None
-
-    @property
-    def params(self) -> SourceParams:
-        """This rank's parameters by name; empty without the actor."""
-        ...
+    params: SourceParams
+    merge: Callable[[], SourceParams]
+    scale_adapters: Callable[[], SourceParams]
+    shard_key: Callable[[int], Hashable]
+    placements: Callable[[int], PlacementTable]
 
     @property
     def merged_params(self) -> frozenset[str]:
@@ -54,22 +62,6 @@ class SourceModel(Protocol):
     @property
     def quantized_params(self) -> frozenset[str]:
         """Parameters stored in NF4, by name, over all ranks."""
-        ...
-
-    def merge(self) -> SourceParams:
-        """Return this rank's parameters with merged adapters."""
-        ...
-
-    def scale_adapters(self) -> SourceParams:
-        """Return this rank's adapters, with B scaled."""
-        ...
-
-    def shard_key(self, rank: int) -> Hashable:
-        """Return a key that is equal for ranks with equal placements."""
-        ...
-
-    def placements(self, rank: int) -> PlacementTable:
-        """Return the placement table of any rank of the layout, without adapters."""
         ...
 
 
