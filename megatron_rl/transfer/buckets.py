@@ -119,42 +119,35 @@ class BucketTransport:
         def view(param: torch.Tensor | ComputedParam, box: Box) -> _Outgoing:
             return param[box_slices(box)] if isinstance(param, torch.Tensor) else _ComputedPiece(param, box)
 
-        self._sends = {
+        sent = {
             peer: [[view(source[op.src_param], op.src_box) for op in bucket] for bucket in cut_into_buckets(ops, limit)]
             for peer, ops in sends.items()
         }
-        self._receives = {
+        received = {
             peer: [
                 [destination[op.dst_param][box_slices(op.dst_box)] for op in bucket]
                 for bucket in cut_into_buckets(ops, limit)
             ]
             for peer, ops in receives.items()
         }
-        self._out_elements, self._in_elements = (
-            max(
-                (
-                    sum(piece.numel() for piece in bucket)
-                    for buckets in side.values()
-                    for bucket in buckets
-                    if self._direct(bucket) is None
-                ),
-                default=0,
-            )
-            for side in (self._sends, self._receives)
-        )
         # Exchanges: rank to send to, pieces, rank to receive from, targets. First buckets of all peers precede second
         # ones, so that pieces for several peers stay in the CPU cache.
         self._turns: list[tuple[int, list[_Outgoing], int, list[torch.Tensor]]] = []
         rank, size = group.rank(), group.size()
-        longest = max((len(buckets) for side in (self._sends, self._receives) for buckets in side.values()), default=0)
+        longest = max((len(buckets) for side in (sent, received) for buckets in side.values()), default=0)
         for index in range(longest):
             for turn in range(1, size):
                 to, origin = (rank + turn) % size, (rank - turn) % size
-                sent, received = self._sends.get(to, []), self._receives.get(origin, [])
-                outgoing = sent[index] if index < len(sent) else []
-                incoming = received[index] if index < len(received) else []
+                there, back = sent.get(to, []), received.get(origin, [])
+                outgoing = there[index] if index < len(there) else []
+                incoming = back[index] if index < len(back) else []
                 if outgoing or incoming:
                     self._turns.append((to, outgoing, origin, incoming))
+        self._out_elements = self._count_staged(outgoing for _, outgoing, _, _ in self._turns)
+        self._in_elements = self._count_staged(incoming for *_, incoming in self._turns)
+
+    def _count_staged(self, buckets: Iterable[Sequence[_Outgoing]]) -> int:
+        return max((sum(p.numel() for p in pieces) for pieces in buckets if self._direct(pieces) is None), default=0)
 
     @property
     def transient_bytes(self) -> int:
