@@ -65,24 +65,12 @@ class SourceModel(Protocol):
         ...
 
 
-class Releasable(Protocol):
-    """Training memory besides the weights."""
-
-    def release(self) -> None:
-        """Release memory that generation does not need; training reallocates it by itself."""
-
-
 class WeightSource(Protocol):
     """The actor, as the hybrid engine uses it."""
 
     @property
     def model(self) -> SourceModel:
         """The trained model."""
-        ...
-
-    @property
-    def optimizer(self) -> Releasable:
-        """The optimizer of the model."""
         ...
 
     @property
@@ -148,11 +136,11 @@ class HybridEngine:
         self.policy_version = -1
         self._certificate_turn = 0
         self.verified_tensors = 0
-        self._releasable = [actor.optimizer]
+        self._releases: list[Callable[[], None]] = []
 
-    def also_release(self, training: Releasable) -> None:
-        """Register another role's training memory for release before a rollout."""
-        self._releasable.append(training)
+    def release_first(self, release: Callable[[], None]) -> None:
+        """Register a release of memory that training reallocates by itself, to be called before each rollout."""
+        self._releases.append(release)
 
     def _list_tensor_sets(self, config: HybridConfig, shared: Sequence[frozenset[str]]) -> list[TensorSet]:
         """List the tensor sets: unmodified parameters, then merged matrices or separate adapters."""
@@ -226,8 +214,8 @@ class HybridEngine:
 
         Training memory is released first, so that the peak is that of one mode.
         """
-        for training in self._releasable:
-            training.release()
+        for release in self._releases:
+            release()
         self.reshard()
         try:
             yield self
