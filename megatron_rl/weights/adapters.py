@@ -15,16 +15,15 @@ from typing import Any
 
 from megatron_rl.config.sections import ALL_LINEAR, LoraConfig
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, DeltaNetSizes, ModelShape
+from megatron_rl.weights.families import FAMILIES, FUSED_KINDS, SCORE_HEAD, DeltaNetSizes, ModelShape
 from megatron_rl.weights.family import LatentSizes, SigmoidRouter
 from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, TableRows
 from megatron_rl.weights.rope import restore_rope_scaling
 from megatron_rl.weights.shard_box import columns, full_box, rows
 
-# PEFT name -> kind; parts of a fused parameter in its order.
+# PEFT name -> kind.
 _ATTENTION = {"q_proj": "q.weight", "k_proj": "k.weight", "v_proj": "v.weight", "o_proj": "o"}
 _DENSE = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-_FUSED = (("q.weight", "k.weight", "v.weight"), ("gate", "up"))
 _CUT_BY_COLUMNS = ("o", "down")
 
 
@@ -176,7 +175,7 @@ def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]], is_stacked: b
             found[a] = columns(*local[1], (r, 0)), columns(*whole[1], (r, 0))
             found[b] = full_box(sizes[b]), full_box(sizes[b])
             continue
-        fused = next(parts for parts in _FUSED if kind in parts) if is_stacked else (kind,)
+        fused = next(parts for parts in FUSED_KINDS.values() if kind in parts) if is_stacked else (kind,)
         before = [part for part in fused[: fused.index(kind)] if part in shape.kinds]
         start = sum(boxes[part][0][0][1] - boxes[part][0][0][0] for part in before)
         length = local[0][1] - local[0][0]
