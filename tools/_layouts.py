@@ -87,7 +87,7 @@ def read_layouts(
         num_ranks: ranks of the job; derived from `source` if `None`.
     """
     layout = read_training_layout(source, "--source", num_ranks)
-    check_training_layout(shape, layout.tp_size, layout.pp_size, layout.vpp_size, layout.ep_size)
+    check_training_layout(shape, layout)
     rollout_tp = read_engine_tp(destination, "--destination", layout.world_size)
     check_rollout_layout(shape, rollout_tp)
     return layout, rollout_tp

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 import torch.distributed as dist
 
 from megatron_rl import Trainer
-from megatron_rl.capsule.recorder import Section, StepObserver
+from megatron_rl.capsule.recorder import Section, observe_parameters, observe_results
 from megatron_rl.checkpoint.manifest import list_packages
 from megatron_rl.parallel.collectives import raise_together, share_object
 from megatron_rl.run.command_line import end_program, leave
@@ -58,15 +58,14 @@ class ReplayTrainer(Trainer):
         present = self.primitives.state.roles
         resumed = restore_state(self.recorded, present, dist.group.WORLD, allow_changed=self.allow_changed)
         self.kl.load_state_dict(resumed.state["kl"])
-        self.observer = StepObserver(self.trained, dist.group.WORLD)
-        self.observer.begin()
+        self.sections = observe_parameters(self.trained, is_input=True)
         with self.run.timers.phase("step"):
             yield step
 
     def describe(self, step: int, samples: Experience) -> None:
         """Keep the results."""
         self.count_elsewhere()
-        _, self.sections = self.observer.end(samples, self.inputs.tokenizer.decode, self.run.series)
+        self.sections += observe_results(self.trained, samples, self.inputs.tokenizer.decode, self.run.series)[1]
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -30,14 +30,12 @@ from megatron_rl.checkpoint.pieces import (
     choose_saved,
     find_holders,
 )
-from megatron_rl.transfer.certificate import compute_digest
+from megatron_rl.transfer.certificate import CHUNK_ELEMENTS, compute_digest, view_bits
 from megatron_rl.weights.megatron_layout import ROUTER_BIAS
 from megatron_rl.weights.shard_box import ShardBox, box_slices, box_volume
 
 NUM_SAMPLES = 64
 _STATES = (*MOMENTS, MAIN_PARAM)
-INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
-_CHUNK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,9 @@ def fingerprint_pieces(
         data, row = data[(None,) * (len(piece.shape) - data.ndim)], rows[piece.key]
         if row not in places:
             places[row] = np.stack(np.unravel_index(sample_places(piece.key, piece.shape), piece.shape))
-        integers = data.view(INTEGERS[data.element_size()])
+        integers = view_bits(data)
         total = torch.zeros((), dtype=torch.int64, device=data.device)
-        for part in integers.split(max(1, _CHUNK_ELEMENTS // max(1, integers[0].numel()))):
+        for part in integers.split(max(1, CHUNK_ELEMENTS // max(1, integers[0].numel()))):
             total += part.sum(dtype=torch.int64)
         bits[row] += torch.tensor([int(compute_digest(data, piece.box, piece.shape)), int(total), data.numel()])
         numbers[row, 0] += torch.linalg.vector_norm(data, dtype=torch.float64).cpu() ** 2

@@ -1,15 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the capsule of a step, for replay, while the run continues.
+"""Writes the capsule of a step, for replay, while the run continues; docs/replay.md lists its files.
 
-    <run_dir>/capsules/step_<N>/
-        manifest.json        config, layouts, packages, batch plan, metrics; index of values.safetensors
-        rollouts.jsonl       the scored rollouts
-        values.safetensors   every number that is compared, in sections
-        SHA256SUMS           digests of these files and of the state's own SHA256SUMS
-        state/step_<N-1>/    checkpoint from which the step started
-    <run_dir>/capsules/step_<N>.partial/   being written; never read
-
-The directory is renamed once complete. A failed write is logged and the run continues.
+The directory is `step_<N>.partial` until it is complete. A failed write is logged and the run continues.
 
 Sections are in order of computation and independent of layout: tables of parameters or lists of quantities. Token
 values are indexed by rollout and position in the response, never by position in a packed batch.
@@ -28,7 +20,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors.numpy import save as to_safetensors
 
 from megatron_rl.capsule.fingerprints import Fingerprints, fingerprint_optimizer, fingerprint_weights
@@ -93,67 +84,61 @@ class Section:
     content: Fingerprints | list[Values]
 
 
-class StepObserver:
-    """A collector of the inputs and results of a step, as `Section`s; methods are collective.
+def observe_parameters(roles: Mapping[str, SavedRole], *, is_input: bool) -> list[Section]:
+    """Record weights and optimizer states before a step (`is_input`), or the weights after it; collective.
 
     Args:
         roles: trained roles by name; the names are equal on all ranks.
     """
+    found, group, when = [], world(), "before" if is_input else "after"
+    for name, role in roles.items():
+        found.append(Section(f"{name} weights {when}", is_input, fingerprint_weights(role, group)))
+        if is_input:
+            found.append(Section(f"{name} optimizer {when}", is_input, fingerprint_optimizer(role, group)))
+    return found
 
-    def __init__(self, roles: Mapping[str, SavedRole], group: dist.ProcessGroup) -> None:
-        self._roles, self._group = roles, group
-        self._before: list[Section] = []
 
-    def begin(self) -> None:
-        """Record the parameters before the step."""
-        self._before = self._take_parameters("before", True)
+def observe_results(
+    roles: Mapping[str, SavedRole],
+    samples: Experience,
+    decode: Callable[[list[int]], str],
+    counted: Mapping[str, Sequence[float]],
+) -> tuple[list[Rollout], list[Section]]:
+    """Record the results of a step after its last optimizer step; collective.
 
-    def end(
-        self, samples: Experience, decode: Callable[[list[int]], str], counted: Mapping[str, Sequence[float]]
-    ) -> tuple[list[Rollout], list[Section]]:
-        """Record the results after the step's last optimizer step.
+    Args:
+        counted: metric -> its values in this step.
 
-        Args:
-            counted: metric -> its values in this step.
+    Returns:
+        On rank 0 the rollouts and all sections; on other ranks no rollouts and only the sections of parameters.
+    """
+    after = observe_parameters(roles, is_input=False)
+    columns = {name: samples.columns[name] for name in (*_FORWARD, *_ESTIMATE, *_UPDATE) if name in samples.columns}
+    found = samples.fetch_rollouts(range(len(samples.rewards)), decode, columns)
+    if not found:
+        return [], after
+    lengths = np.array([len(next(iter(values.values()))) for _, values in found], np.int64)
+    tokens = {name: Values(name, "token", np.concatenate([v[name] for _, v in found]), lengths) for name in columns}
+    rollouts = [rollout for rollout, _ in found]
 
-        Returns:
-            On rank 0 the rollouts and all sections; on other ranks no rollouts and only the sections of parameters.
-        """
-        after = self._take_parameters("after", False)
-        columns = {name: samples.columns[name] for name in (*_FORWARD, *_ESTIMATE, *_UPDATE) if name in samples.columns}
-        found = samples.fetch_rollouts(range(len(samples.rewards)), decode, columns)
-        if not found:
-            return [], [*self._before, *after]
-        lengths = np.array([len(next(iter(values.values()))) for _, values in found], np.int64)
-        tokens = {name: Values(name, "token", np.concatenate([v[name] for _, v in found]), lengths) for name in columns}
-        rollouts = [rollout for rollout, _ in found]
+    def columns_of(names: Sequence[str]) -> list[Values]:
+        return [tokens[name] for name in names if name in tokens]
 
-        def columns_of(names: Sequence[str]) -> list[Values]:
-            return [tokens[name] for name in names if name in tokens]
-
-        def metrics_of(prefixes: tuple[str, ...], index: Index) -> list[Values]:
-            return [
-                Values(name, index, np.array(values, np.float64))
-                for name, values in counted.items()
-                if name.startswith(prefixes)
-            ]
-
-        sections = [
-            Section("rollouts", True, _describe_rollouts(samples, rollouts)),
-            Section("forward", False, columns_of(_FORWARD)),
-            Section("estimate", False, metrics_of(_ESTIMATE_METRICS, "step") + columns_of(_ESTIMATE)),
-            Section("critic updates", False, metrics_of(_CRITIC_METRICS, "update")),
-            Section("actor updates", False, metrics_of(_ACTOR_METRICS, "update") + columns_of(_UPDATE)),
+    def metrics_of(prefixes: tuple[str, ...], index: Index) -> list[Values]:
+        return [
+            Values(name, index, np.array(values, np.float64))
+            for name, values in counted.items()
+            if name.startswith(prefixes)
         ]
-        return rollouts, [*self._before, *(s for s in sections if s.content), *after]
 
-    def _take_parameters(self, when: str, is_input: bool) -> list[Section]:
-        found = []
-        for name, role in self._roles.items():
-            found.append(Section(f"{name} weights {when}", is_input, fingerprint_weights(role, self._group)))
-            if is_input:
-                found.append(Section(f"{name} optimizer {when}", is_input, fingerprint_optimizer(role, self._group)))
-        return found
+    sections = [
+        Section("rollouts", True, _describe_rollouts(samples, rollouts)),
+        Section("forward", False, columns_of(_FORWARD)),
+        Section("estimate", False, metrics_of(_ESTIMATE_METRICS, "step") + columns_of(_ESTIMATE)),
+        Section("critic updates", False, metrics_of(_CRITIC_METRICS, "update")),
+        Section("actor updates", False, metrics_of(_ACTOR_METRICS, "update") + columns_of(_UPDATE)),
+    ]
+    return rollouts, [*(s for s in sections if s.content), *after]
 
 
 def _describe_rollouts(samples: Experience, rollouts: Sequence[Rollout]) -> list[Values]:
@@ -265,7 +250,7 @@ class CapsuleRecorder:
     ) -> None:
         self._config, self._plan, self._run, self._roles = config, plan, run, roles
         self._save_state, self._decode = save_state, decode
-        self._observer: StepObserver | None = None
+        self._before: list[Section] | None = None  # in the captured step
 
     def begin(self, step: int) -> None:
         """Save the state before the captured step; do nothing in other steps."""
@@ -279,16 +264,15 @@ class CapsuleRecorder:
             if error is not None:
                 self._report_failure(step, error)
                 return
-            self._observer = StepObserver(self._roles, world())
-            self._observer.begin()
+            self._before = observe_parameters(self._roles, is_input=True)
 
     def end(self, step: int, samples: Experience) -> None:
         """Add the results of the captured step and publish the capsule."""
-        if self._observer is None:
+        if self._before is None:
             return
         with self._run.timers.phase("capture", swallow=True):
-            rollouts, sections = self._observer.end(samples, self._decode, self._run.series)
-            self._observer = None
+            rollouts, results = observe_results(self._roles, samples, self._decode, self._run.series)
+            sections, self._before = [*self._before, *results], None
             if not self._run.is_writer:
                 return
             partial = self._partial(step)

@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint directories: their location, validity and deletion.
-
-    <run_dir>/checkpoints/
-        step_<N>/          manifest.json  config.yaml  SHA256SUMS  rng/rank_<R>.safetensors
-                           rollouts/rank_<R>.safetensors (partial rollouts, not yet trained on)
-            actor/         a Megatron distributed checkpoint (weights, optimizer) with config/
-            critic/        the same, if there is one
-        step_<N>.partial/  being written; never read
-        latest, best       links to step_<N>
+"""Checkpoint directories: their location, validity and deletion; docs/checkpoints.md lists their files.
 
 A checkpoint is renamed to its final name once it is durable, and `latest` moves after that. It is valid if its files
 match their digests and cover all tensors (`find_gaps`); a run resumes from the newest valid one.
@@ -19,7 +11,6 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,6 +20,7 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.files import DIGESTS_FILE, find_damage, read_digests, sync
 from megatron_rl.checkpoint.pieces import MAIN_PARAM, MOMENTS, STATE_PREFIX
 from megatron_rl.checkpoint.torch_dist import ChunkReader
+from megatron_rl.parallel.collectives import gather_objects, share_object
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import read_shape
 from megatron_rl.weights.families import ModelShape, is_layer_matrix
@@ -38,14 +30,6 @@ from megatron_rl.weights.shard_box import box_volume, full_box
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
 UNFINISHED = (".partial", ".replaced", ".deleting")
-
-
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """The newest valid checkpoint of a run, and newer, invalid ones with the reason, one line each."""
-
-    directory: Path | None
-    skipped: tuple[str, ...]
 
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:
@@ -111,27 +95,25 @@ def find_problems(directory: Path, part: int = 0, num_parts: int = 1, *, reads_a
 
 def find_problems_together(directory: Path, group: dist.ProcessGroup) -> list[str]:
     """Run `find_problems` with the work shared by all ranks of `group`; collective."""
-    problems: list[list[str]] = [[]] * group.size()
-    dist.all_gather_object(problems, find_problems(directory, group.rank(), group.size()), group=group)
+    problems = gather_objects(find_problems(directory, group.rank(), group.size()), group)
     return list(dict.fromkeys(line for lines in problems for line in lines))
 
 
-def find_newest_valid(root: Path, group: dist.ProcessGroup) -> FoundCheckpoint:
-    """Find the newest valid checkpoint to resume from; collective."""
+def find_newest_valid(root: Path, group: dist.ProcessGroup) -> tuple[Path | None, list[str]]:
+    """Return the newest valid checkpoint of a run, and the reason against each newer one; collective."""
     for path in root.glob("step_*.replaced") if group.rank() == 0 else ():
         if not path.with_suffix("").exists():  # `publish` was killed between its two renames
             with suppress(OSError):
                 path.rename(path.with_suffix(""))
-    box: list[Any] = [[path for _, path in list_steps(root)]]
-    dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group=group)
-    skipped = []
-    for directory in box[0]:
+    found = share_object([path for _, path in list_steps(root)], group, dist.get_global_rank(group, 0))
+    skipped: list[str] = []
+    for directory in found:
         problems = find_problems_together(directory, group)
         if not problems:
-            return FoundCheckpoint(directory, tuple(skipped))
+            return directory, skipped
         further = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         skipped.append(f"{directory}: {problems[0]}{further}")
-    return FoundCheckpoint(None, tuple(skipped))
+    return None, skipped
 
 
 def point_at(root: Path, name: str, step: int) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.types import UserError
+from megatron_rl.weights.shard_box import fill_in_order
 
 DIGESTS_FILE = "SHA256SUMS"
 
@@ -212,14 +213,7 @@ def split_units(sizes: Mapping[str, int], max_bytes: int, name_file: Callable[[i
         max_bytes: limit per file; a larger tensor gets a file of its own.
         name_file: (index from 0, number of files) -> name.
     """
-    batches: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if batches[-1] and filled + size > max_bytes:
-            batches.append([])
-            filled = 0
-        batches[-1].append(name)
-        filled += size
+    batches = fill_in_order(sizes, max_bytes)
     return [
         Unit(name_file(index, len(batches)), tuple(batch), sum(sizes[name] for name in batch))
         for index, batch in enumerate(batches)

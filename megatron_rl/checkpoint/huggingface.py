@@ -48,11 +48,11 @@ def check_checkpoint(directory: str | Path, shape: ModelShape, may_lack: Collect
         UserError: names the first missing (unless in `may_lack`) or mismatched tensors, or a head of another kind.
     """
     directory = Path(directory)
-    files = ModelFiles(directory)
+    files, wanted = ModelFiles(directory), shape.logical_tensors()
     _check_head(directory, files, shape, may_lack)
-    wrong = [f"{name} is missing" for name in shape.logical_tensors() if name not in files and name not in may_lack]
+    wrong = [f"{name} is missing" for name in wanted if name not in files and name not in may_lack]
     for name, (found, _) in files.read_headers().items():
-        expected = shape.logical_tensors().get(name, found)
+        expected = wanted.get(name, found)
         if found != expected:
             wrong.append(f"{name} is {list(found)}, config.json says {list(expected)}")
     if wrong:
@@ -122,8 +122,8 @@ def load_huggingface(
         by_file.setdefault(files[placement.hf_name], []).append(placement)
     for tensor in params.values():
         tensor.zero_()
-    for file, wanted in by_file.items():
-        with files.open(file) as handle:
+    for wanted in by_file.values():
+        with files.open() as handle:
             for placement in wanted:
                 piece = handle.get_slice(placement.hf_name)[box_slices(placement.hf_box)]
                 params[placement.param][box_slices(placement.local_box)].copy_(piece)

@@ -103,13 +103,6 @@ def list_packages() -> dict[str, str]:
     return found
 
 
-def finish_role(
-    directory: Path, chunks: Sequence[Chunk], side_files: Mapping[str, Path], common: dict[str, Any]
-) -> list[FileRecord]:
-    """Turn a directory of chunk files into a distributed checkpoint with its side files."""
-    return write_index(directory, chunks, common) + copy_side_files(side_files, directory / CONFIG_DIR)
-
-
 def finish_directory(
     partial: Path,
     manifest: dict[str, Any],
@@ -129,7 +122,8 @@ def finish_directory(
     manifest = {**manifest, "roles": {name: role for *_, roles in parts for name, role in roles.items()}}
     for name in manifest["roles"]:
         chunks = [chunk for by_role, *_ in parts for chunk in by_role.get(name, ())]
-        records += finish_role(partial / name, chunks, content.side_files.get(name, {}), {"iteration": content.step})
+        records += write_index(partial / name, chunks, {"iteration": content.step})
+        records += copy_side_files(content.side_files.get(name, {}), partial / name / CONFIG_DIR)
     records.append(write_file(partial / RECIPE_FILE, content.recipe.encode()))
     return seal(partial, manifest, records)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -199,11 +199,9 @@ class ModelFiles(Mapping[str, Path]):
                 found[name] = (size[-1] // part.turns, *size[:-1]), dtype
         return found
 
-    @contextmanager
-    def open(self, file: Path) -> Iterator[OpenFile]:
-        """Open a file for reading logical tensors."""
-        with ExitStack() as stack:
-            yield OpenFile(self, stack)
+    def open(self) -> OpenFiles:
+        """Open the files, as they are needed, for reading logical tensors in a `with` block."""
+        return OpenFiles(self)
 
 
 def list_copies(shape: ModelShape) -> dict[str, str]:
@@ -213,11 +211,12 @@ def list_copies(shape: ModelShape) -> dict[str, str]:
     return {f"{prefix}embed_tokens.weight": "model.embed_tokens.weight", f"{prefix}shared_head.head.weight": head}
 
 
-class OpenFile:
-    """An open file of logical tensors, with the interface of `safe_open`."""
+class OpenFiles(ExitStack):
+    """Open files of logical tensors, with the interface of `safe_open`."""
 
-    def __init__(self, files: ModelFiles, stack: ExitStack) -> None:
-        self._files, self._stack = files, stack
+    def __init__(self, files: ModelFiles) -> None:
+        super().__init__()
+        self._files = files
         self._handles: dict[Path, Any] = {}
         self._last: tuple[str, int] | None = None  # expert that was read last: gate and up are read in turns
         self._matrix = torch.empty(0)
@@ -239,7 +238,7 @@ class OpenFile:
         """Open a tensor as stored, in its own file: MXFP4 scales may be in another file than their blocks."""
         file, stored = self._files.stored[name], self._files.names[name]
         if file not in self._handles:
-            self._handles[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+            self._handles[file] = self.enter_context(safe_open(file, framework="pt"))
         return self._handles[file].get_slice(stored)
 
 

@@ -57,19 +57,19 @@ class SavedModel(Protocol):
 
 
 class SavedOptimizer(Protocol):
-    """The optimizer of a role and its schedule."""
+    """The optimizer of a role and its schedule.
+
+    Attributes:
+        moments: returns the names of a parameter's optimizer states, such as "exp_avg".
+        resume: restores the number of steps taken and the state of the learning-rate schedule.
+    """
 
     megatron: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     steps: int
     kind: str
-
-    def moments(self, main: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of a parameter's optimizer states, such as "exp_avg"."""
-        ...
-
-    def resume(self, steps: int, schedule: Mapping[str, Any]) -> None:
-        """Restore the number of steps taken and the state of the learning-rate schedule."""
+    moments: Callable[[torch.Tensor], tuple[str, ...]]
+    resume: Callable[[int, Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megatron_rl.checkpoint.pieces import SavedRole, make_weight_pieces
 from megatron_rl.checkpoint.saving import restore_rng
 from megatron_rl.checkpoint.side_files import CONFIG_DIR, check_vocabulary
 from megatron_rl.checkpoint.torch_dist import ChunkReader
-from megatron_rl.parallel.collectives import gather_objects, raise_together
+from megatron_rl.parallel.collectives import failing_together, gather_objects
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.megatron_global import megatron_global_placements
@@ -72,9 +72,8 @@ def load_training_state(
             expected="a whole checkpoint",
             hint="take an older one, or copy this one again",
         )
-    error: UserError | None = None
-    random_numbers, is_same = directory / "rng" / f"rank_{group.rank()}.safetensors", False
-    try:
+    random_numbers = directory / "rng" / f"rank_{group.rank()}.safetensors"
+    with failing_together(group):
         manifest = read_manifest(directory)
         recipe = (directory / RECIPE_FILE).read_text(encoding="utf-8")
         _check_roles(directory, manifest, roles, side_files)
@@ -82,18 +81,12 @@ def load_training_state(
             ParallelLayout(**manifest["roles"][name]["layout"]) == role.model.groups.layout
             for name, role in roles.items()
         )
-    except UserError as caught:
-        error = caught
-    raise_together(error, group)
     same_layout = all(gather_objects(is_same, group))
-    try:
+    with failing_together(group):
         for name, role in roles.items():
             _load_role(directory / name, manifest["roles"][name], role, group.rank())
         if same_layout:
             restore_rng(_read_tensors(random_numbers))
-    except UserError as caught:
-        error = caught
-    raise_together(error, group)
     return ResumedRun(directory, manifest["step"], manifest["policy_version"], recipe, manifest["state"], same_layout)
 
 

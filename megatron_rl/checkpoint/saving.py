@@ -36,7 +36,7 @@ from megatron_rl.checkpoint.optimizer_states import count_steps, make_state_piec
 from megatron_rl.checkpoint.pieces import Piece, SavedRole, choose_saved, find_holders, make_weight_pieces
 from megatron_rl.checkpoint.torch_dist import Chunk, ChunkWriter
 from megatron_rl.observability.failures import Scene, explain
-from megatron_rl.parallel.collectives import raise_together
+from megatron_rl.parallel.collectives import raise_together, share_object
 from megatron_rl.types import UserError
 from megatron_rl.weights.megatron_global import megatron_global_placements
 from megatron_rl.weights.megatron_layout import ROUTER_BIAS
@@ -195,23 +195,19 @@ class CheckpointSaver:
             parts: list[Any] = [None] * self._group.size() if self._group.rank() == 0 else []
             mine = pending.chunks, pending.records, pending.manifest["roles"]
             dist.gather_object(mine, parts or None, group=self._group, group_dst=0)
-            error: UserError | None = None
             if self._group.rank() == 0:
-                try:
+                with pending.keeping_error(0):
                     num_bytes = finish_directory(pending.partial, pending.manifest, pending.content, parts)
                     point_at(self._root, "latest", pending.content.step)
                     if pending.is_best:
                         point_at(self._root, "best", pending.content.step)
                     deleted = prune(self._root, self._keep_last, self._keep_best)
-                except Exception as caught:
-                    error = pending.explain(caught, 0)
-            raise_together(error, self._group)
+            raise_together(pending.error, self._group)
         except UserError as caught:
             return self._finish(pending, caught)
         self._blocked += time.monotonic() - began
-        box = [num_bytes, tuple(deleted)]
-        dist.broadcast_object_list(box, group=self._group, group_src=0)
-        return self._finish(pending, None, *box)
+        found = share_object((num_bytes, tuple(deleted)), self._group, dist.get_global_rank(self._group, 0))
+        return self._finish(pending, None, *found)
 
     def _finish(
         self, pending: _Pending, error: UserError | None, num_bytes: int = 0, deleted: tuple[int, ...] = ()

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_rl.checkpoint.files import FileRecord, HashingFile
+from megatron_rl.checkpoint.files import FileRecord, HashingFile, write_file
 from megatron_rl.types import UserError
 from megatron_rl.weights.shard_box import Box, box_shape, box_slices, intersect
 
@@ -140,16 +140,14 @@ def write_index(directory: Path, chunks: Iterable[Chunk], common: dict[str, Any]
     config = dict(
         sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1
     )
-    records = []
-    for name, write in (
-        ("common.pt", lambda file: torch.save(common, file)),
-        (METADATA_FILE, lambda file: pickle.dump(metadata, file)),
-        ("metadata.json", lambda file: file.write(json.dumps(config).encode())),
-    ):
-        file = HashingFile(directory / name)
-        write(file)
-        records.append(file.close())
-    return records
+    saved = io.BytesIO()
+    torch.save(common, saved)
+    files = {
+        "common.pt": saved.getvalue(),
+        METADATA_FILE: pickle.dumps(metadata),
+        "metadata.json": json.dumps(config).encode(),
+    }
+    return [write_file(directory / name, content) for name, content in files.items()]
 
 
 class _Unpickler(pickle.Unpickler):

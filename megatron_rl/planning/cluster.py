@@ -170,15 +170,7 @@ def build_layout(config: LayoutConfig, world_size: int, first_rank: int = 0) -> 
 def check_layout(role: RoleSpec, shape: ModelShape, ranks: range) -> ParallelLayout:
     """Return a role's layout on its ranks; raise UserError if its model does not support it."""
     layout = build_layout(role.settings, len(ranks), ranks.start)
-    check_training_layout(
-        shape,
-        layout.tp_size,
-        layout.pp_size,
-        layout.vpp_size,
-        layout.ep_size,
-        sequence_parallel=role.settings.sequence_parallel,
-        section=role.section,
-    )
+    check_training_layout(shape, layout, sequence_parallel=role.settings.sequence_parallel, section=role.section)
     allowed: dict[str, list[object]] = {}
     if shape.delta_net is not None:
         heads = shape.delta_net.key_heads // layout.tp_size

@@ -179,6 +179,7 @@ def build_rollout(
         timers=timers,
         end_update=verify_served(engine.weights, actor, config),
     )
+    hybrid.release_first(actor.optimizer.release)
     return hybrid, RolloutGenerator(
         engine,
         hybrid,
@@ -298,7 +299,7 @@ def build_rollout_members(
     further = inputs.stop, inputs.thoughts, episodes
     hybrid, generator = build_rollout(config, roles["actor"], process, run.timers, run.progress, *further)
     for role in (roles[name] for name in ("critic", "mtp") if name in roles):
-        hybrid.also_release(role.optimizer)
+        hybrid.release_first(role.optimizer.release)
     stream = open_stream(
         generator, prompts, config, is_apart=hybrid.is_apart, timeout=group_timeout(config), trace=run.trace
     )

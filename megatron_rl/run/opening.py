@@ -329,36 +329,36 @@ def choose_checkpoint(resume: str, run: Run, is_known: bool, group: dist.Process
         if is_known:
             raise _refuse(run.dir)
         return None
-    found = find_newest_valid(run.checkpoints, group)
-    for line in found.skipped:
+    newest, skipped = find_newest_valid(run.checkpoints, group)
+    for line in skipped:
         run.log.warning("checkpoint skipped, it is not whole: %s", line)
-    if found.directory is None and found.skipped:
+    if newest is None and skipped:
         raise UserError(
-            f"none of the checkpoints is whole; the newest: {found.skipped[0]}",
+            f"none of the checkpoints is whole; the newest: {skipped[0]}",
             source=str(run.checkpoints),
             expected="one whole checkpoint",
             hint="restore one, or choose another trainer.run_dir to begin a new run",
         )
     if resume in ("auto", "must"):
-        if found.directory is None and resume == "must":
+        if newest is None and resume == "must":
             raise UserError(
                 "there is no checkpoint",
                 source=f"checkpoint.resume=must, {run.checkpoints}",
                 expected="a run that was saved",
                 hint="set checkpoint.resume=auto to begin one",
             )
-        return found.directory
+        return newest
     path, root = find_step(Path(resume)), run.checkpoints.resolve()
-    if found.directory is None:
+    if newest is None:
         return path
-    if path.is_relative_to(root) and path != found.directory.resolve():
+    if path.is_relative_to(root) and path != newest.resolve():
         raise UserError(
-            f"{path.name} is not the newest checkpoint of this run, {found.directory.name} is",
+            f"{path.name} is not the newest checkpoint of this run, {newest.name} is",
             source="checkpoint.resume",
             expected="the newest checkpoint, or one of another run",
             hint="remove the newer ones to go back in this run, or choose another trainer.run_dir",
         )
-    return found.directory
+    return newest
 
 
 def _refuse(run_dir: Path) -> UserError:

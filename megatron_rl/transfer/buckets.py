@@ -119,42 +119,35 @@ class BucketTransport:
         def view(param: torch.Tensor | ComputedParam, box: Box) -> _Outgoing:
             return param[box_slices(box)] if isinstance(param, torch.Tensor) else _ComputedPiece(param, box)
 
-        self._sends = {
+        sent = {
             peer: [[view(source[op.src_param], op.src_box) for op in bucket] for bucket in cut_into_buckets(ops, limit)]
             for peer, ops in sends.items()
         }
-        self._receives = {
+        received = {
             peer: [
                 [destination[op.dst_param][box_slices(op.dst_box)] for op in bucket]
                 for bucket in cut_into_buckets(ops, limit)
             ]
             for peer, ops in receives.items()
         }
-        self._out_elements, self._in_elements = (
-            max(
-                (
-                    sum(piece.numel() for piece in bucket)
-                    for buckets in side.values()
-                    for bucket in buckets
-                    if self._direct(bucket) is None
-                ),
-                default=0,
-            )
-            for side in (self._sends, self._receives)
-        )
         # Exchanges: rank to send to, pieces, rank to receive from, targets. First buckets of all peers precede second
         # ones, so that pieces for several peers stay in the CPU cache.
         self._turns: list[tuple[int, list[_Outgoing], int, list[torch.Tensor]]] = []
         rank, size = group.rank(), group.size()
-        longest = max((len(buckets) for side in (self._sends, self._receives) for buckets in side.values()), default=0)
+        longest = max((len(buckets) for side in (sent, received) for buckets in side.values()), default=0)
         for index in range(longest):
             for turn in range(1, size):
                 to, origin = (rank + turn) % size, (rank - turn) % size
-                sent, received = self._sends.get(to, []), self._receives.get(origin, [])
-                outgoing = sent[index] if index < len(sent) else []
-                incoming = received[index] if index < len(received) else []
+                there, back = sent.get(to, []), received.get(origin, [])
+                outgoing = there[index] if index < len(there) else []
+                incoming = back[index] if index < len(back) else []
                 if outgoing or incoming:
                     self._turns.append((to, outgoing, origin, incoming))
+        self._out_elements = self._count_staged(outgoing for _, outgoing, _, _ in self._turns)
+        self._in_elements = self._count_staged(incoming for *_, incoming in self._turns)
+
+    def _count_staged(self, buckets: Iterable[Sequence[_Outgoing]]) -> int:
+        return max((sum(p.numel() for p in pieces) for pieces in buckets if self._direct(pieces) is None), default=0)
 
     @property
     def transient_bytes(self) -> int:
@@ -177,8 +170,16 @@ class BucketTransport:
         out_buffers, in_buffers = self._buffers(self._out_elements), self._buffers(self._in_elements)
         in_flight: list[_Exchange] = []
         for number, (to, outgoing, origin, incoming) in enumerate(self._turns):
-            exchange = self._post(to, outgoing, out_buffers[number % 2], origin, incoming, in_buffers[number % 2])
-            in_flight.append(exchange)
+            operations, scattered = [], []
+            if incoming:
+                flat, scattered = self._stage(incoming, in_buffers[number % 2])
+                operations.append(dist.P2POp(dist.irecv, flat, group=self._group, group_peer=origin))
+            if outgoing:
+                flat, packed = self._stage(outgoing, out_buffers[number % 2])
+                for view, piece in packed:
+                    view.copy_(piece if isinstance(piece, torch.Tensor) else piece.read())
+                operations.append(dist.P2POp(dist.isend, flat, group=self._group, group_peer=to))
+            in_flight.append(_Exchange(to, origin, dist.batch_isend_irecv(operations), scattered))
             if len(in_flight) == 2:
                 self._finish(in_flight.pop(0))
         for exchange in in_flight:
@@ -186,26 +187,6 @@ class BucketTransport:
 
     def _buffers(self, size: int) -> list[torch.Tensor]:
         return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(2)]
-
-    def _post(
-        self,
-        to: int,
-        outgoing: list[_Outgoing],
-        out_buffer: torch.Tensor,
-        origin: int,
-        incoming: list[torch.Tensor],
-        in_buffer: torch.Tensor,
-    ) -> _Exchange:
-        operations, scattered = [], []
-        if incoming:
-            flat, scattered = self._stage(incoming, in_buffer)
-            operations.append(dist.P2POp(dist.irecv, flat, group=self._group, group_peer=origin))
-        if outgoing:
-            flat, packed = self._stage(outgoing, out_buffer)
-            for view, piece in packed:
-                view.copy_(piece if isinstance(piece, torch.Tensor) else piece.read())
-            operations.append(dist.P2POp(dist.isend, flat, group=self._group, group_peer=to))
-        return _Exchange(to, origin, dist.batch_isend_irecv(operations), scattered)
 
     def _stage(self, pieces: Sequence[_P], buffer: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, _P]]]:
         direct = self._direct(pieces)

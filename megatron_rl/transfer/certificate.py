@@ -27,18 +27,22 @@ import torch.distributed as dist
 from megatron_rl.parallel.collectives import gather_objects
 from megatron_rl.transfer.classes import Shard
 from megatron_rl.weights.placement_tables import as_table
-from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume
+from megatron_rl.weights.shard_box import Box, ShardBox, box_slices, box_volume, fill_in_order
 
 if TYPE_CHECKING:
     from megatron_rl.transfer.computed import SourceParams
 
-_BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
-_CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 20
 SAMPLE_SHARE = 0.02  # share of the bytes that one turn of `Certificate.verify` compares
 
 
 class CertificateError(RuntimeError):
     """Mismatch of weights between training and rollout; names tensor, rank, box and both digests."""
+
+
+def view_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View numbers as signed integers of their size."""
+    return tensor.view({4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()])
 
 
 def compute_digest(piece: torch.Tensor, hf_box: Box, hf_shape: tuple[int, ...]) -> torch.Tensor:
@@ -50,14 +54,14 @@ def compute_digest(piece: torch.Tensor, hf_box: Box, hf_shape: tuple[int, ...]) 
         hf_shape: shape of the logical tensor.
     """
     width = hf_shape[-1]
-    matrix = _bits(piece).reshape(-1, piece.shape[-1])
+    matrix = view_bits(piece).reshape(-1, piece.shape[-1])
     column_start = hf_box[-1][0]
     row_start = hf_box[0][0] * math.prod(hf_shape[1:-1]) if len(hf_shape) > 1 else 0
     columns = torch.arange(matrix.shape[1], dtype=torch.int64, device=piece.device) + column_start
     total = torch.zeros((), dtype=torch.int64, device=piece.device)
-    step = max(1, _CHUNK_ELEMENTS // max(1, matrix.shape[1]))
+    step = max(1, CHUNK_ELEMENTS // max(1, matrix.shape[1]))
     for first in range(0, matrix.shape[0], step):
-        bits = matrix[first : first + step].to(torch.int64)  # at most _CHUNK_ELEMENTS at a time
+        bits = matrix[first : first + step].to(torch.int64)  # at most CHUNK_ELEMENTS at a time
         rows = torch.arange(first, first + bits.shape[0], dtype=torch.int64, device=piece.device) + row_start
         # sum over rows and columns of bits * (2 (row * width + column) + 1)
         total += (bits.sum(1) * (2 * width * rows + 1)).sum() + (bits.sum(0) * (2 * columns)).sum()
@@ -118,7 +122,8 @@ class Certificate:
         self._shapes, self._source, self._destination = dict(shapes), source, destination
         self._dtype = dtype
         self._num_engines, self._engine, self._group = num_engines, engine, group
-        self._rotation = _split_by_share(self._shapes, SAMPLE_SHARE)
+        sizes = {name: math.prod(shape) for name, shape in self._shapes.items()}
+        self._rotation = fill_in_order(sizes, SAMPLE_SHARE * sum(sizes.values()))
 
     def verify(self, turn: int | None = None) -> int:
         """Compare all tensors, or part `turn` of a rotation over them in parts of 2 %, and return the number compared.
@@ -186,8 +191,8 @@ class Certificate:
         for rank_pieces in everyone:
             for box, rank, param, piece in rank_pieces["destination"]:
                 right = truth[box_slices(box)]
-                if not torch.equal(_bits(right), _bits(piece)):
-                    differing = int((_bits(right) != _bits(piece)).sum())
+                if not torch.equal(view_bits(right), view_bits(piece)):
+                    differing = int((view_bits(right) != view_bits(piece)).sum())
                     found.append(
                         f"  rank {rank} {param}, box {list(box)}: {differing} of {piece.numel()} elements, "
                         f"digest {_hex(compute_digest(right, box, self._shapes[name]))} expected, "
@@ -196,21 +201,5 @@ class Certificate:
         return found[:4]
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_BITS[tensor.element_size()])
-
-
 def _hex(digest: torch.Tensor) -> str:
     return f"{int(digest) & (1 << 64) - 1:016x}"
-
-
-def _split_by_share(shapes: Mapping[str, tuple[int, ...]], share: float) -> list[list[str]]:
-    sizes = {name: box_volume(tuple((0, n) for n in shape)) for name, shape in shapes.items()}
-    limit, turns, filled = share * sum(sizes.values()), [[]], 0
-    for name, size in sizes.items():
-        if turns[-1] and filled + size > limit:
-            turns.append([])
-            filled = 0
-        turns[-1].append(name)
-        filled += size
-    return turns

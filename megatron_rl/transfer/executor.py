@@ -136,20 +136,17 @@ class Resharder:
         self.transport, mapped, near = _map_peers(plan, whole, group, transport)
         if computed and self.transport == "pull":
             self.transport = "pull+buckets"
+
+        def find_target(op: TransferOp) -> torch.Tensor:
+            return destination[op.dst_param][box_slices(op.dst_box)]
+
         copies = [(whole, op) for op in plan.local if op.src_param not in computed]
         from_near = [op for peer, ops in plan.receives.items() if peer in near for op in ops]
         pulled = [op for op in from_near if op.src_param not in computed]
         copies += [(mapped[op.src_rank], op) for op in pulled]
-        self._computed = [
-            (destination[op.dst_param][box_slices(op.dst_box)], source[op.src_param], box_slices(op.src_box))
-            for op in plan.local
-            if op.src_param in computed
-        ]
-        pairs = [
-            (destination[op.dst_param][box_slices(op.dst_box)], params[op.src_param][box_slices(op.src_box)])
-            for params, op in copies
-        ]
-        blocks = join_copies(pairs)
+        local = [op for op in plan.local if op.src_param in computed]
+        self._computed = [(find_target(op), source[op.src_param], box_slices(op.src_box)) for op in local]
+        blocks = join_copies((find_target(op), params[op.src_param][box_slices(op.src_box)]) for params, op in copies)
         self._targets, self._origins = [target for target, _ in blocks], [origin for _, origin in blocks]
         self._is_pulling = self.transport != "buckets"
         receives, sends = (

@@ -25,7 +25,7 @@ from megatron_rl.parallel.layout import EngineRanks, ParallelLayout
 from megatron_rl.transfer.aliasing import gather_names
 from megatron_rl.transfer.executor import ReshardStats
 from megatron_rl.transfer.transfers import TensorSet, Transfer, TransferContext, split_types
-from megatron_rl.weights.adapters import AdapterShape, adapter_placements, separate_placements
+from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.placement_tables import PlacementTable, as_table
 
@@ -35,16 +35,24 @@ if TYPE_CHECKING:
 
 
 class SourceModel(Protocol):
-    """The model whose weights the engine receives."""
+    """The model whose weights the engine receives.
+
+    Attributes:
+        params: this rank's parameters by name; empty without the actor.
+        merge: returns this rank's parameters with merged adapters.
+        scale_adapters: returns this rank's adapters, with B scaled.
+        shard_key: returns a key that is equal for ranks with equal placements.
+        placements: returns the placement table of any rank of the layout, without adapters.
+    """
 
     shape: ModelShape
     layout: ParallelLayout
     adapters: AdapterShape | None
-
-    @property
-    def params(self) -> SourceParams:
-        """This rank's parameters by name; empty without the actor."""
-        ...
+    params: SourceParams
+    merge: Callable[[], SourceParams]
+    scale_adapters: Callable[[], SourceParams]
+    shard_key: Callable[[int], Hashable]
+    placements: Callable[[int], PlacementTable]
 
     @property
     def merged_params(self) -> frozenset[str]:
@@ -56,29 +64,6 @@ class SourceModel(Protocol):
         """Parameters stored in NF4, by name, over all ranks."""
         ...
 
-    def merge(self) -> SourceParams:
-        """Return this rank's parameters with merged adapters."""
-        ...
-
-    def scale_adapters(self) -> SourceParams:
-        """Return this rank's adapters, with B scaled."""
-        ...
-
-    def shard_key(self, rank: int) -> Hashable:
-        """Return a key that is equal for ranks with equal placements."""
-        ...
-
-    def placements(self, rank: int) -> PlacementTable:
-        """Return the placement table of any rank of the layout, without adapters."""
-        ...
-
-
-class Releasable(Protocol):
-    """Training memory besides the weights."""
-
-    def release(self) -> None:
-        """Release memory that generation does not need; training reallocates it by itself."""
-
 
 class WeightSource(Protocol):
     """The actor, as the hybrid engine uses it."""
@@ -86,11 +71,6 @@ class WeightSource(Protocol):
     @property
     def model(self) -> SourceModel:
         """The trained model."""
-        ...
-
-    @property
-    def optimizer(self) -> Releasable:
-        """The optimizer of the model."""
         ...
 
     @property
@@ -156,11 +136,11 @@ class HybridEngine:
         self.policy_version = -1
         self._certificate_turn = 0
         self.verified_tensors = 0
-        self._releasable = [actor.optimizer]
+        self._releases: list[Callable[[], None]] = []
 
-    def also_release(self, training: Releasable) -> None:
-        """Register another role's training memory for release before a rollout."""
-        self._releasable.append(training)
+    def release_first(self, release: Callable[[], None]) -> None:
+        """Register a release of memory that training reallocates by itself, to be called before each rollout."""
+        self._releases.append(release)
 
     def _list_tensor_sets(self, config: HybridConfig, shared: Sequence[frozenset[str]]) -> list[TensorSet]:
         """List the tensor sets: unmodified parameters, then merged matrices or separate adapters."""
@@ -181,7 +161,7 @@ class HybridEngine:
             shape.logical_tensors(),
             model.scale_adapters(),
             lambda rank: adapter_placements(shape, model.placements(rank)),
-            lambda rank: separate_placements(shape, as_table(engine.placements(rank))),
+            lambda rank: adapter_placements(shape, as_table(engine.placements(rank)), is_stacked=False),
         )
         table = adapters.source(model.layout.first_rank)
         return [whole, replace(adapters, computed=frozenset(p.param for p in table if p.param.endswith("lora_B")))]
@@ -234,8 +214,8 @@ class HybridEngine:
 
         Training memory is released first, so that the peak is that of one mode.
         """
-        for training in self._releasable:
-            training.release()
+        for release in self._releases:
+            release()
         self.reshard()
         try:
             yield self

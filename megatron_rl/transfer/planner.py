@@ -165,6 +165,7 @@ class RankPlan:
 
 
 Flow = tuple[np.ndarray, np.ndarray, np.ndarray]  # source ranks, destination ranks, elements; [n] int64 each
+_Part = tuple[BoxPiece, Box, Box]  # a source piece, its overlap with a destination box, and that in the parameter
 _Spread = dict[tuple[str, BoxPiece], dict[int, int]]  # piece of a tensor -> leftover rank -> its source
 
 
@@ -176,15 +177,6 @@ class _Route:
     destinations: tuple[int, ...]
     turn: int
     pieces: list[tuple[TensorClass, BoxPiece]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Overlap of a source piece and a destination box: `box` in the logical tensor, `dst_box` in the parameter."""
-
-    piece: BoxPiece
-    box: Box
-    dst_box: Box
 
 
 def group_shards(
@@ -280,12 +272,12 @@ class Planner:
             if (tensors, kind) not in known:
                 boxes = table.boxes[kind]
                 parts = ((piece, self._intersect(piece.box, boxes[1])) for piece in (tensors.pieces if tensors else ()))
-                found = [_Part(piece, box, localize(box, boxes)) for piece, box in parts if box is not None]
-                _check_cover([part.box for part in found], boxes[1], name, f"rank {rank} parameter {param}")
+                found = [(piece, box, localize(box, boxes)) for piece, box in parts if box is not None]
+                _check_cover([box for _, box, _ in found], boxes[1], name, f"rank {rank} parameter {param}")
                 known[tensors, kind] = found
             for part in known[tensors, kind]:
-                choice, leftover = self._choose(self._routes[part.piece])
-                source = choice.fixed[rank] if rank in choice.fixed else leftover[name, part.piece][rank]
+                choice, leftover = self._choose(self._routes[part[0]])
+                source = choice.fixed[rank] if rank in choice.fixed else leftover[name, part[0]][rank]
                 yield self._make_op(name, part, source, rank, param)
 
     def _outgoing(self, rank: int) -> Iterator[TransferOp]:
@@ -296,11 +288,10 @@ class Planner:
             table = self._wanted.tables[index]
             for param, name, kind in self._wanted.list_rows(index, mine):
                 for piece, ranks in mine[name]:
-                    part = self._intersect(piece.box, table.boxes[kind][1]) if index in ranks else None
-                    if part is not None:
-                        first = self._make_op(
-                            name, _Part(piece, part, localize(part, table.boxes[kind])), rank, ranks[index][0], param
-                        )
+                    box = self._intersect(piece.box, table.boxes[kind][1]) if index in ranks else None
+                    if box is not None:
+                        part = piece, box, localize(box, table.boxes[kind])
+                        first = self._make_op(name, part, rank, ranks[index][0], param)
                         yield first
                         for other in ranks[index][1:]:
                             yield replace(first, dst_rank=other)
@@ -332,16 +323,10 @@ class Planner:
         return found
 
     def _make_op(self, name: str, part: _Part, source: int, rank: int, param: str) -> TransferOp:
-        place, local_box = part.piece.holders[self._source_of[source]]
-        return TransferOp(
-            name,
-            source,
-            self._held.param(name, place),
-            localize(part.box, (local_box, part.piece.box)),
-            rank,
-            param,
-            part.dst_box,
-        )
+        piece, box, dst_box = part
+        place, local_box = piece.holders[self._source_of[source]]
+        src_box = localize(box, (local_box, piece.box))
+        return TransferOp(name, source, self._held.param(name, place), src_box, rank, param, dst_box)
 
     def _make_choice(self, route: _Route) -> tuple[SourceChoice, _Spread]:
         owners = _merge_ranks(self._source, route.holders)

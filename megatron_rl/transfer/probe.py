@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.engines.protocol import EngineWeights, Probed, Sampled
-from megatron_rl.parallel.collectives import gather_objects, raise_together
+from megatron_rl.parallel.collectives import failing_together, gather_objects
 from megatron_rl.types import UserError
 
 # (sequences, unscored leading tokens of each, temperature) -> log-probs of the scored tokens, on every rank; collective
@@ -48,13 +48,9 @@ class ProbedWeights:
         Raises:
             UserError: on every rank; a server failed too often, or has other weights.
         """
-        error, probed = None, None
-        try:
+        with failing_together(self._group):
             self._engine.end_weight_update()
             probed = self._probe()
-        except UserError as caught:
-            error = caught
-        raise_together(error, self._group)
         found = {rank: one for rank, one in enumerate(gather_objects(probed, self._group)) if one is not None}
         sampled = {rank: self._score_all(one) for rank, one in found.items()}
         for rank, scores in sampled.items():

@@ -22,21 +22,18 @@ _SHARED_MEMORY = Path("/dev/shm")
 _HEADROOM = 64 << 20
 
 
-# Location of a parameter: index of its storage; offset, shape, stride and dtype of the view.
-ExportedParam = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
 @dataclass(frozen=True)
 class Export:
     """Location of a rank's parameters, for peers on the same host.
 
     Attributes:
         storages: on CPU, path of the open file and its bytes; on CUDA, torch's (rebuild function, arguments).
+        params: index of a storage; offset, shape, stride and dtype of the view.
     """
 
     host: str
     storages: tuple[Any, ...]
-    params: dict[str, ExportedParam]
+    params: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]]
 
 
 def missing_shared_memory(params: Mapping[str, torch.Tensor], ranks_per_node: int) -> int:

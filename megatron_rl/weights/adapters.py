@@ -15,16 +15,15 @@ from typing import Any
 
 from megatron_rl.config.sections import ALL_LINEAR, LoraConfig
 from megatron_rl.types import UserError
-from megatron_rl.weights.families import FAMILIES, SCORE_HEAD, DeltaNetSizes, ModelShape
+from megatron_rl.weights.families import FAMILIES, FUSED_KINDS, SCORE_HEAD, DeltaNetSizes, ModelShape
 from megatron_rl.weights.family import LatentSizes, SigmoidRouter
 from megatron_rl.weights.placement_tables import BoxPair, PlacementTable, TableRows
 from megatron_rl.weights.rope import restore_rope_scaling
 from megatron_rl.weights.shard_box import columns, full_box, rows
 
-# PEFT name -> kind; parts of a fused parameter in its order.
+# PEFT name -> kind.
 _ATTENTION = {"q_proj": "q.weight", "k_proj": "k.weight", "v_proj": "v.weight", "o_proj": "o"}
 _DENSE = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-_FUSED = (("q.weight", "k.weight", "v.weight"), ("gate", "up"))
 _CUT_BY_COLUMNS = ("o", "down")
 
 
@@ -136,20 +135,16 @@ def make_adapter_shape(
     return AdapterShape(shape, config.rank, config.scale, kinds, is_quantized)
 
 
-def adapter_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:
-    """Return a rank's table of adapters, stacked like its model's fused parameters.
+def adapter_placements(shape: AdapterShape, base: PlacementTable, *, is_stacked: bool = True) -> PlacementTable:
+    """Return a rank's table of adapters.
 
     Args:
         base: table of the model, of Megatron or of an engine.
+        is_stacked: like the model's fused parameters, or else `<matrix>.lora_A` and `.lora_B` for each matrix.
     """
     kinds = {kind: base.boxes[kind] for kind in (*shape.kinds, *(("score",) if shape.base.has_score_head else ()))}
-    return PlacementTable(_list_rows(base.rows, shape.kinds), _cut(shape, tuple(kinds.items())))
-
-
-def separate_placements(shape: AdapterShape, base: PlacementTable) -> PlacementTable:
-    """Return an engine rank's table of adapters, with `<matrix>.lora_A` and `.lora_B` for each matrix."""
-    kinds = tuple((kind, base.boxes[kind]) for kind in shape.kinds)
-    return PlacementTable(_list_rows(base.rows, shape.kinds, is_stacked=False), _cut(shape, kinds, is_stacked=False))
+    boxes = _cut(shape, tuple(kinds.items()), is_stacked)
+    return PlacementTable(_list_rows(base.rows, shape.kinds, is_stacked), boxes)
 
 
 def adapted_parameters(shape: AdapterShape, base: PlacementTable) -> frozenset[str]:
@@ -158,7 +153,7 @@ def adapted_parameters(shape: AdapterShape, base: PlacementTable) -> frozenset[s
 
 
 @lru_cache(maxsize=8)
-def _list_rows(base: TableRows, kinds: tuple[str, ...], is_stacked: bool = True) -> TableRows:
+def _list_rows(base: TableRows, kinds: tuple[str, ...], is_stacked: bool) -> TableRows:
     found = []
     for param, name, kind in base:
         if kind in kinds:
@@ -171,7 +166,7 @@ def _list_rows(base: TableRows, kinds: tuple[str, ...], is_stacked: bool = True)
 
 
 @lru_cache(maxsize=64)
-def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]], is_stacked: bool = True) -> dict[str, BoxPair]:
+def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]], is_stacked: bool) -> dict[str, BoxPair]:
     boxes, sizes, r = dict(base), shape.kind_sizes(), shape.rank
     found = {"score": boxes["score"]} if "score" in boxes else {}
     for kind in shape.kinds:
@@ -180,7 +175,7 @@ def _cut(shape: AdapterShape, base: Sequence[tuple[str, BoxPair]], is_stacked: b
             found[a] = columns(*local[1], (r, 0)), columns(*whole[1], (r, 0))
             found[b] = full_box(sizes[b]), full_box(sizes[b])
             continue
-        fused = next(parts for parts in _FUSED if kind in parts) if is_stacked else (kind,)
+        fused = next(parts for parts in FUSED_KINDS.values() if kind in parts) if is_stacked else (kind,)
         before = [part for part in fused[: fused.index(kind)] if part in shape.kinds]
         start = sum(boxes[part][0][0][1] - boxes[part][0][0][0] for part in before)
         length = local[0][1] - local[0][0]

@@ -121,10 +121,6 @@ def _list_layer(shape: ModelShape, layer: int, experts: range) -> list[Row]:
     return found
 
 
-_NORMS = {
-    "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
-    "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
-}
 _MATRICES = {
     # Sharded by heads. megatron-core sums the gradients of `q_layernorm`, which it takes for replicated.
     "q.norm": "self_attention.q_norm.weight",
@@ -161,7 +157,7 @@ for prefix, mlp in (("", "mlp"), (DENSE, "mlp"), (SHARED, "mlp.shared_experts"))
 def layer_parameter(hf_name: str, kind: str) -> str:
     """Return the Megatron name, relative to the layer, of an HF tensor's parameter; for experts, as in a dense MLP."""
     if kind == "head":
-        return _NORMS[hf_name]
+        return hf_name.replace("self_attn", "self_attention").replace("_norm", "_layernorm")
     if kind == "delta_head":
         return hf_name.replace("linear_attn", "self_attention")
     return _MATRICES.get(kind) or f"self_attention.linear_qkv.{kind.partition('.')[2]}"

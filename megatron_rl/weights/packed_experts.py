@@ -185,21 +185,15 @@ def split_huggingface_experts(shape: ModelShape, params: Mapping[str, torch.Tens
     names = FAMILIES[shape.family].experts
     if names is None:
         return dict(params)
+    renamed = {"gate_proj": names.gate, "up_proj": names.up, "down_proj": names.down}
     views: dict[str, torch.Tensor] = {}
     for name, param in params.items():
         layer, _, last = name.rpartition("mlp.")
         block = f"{layer}{names.block}."
-        if last == "gate.weight":
-            views[block + last] = param
-        elif names.is_packed and (parts := find_parts(name, shape.num_experts)):
-            views |= {logical: part.cut(param[part.expert]) for logical, part in parts.items()}
-        elif last == "experts.gate_up_proj":
-            for expert, matrix in enumerate(param.unbind()):
-                for what, half in zip((names.gate, names.up), matrix.chunk(2), strict=True):
-                    views[f"{block}experts.{expert}.{what}.weight"] = half
-        elif last == "experts.down_proj":
-            for expert, matrix in enumerate(param.unbind()):
-                views[f"{block}experts.{expert}.{names.down}.weight"] = matrix
-        else:
-            views[name] = param
+        parts = find_parts(name, shape.num_experts, in_halves=not names.is_packed)
+        for logical, part in parts.items():
+            *_, matrix, what = logical.split(".")
+            views[f"{block}experts.{part.expert}.{renamed[matrix]}.{what}"] = part.cut(param[part.expert])
+        if not parts:
+            views[block + last if last == "gate.weight" else name] = param
     return views

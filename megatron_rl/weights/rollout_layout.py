@@ -57,22 +57,11 @@ def vllm_placements(shape: ModelShape, *, tp_size: int, tp_rank: int) -> Placeme
 def _list_rows(shape: ModelShape, is_first: bool) -> TableRows:
     packed = is_packed(shape)
     return TableRows(
-        (_rename(name, kind) if packed else _find_param(name, kind), name, _ALONE.get(boxes, boxes))
+        (_find_param(name, kind, packed), name, _ALONE.get(boxes, boxes))
         for name, kind in shape.tensor_kinds().items()
         for _, boxes in list_parts(kind)
         if is_first or kind != "down.bias"
     )
-
-
-def _rename(hf_name: str, kind: str) -> str:
-    block, _, of_expert = hf_name.partition(".experts.")
-    if of_expert:
-        expert, matrix, what = of_expert.split(".")
-        fused = f"{block}.experts.routed_experts.{'w2' if matrix == 'down_proj' else 'w13'}_{what}.{expert}"
-        return fused if matrix == "down_proj" else f"{fused}.{matrix}"
-    for ours, theirs in _RENAMED.items():
-        hf_name = hf_name.replace(ours, theirs)
-    return _find_param(hf_name, kind)
 
 
 _ALONE = {kind: f"{kind}.alone" for kind in ("delta_ba", "delta_b", "delta_a")}  # boxes if not fused with qkvz
@@ -84,11 +73,15 @@ _FUSED = {
 }
 
 
-def _find_param(hf_name: str, kind: str) -> str:
+def _find_param(hf_name: str, kind: str, is_packed: bool) -> str:
     block, _, of_expert = hf_name.partition(".experts.")
     if of_expert:
-        fused = "w2_weight" if kind == "down" else "w13_weight"
-        return f"{block}.experts.routed_experts.{fused}.{of_expert.partition('.')[0]}"
+        expert, matrix, what = of_expert.split(".")
+        is_down = kind in ("down", "down.bias")
+        fused = f"{block}.experts.routed_experts.{'w2' if is_down else 'w13'}_{what}.{expert}"
+        return f"{fused}.{matrix}" if is_packed and not is_down else fused
+    for ours, theirs in _RENAMED.items() if is_packed else ():
+        hf_name = hf_name.replace(ours, theirs)
     if kind == "q_up":  # nothing is fused with it
         return hf_name
     *block, name, what = hf_name.split(".")

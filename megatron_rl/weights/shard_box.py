@@ -81,6 +81,19 @@ def columns(start: int, stop: int, shape: tuple[int, ...]) -> Box:
     return ((0, shape[0]), (start, stop))
 
 
+def fill_in_order(sizes: Mapping[str, int], limit: float) -> list[list[str]]:
+    """Distribute names over batches in order, each of at most `limit`; a larger one is alone."""
+    batches: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if batches[-1] and filled + size > limit:
+            batches.append([])
+            filled = 0
+        batches[-1].append(name)
+        filled += size
+    return batches
+
+
 def check_placements(
     placements: Iterable[ShardBox], params: Mapping[str, tuple[int, ...]], *, where: str, padded: Iterable[str] = ()
 ) -> None:

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megatron_rl.extension.registry import find_engine, name_engines
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.families import ModelShape
 from megatron_rl.weights.family import FAMILIES
 from megatron_rl.weights.rope import YarnScaling
+
+if TYPE_CHECKING:
+    from megatron_rl.parallel.layout import ParallelLayout
 
 LARGEST_RANK = 512  # largest buffer of vLLM
 
@@ -70,17 +75,11 @@ def check_engine(
 
 
 def check_training_layout(
-    shape: ModelShape,
-    tp_size: int,
-    pp_size: int,
-    vpp_size: int,
-    ep_size: int = 1,
-    *,
-    sequence_parallel: bool = True,
-    section: str = "actor",
+    shape: ModelShape, layout: ParallelLayout, *, sequence_parallel: bool = True, section: str = "actor"
 ) -> None:
     """Refuse a Megatron layout that does not fit the model (UserError)."""
-    experts = shape.num_experts
+    experts, tp_size, ep_size = shape.num_experts, layout.tp_size, layout.ep_size
+    pp_size, vpp_size = layout.pp_size, layout.vpp_size
     if ep_size > 1 and (experts == 0 or experts % ep_size):
         valid = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
         what = f"does not divide the {experts} experts of the model" if experts else "needs a mixture of experts"
@@ -97,19 +96,19 @@ def check_training_layout(
             expected="true for a mixture of experts under tensor parallelism",
             hint=f"set {section}.sequence_parallel=true",
         )
-    sizes = (shape.num_heads, shape.num_kv_heads, *_shared_sizes(shape))
-    for what, size in (
+    sizes = [
         ("attention heads", shape.num_heads),
         ("KV heads", shape.num_kv_heads),
         *((("key heads of linear attention", shape.delta_net.key_heads),) if shape.delta_net else ()),
         *(("feed-forward columns", size) for size in shape.ffn_sizes().values()),
-    ):
+    ]
+    for what, size in sizes:
         if size % tp_size:
             raise UserError(
                 f"tensor_model_parallel_size {tp_size} does not divide the {size} {what} of the model",
                 source=f"{section}.tensor_model_parallel_size and the model's config.json",
                 expected="one of "
-                f"{[n for n in range(1, shape.num_kv_heads + 1) if all(size % n == 0 for size in sizes)]}",
+                f"{[n for n in range(1, shape.num_kv_heads + 1) if all(size % n == 0 for _, size in sizes)]}",
                 hint="use a smaller TP and more pipeline or data parallelism",
             )
     if shape.num_layers % (pp_size * vpp_size):
@@ -148,10 +147,6 @@ def check_rollout_layout(shape: ModelShape, tp_size: int) -> None:
 
 
 def _fits_engine(shape: ModelShape, tp_size: int) -> bool:
-    kv = shape.num_kv_heads
-    divides = all(size % tp_size == 0 for size in (shape.num_heads, *_shared_sizes(shape)))
-    return divides and (kv % tp_size == 0 or tp_size % kv == 0)
-
-
-def _shared_sizes(shape: ModelShape) -> list[int]:
-    return [*shape.ffn_sizes().values(), *((shape.delta_net.key_heads,) if shape.delta_net else ())]
+    kv, net = shape.num_kv_heads, shape.delta_net
+    sizes = (shape.num_heads, *shape.ffn_sizes().values(), *((net.key_heads,) if net else ()))
+    return all(size % tp_size == 0 for size in sizes) and (kv % tp_size == 0 or tp_size % kv == 0)

@@ -73,27 +73,27 @@ def test_the_newest_whole_checkpoint_is_found_and_damage_is_named(damage: str, t
     (tmp_path / "step_8/huggingface").mkdir(parents=True)  # an export alone is no checkpoint
     change, found = DAMAGES[damage]
     change(tmp_path / "step_11")
-    for result in run_ranks(lambda rank, size: find_newest_valid(tmp_path, dist.group.WORLD), 3):
-        assert result.directory == tmp_path / "step_10"
-        assert len(result.skipped) == 1 and result.skipped[0].startswith(f"{tmp_path / 'step_11'}: ")
-        assert found in result.skipped[0]
+    for newest, skipped in run_ranks(lambda rank, size: find_newest_valid(tmp_path, dist.group.WORLD), 3):
+        assert newest == tmp_path / "step_10"
+        assert len(skipped) == 1 and skipped[0].startswith(f"{tmp_path / 'step_11'}: ")
+        assert found in skipped[0]
 
 
 def test_nothing_valid(tmp_path: Path):
     write_step(tmp_path, 1)
     (tmp_path / "step_1/c").unlink()
-    (result,) = run_ranks(lambda rank, size: find_newest_valid(tmp_path, dist.group.WORLD), 1)
-    assert result.directory is None and len(result.skipped) == 1
+    ((newest, skipped),) = run_ranks(lambda rank, size: find_newest_valid(tmp_path, dist.group.WORLD), 1)
+    assert newest is None and len(skipped) == 1
     (result,) = run_ranks(lambda rank, size: find_newest_valid(tmp_path / "absent", dist.group.WORLD), 1)
-    assert result == type(result)(None, ())
+    assert result == (None, [])
 
 
 def test_what_a_kill_leaves_between_two_renames_is_found(tmp_path: Path):
     """`publish` sets the old directory of a step aside before it names the new one."""
     write_step(tmp_path, 1)
     write_step(tmp_path, 3).rename(tmp_path / "step_3.replaced")
-    for result in run_ranks(lambda rank, size: find_newest_valid(tmp_path, dist.group.WORLD), 2):
-        assert result.directory == tmp_path / "step_3" and not result.skipped
+    for newest, skipped in run_ranks(lambda rank, size: find_newest_valid(tmp_path, dist.group.WORLD), 2):
+        assert newest == tmp_path / "step_3" and not skipped
 
 
 def test_shares_of_the_work_cover_all_files(tmp_path: Path):

@@ -242,8 +242,8 @@ def test_what_does_not_cover_its_tensors_gets_no_name_and_is_not_resumed_from(ho
     (outcomes, newest), (others, same) = run_ranks(on_rank, 2)
     assert [o.error is None for o in outcomes] == [o.error is None for o in others] == [True, False, True]
     assert re.search(found, str(outcomes[1].error)) and outcomes[1].deleted_steps == ()
-    assert newest == same and newest.directory == tmp_path / "step_1"
-    assert len(newest.skipped) == 1 and re.search(found, newest.skipped[0])
+    assert newest == same and newest[0] == tmp_path / "step_1"
+    assert len(newest[1]) == 1 and re.search(found, newest[1][0])
 
 
 def test_an_export_that_does_not_fit_is_reported(path: Path, tmp_path: Path):
@@ -316,7 +316,7 @@ def test_a_process_killed_while_it_writes_leaves_the_older_one(path: Path, tmp_p
         return found
 
     (found,) = run_ranks(next_run, 1)
-    assert found.directory == tmp_path / "step_1" and found.skipped == ()
+    assert found == (tmp_path / "step_1", [])
     assert find_problems(tmp_path / "step_2") == [] and not list(tmp_path.glob("*.partial"))
 
 

@@ -87,7 +87,7 @@ def generate(rank: int, world_size: int, path: Path) -> tuple[list[str], list[tu
 def read_logical(path: Path) -> dict[str, torch.Tensor]:
     files, found = ModelFiles(path), {}
     for name in load_model_shape(path).logical_tensors():
-        with files.open(files[name]) as handle:
+        with files.open() as handle:
             found[name] = handle.get_slice(name)[:].clone()
     return found
 

@@ -44,7 +44,7 @@ def test_digest_is_its_definition(size: tuple[int, ...], dtype: torch.dtype) -> 
 def test_digest_of_large_pieces_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(50, 7, generator=torch.Generator().manual_seed(2))
     whole = compute_digest(tensor, full_box((50, 7)), (50, 7))
-    monkeypatch.setattr("megatron_rl.transfer.certificate._CHUNK_ELEMENTS", 20)
+    monkeypatch.setattr("megatron_rl.transfer.certificate.CHUNK_ELEMENTS", 20)
     assert compute_digest(tensor, full_box((50, 7)), (50, 7)) == whole
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import UserError
 from megatron_rl.weights.adapters import read_shape
 from megatron_rl.weights.families import FAMILIES
@@ -532,10 +533,14 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             load_model_shape(tmp_path)
 
 
+def lay_out(tp_size: int, pp_size: int, vpp_size: int, ep_size: int = 1) -> ParallelLayout:
+    return ParallelLayout(tp_size * pp_size * ep_size, tp_size, pp_size, vpp_size, ep_size=ep_size)
+
+
 def test_training_layouts_that_hold_the_model() -> None:
     shape = make_shape()  # 8 heads, 4 KV heads, 40 columns, 4 layers
     for sizes in ((1, 1, 1), (2, 2, 2), (4, 4, 1), (1, 1, 4)):
-        check_training_layout(shape, *sizes)
+        check_training_layout(shape, lay_out(*sizes))
 
 
 @pytest.mark.parametrize(
@@ -551,27 +556,27 @@ def test_training_layouts_that_do_not_fit_name_those_that_do(
     sizes: tuple[int, int, int], found: str, expected: str
 ) -> None:
     with pytest.raises(UserError, match=f"(?s){found}.*{expected}"):
-        check_training_layout(make_shape(), *sizes)
+        check_training_layout(make_shape(), lay_out(*sizes))
 
 
 def test_feed_forward_columns_limit_the_layout_too() -> None:
     with pytest.raises(UserError, match=r"(?s)4 does not divide the 42 feed-forward columns.*one of \[1, 2\]"):
-        check_training_layout(make_shape(ffn_hidden_size=42), 4, 1, 1)
+        check_training_layout(make_shape(ffn_hidden_size=42), lay_out(4, 1, 1))
 
 
 def test_expert_parallel_layouts() -> None:
     """Which ranks the experts may take is the layout's matter (tests/parallel/test_layout.py)."""
     shape = make_shape("qwen3_moe", num_experts=6)
     for ep_size in (1, 2, 3, 6):
-        check_training_layout(shape, 1, 1, 1, ep_size, sequence_parallel=False)
+        check_training_layout(shape, lay_out(1, 1, 1, ep_size), sequence_parallel=False)
     with pytest.raises(UserError, match=r"(?s)size 4 does not divide the 6 experts.*one of \[1, 2, 3, 6\]"):
-        check_training_layout(shape, 1, 1, 1, 4)
+        check_training_layout(shape, lay_out(1, 1, 1, 4))
     with pytest.raises(UserError, match=r"(?s)size 2 needs a mixture of experts.*one of \[1\]"):
-        check_training_layout(make_shape("llama"), 1, 1, 1, 2)
+        check_training_layout(make_shape("llama"), lay_out(1, 1, 1, 2))
     with pytest.raises(UserError, match="(?s)without sequence parallelism.*actor.sequence_parallel=true"):
-        check_training_layout(shape, 2, 1, 1, sequence_parallel=False)
+        check_training_layout(shape, lay_out(2, 1, 1), sequence_parallel=False)
     with pytest.raises(UserError, match="critic.sequence_parallel=true"):
-        check_training_layout(shape, 2, 1, 1, sequence_parallel=False, section="critic")
+        check_training_layout(shape, lay_out(2, 1, 1), sequence_parallel=False, section="critic")
 
 
 def test_rollout_layouts_may_replicate_kv_heads() -> None:

@@ -21,11 +21,11 @@ import torch
 from megatron_rl.checkpoint.directory import MANIFEST_FILE, find_problems
 from megatron_rl.checkpoint.files import DIGESTS_FILE, Unit, explain_write_error, split_units
 from megatron_rl.checkpoint.huggingface import check_checkpoint, finish_model, name_safetensors
-from megatron_rl.checkpoint.manifest import begin_manifest, finish_role, seal
+from megatron_rl.checkpoint.manifest import begin_manifest, seal
 from megatron_rl.checkpoint.model_files import ModelFiles, list_copies
 from megatron_rl.checkpoint.pieces import check_global_shapes, locate
-from megatron_rl.checkpoint.side_files import CONFIG_DIR, find_mtp_weights, list_side_files
-from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter
+from megatron_rl.checkpoint.side_files import CONFIG_DIR, copy_side_files, find_mtp_weights, list_side_files
+from megatron_rl.checkpoint.torch_dist import MAX_CHUNK_BYTES, METADATA_FILE, ChunkReader, ChunkWriter, write_index
 from megatron_rl.types import UserError
 from megatron_rl.weights.families import SCORE_HEAD, ModelShape
 from megatron_rl.weights.megatron_global import GlobalPlacement, Table, megatron_global_placements
@@ -96,7 +96,8 @@ def convert_to_megatron(
     def finish() -> None:
         chunks = [chunk for unit in finished for chunk in unit.chunks]
         shutil.rmtree(partial / CONFIG_DIR, ignore_errors=True)
-        records = finish_role(partial, chunks, list_side_files(source), {"iteration": 0})
+        records = write_index(partial, chunks, {"iteration": 0})
+        records += copy_side_files(list_side_files(source), partial / CONFIG_DIR)
         seal(partial, manifest, [*(unit.record for unit in finished), *records])
         forget_notes(out)
 
@@ -278,7 +279,7 @@ def _write_distcp(
     writer = ChunkWriter(path)
     try:
         for name in unit.tensors:
-            with files.open(files[name]) as handle:  # reopened to release pages of other tensors
+            with files.open() as handle:  # reopened to release pages of other tensors
                 stored = handle.get_slice(name)
                 for place in table[name]:
                     for part in _split_rows(place, dtypes[name].itemsize):

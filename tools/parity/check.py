@@ -79,14 +79,7 @@ def run_parity(check: ParityCheck, process: Process) -> dict[str, Any]:
     check_checkpoint(check.hf, reference)
     shape = reference if check.weights is None else load_model_shape(check.weights / CONFIG_DIR)
     layout = check.layout
-    check_training_layout(
-        shape,
-        layout.tp_size,
-        layout.pp_size,
-        layout.vpp_size,
-        layout.ep_size,
-        sequence_parallel=check.sequence_parallel,
-    )
+    check_training_layout(shape, layout, sequence_parallel=check.sequence_parallel)
     build = partial(
         build_policy,
         check.weights or check.hf,

@@ -37,7 +37,7 @@ def compare_weights(directory: Path, placements: Sequence[ShardBox], params: Sou
 
 
 def _read(files: ModelFiles, placement: ShardBox, name: str) -> torch.Tensor:
-    with files.open(files[name]) as handle:
+    with files.open() as handle:
         return handle.get_slice(name)[box_slices(placement.hf_box)]
 
 

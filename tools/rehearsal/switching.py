@@ -21,7 +21,7 @@ from megatron_rl.planning.engine_weights import is_coded
 from megatron_rl.run.building import find_shared
 from megatron_rl.transfer import executor, hybrid_engine
 from megatron_rl.transfer.hybrid_engine import HybridEngine
-from megatron_rl.weights.adapters import separate_placements
+from megatron_rl.weights.adapters import adapter_placements
 from megatron_rl.weights.megatron_layout import padded_vocab_size
 from megatron_rl.weights.placement_tables import as_table
 from megatron_rl.weights.rollout_layout import VLLM_PADDED_PARAMETERS, vllm_placements
@@ -51,7 +51,7 @@ class SleepingEngine:
             sizes[name][0] = padded_vocab_size(shape.vocab_size, self._tp_size) // self._tp_size
         adapters = actor.model.adapters if job.config.hybrid.lora == "adapter" else None
         if adapters is not None:
-            sizes |= _find_sizes(separate_placements(adapters, as_table(table)))
+            sizes |= _find_sizes(adapter_placements(adapters, as_table(table), is_stacked=False))
         wide = {p.param for p in table if shape.is_router_bias(p.hf_name)}
         self.params: Mapping[str, torch.Tensor] = {
             name: torch.empty(size, dtype=torch.float32 if name in wide else actor.model.dtype, device=process.device)

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.capsule.fingerprints import INTEGERS, Fingerprints, sample_places
+from megatron_rl.capsule.fingerprints import Fingerprints, sample_places
 from megatron_rl.capsule.recorder import Section, Values
+from megatron_rl.transfer.certificate import view_bits
 
 ReadTensor = Callable[[str, str], torch.Tensor]  # (section, logical tensor) -> value in the state's files
 _WRAP = 1 << 64
@@ -258,6 +259,6 @@ def locate_change(before: Sequence[int], after: Sequence[int], shape: tuple[int,
 
 def value_before(value: torch.Tensor, growth: int) -> float | None:
     """Return an element's (0-d) value before its bits grew by `growth`, or `None` if out of range."""
-    kind = INTEGERS[value.element_size()]
-    old, limits = int(value.view(kind)) - growth, torch.iinfo(kind)
-    return torch.tensor(old, dtype=kind).view(value.dtype).item() if limits.min <= old <= limits.max else None
+    bits = view_bits(value)
+    old, limits = int(bits) - growth, torch.iinfo(bits.dtype)
+    return torch.tensor(old, dtype=bits.dtype).view(value.dtype).item() if limits.min <= old <= limits.max else None
