@@ -108,19 +108,18 @@ class GroupedLinear(AdaptedLinear):
             self.lora_A = self._make(torch.zeros, (num_experts, len(adapter.parts) * r, k), of_columns)
             self.lora_B = self._make(torch.zeros, (num_experts, sum(adapter.lengths), r), of_rows)
 
-    def list_matrices(self, name: str) -> list[AdaptedMatrix]:
-        """Return each expert's weight with its adapters, [] without adapters; `name`: the layer's name in the model."""
+    def list_matrices(self, name: str) -> dict[str, AdaptedMatrix]:
+        """Return each expert's weight with its adapters, none without adapters; `name`: the layer's in the model."""
         if (adapter := self._parts) is None:
-            return []
-        return [
-            AdaptedMatrix(
-                name_expert(f"{name}.weight", expert),
+            return {}
+        matrices = zip(self.weight, self.lora_A.data, self.lora_B.data, strict=True)
+        return {
+            name_expert(f"{name}.weight", expert): (
                 weight,
-                adapter.scale,
                 list(zip(adapter.parts, a.split(adapter.rank), b.split(adapter.lengths), strict=True)),
             )
-            for expert, (weight, a, b) in enumerate(zip(self.weight, self.lora_A.data, self.lora_B.data, strict=True))
-        ]
+            for expert, (weight, a, b) in enumerate(matrices)
+        }
 
     def forward(self, x: torch.Tensor, counts: RowCounts) -> torch.Tensor:
         """Map rows [t, k], sorted by expert, to [t, n]."""

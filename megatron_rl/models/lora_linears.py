@@ -58,19 +58,8 @@ class LinearAdapter:
         return self.scale * (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1))
 
 
-@dataclass(frozen=True)
-class AdaptedMatrix:
-    """Matrix of a linear on a TP rank, with its LoRA adapters.
-
-    Attributes:
-        param: its name in the model.
-        parts: of each adapter, the changed rows [start, stop) of the matrix, A, and B.
-    """
-
-    param: str
-    weight: torch.Tensor | QuantizedMatrix
-    scale: float
-    parts: list[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]
+# A matrix of a linear on a TP rank, and of each of its adapters the changed rows [start, stop), A, and B.
+AdaptedMatrix = tuple[torch.Tensor | QuantizedMatrix, list[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]]
 
 
 class AdaptedLinear(torch.nn.Module):
@@ -82,12 +71,11 @@ class AdaptedLinear(torch.nn.Module):
     _adapter: LinearAdapter
     _is_on = True
 
-    def list_matrices(self, name: str) -> list[AdaptedMatrix]:
-        """Return a list with this linear's weight and its adapters; `name`: the linear's name in the model."""
+    def list_matrices(self, name: str) -> dict[str, AdaptedMatrix]:
+        """Return this linear's weight and its adapters, by the weight's name; `name`: the linear's in the model."""
         adapter = self._adapter
         a, b = self.lora_A.data.split(adapter.rank), self.lora_B.data.split(adapter.lengths)
-        parts = list(zip(adapter.parts, a, b, strict=True))
-        return [AdaptedMatrix(f"{name}.weight", self.weight, adapter.scale, parts)]
+        return {f"{name}.weight": (self.weight, list(zip(adapter.parts, a, b, strict=True)))}
 
     def use_adapter(self, is_on: bool) -> None:
         """Switch the adapters on or off."""

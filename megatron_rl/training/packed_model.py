@@ -168,7 +168,7 @@ class PackedModel(LaidOutModel):
             return self
         from megatron_rl.training.adapted_model import Adapters
 
-        return Adapters.of(self, self.adapters)
+        return Adapters(self, self.adapters)
 
     def merge(self) -> SourceParams:
         """Return this rank's parameters, with adapters merged lazily on read."""
@@ -176,7 +176,7 @@ class PackedModel(LaidOutModel):
             return self.params
         from megatron_rl.training.adapted_model import merge_adapters
 
-        return {**self.params, **merge_adapters(self.stages)}
+        return {**self.params, **merge_adapters(self.stages, self.adapters.scale)}
 
     def scale_adapters(self) -> SourceParams:
         """Return this rank's adapters, B multiplied by the LoRA scale."""
