@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,11 +37,11 @@ class RoutingCounts:
     """Router statistics of a rank over the tokens in the loss, summed over microbatches.
 
     Attributes:
-        loads: [layers, experts] int64, tokens per expert.
-        entropy: [layers] float64, sum over tokens of the gate's entropy, in nats.
-        replayed, agreeing: [layers] int64, tokens with a route to replay, and those that the router alone would have
-            routed equally.
-        strayed: [] int64, tokens that did not follow their route; nonzero means a bug.
+        loads: [layers, experts], tokens per expert.
+        entropy: [layers], sum over tokens of the gate's entropy, in nats.
+        replayed, agreeing: [layers], tokens with a route to replay, and those that the router alone would have routed
+            equally.
+        strayed: [], tokens that did not follow their route; nonzero means a bug.
     """
 
     loads: torch.Tensor
@@ -52,15 +51,10 @@ class RoutingCounts:
     strayed: torch.Tensor
 
     @classmethod
-    def zeros(cls, layers: int, experts: int, device: torch.device) -> RoutingCounts:
-        """Return counts of zero."""
-        make = partial(torch.zeros, dtype=torch.int64, device=device)
-        entropy = torch.zeros(layers, dtype=torch.float64, device=device)
-        return cls(make((layers, experts)), entropy, make(layers), make(layers), make(()))
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return all counts, as a list."""
-        return [self.loads, self.entropy, self.replayed, self.agreeing, self.strayed]
+    def of(cls, flat: torch.Tensor, layers: int, experts: int) -> RoutingCounts:
+        """View a tensor [layers * (experts + 3) + 1] as counts."""
+        loads, *of_layers, strayed = flat.split([layers * experts, layers, layers, layers, 1])
+        return cls(loads.view(layers, experts), *of_layers, strayed[0])
 
 
 @dataclass(frozen=True)
