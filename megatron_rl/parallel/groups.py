@@ -64,16 +64,8 @@ def list_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
         "_".join(axes): layout.group_of(rank, *axes)
         for axes in (("tp",), ("pp",), ("cp",), ("dp",), ("tp", "pp"), ("dp", "cp"), ("tp", "cp"))
     }
-    found |= {
-        name: layout.expert_group_of(rank, *axes)
-        for name, axes in (
-            ("ep", ("ep",)),
-            ("expt_tp", ("tp",)),
-            ("expt_dp", ("dp",)),
-            ("tp_ep", ("tp", "ep")),
-            ("tp_ep_pp", ("tp", "ep", "pp")),
-        )
-    }
+    of_experts = dict(ep=("ep",), expt_tp=("tp",), expt_dp=("dp",), tp_ep=("tp", "ep"), tp_ep_pp=("tp", "ep", "pp"))
+    found |= {name: layout.expert_group_of(rank, *axes) for name, axes in of_experts.items()}
     found["embd"] = sorted({found["pp"][0], found["pp"][-1]})
     return found
 

@@ -76,9 +76,7 @@ class PackedModel(LaidOutModel):
             groups.layout,
             dtype=DTYPES[setup.model.dtype],
             sequence_parallel=spec.settings.sequence_parallel,
-            recompute_granularity=spec.settings.recompute_granularity
-            if isinstance(spec.settings, TrainedConfig)
-            else "none",
+            recompute_granularity=spec.training.recompute_granularity if spec.trainable else "none",
             use_transformer_engine=self.transformer_impl == "transformer_engine",
         )
         build = partial(
@@ -96,8 +94,7 @@ class PackedModel(LaidOutModel):
         if shape.num_experts:
             from megatron_rl.training.router_replay import Routing
 
-            sequence_parallel = spec.settings.sequence_parallel
-            self.routing = Routing(shape, groups, sequence_parallel=sequence_parallel, device=self.device)
+            self.routing = Routing(shape, groups, sequence_parallel=self._sequence_parallel, device=self.device)
         self.stream: torch.cuda.Stream | None = None
         self.ddp: list[DistributedDataParallel] = []
         if spec.trainable and not self.is_fully_sharded:

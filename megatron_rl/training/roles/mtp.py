@@ -20,7 +20,7 @@ from megatron_rl.models.packed_sequences import PackedSequences
 from megatron_rl.models.stages import HiddenStatesModel, MtpModel
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.optimizer import Optimizer
-from megatron_rl.training.packed_model import Head, PackedModel
+from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.step import StepLoss
 from megatron_rl.training.token_heads import LogprobHead
@@ -53,23 +53,6 @@ class MtpPackedModel(PackedModel):
         """Return the output of `module` for the next inputs."""
         hidden, embedded = next(self._inputs)
         return module(hidden, embedded, packed)
-
-
-class HiddenStatesKept:
-    """Head wrapper that stores detached hidden states."""
-
-    def __init__(self, head: Head) -> None:
-        self._head, self._kept = head, list[torch.Tensor]()
-
-    def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:
-        """Store the hidden states and return the wrapped head's outputs."""
-        self._kept.append(hidden.detach())
-        return self._head(hidden, microbatch)
-
-    def pop(self) -> list[torch.Tensor]:
-        """Return the hidden states stored since the last call."""
-        kept, self._kept = self._kept, []
-        return kept
 
 
 @torch.no_grad()
