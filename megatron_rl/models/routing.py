@@ -219,7 +219,7 @@ class _Choices:
 class LocalDispatcher(MoETokenDispatcher):
     """megatron-core token dispatcher for ranks that hold all experts, whole or as column shards."""
 
-    _choices: _Choices | None = None
+    _choices: _Choices  # between dispatch and combine
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -246,7 +246,7 @@ class LocalDispatcher(MoETokenDispatcher):
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rows, row counts [E] and routing weights of all ranks that share the experts."""
-        choices, group = self._under_way, self.tp_group
+        choices, group = self._choices, self.tp_group
         if self.tp_size > 1:
             with torch.no_grad():
                 experts = gather_from_sequence_parallel_region(choices.experts, group=group)
@@ -263,7 +263,7 @@ class LocalDispatcher(MoETokenDispatcher):
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows, summed over the ranks that share the experts."""
-        choices = self._under_way
+        choices = self._choices
         if choices.order is None:
             return hidden_states
         rows = _Reordered.apply(hidden_states, choices.inverse, choices.order)
@@ -280,15 +280,11 @@ class LocalDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the sum of each token's rows, [t, 1, h]."""
-        choices, self._choices = self._under_way, None
+        choices = self._choices
+        del self._choices
         num_tokens = choices.size[:-1].numel()
         sums = unpermute(hidden_states, choices.tokens, torch.Size([num_tokens, choices.size[-1]]))
         return sums.view(choices.size)
-
-    @property
-    def _under_way(self) -> _Choices:
-        assert self._choices is not None, "megatron-core sorts before it computes"
-        return self._choices
 
 
 class _Reordered(torch.autograd.Function):

@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.peft import load_adapters
 from megatron_rl.checkpoint.pieces import load_weights
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.models.experts import list_matrices
-from megatron_rl.models.lora_linears import HALVES, AdaptedLinear, freeze_model, is_trained
+from megatron_rl.models.lora_linears import HALVES, AdaptedLinear, AdaptedMatrix, freeze_model, is_trained
 from megatron_rl.models.stages import local_values
 from megatron_rl.transfer.computed import MergedParam, ScaledParam, SourceParams
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
@@ -56,11 +56,10 @@ class Adapters:
         |B A|^2 = sum((A A^T) * (B^T B)), which adds up over tensor parallel ranks.
         """
         squares = {is_expert: torch.zeros((), device=next(self.stages.parameters()).device) for is_expert in (0, 1)}
-        for name, module in self.stages.named_modules():
-            if isinstance(module, AdaptedLinear):
-                for _, a, b in (part for _, parts in module.list_matrices(name).values() for part in parts):
-                    a, b = a.float(), b.float()
-                    squares[".experts." in name] += ((a @ a.T) * (b.T @ b)).sum()
+        for param, (_, parts) in _list_adapted(self.stages).items():
+            for _, a, b in parts:
+                a, b = a.float(), b.float()
+                squares[".experts." in param] += ((a @ a.T) * (b.T @ b)).sum()
         for is_expert, group in ((0, self.groups.collection.mp), (1, self.groups.collection.tp_ep_pp)):
             torch.distributed.all_reduce(squares[is_expert], group=group)
         return self.shape.scale * (squares[0].double() + squares[1].double()).clamp(min=0.0).sqrt()
@@ -120,9 +119,12 @@ def _load(
 
 def merge_adapters(stages: torch.nn.Module, scale: float) -> dict[str, MergedParam]:
     """Return the weights that have adapters, by parameter name; each is merged when it is read."""
-    return {
-        param: MergedParam(weight, scale, parts)
-        for name, module in stages.named_modules()
-        if isinstance(module, AdaptedLinear)
-        for param, (weight, parts) in module.list_matrices(name).items()
-    }
+    return {param: MergedParam(weight, scale, parts) for param, (weight, parts) in _list_adapted(stages).items()}
+
+
+def _list_adapted(stages: torch.nn.Module) -> dict[str, AdaptedMatrix]:
+    found: dict[str, AdaptedMatrix] = {}
+    for name, module in stages.named_modules():
+        if isinstance(module, AdaptedLinear):
+            found |= module.list_matrices(name)
+    return found

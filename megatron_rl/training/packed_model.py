@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-core model over packed batches, the base of all roles; heads (`token_heads.py`) follow its last stage.
-
-With `overlap_grad_reduce` gradients are reduced over data parallel ranks during the backward of the last microbatch.
-The end of the step (`step_mode` eager) or of this microbatch (static and graph) waits for them.
-"""
+"""Megatron-core model over packed batches, the base of all roles; heads (`token_heads.py`) follow its last stage."""
 
 from __future__ import annotations
 

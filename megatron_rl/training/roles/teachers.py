@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Teachers of a run as called by the main loop, for on-policy distillation: the policy learns on its own responses.
+"""Teachers of a run as called by the main loop, for on-policy distillation (Agarwal et al., arXiv 2306.13649).
 
-sampled    the advantage of a token gets coef (teacher_logprobs - old_logprobs), whose mean over the policy's tokens
-           is -KL(policy || teacher) (Agarwal et al., arXiv 2306.13649; the estimate per token as in Thinking
-           Machines, "On-policy distillation", 2025)
-full       the loss of a token gets coef KL(policy || teacher), or KL(teacher || policy), over the vocabulary
-top_k      the same over k + 1 outcomes: the teacher's k likeliest tokens, and any other token; a lower bound of full
+docs/distillation.md has the kinds; the estimate per token of kind sampled is as in Thinking Machines, "On-policy
+distillation", 2025.
 """
 
 from __future__ import annotations
