@@ -47,11 +47,6 @@ class ParallelGroups:
         return self.at.pp == self.layout.pp_size - 1
 
     @property
-    def is_last_stage_leader(self) -> bool:
-        """True on one rank per model replica: the first TP and CP rank of its last stage."""
-        return self.at.tp == self.at.cp == 0 and self.is_last_stage
-
-    @property
     def last_stage_rank(self) -> int:
         """Global rank of the last stage in this rank's pipeline."""
         at = self.at

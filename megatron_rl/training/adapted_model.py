@@ -30,17 +30,12 @@ class Adapters:
 
     def __init__(self, model: Any, shape: AdapterShape) -> None:
         self.shape, self.layout, self.groups, self.stages = shape, model.layout, model.groups, model.stages
-        self.shard_key, self._of_model = model.shard_key, model.placements
+        self.dtype, self.shard_key, self._of_model = model.dtype, model.shard_key, model.placements
         self.params: Any = {n: p for n, p in list_matrices(model.stages, torch.detach).items() if is_trained(n)}
 
     def placements(self, rank: int) -> PlacementTable:
         """List the slices of checkpoint tensors that a rank's adapters hold."""
         return adapter_placements(self.shape, self._of_model(rank))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the adapters."""
-        return next(iter(self.params.values())).dtype
 
     def scale(self) -> SourceParams:
         """Return the parameters, B multiplied by the LoRA scale."""

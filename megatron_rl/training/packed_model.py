@@ -51,6 +51,8 @@ class PackedModel(LaidOutModel):
     """This rank's stages of one model, with weights loaded; construction is collective over the role.
 
     Attributes:
+        rank: within the layout.
+        attention_backend: `None` for the fastest.
         stages: `vpp_size` model chunks.
         ddp: wrappers of trained stages; empty under ZeRO-3.
         routing: `None` without experts.
@@ -62,6 +64,8 @@ class PackedModel(LaidOutModel):
         assert shape.has_score_head == (spec.head != "logprob"), "the shape of another head"
         super().__init__(spec, shape, groups.layout, groups.at.dp)
         self.groups, at = groups, groups.at
+        self.rank = self.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
+        self.attention_backend = "tiled" if self.batch_invariant else None
         # Dropout is 0, yet megatron-core forks these RNG streams on every forward.
         model_parallel_cuda_manual_seed(
             setup.seed, tp_rank=at.tp, ep_rank=groups.expert_at.ep, etp_rank=groups.expert_at.tp, force_reset_rng=True
@@ -149,12 +153,6 @@ class PackedModel(LaidOutModel):
         return list_params(self.stages)
 
     @property
-    def rank(self) -> int:
-        """This rank within the layout."""
-        at = self.groups.at
-        return self.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
-
-    @property
     def trained(self) -> PackedModel | Adapters:
         """Trained and checkpointed part: the model, or its adapters."""
         if self.adapters is None:
@@ -174,11 +172,6 @@ class PackedModel(LaidOutModel):
     def scale_adapters(self) -> SourceParams:
         """Return this rank's adapters, B multiplied by the LoRA scale."""
         return {} if self.adapters is None else cast("Adapters", self.trained).scale()
-
-    @property
-    def attention_backend(self) -> str | None:
-        """Name of the attention backend; `None` for the fastest."""
-        return "tiled" if self.batch_invariant else None
 
     def offload(self) -> None:
         """Free the device memory of the weights until `restore`.
