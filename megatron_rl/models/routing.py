@@ -53,8 +53,8 @@ class RoutingCounts:
     @classmethod
     def of(cls, flat: torch.Tensor, layers: int, experts: int) -> RoutingCounts:
         """View a tensor [layers * (experts + 3) + 1] as counts."""
-        loads, *of_layers, strayed = flat.split([layers * experts, layers, layers, layers, 1])
-        return cls(loads.view(layers, experts), *of_layers, strayed[0])
+        loads, entropy, replayed, agreeing, strayed = flat.split([layers * experts, layers, layers, layers, 1])
+        return cls(loads.view(layers, experts), entropy, replayed, agreeing, strayed[0])
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import ModelParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -38,7 +39,7 @@ def gather_for_shards(x: torch.Tensor, *, sequence_parallel: bool, tp_group: dis
 
 
 def make_parameter(
-    config: TransformerConfig, fill: Callable[..., torch.Tensor], *size: int, split_dim: int | None = None
+    config: ModelParallelConfig, fill: Callable[..., torch.Tensor], *size: int, split_dim: int | None = None
 ) -> torch.nn.Parameter:
     """Make a parameter with the attributes that megatron-core's optimizer and TP read.
 

@@ -167,7 +167,8 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
 def open_store(name: str, group: dist.ProcessGroup) -> Store:
     """Open this rank's own connection to the job's key-value store, for another thread; collective."""
     unique = share_object(f"{name}-{uuid.uuid4().hex}", group)
-    return PrefixStore(unique, _get_default_store().clone())
+    store: Any = _get_default_store()
+    return PrefixStore(unique, store.clone())
 
 
 def memory_in_use(device: torch.device) -> int:

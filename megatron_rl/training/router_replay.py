@@ -118,8 +118,10 @@ def describe_routing(
     if replayed := float(counts.replayed.max()):
         metrics["moe/flipped_tokens"] = num_flipped / replayed
     for third, layers in split_layers(len(counts.loads)).items():
-        part = (x[layers] for x in (counts.loads, counts.entropy, counts.replayed, counts.agreeing))
-        found = _describe_layers(RoutingCounts(*part, counts.strayed), choices, squares[layers])
+        of_layers = counts.loads, counts.entropy, counts.replayed, counts.agreeing
+        loads, entropy, replayed, agreeing = (x[layers] for x in of_layers)
+        part = RoutingCounts(loads, entropy, replayed, agreeing, counts.strayed)
+        found = _describe_layers(part, choices, squares[layers])
         metrics |= {f"{name}/{third}": value for name, value in found.items()}
     return metrics
 

@@ -54,7 +54,7 @@ class TeachersOnSamples:
             empty outside of the policy's ranks, and for kinds full and top_k, where the update measures it.
         """
         policy, distillation = self._policy, self._config.algorithm.distillation
-        found = {name: samples.take(*lesson, policy.packer) for name, lesson in samples.lessons.items()}
+        found = {name: samples.take(*lesson, packer=policy.packer) for name, lesson in samples.lessons.items()}
         parts = list(found.values())
         if distillation.kind != "sampled":  # each token has one teacher
             column = policy.as_column(samples, _lay_together(parts).nan_to_num(0.0))
