@@ -118,9 +118,7 @@ def describe_routing(
     if replayed := float(counts.replayed.max()):
         metrics["moe/flipped_tokens"] = num_flipped / replayed
     for third, layers in split_layers(len(counts.loads)).items():
-        of_layers = counts.loads, counts.entropy, counts.replayed, counts.agreeing
-        loads, entropy, replayed, agreeing = (x[layers] for x in of_layers)
-        part = RoutingCounts(loads, entropy, replayed, agreeing, counts.strayed)
+        part = RoutingCounts(*(x[layers] if x.dim() else x for x in vars(counts).values()))
         found = _describe_layers(part, choices, squares[layers])
         metrics |= {f"{name}/{third}": value for name, value in found.items()}
     return metrics
