@@ -5,8 +5,7 @@ Plugins register their own with the decorators. Built-in formulas are imported a
 torch.
 
 `options` of a decorator is a frozen dataclass: its fields become settings `algorithm.options.<name>.<field>`, and the
-function receives an instance as `inputs.options`. Declare a field as `alpha: float = 0.5`, or as `alpha: float =
-option(0.5, "what it does", "unit")` with `option` of `megatron_rl.config.schema`.
+function receives an instance as `inputs.options` (docs/extending.md).
 
 With one optimizer step per pass over the samples, the first pass of the update runs before any weight changes, and
 `old_logprobs` come from it unless something reads them earlier (`plan_old_logprobs`).

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
@@ -25,7 +24,7 @@ from megatron_rl.models.attention_backends import attend
 from megatron_rl.models.packed_sequences import PackedSequences
 from megatron_rl.models.rms_norm import SplitRMSNorm
 from megatron_rl.models.rotary import rotate
-from megatron_rl.parallel.collectives import current_device
+from megatron_rl.models.stages import make_parameter
 from megatron_rl.parallel.ulysses import exchange_to_heads, exchange_to_tokens
 
 
@@ -116,9 +115,7 @@ class PackedAttention(MegatronModule):
         self._cp_group = cp_group if cp_group is not None and cp_group.size() > 1 else None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
-            sinks = torch.zeros(heads, dtype=config.params_dtype, device=current_device())
-            self.softmax_offset = torch.nn.Parameter(sinks)
-            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+            self.softmax_offset = make_parameter(config, torch.zeros, heads, split_dim=0)
         else:
             self.softmax_offset = None
 

@@ -53,19 +53,6 @@ class TileBatch:
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """The tiles (`TileBatch`) of a packed row of t tokens.
-
-    Attributes:
-        batches: by ascending `number`.
-        places: [t] int64, index of each token in the concatenated results of the batches.
-    """
-
-    batches: tuple[TileBatch, ...]
-    places: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Segments:
     """Attention pattern of a packed row for one backend: segments, each with rows of queries and rows of keys.
 
@@ -74,9 +61,11 @@ class Segments:
         key_index: [k] int64, concatenated key rows of the segments; `None` if they are the packed rows in place.
         key_is_real: [k] bool, false for padding in `key_index`, whose keys and values are zeroed.
         batches: (number of segments, queries, keys) per batch of equally long segments (sdpa only).
-        order, key_order, places: int64; query rows and key rows by batch, and the inverse of `order`; `None` if rows
-            stay in place (sdpa only).
+        order, key_order: int64, query rows and key rows by batch; `None` if rows stay in place (sdpa only).
+        places: [t] int64, index of each row in the concatenated results of the batches or tiles; `None` if rows stay
+            in place.
         mask: [most queries of a segment with a prefix, most keys], additive (sdpa with prefixes only).
+        tiles: by ascending `number` (tiled only).
         window: maximum number of visible keys, including a query's own; 0 means no limit.
     """
 
@@ -92,7 +81,7 @@ class Segments:
     key_order: torch.Tensor | None = None
     places: torch.Tensor | None = None
     mask: torch.Tensor | None = None
-    tiles: Tiles | None = None
+    tiles: tuple[TileBatch, ...] = ()
     window: int = 0
 
     @property
@@ -168,7 +157,7 @@ def build_segments(
     if keys is not None and is_bucketed:
         segments = replace(segments, key_index=keys.index.clamp(min=0), key_is_real=keys.index >= 0)
     if backend == "tiled":
-        return replace(segments, tiles=build_tiles(cu_seqlens, cu_seqlens_k))
+        return build_tiles(segments)
     return _prepare_for_sdpa(segments, dtype) if backend == "sdpa" else segments
 
 
@@ -340,13 +329,12 @@ def _see(num_queries: int, num_keys: int, window: int, device: torch.device) -> 
     return seen.triu(last - window + 1) if window else seen
 
 
-def build_tiles(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Tiles:
+def build_tiles(segments: Segments) -> Segments:
     """Cut the queries of all segments into tiles of 32 positions (see `TileBatch`); reads lengths on the host.
 
-    Args:
-        cu_seqlens_q, cu_seqlens_k: [num_segments + 1]; n queries of a segment have positions k - n to k - 1 of its k
-            keys.
+    The n queries of a segment have positions k - n to k - 1 of its k keys.
     """
+    cu_seqlens_q, cu_seqlens_k = segments.cu_seqlens_q, segments.cu_seqlens_k
     members: dict[int, list[int]] = {}
     for segment, (n, k) in enumerate(zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)):
         if n:
@@ -355,8 +343,8 @@ def build_tiles(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Tiles
     places = torch.empty(int(cu_seqlens_q[-1]), dtype=torch.int64, device=cu_seqlens_q.device)
     batches, base = [], 0
     inside = torch.arange(TILE, device=cu_seqlens_q.device)
-    for number, segments in sorted(members.items()):
-        index = torch.tensor(segments, device=cu_seqlens_q.device)
+    for number, chosen in sorted(members.items()):
+        index = torch.tensor(chosen, device=cu_seqlens_q.device)
         start, stop = cu_seqlens_q[index].long(), cu_seqlens_q[index + 1].long()
         first_key, last_key = cu_seqlens_k[index].long(), cu_seqlens_k[index + 1].long() - 1
         offset = (last_key + 1 - first_key) - (stop - start)  # position of the segment's first query
@@ -365,16 +353,16 @@ def build_tiles(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Tiles
         places[rows[is_query]] = base + is_query.flatten().nonzero()[:, 0]
         base += rows.numel()
         batches.append(TileBatch(number, rows.clamp(start[:, None], stop[:, None] - 1).flatten(), first_key, last_key))
-    return Tiles(tuple(batches), places)
+    return replace(segments, tiles=tuple(batches), places=places)
 
 
 def attend_in_tiles(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
 ) -> torch.Tensor:
     """Compute `attend` in blocks of 32 queries (`TileBatch`): queries [t, n, d], keys and values [k, ng, d]."""
-    assert segments.tiles is not None and not segments.window, "prepared for this backend, and not bitwise"
+    assert segments.places is not None and not segments.window, "prepared for this backend, and not bitwise"
     outputs = []
-    for batch in segments.tiles.batches:
+    for batch in segments.tiles:
         num_keys = (batch.number + 1) * TILE
         positions = torch.arange(num_keys, device=query.device)
         keys = (batch.first_key[:, None] + positions).minimum(batch.last_key[:, None]).flatten()
@@ -388,7 +376,7 @@ def attend_in_tiles(
             enable_gqa=query.shape[1] != key.shape[1],
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, segments.tiles.places)
+    return torch.cat(outputs).index_select(0, segments.places)
 
 
 _BACKENDS: dict[str, Callable[..., torch.Tensor]] = {

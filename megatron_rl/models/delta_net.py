@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_rl.models.attention import build_projection
 from megatron_rl.models.delta_rule import SequenceRows, choose_delta_rule, convolve
 from megatron_rl.models.packed_sequences import PackedSequences
-from megatron_rl.parallel.collectives import current_device
+from megatron_rl.models.stages import make_parameter
 from megatron_rl.parallel.ulysses import exchange_heads, exchange_to_tokens
 from megatron_rl.weights.families import DeltaNetSizes
 
@@ -33,8 +32,7 @@ class GatedNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
-        self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=current_device()))
-        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+        self.weight = make_parameter(config, torch.ones, size)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Normalize [..., d] and gate it; the weight applies in the dtype of x, as in the reference code."""
@@ -72,15 +70,9 @@ class GatedDeltaNet(MegatronModule):
         self.add_module("linear_proj", build_projection(last, config, values, config.hidden_size, "proj", tp_group))
         heads = sizes.value_heads // tp_group.size()
         self._parts = [x // tp_group.size() for x in sizes.convolved]
-        self.conv_weight = self._make(config, sum(self._parts), 1, sizes.kernel)
-        self.A_log, self.dt_bias = self._make(config, heads), self._make(config, heads)
+        self.conv_weight = make_parameter(config, torch.zeros, sum(self._parts), 1, sizes.kernel, split_dim=0)
+        self.A_log, self.dt_bias = (make_parameter(config, torch.zeros, heads, split_dim=0) for _ in range(2))
         self.norm = GatedNorm(config, sizes.value_dim)
-
-    @staticmethod
-    def _make(config: TransformerConfig, *size: int) -> torch.nn.Parameter:
-        parameter = torch.nn.Parameter(torch.zeros(size, dtype=config.params_dtype, device=current_device()))
-        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-        return parameter
 
     def forward(
         self,

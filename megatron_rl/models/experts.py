@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import once_differentiable
 
@@ -26,8 +25,8 @@ from megatron_rl.models.lora_linears import (
     find_adapter,
     multiply_quantized,
 )
+from megatron_rl.models.stages import make_parameter
 from megatron_rl.parallel.batch_invariant import multiply as multiply_padded
-from megatron_rl.parallel.collectives import current_device
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.nf4 import QuantizedMatrix
 from megatron_rl.weights.packed_experts import ROW_BYTES, name_expert, split_experts
@@ -68,7 +67,7 @@ class GroupedLinear(AdaptedLinear):
 
     Args:
         size: [E, n, k] on this rank: E experts that map k channels to n.
-        split_dim: the dimension of (n, k) that is split over expert tensor parallel ranks.
+        split_dim: the dimension of `size` that is split over expert tensor parallel ranks.
         batch_invariant: make the output bits of a row independent of its expert's other rows.
         adapter: LoRA of every expert, for p parts of the weight: A [E, p r, k] and B [E, rows of the parts, r], split
             over TP like the weight.
@@ -92,35 +91,34 @@ class GroupedLinear(AdaptedLinear):
         is_quantized: bool,
     ) -> None:
         super().__init__()
-        tp_size, self._dtype = groups.expt_tp.size(), config.params_dtype
+        tp_size = groups.expt_tp.size()
         self._marks = dict(allreduce=groups.ep.size() == 1 and tp_size == groups.tp.size())
         self._has_copies = tp_size > 1
-        weight = self._make(torch.empty, size, split_dim)
+        weight = self._make(config, torch.empty, size, split_dim)
         self.weight = [QuantizedMatrix(matrix) for matrix in weight.unbind()] if is_quantized else weight
-        of_rows, of_columns = (0, None) if split_dim == 0 else (None, 1)
-        self.bias = self._make(torch.zeros, size[:2], of_rows) if config.add_bias_linear else None
+        of_rows, of_columns = (1, None) if split_dim == 1 else (None, 2)
+        self.bias = self._make(config, torch.zeros, size[:2], of_rows) if config.add_bias_linear else None
         self._multiply: Callable[[torch.Tensor, torch.Tensor, RowCounts], torch.Tensor] = (
             partial(multiply_in_turn, multiply_padded) if batch_invariant else multiply
         )
         self._parts = adapter
         if adapter is not None:
             (num_experts, _, k), r = size, adapter.rank
-            self.lora_A = self._make(torch.zeros, (num_experts, len(adapter.parts) * r, k), of_columns)
-            self.lora_B = self._make(torch.zeros, (num_experts, sum(adapter.lengths), r), of_rows)
+            self.lora_A = self._make(config, torch.zeros, (num_experts, len(adapter.parts) * r, k), of_columns)
+            self.lora_B = self._make(config, torch.zeros, (num_experts, sum(adapter.lengths), r), of_rows)
 
-    def list_matrices(self, name: str) -> list[AdaptedMatrix]:
-        """Return each expert's weight with its adapters, [] without adapters; `name`: the layer's name in the model."""
+    def list_matrices(self, name: str) -> dict[str, AdaptedMatrix]:
+        """Return each expert's weight with its adapters, none without adapters; `name`: the layer's in the model."""
         if (adapter := self._parts) is None:
-            return []
-        return [
-            AdaptedMatrix(
-                name_expert(f"{name}.weight", expert),
+            return {}
+        matrices = zip(self.weight, self.lora_A.data, self.lora_B.data, strict=True)
+        return {
+            name_expert(f"{name}.weight", expert): (
                 weight,
-                adapter.scale,
                 list(zip(adapter.parts, a.split(adapter.rank), b.split(adapter.lengths), strict=True)),
             )
-            for expert, (weight, a, b) in enumerate(zip(self.weight, self.lora_A.data, self.lora_B.data, strict=True))
-        ]
+            for expert, (weight, a, b) in enumerate(matrices)
+        }
 
     def forward(self, x: torch.Tensor, counts: RowCounts) -> torch.Tensor:
         """Map rows [t, k], sorted by expert, to [t, n]."""
@@ -136,18 +134,13 @@ class GroupedLinear(AdaptedLinear):
         return output + adapter.join(changes, output.shape[-1])
 
     def _make(
-        self, fill: Callable[..., torch.Tensor], size: tuple[int, ...], split_dim: int | None
+        self, config: TransformerConfig, fill: Callable[..., torch.Tensor], size: tuple[int, ...], split_dim: int | None
     ) -> torch.nn.Parameter:
-        """Create a parameter with the attributes that megatron-core's optimizer and TP read.
-
-        Args:
-            split_dim: dimension split over expert TP; `None` marks a replica, whose gradient is summed over TP.
-        """
-        parameter = torch.nn.Parameter(fill(size, dtype=self._dtype, device=current_device()))
-        is_copy = split_dim is None and self._has_copies
-        dim = -1 if split_dim is None else split_dim + 1
-        set_tensor_model_parallel_attributes(parameter, is_parallel=not is_copy, dim=dim, stride=1)
-        vars(parameter).update(self._marks, **dict(sequence_parallel=True) if is_copy else {})
+        """Make a parameter of experts; `split_dim`: dimension split over expert TP, `None` for a replica."""
+        if split_dim is None and not self._has_copies:
+            split_dim = -1  # not split, and another one on each TP rank
+        parameter = make_parameter(config, fill, *size, split_dim=split_dim)
+        vars(parameter).update(self._marks)
         return parameter
 
 
@@ -174,8 +167,8 @@ class GroupedExperts(torch.nn.ModuleDict):
         assert config.moe_ffn_hidden_size is not None, "experts have columns"
         f, h = config.moe_ffn_hidden_size // pg_collection.expt_tp.size(), config.hidden_size
         for name, size, split_dim, parts in (
-            ("linear_fc1", (num_local_experts, 2 * f, h), 0, {"gate": f, "up": f}),
-            ("linear_fc2", (num_local_experts, h, f), 1, {"down": h}),
+            ("linear_fc1", (num_local_experts, 2 * f, h), 1, {"gate": f, "up": f}),
+            ("linear_fc2", (num_local_experts, h, f), 2, {"down": h}),
         ):
             self[name] = GroupedLinear(
                 size,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.models.stages import gather_for_shards
+from megatron_rl.models.stages import gather_for_shards, make_parameter
 from megatron_rl.weights.adapters import AdapterShape
 from megatron_rl.weights.nf4 import QuantizedMatrix
 
@@ -58,19 +58,8 @@ class LinearAdapter:
         return self.scale * (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1))
 
 
-@dataclass(frozen=True)
-class AdaptedMatrix:
-    """Matrix of a linear on a TP rank, with its LoRA adapters.
-
-    Attributes:
-        param: its name in the model.
-        parts: of each adapter, the changed rows [start, stop) of the matrix, A, and B.
-    """
-
-    param: str
-    weight: torch.Tensor | QuantizedMatrix
-    scale: float
-    parts: list[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]
+# A matrix of a linear on a TP rank, and of each of its adapters the changed rows [start, stop), A, and B.
+AdaptedMatrix = tuple[torch.Tensor | QuantizedMatrix, list[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]]
 
 
 class AdaptedLinear(torch.nn.Module):
@@ -82,12 +71,11 @@ class AdaptedLinear(torch.nn.Module):
     _adapter: LinearAdapter
     _is_on = True
 
-    def list_matrices(self, name: str) -> list[AdaptedMatrix]:
-        """Return a list with this linear's weight and its adapters; `name`: the linear's name in the model."""
+    def list_matrices(self, name: str) -> dict[str, AdaptedMatrix]:
+        """Return this linear's weight and its adapters, by the weight's name; `name`: the linear's in the model."""
         adapter = self._adapter
         a, b = self.lora_A.data.split(adapter.rank), self.lora_B.data.split(adapter.lengths)
-        parts = list(zip(adapter.parts, a, b, strict=True))
-        return [AdaptedMatrix(f"{name}.weight", self.weight, adapter.scale, parts)]
+        return {f"{name}.weight": (self.weight, list(zip(adapter.parts, a, b, strict=True)))}
 
     def use_adapter(self, is_on: bool) -> None:
         """Switch the adapters on or off."""
@@ -100,9 +88,9 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
     def __init__(self, *arguments: Any, adapter: LinearAdapter, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._adapter = adapter
-        is_partial, rank = self.config.sequence_parallel, adapter.rank
-        self.lora_A = _make(self.weight, len(adapter.parts) * rank, self.weight.shape[1], partial=is_partial)
-        self.lora_B = _make(self.weight, sum(adapter.lengths), rank, split_dim=0)
+        config, rank = self.config, adapter.rank
+        self.lora_A = make_parameter(config, torch.zeros, len(adapter.parts) * rank, self.weight.shape[1])
+        self.lora_B = make_parameter(config, torch.zeros, sum(adapter.lengths), rank, split_dim=0)
 
     def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         """Map [t, 1, h], or [t/tp, 1, h] under sequence parallelism, to [t, 1, rows]."""
@@ -122,8 +110,8 @@ class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
     def __init__(self, *arguments: Any, adapter: LinearAdapter, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._adapter = adapter
-        self.lora_A = _make(self.weight, adapter.rank, self.weight.shape[1], split_dim=1)
-        self.lora_B = _make(self.weight, self.weight.shape[0], adapter.rank, partial=self.config.sequence_parallel)
+        self.lora_A = make_parameter(self.config, torch.zeros, adapter.rank, self.weight.shape[1], split_dim=1)
+        self.lora_B = make_parameter(self.config, torch.zeros, self.weight.shape[0], adapter.rank)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Map [t, 1, in/tp] to [t, 1, out], or [t/tp, 1, out] under sequence parallelism."""
@@ -179,23 +167,6 @@ def without_adapters(stages: torch.nn.Module) -> Iterator[None]:
     finally:
         for linear in linears:
             linear.use_adapter(True)
-
-
-def _make(
-    weight: torch.Tensor | QuantizedMatrix, rows: int, columns: int, split_dim: int | None = None, partial: bool = False
-) -> torch.nn.Parameter:
-    """Create an adapter parameter of zeros, with dtype and device of `weight`.
-
-    Args:
-        split_dim: dimension split over TP; replicated if `None`.
-        partial: each TP rank's gradient covers only its own tokens; megatron-core sums it.
-    """
-    parameter = torch.nn.Parameter(torch.zeros(rows, columns, dtype=weight.dtype, device=weight.device))
-    is_split = split_dim is not None
-    set_tensor_model_parallel_attributes(parameter, is_parallel=is_split, dim=split_dim if is_split else -1, stride=1)
-    if partial:
-        vars(parameter)["sequence_parallel"] = True
-    return parameter
 
 
 def adapt_layer(config: TransformerConfig, adapters: AdapterShape, attention: Any, mlp: Any) -> None:

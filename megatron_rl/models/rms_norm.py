@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
-    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
@@ -22,7 +21,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.parallel.collectives import current_device
+from megatron_rl.models.stages import make_parameter
 
 
 class RMSNorm(torch.nn.Module):
@@ -31,8 +30,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps, self.is_zero_centered = eps, config.layernorm_zero_centered_gamma
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
-        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+        self.weight = make_parameter(config, torch.ones, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize the last dimension; a zero-centered weight applies in float32, before rounding."""
@@ -49,9 +47,7 @@ class SplitRMSNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self._size, self._tp_group = eps, size, tp_group
-        local = torch.ones(size // tp_group.size(), dtype=config.params_dtype, device=current_device())
-        self.weight = torch.nn.Parameter(local)
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+        self.weight = make_parameter(config, torch.ones, size // tp_group.size(), split_dim=0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize [..., size/tp] in float32; all ranks must pass the same rows."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,11 +37,11 @@ class RoutingCounts:
     """Router statistics of a rank over the tokens in the loss, summed over microbatches.
 
     Attributes:
-        loads: [layers, experts] int64, tokens per expert.
-        entropy: [layers] float64, sum over tokens of the gate's entropy, in nats.
-        replayed, agreeing: [layers] int64, tokens with a route to replay, and those that the router alone would have
-            routed equally.
-        strayed: [] int64, tokens that did not follow their route; nonzero means a bug.
+        loads: [layers, experts], tokens per expert.
+        entropy: [layers], sum over tokens of the gate's entropy, in nats.
+        replayed, agreeing: [layers], tokens with a route to replay, and those that the router alone would have routed
+            equally.
+        strayed: [], tokens that did not follow their route; nonzero means a bug.
     """
 
     loads: torch.Tensor
@@ -52,15 +51,10 @@ class RoutingCounts:
     strayed: torch.Tensor
 
     @classmethod
-    def zeros(cls, layers: int, experts: int, device: torch.device) -> RoutingCounts:
-        """Return counts of zero."""
-        make = partial(torch.zeros, dtype=torch.int64, device=device)
-        entropy = torch.zeros(layers, dtype=torch.float64, device=device)
-        return cls(make((layers, experts)), entropy, make(layers), make(layers), make(()))
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return all counts, as a list."""
-        return [self.loads, self.entropy, self.replayed, self.agreeing, self.strayed]
+    def of(cls, flat: torch.Tensor, layers: int, experts: int) -> RoutingCounts:
+        """View a tensor [layers * (experts + 3) + 1] as counts."""
+        loads, entropy, replayed, agreeing, strayed = flat.split([layers * experts, layers, layers, layers, 1])
+        return cls(loads.view(layers, experts), entropy, replayed, agreeing, strayed[0])
 
 
 @dataclass(frozen=True)
@@ -225,7 +219,7 @@ class _Choices:
 class LocalDispatcher(MoETokenDispatcher):
     """megatron-core token dispatcher for ranks that hold all experts, whole or as column shards."""
 
-    _choices: _Choices | None = None
+    _choices: _Choices  # between dispatch and combine
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -252,7 +246,7 @@ class LocalDispatcher(MoETokenDispatcher):
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rows, row counts [E] and routing weights of all ranks that share the experts."""
-        choices, group = self._under_way, self.tp_group
+        choices, group = self._choices, self.tp_group
         if self.tp_size > 1:
             with torch.no_grad():
                 experts = gather_from_sequence_parallel_region(choices.experts, group=group)
@@ -269,7 +263,7 @@ class LocalDispatcher(MoETokenDispatcher):
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows, summed over the ranks that share the experts."""
-        choices = self._under_way
+        choices = self._choices
         if choices.order is None:
             return hidden_states
         rows = _Reordered.apply(hidden_states, choices.inverse, choices.order)
@@ -286,15 +280,11 @@ class LocalDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the sum of each token's rows, [t, 1, h]."""
-        choices, self._choices = self._under_way, None
+        choices = self._choices
+        del self._choices
         num_tokens = choices.size[:-1].numel()
         sums = unpermute(hidden_states, choices.tokens, torch.Size([num_tokens, choices.size[-1]]))
         return sums.view(choices.size)
-
-    @property
-    def _under_way(self) -> _Choices:
-        assert self._choices is not None, "megatron-core sorts before it computes"
-        return self._choices
 
 
 class _Reordered(torch.autograd.Function):

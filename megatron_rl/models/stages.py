@@ -4,17 +4,18 @@
 Hidden states are `[t, 1, h]`, equal on all TP ranks, or `[t/tp, 1, h]` under sequence parallelism.
 
 * output layer, split over TP: `gather_for_shards` sums the ranks' partial gradients of hidden states;
-* score head, replicated: under sequence parallelism ranks score their own positions and gather the scores; Megatron
-  sums the weight's partial gradient because of its `sequence_parallel` mark.
+* score head, replicated: under sequence parallelism ranks score their own positions and gather the scores.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import ModelParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -37,14 +38,28 @@ def gather_for_shards(x: torch.Tensor, *, sequence_parallel: bool, tp_group: dis
     return copy_to_tensor_model_parallel_region(x, group=tp_group)
 
 
+def make_parameter(
+    config: ModelParallelConfig, fill: Callable[..., torch.Tensor], *size: int, split_dim: int | None = None
+) -> torch.nn.Parameter:
+    """Make a parameter with the attributes that megatron-core's optimizer and TP read.
+
+    Args:
+        split_dim: dimension split over TP; replicated if `None`: only TP rank 0's gradient counts in the global norm,
+            and under sequence parallelism megatron-core sums the ranks' partial gradients.
+    """
+    parameter = torch.nn.Parameter(fill(size, dtype=config.params_dtype, device=current_device()))
+    is_split = split_dim is not None
+    set_tensor_model_parallel_attributes(parameter, is_parallel=is_split, dim=split_dim if is_split else -1, stride=1)
+    vars(parameter)["sequence_parallel"] = config.sequence_parallel and not is_split
+    return parameter
+
+
 class ReplicatedLinear(torch.nn.Module):
-    """Bias-free linear with a weight [n, h] replicated over TP; its gradient is partial under sequence parallelism."""
+    """Bias-free linear with a weight [n, h] replicated over TP."""
 
     def __init__(self, config: TransformerConfig, in_features: int, out_features: int) -> None:
         super().__init__()
-        empty = torch.empty(out_features, in_features, dtype=config.params_dtype, device=current_device())
-        self.weight = torch.nn.Parameter(empty)
-        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+        self.weight = make_parameter(config, torch.empty, out_features, in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., h] to [..., n]."""
@@ -56,12 +71,7 @@ class ScoreHead(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(
-            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device())
-        )
-        # A replica: only TP rank 0's gradient counts in the global norm. Under sequence parallelism, it is partial.
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=False, dim=-1, stride=1)
-        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+        self.weight = make_parameter(config, torch.zeros, 1, config.hidden_size)
         self._sequence_parallel, self._tp_group = config.sequence_parallel, tp_group
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

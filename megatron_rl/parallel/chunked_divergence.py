@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_gradients, scale_logits
+from megatron_rl.parallel.chunked_logprobs import OutputSoftmax, compute_linear_gradients
 from megatron_rl.parallel.vocab_parallel import VocabShard, gather_summaries, merge_totals
 
 _LEAST = 1e-30  # minimum probability of "any other token", relative to the likeliest token
@@ -32,11 +32,8 @@ def compute_linear_top_k(hidden: torch.Tensor, weight: torch.Tensor, k: int, sof
         id 0.
     """
     shard = softmax.find_shard(weight)
-    rows = weight[: shard.width]
-    summaries = [
-        _summarize_top_k(scale_logits(x, rows, softmax.temperature), k, shard)
-        for x in hidden.split(softmax.chunk_tokens)
-    ]
+    chunks = hidden.split(softmax.chunk_tokens)
+    summaries = [_summarize_top_k(softmax.make_logits(x, weight), k, shard) for x in chunks]
     found = gather_summaries(torch.cat(summaries, 1), softmax.tp_group)
     high, _, rest = merge_totals(found[:, 0], found[:, 1])
     ids, logits = (part.flatten(0, 1) for part in found[:, 2:].split(k, 1))  # [tp * k, t]
@@ -77,10 +74,8 @@ class _LinearLogprobsOf(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, softmax: OutputSoftmax
     ) -> torch.Tensor:
         shard = softmax.find_shard(weight)
-        rows, parts = weight[: shard.width], []
-        for x, y in zip(hidden.split(softmax.chunk_tokens), ids.split(softmax.chunk_tokens), strict=True):
-            z = scale_logits(x, rows, softmax.temperature)
-            parts.append(_summarize_chosen(z, *shard.locate(y)))
+        chunks = zip(hidden.split(softmax.chunk_tokens), ids.split(softmax.chunk_tokens), strict=True)
+        parts = [_summarize_chosen(softmax.make_logits(x, weight), *shard.locate(y)) for x, y in chunks]
         found = gather_summaries(torch.cat(parts, 1), softmax.tp_group)
         high, _, rest = merge_totals(found[:, 0], found[:, 1])
         chosen = found[:, 2:].sum(0)
@@ -99,7 +94,7 @@ class _LinearLogprobsOf(torch.autograd.Function):
         def find_gradient(part: slice) -> torch.Tensor:
             # d logprob_i / d z_v = 1[v = i] - p_v; for all other tokens together,
             # d log_rest / d z_v = p_v / p_rest - p_v, at `ids` -p_v.
-            z = scale_logits(hidden[part], weight[: shard.width], ctx.softmax.temperature)
+            z = ctx.softmax.make_logits(hidden[part], weight)
             (columns, is_mine), slope = shard.locate(ids[part]), grad[part]
             probs = z.sub_(lse[part, None]).exp_()
             gradient = probs * -slope.sum(-1, keepdim=True)
@@ -142,10 +137,9 @@ class _LinearDivergence(torch.autograd.Function):
         is_forward: bool,
         softmax: OutputSoftmax,
     ) -> torch.Tensor:
-        width, parts = softmax.find_shard(weight).width, []
+        parts = []
         for x, y in zip(hidden.split(softmax.chunk_tokens), teacher_hidden.split(softmax.chunk_tokens), strict=True):
-            ours = scale_logits(x, weight[:width], softmax.temperature)
-            theirs = scale_logits(y, teacher_weight[:width], softmax.temperature)
+            ours, theirs = softmax.make_logits(x, weight), softmax.make_logits(y, teacher_weight)
             sums = torch.stack([_sum_up(ours), _sum_up(theirs)])  # [2, 2, c]
             z, other = (theirs, ours) if is_forward else (ours, theirs)
             probs = (z - sums[int(is_forward), 0, :, None]).exp_()
@@ -166,17 +160,17 @@ class _LinearDivergence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         hidden, weight, teacher_hidden, teacher_weight, lse, their_lse, divergence = ctx.saved_tensors
-        width, temperature = ctx.softmax.find_shard(weight).width, ctx.softmax.temperature
+        softmax = ctx.softmax
 
         def find_gradient(part: slice) -> torch.Tensor:
-            ours = scale_logits(hidden[part], weight[:width], temperature).sub_(lse[part, None])
-            theirs = scale_logits(teacher_hidden[part], teacher_weight[:width], temperature).sub_(their_lse[part, None])
+            ours = softmax.make_logits(hidden[part], weight).sub_(lse[part, None])
+            theirs = softmax.make_logits(teacher_hidden[part], teacher_weight).sub_(their_lse[part, None])
             if ctx.is_forward:
                 gradient = ours.exp_().sub_(theirs.exp_())
             else:
                 gap = theirs.neg_().add_(ours).sub_(divergence[part, None])
                 gradient = ours.exp_().mul_(gap)
-            return gradient.mul_(grad[part, None]).div_(temperature)
+            return gradient.mul_(grad[part, None]).div_(softmax.temperature)
 
         return *compute_linear_gradients(ctx, hidden, weight, find_gradient), None, None, None, None
 

@@ -48,6 +48,18 @@ class OutputSoftmax:
         """Return the range of token ids whose output rows `weight` [v/tp, h] contains."""
         return find_vocab_shard(self.vocab_size, len(weight), self.tp_group.rank())
 
+    def make_logits(
+        self, hidden: torch.Tensor, weight: torch.Tensor, kept: PackedKeptSets | None = None
+    ) -> torch.Tensor:
+        """Map [c, h] to this rank's [c, width] logits over the temperature, in a new tensor."""
+        shard = self.find_shard(weight)
+        z = scale_logits(hidden, weight[: shard.width], self.temperature)
+        return z if kept is None else kept.mask(z, shard)
+
+    def cut(self, num_tokens: int) -> list[slice]:
+        """Cut tokens into chunks of `chunk_tokens`; no tokens are one empty chunk."""
+        return [slice(first, first + self.chunk_tokens) for first in range(0, max(num_tokens, 1), self.chunk_tokens)]
+
 
 def compute_linear_logprobs_and_entropy(
     hidden: torch.Tensor,
@@ -77,9 +89,11 @@ def compute_linear_sum_pi_squared(
     hidden: torch.Tensor, weight: torch.Tensor, softmax: OutputSoftmax, kept: PackedKeptSets | None = None
 ) -> torch.Tensor:
     """Compute the sum of squared probabilities of each distribution, [t], bitwise equal on all TP ranks; collective."""
-    chunks = _Chunks(hidden, weight, softmax, kept)
-    summary = torch.cat([summarize_squares(chunks.make_logits(part)) for part in chunks.parts], dim=1)
-    found = gather_summaries(summary, softmax.tp_group)
+    summaries = [
+        summarize_squares(softmax.make_logits(hidden[part], weight, kept and kept[part]))
+        for part in softmax.cut(len(hidden))
+    ]
+    found = gather_summaries(torch.cat(summaries, dim=1), softmax.tp_group)
     _, scale, total = merge_totals(found[:, 0], found[:, 1])
     return (found[:, 2] * scale.square()).sum(0) / total.square()
 
@@ -94,13 +108,13 @@ class _LinearLogprobs(torch.autograd.Function):
         softmax: OutputSoftmax,
         kept: PackedKeptSets | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        chunks, summaries = _Chunks(hidden, weight, softmax, kept), []
+        shard, parts, summaries = softmax.find_shard(weight), softmax.cut(len(hidden)), []
         # A single chunk's logits are kept for backward; the bits equal recomputed ones.
-        is_reused = len(chunks.parts) == 1 and any(ctx.needs_input_grad)
-        for part in chunks.parts:
-            logits = chunks.make_logits(part)
+        is_reused = len(parts) == 1 and any(ctx.needs_input_grad)
+        for part in parts:
+            logits = softmax.make_logits(hidden[part], weight, kept and kept[part])
             ctx.logits = logits if is_reused else None
-            summaries.append(compute_summary(logits.clone() if is_reused else logits, targets[part], chunks.shard))
+            summaries.append(compute_summary(logits.clone() if is_reused else logits, targets[part], shard))
             del logits  # before the next chunk's are made
         summary = torch.cat(summaries, dim=1)
         logprobs, entropy, lse = merge_summaries(gather_summaries(summary, softmax.tp_group))
@@ -113,40 +127,23 @@ class _LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        temperature, chunks = ctx.softmax.temperature, _Chunks(hidden, weight, ctx.softmax, ctx.kept)
+        softmax, kept, shard = ctx.softmax, ctx.kept, ctx.softmax.find_shard(weight)
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         logits, ctx.logits = ctx.logits, None
 
         def find_gradient(part: slice) -> torch.Tensor:
             # d/d logits = d/dz / temperature: divide the [t] factors instead.
             return compute_logits_gradient(
-                chunks.make_logits(part) if logits is None else logits,
+                softmax.make_logits(hidden[part], weight, kept and kept[part]) if logits is None else logits,
                 targets[part],
-                chunks.shard,
+                shard,
                 lse=lse[part],
                 entropy=entropy[part],
-                grad_logprobs=grad_logprobs[part] / temperature,
-                grad_entropy=None if grad_entropy is None else grad_entropy[part] / temperature,
+                grad_logprobs=grad_logprobs[part] / softmax.temperature,
+                grad_entropy=None if grad_entropy is None else grad_entropy[part] / softmax.temperature,
             )
 
         return *compute_linear_gradients(ctx, hidden, weight, find_gradient), None, None, None
-
-
-class _Chunks:
-    """This rank's columns of the logits, one chunk of tokens at a time."""
-
-    def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, softmax: OutputSoftmax, kept: PackedKeptSets | None
-    ) -> None:
-        self._hidden, self._temperature, self._kept = hidden, softmax.temperature, kept
-        self.shard, size = softmax.find_shard(weight), softmax.chunk_tokens
-        self.rows = weight[: self.shard.width]
-        self.parts = [slice(first, first + size) for first in range(0, max(len(hidden), 1), size)]
-
-    def make_logits(self, part: slice) -> torch.Tensor:
-        """Return [c, width] logits over the temperature, in a new tensor."""
-        z = scale_logits(self._hidden[part], self.rows, self._temperature)
-        return z if self._kept is None else self._kept[part].mask(z, self.shard)
 
 
 def compute_linear_gradients(

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
@@ -168,13 +168,7 @@ def open_store(name: str, group: dist.ProcessGroup) -> Store:
     """Open this rank's own connection to the job's key-value store, for another thread; collective."""
     unique = share_object(f"{name}-{uuid.uuid4().hex}", group)
     store: Any = _get_default_store()
-    if hasattr(store, "clone"):
-        return PrefixStore(unique, store.clone())
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, TCPStore):
-        store = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-    return PrefixStore(unique, store)
+    return PrefixStore(unique, store.clone())
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -47,11 +47,6 @@ class ParallelGroups:
         return self.at.pp == self.layout.pp_size - 1
 
     @property
-    def is_last_stage_leader(self) -> bool:
-        """True on one rank per model replica: the first TP and CP rank of its last stage."""
-        return self.at.tp == self.at.cp == 0 and self.is_last_stage
-
-    @property
     def last_stage_rank(self) -> int:
         """Global rank of the last stage in this rank's pipeline."""
         at = self.at
@@ -64,16 +59,8 @@ def list_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
         "_".join(axes): layout.group_of(rank, *axes)
         for axes in (("tp",), ("pp",), ("cp",), ("dp",), ("tp", "pp"), ("dp", "cp"), ("tp", "cp"))
     }
-    found |= {
-        name: layout.expert_group_of(rank, *axes)
-        for name, axes in (
-            ("ep", ("ep",)),
-            ("expt_tp", ("tp",)),
-            ("expt_dp", ("dp",)),
-            ("tp_ep", ("tp", "ep")),
-            ("tp_ep_pp", ("tp", "ep", "pp")),
-        )
-    }
+    of_experts = dict(ep=("ep",), expt_tp=("tp",), expt_dp=("dp",), tp_ep=("tp", "ep"), tp_ep_pp=("tp", "ep", "pp"))
+    found |= {name: layout.expert_group_of(rank, *axes) for name, axes in of_experts.items()}
     found["embd"] = sorted({found["pp"][0], found["pp"][-1]})
     return found
 

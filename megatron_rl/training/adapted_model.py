@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from megatron_rl.checkpoint.peft import load_adapters
 from megatron_rl.checkpoint.pieces import load_weights
 from megatron_rl.config.run_spec import RoleSpec
 from megatron_rl.models.experts import list_matrices
-from megatron_rl.models.lora_linears import HALVES, AdaptedLinear, freeze_model, is_trained
+from megatron_rl.models.lora_linears import HALVES, AdaptedLinear, AdaptedMatrix, freeze_model, is_trained
 from megatron_rl.models.stages import local_values
-from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.transfer.computed import MergedParam, ScaledParam, SourceParams
 from megatron_rl.weights.adapters import AdapterShape, adapter_placements
 from megatron_rl.weights.families import ModelShape
@@ -28,44 +25,17 @@ from megatron_rl.weights.placement_tables import PlacementTable
 from megatron_rl.weights.shard_box import ShardBox, box_slices, check_placements
 
 
-@dataclass(frozen=True)
 class Adapters:
-    """Trained parameters of a rank under LoRA: adapters and, if any, the score head.
+    """Trained parameters of a `PackedModel` on a rank under LoRA: adapters and, if any, the score head."""
 
-    Attributes:
-        placements: (rank) -> slices of checkpoint tensors that the rank's adapters hold.
-        shard_key: (rank) -> key, equal for equal placements.
-    """
+    def __init__(self, model: Any, shape: AdapterShape) -> None:
+        self.shape, self.layout, self.groups, self.stages = shape, model.layout, model.groups, model.stages
+        self.dtype, self.shard_key, self._of_model = model.dtype, model.shard_key, model.placements
+        self.params: Any = {n: p for n, p in list_matrices(model.stages, torch.detach).items() if is_trained(n)}
 
-    shape: AdapterShape
-    groups: ParallelGroups
-    stages: torch.nn.ModuleList
-    params: Mapping[str, torch.Tensor]
-    placements: Callable[[int], PlacementTable]
-    shard_key: Callable[[int], Hashable]
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """Layout of the role."""
-        return self.groups.layout
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the adapters."""
-        return next(iter(self.params.values())).dtype
-
-    @classmethod
-    def of(cls, model: Any, shape: AdapterShape) -> Adapters:
-        """Collect the adapters of a `PackedModel`."""
-        trained: Any = {name: p for name, p in list_matrices(model.stages, torch.detach).items() if is_trained(name)}
-        return cls(
-            shape,
-            model.groups,
-            model.stages,
-            trained,
-            lambda rank: adapter_placements(shape, model.placements(rank)),
-            model.shard_key,
-        )
+    def placements(self, rank: int) -> PlacementTable:
+        """List the slices of checkpoint tensors that a rank's adapters hold."""
+        return adapter_placements(self.shape, self._of_model(rank))
 
     def scale(self) -> SourceParams:
         """Return the parameters, B multiplied by the LoRA scale."""
@@ -81,11 +51,10 @@ class Adapters:
         |B A|^2 = sum((A A^T) * (B^T B)), which adds up over tensor parallel ranks.
         """
         squares = {is_expert: torch.zeros((), device=next(self.stages.parameters()).device) for is_expert in (0, 1)}
-        for name, module in self.stages.named_modules():
-            if isinstance(module, AdaptedLinear):
-                for _, a, b in (part for matrix in module.list_matrices(name) for part in matrix.parts):
-                    a, b = a.float(), b.float()
-                    squares[".experts." in name] += ((a @ a.T) * (b.T @ b)).sum()
+        for param, (_, parts) in _list_adapted(self.stages).items():
+            for _, a, b in parts:
+                a, b = a.float(), b.float()
+                squares[".experts." in param] += ((a @ a.T) * (b.T @ b)).sum()
         for is_expert, group in ((0, self.groups.collection.mp), (1, self.groups.collection.tp_ep_pp)):
             torch.distributed.all_reduce(squares[is_expert], group=group)
         return self.shape.scale * (squares[0].double() + squares[1].double()).clamp(min=0.0).sqrt()
@@ -104,7 +73,7 @@ def fill_adapted(model: Any, params: SourceParams, spec: RoleSpec, seed: int) ->
     assert model.adapters is not None and spec.lora is not None
     _load(Path(spec.path), model.shape, model.placements(model.rank), params, spec.may_lack)
     freeze_model(model.stages)
-    adapters = Adapters.of(model, model.adapters)
+    adapters = Adapters(model, model.adapters)
     sizes = {name: tuple(p.shape) for name, p in adapters.params.items()}
     placements = adapters.placements(model.rank)
     check_placements(placements, sizes, where=f"adapters of megatron {model.groups.at}")
@@ -143,11 +112,14 @@ def _load(
             matrix.store(read[name])
 
 
-def merge_adapters(stages: torch.nn.Module) -> dict[str, MergedParam]:
+def merge_adapters(stages: torch.nn.Module, scale: float) -> dict[str, MergedParam]:
     """Return the weights that have adapters, by parameter name; each is merged when it is read."""
-    return {
-        matrix.param: MergedParam(matrix.weight, matrix.scale, matrix.parts)
-        for name, module in stages.named_modules()
-        if isinstance(module, AdaptedLinear)
-        for matrix in module.list_matrices(name)
-    }
+    return {param: MergedParam(weight, scale, parts) for param, (weight, parts) in _list_adapted(stages).items()}
+
+
+def _list_adapted(stages: torch.nn.Module) -> dict[str, AdaptedMatrix]:
+    found: dict[str, AdaptedMatrix] = {}
+    for name, module in stages.named_modules():
+        if isinstance(module, AdaptedLinear):
+            found |= module.list_matrices(name)
+    return found

@@ -5,11 +5,8 @@ Captured functions access only memory that megatron-core never reallocates: stat
 Adam's states and a few persistent tensors (KL coefficient, learning rates, `is_sound`). Graphs thus stay valid across
 updates, and a rollout engine that shares the weights sees every update.
 
-New shapes are captured largest first in one memory pool: a smaller graph reuses the memory of a larger one.
-
-DDP must be built on the capture stream (`PackedModel.stream`), because gradients accumulate there. With
-`overlap_grad_reduce` the last microbatch has a separate graph that also reduces the gradients; all data parallel ranks
-capture it when any of them needs it.
+New shapes are captured largest first: a smaller graph reuses the memory of a larger one. DDP must be built on the
+capture stream (`PackedModel.stream`), because gradients accumulate there.
 
 Each stage of a pipeline has separate graphs for forward and backward, with messages in between. Under 1F1B a stage has
 at most as many microbatches in flight as there are stages from it on, and they return in order: each of these slots has

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,15 +53,6 @@ class AdamAndMuon(torch.optim.AdamW):
         return loss
 
 
-@dataclass(frozen=True)
-class _Matrix:
-    """Parameter updated by Muon."""
-
-    shard: StateShard  # elements that this rank updates
-    param: Any
-    tables: Sequence[Sequence[ShardBox]]  # boxes per tensor parallel rank
-
-
 class Muon:
     """Conversion of matrix gradients into Muon updates before a step of `AdamAndMuon`.
 
@@ -77,14 +68,15 @@ class Muon:
             name: all(is_layer_matrix(box.hf_name, self._shapes[box.hf_name]) for box in boxes)
             for name, boxes in tables[self._tp.rank()].items()
         }
-        self._matrices = [
-            _Matrix(shard, params[shard.param], [table[shard.param] for table in tables])
+        # Of each matrix: the elements that this rank updates, the parameter, and boxes per tensor parallel rank.
+        self._matrices: list[tuple[StateShard, Any, list[list[ShardBox]]]] = [
+            (shard, params[shard.param], [table[shard.param] for table in tables])
             for shard in shards
             if is_matrix[shard.param]
         ]
-        for matrix in self._matrices:
-            assert isinstance(matrix.shard.optimizer, AdamAndMuon)
-            matrix.shard.optimizer.matrices.add(matrix.shard.main)
+        for shard, _, _ in self._matrices:
+            assert isinstance(shard.optimizer, AdamAndMuon)
+            shard.optimizer.matrices.add(shard.main)
         # ZeRO-1: buckets that contain a matrix, with the group that shards each.
         moved = {params[name] for name in params if is_matrix.get(name)}
         self._buckets = [
@@ -103,8 +95,8 @@ class Muon:
         Args:
             found_inf: 0-d; a positive value keeps the momentum unchanged.
         """
-        for matrix in self._matrices:
-            state, gradient = matrix.shard.optimizer.state[matrix.shard.main], matrix.shard.main.grad
+        for shard, _, _ in self._matrices:
+            state, gradient = shard.optimizer.state[shard.main], shard.main.grad
             assert gradient is not None
             old = state.setdefault(MOMENTS[0], torch.zeros_like(gradient))
             new = old.lerp(gradient, 1 - MOMENTUM)
@@ -115,11 +107,10 @@ class Muon:
             own = buffer.view(group.size(), -1)[group.rank()]
             dist.all_gather_into_tensor(buffer, own.clone(), group=group)
         for matrix in self._matrices:
-            self._orthogonalize(matrix)
+            self._orthogonalize(*matrix)
 
-    def _orthogonalize(self, matrix: _Matrix) -> None:
-        shard, own = matrix.shard, matrix.tables[self._tp.rank()]
-        local = matrix.param.main_grad
+    def _orthogonalize(self, shard: StateShard, param: Any, tables: Sequence[Sequence[ShardBox]]) -> None:
+        own, local = tables[self._tp.rank()], param.main_grad
         parts = [local] * self._tp.size()
         if any(box_shape(box.hf_box) != self._shapes[box.hf_name] for box in own):
             parts = local.new_empty(self._tp.size(), *local.shape)
@@ -127,12 +118,12 @@ class Muon:
         update = torch.empty_like(local)
         for name in dict.fromkeys(box.hf_name for box in own):
             whole = local.new_empty(self._shapes[name])
-            for part, table in zip(parts, matrix.tables, strict=True):
+            for part, table in zip(parts, tables, strict=True):
                 for box in table:
                     if box.hf_name == name:
                         whole[box_slices(box.hf_box)] = part[box_slices(box.local_box)]
             scale = _RMS_OF_ADAM * math.sqrt(max(whole.shape))
-            direction = orthogonalize(whole.to(matrix.param.dtype)).to(local.dtype) * scale
+            direction = orthogonalize(whole.to(param.dtype)).to(local.dtype) * scale
             for box in own:
                 if box.hf_name == name:
                     update[box_slices(box.local_box)] = direction[box_slices(box.hf_box)]

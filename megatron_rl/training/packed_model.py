@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-core model over packed batches, the base of all roles; heads (`token_heads.py`) follow its last stage.
-
-With `overlap_grad_reduce` gradients are reduced over data parallel ranks during the backward of the last microbatch.
-The end of the step (`step_mode` eager) or of this microbatch (static and graph) waits for them.
-"""
+"""Megatron-core model over packed batches, the base of all roles; heads (`token_heads.py`) follow its last stage."""
 
 from __future__ import annotations
 
@@ -55,6 +51,8 @@ class PackedModel(LaidOutModel):
     """This rank's stages of one model, with weights loaded; construction is collective over the role.
 
     Attributes:
+        rank: within the layout.
+        attention_backend: `None` for the fastest.
         stages: `vpp_size` model chunks.
         ddp: wrappers of trained stages; empty under ZeRO-3.
         routing: `None` without experts.
@@ -66,6 +64,8 @@ class PackedModel(LaidOutModel):
         assert shape.has_score_head == (spec.head != "logprob"), "the shape of another head"
         super().__init__(spec, shape, groups.layout, groups.at.dp)
         self.groups, at = groups, groups.at
+        self.rank = self.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
+        self.attention_backend = "tiled" if self.batch_invariant else None
         # Dropout is 0, yet megatron-core forks these RNG streams on every forward.
         model_parallel_cuda_manual_seed(
             setup.seed, tp_rank=at.tp, ep_rank=groups.expert_at.ep, etp_rank=groups.expert_at.tp, force_reset_rng=True
@@ -76,9 +76,7 @@ class PackedModel(LaidOutModel):
             groups.layout,
             dtype=DTYPES[setup.model.dtype],
             sequence_parallel=spec.settings.sequence_parallel,
-            recompute_granularity=spec.settings.recompute_granularity
-            if isinstance(spec.settings, TrainedConfig)
-            else "none",
+            recompute_granularity=spec.training.recompute_granularity if spec.trainable else "none",
             use_transformer_engine=self.transformer_impl == "transformer_engine",
         )
         build = partial(
@@ -96,8 +94,7 @@ class PackedModel(LaidOutModel):
         if shape.num_experts:
             from megatron_rl.training.router_replay import Routing
 
-            sequence_parallel = spec.settings.sequence_parallel
-            self.routing = Routing(shape, groups, sequence_parallel=sequence_parallel, device=self.device)
+            self.routing = Routing(shape, groups, sequence_parallel=self._sequence_parallel, device=self.device)
         self.stream: torch.cuda.Stream | None = None
         self.ddp: list[DistributedDataParallel] = []
         if spec.trainable and not self.is_fully_sharded:
@@ -156,19 +153,13 @@ class PackedModel(LaidOutModel):
         return list_params(self.stages)
 
     @property
-    def rank(self) -> int:
-        """This rank within the layout."""
-        at = self.groups.at
-        return self.layout.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
-
-    @property
     def trained(self) -> PackedModel | Adapters:
         """Trained and checkpointed part: the model, or its adapters."""
         if self.adapters is None:
             return self
         from megatron_rl.training.adapted_model import Adapters
 
-        return Adapters.of(self, self.adapters)
+        return Adapters(self, self.adapters)
 
     def merge(self) -> SourceParams:
         """Return this rank's parameters, with adapters merged lazily on read."""
@@ -176,16 +167,11 @@ class PackedModel(LaidOutModel):
             return self.params
         from megatron_rl.training.adapted_model import merge_adapters
 
-        return {**self.params, **merge_adapters(self.stages)}
+        return {**self.params, **merge_adapters(self.stages, self.adapters.scale)}
 
     def scale_adapters(self) -> SourceParams:
         """Return this rank's adapters, B multiplied by the LoRA scale."""
         return {} if self.adapters is None else cast("Adapters", self.trained).scale()
-
-    @property
-    def attention_backend(self) -> str | None:
-        """Name of the attention backend; `None` for the fastest."""
-        return "tiled" if self.batch_invariant else None
 
     def offload(self) -> None:
         """Free the device memory of the weights until `restore`.

@@ -11,7 +11,7 @@ parallel ranks are separate engines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,7 +22,6 @@ import torch.nn.functional as F
 
 from megatron_rl.engines.local.paging import ContinuousBatch, PagedRows
 from megatron_rl.engines.protocol import EngineSpec, Sampled
-from megatron_rl.engines.sampling import SamplingConfig
 from megatron_rl.engines.truncation import add_gumbel_noise, truncate
 from megatron_rl.models.attention import PackedAttention
 from megatron_rl.models.packed_sequences import CachedRows, PackedSequences, build_packed_sequences
@@ -43,50 +42,6 @@ from megatron_rl.samples.prefix import SegmentKeys, move_to_device
 from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.types import KeptSets, UserError
 from megatron_rl.weights.megatron_layout import PADDED_PARAMETERS
-
-
-def draw_next_tokens(
-    model: PackedModel,
-    hidden: torch.Tensor,
-    last: torch.Tensor,
-    sampling: SamplingConfig,
-    generators: Sequence[torch.Generator],
-    places: Sequence[int],
-) -> tuple[torch.Tensor, torch.Tensor, KeptSets | None]:
-    """Sample one token per response; collective over TP.
-
-    Args:
-        hidden: [t, 1, h] of the last stage, or [t/tp, 1, h] under TP-SP.
-        last: [b] int64, rows of `hidden` that predict the tokens.
-        sampling: greedy sampling scores at temperature 1.
-        generators: [b], equal on all TP ranks.
-        places: [b], number of tokens that each response already has.
-
-    Returns:
-        Tokens [b] int64, log-probs [b] float32, and the token sets that sampling kept, if truncated; equal on all TP
-        ranks.
-    """
-    tp_group, stage = model.groups.tp, model.stages[-1]
-    assert isinstance(stage, HiddenStatesModel), "a language model"
-    weight = stage.output_weight
-    shard = find_vocab_shard(model.shape.vocab_size, len(weight), tp_group.rank())
-    whole = gather_for_shards(hidden, sequence_parallel=model.config.sequence_parallel, tp_group=tp_group)[:, 0]
-    count, padding = len(last), max(0, MIN_ROWS - len(last))  # batch invariance
-    z = scale_logits(whole[F.pad(last, (0, padding))], weight[: shard.width], sampling.temperature or 1.0)  # [b, v/tp]
-    scores = z
-    if tp_group.size() > 1:
-        columns = F.pad(z, (0, len(weight) - shard.width)).t().contiguous()  # [v/tp with padding, b]
-        scores = gather_rows(columns[None], tp_group).flatten(0, 1)[: model.shape.vocab_size].t()  # [b, v]
-    scores, kept = scores[:count], None
-    if sampling.is_truncated:
-        scores, kept = truncate(scores, sampling, places)
-        z = PackedKeptSets.pack([kept], z.device).pad(padding).mask(z, shard)
-    if not sampling.is_greedy:
-        scores = add_gumbel_noise(scores, generators)
-    tokens = scores.argmax(-1)
-    summary = compute_summary(z, F.pad(tokens, (0, padding)), shard)  # overwrites z
-    return tokens, merge_summaries(gather_summaries(summary, tp_group))[0][:count], kept
-
 
 _BLOCK_SIZE = 16
 _STEP_TOKENS = 4096
@@ -166,14 +121,7 @@ class PolicyEngine:
         hidden = self._run_stages(rows, used)
         found, kept = torch.empty(2, len(rows.running), dtype=torch.float64), None  # exact for tokens and for float32
         if hidden is not None:
-            *values, kept = draw_next_tokens(
-                self._model,
-                hidden,
-                move_to_device(rows.last, hidden.device),
-                rows.running[0].request.sampling,
-                [one.generator for one in rows.running],
-                [one.request.num_sampled + len(one.tokens) for one in rows.running],
-            )
+            *values, kept = self._draw(hidden, rows)
             found = torch.stack([value.double().cpu() for value in values])
         broadcast_tensors([found], self._leader, self._group)
         if rows.running[0].request.sampling.is_truncated:
@@ -190,6 +138,38 @@ class PolicyEngine:
             dist.all_reduce(routes, op=dist.ReduceOp.MIN, group=self._group)
             self._batch.record_routes(rows, routes.to(used.dtype).cpu().numpy())
         return self._batch.record(rows, [int(token) for token in tokens], logprobs, kept)
+
+    def _draw(self, hidden: torch.Tensor, rows: PagedRows) -> tuple[torch.Tensor, torch.Tensor, KeptSets | None]:
+        """Sample one token per running response from the last stage's output; collective over TP.
+
+        Returns:
+            Tokens [b] int64, log-probs [b] float32 (greedy sampling scores at temperature 1), and the token sets that
+            sampling kept, if truncated; equal on all TP ranks.
+        """
+        model, sampling, last = self._model, rows.running[0].request.sampling, move_to_device(rows.last, hidden.device)
+        tp_group, stage = model.groups.tp, model.stages[-1]
+        assert isinstance(stage, HiddenStatesModel), "a language model"
+        weight = stage.output_weight
+        shard = find_vocab_shard(model.shape.vocab_size, len(weight), tp_group.rank())
+        whole = gather_for_shards(hidden, sequence_parallel=model.config.sequence_parallel, tp_group=tp_group)[:, 0]
+        count, padding = len(last), max(0, MIN_ROWS - len(last))  # batch invariance
+        last = F.pad(last, (0, padding))
+        z = scale_logits(whole[last], weight[: shard.width], sampling.temperature or 1.0)  # [b, v/tp]
+        scores = z
+        if tp_group.size() > 1:
+            columns = F.pad(z, (0, len(weight) - shard.width)).t().contiguous()  # [v/tp with padding, b]
+            scores = gather_rows(columns[None], tp_group).flatten(0, 1)[: model.shape.vocab_size].t()  # [b, v]
+        scores, kept = scores[:count], None
+        if sampling.is_truncated:
+            scores, kept = truncate(
+                scores, sampling, [one.request.num_sampled + len(one.tokens) for one in rows.running]
+            )
+            z = PackedKeptSets.pack([kept], z.device).pad(padding).mask(z, shard)
+        if not sampling.is_greedy:
+            scores = add_gumbel_noise(scores, [one.generator for one in rows.running])
+        tokens = scores.argmax(-1)
+        summary = compute_summary(z, F.pad(tokens, (0, padding)), shard)  # overwrites z
+        return tokens, merge_summaries(gather_summaries(summary, tp_group))[0][:count], kept
 
     def _run_stages(self, rows: PagedRows, used: torch.Tensor | None) -> torch.Tensor | None:
         """Return hidden states [t, 1, h] ([t/tp, 1, h] under TP-SP) on the last pipeline stage, else `None`.

@@ -30,7 +30,9 @@ class Routing:
         self._shape, self._groups = shape.route_shape, groups
         self._num_layers, self._has_biases = shape.num_layers, shape.router is not None
         self._tp_size = groups.layout.tp_size if sequence_parallel else 1
-        self._counts = RoutingCounts.zeros(self._shape.layers, self._shape.experts, device)
+        layers, experts = self._sizes = self._shape.layers, self._shape.experts
+        self._flat = torch.zeros(layers * (experts + 3) + 1, dtype=torch.float64, device=device)
+        self._counts = RoutingCounts.of(self._flat, *self._sizes)
 
     def shard(self, start: int, stop: int) -> slice:
         """Return this rank's part of rows [start, stop), split by TP under sequence parallelism."""
@@ -57,8 +59,7 @@ class Routing:
 
     def clear(self) -> None:
         """Reset the counts."""
-        for counts in self._counts.tensors():
-            counts.zero_()
+        self._flat.zero_()
 
     def finish(self, minibatch: TrainBatch, stages: torch.nn.Module, bias_rate: float) -> dict[str, float]:
         """Shift router biases and compute the update's `moe/...` metrics, on every rank; collective.
@@ -67,7 +68,7 @@ class Routing:
             bias_rate: size of the bias update; 0 for none.
         """
         totals = self._reduce(minibatch)
-        loads = RoutingCounts(*_split(totals, self._counts)).loads
+        loads = RoutingCounts.of(totals[:-1], *self._sizes).loads
         squares = totals.new_zeros(len(loads) if self._has_biases else 0)
         for router in (module for module in stages.modules() if isinstance(module, BiasedRouter)):
             assert router.layer_number is not None, "megatron-core numbers the layers"
@@ -78,24 +79,19 @@ class Routing:
         if self._has_biases:
             dist.all_reduce(squares, group=self._groups.pp)
         found, squares = torch.cat([totals, squares]).cpu().split([len(totals), len(squares)])  # the only host sync
-        counts = RoutingCounts(*_split(found, self._counts))
+        counts = RoutingCounts.of(found[:-1], *self._sizes)
         return describe_routing(counts, self._shape.choices, squares, float(found[-1]))
 
     def _reduce(self, minibatch: TrainBatch) -> torch.Tensor:
         """Sum over all ranks the counts and, last, the tokens that a router would have sent elsewhere; flat float64."""
-        groups, found = self._groups, self._counts
+        groups = self._groups
         flipped = minibatch.column("flipped").to(torch.uint8)  # in this rank's layers
         if groups.pp.size() > 1:
             dist.all_reduce(flipped, op=dist.ReduceOp.MAX, group=groups.pp)
         flips = (flipped.bool() & minibatch.loss_mask).sum() if groups.is_last_stage else flipped.new_zeros(())
-        totals = torch.cat([*(x.double().flatten() for x in found.tensors()), flips.double()[None]])
+        totals = torch.cat([self._flat, flips.double()[None]])
         dist.all_reduce(totals, group=groups.world)
         return totals
-
-
-def _split(totals: torch.Tensor, like: RoutingCounts) -> list[torch.Tensor]:
-    parts = totals[:-1].split([x.numel() for x in like.tensors()])
-    return [part.view(x.shape) for part, x in zip(parts, like.tensors(), strict=True)]
 
 
 def describe_routing(
@@ -122,7 +118,7 @@ def describe_routing(
     if replayed := float(counts.replayed.max()):
         metrics["moe/flipped_tokens"] = num_flipped / replayed
     for third, layers in split_layers(len(counts.loads)).items():
-        part = RoutingCounts(*(x[layers] if x.dim() else x for x in counts.tensors()))
+        part = RoutingCounts(*(x[layers] if x.dim() else x for x in vars(counts).values()))
         found = _describe_layers(part, choices, squares[layers])
         metrics |= {f"{name}/{third}": value for name, value in found.items()}
     return metrics

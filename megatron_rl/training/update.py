@@ -43,7 +43,7 @@ def explain_unsound(
 ) -> UserError:
     """Build the error that names role, microbatches and sequences; collective over the role."""
     found, bad = {}, []
-    if groups.is_last_stage_leader:
+    if groups.is_last_stage and groups.at.tp == groups.at.cp == 0:  # one rank per replica
         mask = minibatch.loss_mask
         inputs = {name: values for name in _INPUTS if (values := getattr(minibatch, name)) is not None}
         bad_ids = {name: minibatch.sequence_ids[mask & ~values.isfinite()] for name, values in inputs.items()}

@@ -23,7 +23,7 @@ def draw(heads: int, kv_heads: int, dim: int) -> list[torch.Tensor]:
 
 
 def cut(ends_q: torch.Tensor, ends_k: torch.Tensor) -> Segments:
-    return Segments("tiled", ends_q, ends_k, 0, 0, tiles=build_tiles(ends_q, ends_k))
+    return build_tiles(Segments("tiled", ends_q, ends_k, 0, 0))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

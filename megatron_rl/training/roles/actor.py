@@ -40,7 +40,7 @@ class Actor:
         config = setup.spec.settings
         assert isinstance(config, ActorConfig)
         self.model = PackedModel(setup)
-        divergence, self._hidden = None, None
+        divergence = None
         if setup.teacher is not None:
             from megatron_rl.training.teacher_divergence import TeacherDivergence
 
@@ -48,11 +48,9 @@ class Actor:
         self.head = LogprobHead(self.model, setup.temperature, config.logprob_chunk_tokens, divergence)
         self.optimizer = Optimizer(self.model, config, setup.total_optimizer_steps)
         self.mtp: Any = None
-        if config.mtp_lr:
-            from megatron_rl.training.roles.mtp import HiddenStatesKept
-
-            self._hidden = HiddenStatesKept(self.head)
-        self.step = build_step(self.model, self._hidden or self.head, self.optimizer, config)
+        self._hidden: list[torch.Tensor] = []  # by microbatch, for the MTP layer
+        head = self._keep_hidden if config.mtp_lr else self.head
+        self.step = build_step(self.model, head, self.optimizer, config)
         self._update = OptimizerStep(self.step, "actor")
         self._router_bias_rate = config.router_bias_rate
         self._kl_coef = torch.zeros((), device=self.model.device)
@@ -68,6 +66,10 @@ class Actor:
     def attach_mtp(self, mtp: Any) -> None:
         """Train the given MTP layer from now on."""
         self.mtp = mtp
+
+    def _keep_hidden(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:
+        self._hidden.append(hidden.detach())
+        return self.head(hidden, microbatch)
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Compute log-probs [t] float32, 0 outside of the loss, on every rank of the replica."""
@@ -104,7 +106,7 @@ class Actor:
             minibatch = replace(minibatch, flipped=torch.zeros_like(minibatch.loss_mask))
         step_loss.set_settings(settings)
         self._update.forward_backward(minibatch, step_loss)
-        hidden = [] if self._hidden is None else self._hidden.pop()
+        hidden, self._hidden = self._hidden, []
         if self.mtp is not None:
             from megatron_rl.training.roles.mtp import list_inputs
 

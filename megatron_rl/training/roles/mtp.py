@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from megatron_rl.models.packed_sequences import PackedSequences
 from megatron_rl.models.stages import HiddenStatesModel, MtpModel
 from megatron_rl.samples.batch import TrainBatch
 from megatron_rl.training.optimizer import Optimizer
-from megatron_rl.training.packed_model import Head, PackedModel
+from megatron_rl.training.packed_model import PackedModel
 from megatron_rl.training.setup import RoleSetup
 from megatron_rl.training.step import StepLoss
 from megatron_rl.training.token_heads import LogprobHead
@@ -31,18 +30,9 @@ from megatron_rl.types import LossLedger
 _OF_ROWS = ("tokens", "position_ids", "sequence_ids", "rollout_logprobs")  # columns that `shift_targets` keeps
 
 
-class MtpInputs(NamedTuple):
-    """Inputs of the MTP layer, by microbatch; empty on all but the last stage.
-
-    Attributes:
-        hidden: [t/cp, 1, h] each, or [t/cp/tp, 1, h] under TP-SP.
-        embedded: embeddings of the next tokens, of equal shapes.
-        output_weight: [v/tp, h], the model's output layer.
-    """
-
-    hidden: Sequence[torch.Tensor]
-    embedded: Sequence[torch.Tensor]
-    output_weight: torch.Tensor | None
+# Of each microbatch, hidden states and the next tokens' embeddings, [t/cp, 1, h] each or [t/cp/tp, 1, h] under TP-SP;
+# the model's output layer [v/tp, h]. Empty on all but the last stage.
+MtpInputs = tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]
 
 
 class MtpPackedModel(PackedModel):
@@ -54,32 +44,15 @@ class MtpPackedModel(PackedModel):
 
     def take(self, inputs: MtpInputs) -> None:
         """Set the inputs of the next pass."""
-        (stage,) = self.stages
-        assert isinstance(stage, MtpModel) and inputs.output_weight is not None, "it is on the model's last stage"
-        self._inputs = zip(inputs.hidden, inputs.embedded, strict=True)
-        stage.lend(inputs.output_weight)
+        (stage,), (pairs, output_weight) = self.stages, inputs
+        assert isinstance(stage, MtpModel) and output_weight is not None, "it is on the model's last stage"
+        self._inputs = iter(pairs)
+        stage.lend(output_weight)
 
     def call_stage(self, module: torch.nn.Module, microbatch: TrainBatch, packed: PackedSequences) -> torch.Tensor:
         """Return the output of `module` for the next inputs."""
         hidden, embedded = next(self._inputs)
         return module(hidden, embedded, packed)
-
-
-class HiddenStatesKept:
-    """Head wrapper that stores detached hidden states."""
-
-    def __init__(self, head: Head) -> None:
-        self._head, self._kept = head, list[torch.Tensor]()
-
-    def __call__(self, hidden: torch.Tensor, microbatch: TrainBatch) -> tuple[torch.Tensor, ...]:
-        """Store the hidden states and return the wrapped head's outputs."""
-        self._kept.append(hidden.detach())
-        return self._head(hidden, microbatch)
-
-    def pop(self) -> list[torch.Tensor]:
-        """Return the hidden states stored since the last call."""
-        kept, self._kept = self._kept, []
-        return kept
 
 
 @torch.no_grad()
@@ -102,10 +75,10 @@ def list_inputs(model: PackedModel, hidden: Sequence[torch.Tensor], minibatch: T
         if groups.is_last_stage:
             found.append(embedded)
     if not groups.is_last_stage:
-        return MtpInputs((), (), None)
+        return [], None
     stage = model.stages[-1]
     assert isinstance(stage, HiddenStatesModel)
-    return MtpInputs(hidden, found, stage.output_weight)
+    return list(zip(hidden, found, strict=True)), stage.output_weight
 
 
 def find_successors(tokens: torch.Tensor, predecessors: torch.Tensor) -> torch.Tensor:

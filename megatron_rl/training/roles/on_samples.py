@@ -32,20 +32,16 @@ _READ_BY_UPDATE = (
 
 
 class RoleOnSamples:
-    """Role that works on a step's samples; methods that take samples are collective over all ranks."""
+    """Role that works on a step's samples; methods that take samples are collective over all ranks.
+
+    Attributes:
+        model: with weights only on the role's ranks.
+        is_here: whether this rank belongs to the role.
+    """
 
     def __init__(self, role: Any, packer: Packer) -> None:
-        self.role, self.packer = role, packer
-
-    @property
-    def model(self) -> PackedModel:
-        """The role's model; with weights only on its own ranks."""
-        return self.role.model
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this rank belongs to the role."""
-        return self.packer.model.dp_rank is not None
+        self.role, self.packer, self.is_here = role, packer, packer.model.dp_rank is not None
+        self.model: PackedModel = role.model
 
     def read(self, samples: Experience, *names: str) -> TrainBatch:
         """Return this rank's share of the samples, with the named columns that exist."""

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Teachers of a run as called by the main loop, for on-policy distillation: the policy learns on its own responses.
+"""Teachers of a run as called by the main loop, for on-policy distillation (Agarwal et al., arXiv 2306.13649).
 
-sampled    the advantage of a token gets coef (teacher_logprobs - old_logprobs), whose mean over the policy's tokens
-           is -KL(policy || teacher) (Agarwal et al., arXiv 2306.13649; the estimate per token as in Thinking
-           Machines, "On-policy distillation", 2025)
-full       the loss of a token gets coef KL(policy || teacher), or KL(teacher || policy), over the vocabulary
-top_k      the same over k + 1 outcomes: the teacher's k likeliest tokens, and any other token; a lower bound of full
+docs/distillation.md has the kinds; the estimate per token of kind sampled is as in Thinking Machines, "On-policy
+distillation", 2025.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,19 +19,9 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import choose_teachers
 from megatron_rl.parallel.collectives import reduce_scalars
 from megatron_rl.samples.batch import TrainBatch
-from megatron_rl.samples.experience import Column, Experience
+from megatron_rl.samples.experience import Experience
 from megatron_rl.samples.pack import Packer
 from megatron_rl.training.roles.on_samples import ActorOnSamples, RoleOnSamples
-
-
-@dataclass(frozen=True)
-class _Lesson:
-    """Output of one teacher for its part of the samples."""
-
-    teacher: str
-    part: Experience
-    order: np.ndarray  # index of each sequence of `part` among all sequences
-    column: Column
 
 
 class TeachersOnSamples:
@@ -55,11 +40,10 @@ class TeachersOnSamples:
         for name, (part, _) in parts.items():
             self._teachers[name].read(part)  # send tokens to all teachers before one computes
         given = self._config.algorithm.distillation, self._policy.model.shape.vocab_size
-        lessons = []
+        lessons = {}  # by teacher: its output, the index of each sequence of its part among all sequences, and the part
         for name, (part, order) in parts.items():
             teacher = self._teachers[name]
-            column = teacher.compute(partial(ask_teacher, teacher.role, *given), part)
-            lessons.append(_Lesson(name, part, order, column))
+            lessons[name] = teacher.compute(partial(ask_teacher, teacher.role, *given), part), order, part
         samples.lessons = lessons
 
     def teach(self, samples: Experience) -> dict[str, float]:
@@ -70,10 +54,7 @@ class TeachersOnSamples:
             empty outside of the policy's ranks, and for kinds full and top_k, where the update measures it.
         """
         policy, distillation = self._policy, self._config.algorithm.distillation
-        found = {
-            lesson.teacher: samples.take(lesson.column, lesson.order, lesson.part, policy.packer)
-            for lesson in samples.lessons
-        }
+        found = {name: samples.take(*lesson, packer=policy.packer) for name, lesson in samples.lessons.items()}
         parts = list(found.values())
         if distillation.kind != "sampled":  # each token has one teacher
             column = policy.as_column(samples, _lay_together(parts).nan_to_num(0.0))
