@@ -95,7 +95,6 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
         if spec.route_shape is not None:
             self._listen_to_routers(spec.route_shape)
         self.shared_params = share_params(list_huggingface_tensors(self._model), spec.shareable(self._placements))
-        self.padded_params: tuple[str, ...] = ()
         if spec.config.bitwise:
             make_batch_invariant(self._model)
         self.params = split_huggingface_experts(
@@ -189,10 +188,6 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
             reason,
             kept and kept.cut(length),
         )
-
-    def tokens_in_flight(self) -> int:
-        """Return 0: nothing runs between two steps."""
-        return 0
 
     def close(self) -> None:
         """Drop the model."""
