@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client of an HTTP reward service, with batching, retries, and a failure policy.
 
-    POST {"samples": [{"data_source", "prompt", "response", "ground_truth", "extra_info",
-                       "prompt_id", "sample_index"}, ...]}
-    200  {"scores": [number | {"score": number, component: number, ...}, ...]}    one per sample, in order
-
-Batches follow the order in which responses finish, so each sample must be scored independently. Connection errors,
-timeouts, 429, 5xx and malformed answers are retried; any other status means a wrong request. The timeout of `requests`
-bounds only each wait for data; here a timer shuts the connection down.
+docs/rewards.md shows a request and its answer, which has a score per sample, in order. Connection errors, timeouts,
+429, 5xx and malformed answers are retried; any other status means a wrong request. The timeout of `requests` bounds
+only each wait for data; here a timer shuts the connection down.
 """
 
 from __future__ import annotations
