@@ -2,8 +2,7 @@
 """Rollouts with transformers' `generate`: slow and simple, for debugging and as the parity reference.
 
 Each row has its own seed: sampling is greedy decoding of `logits / temperature + Gumbel noise` with a generator per row
-(the Gumbel-max trick). Batch-invariant models (rollout.bitwise) have the trainer's matrix products and attention;
-all else is bitwise equal already.
+(the Gumbel-max trick).
 """
 
 from __future__ import annotations
@@ -254,7 +253,7 @@ AttentionMaskInterface.register(ATTENTION, _keep_padding)
 
 
 def make_batch_invariant(model: Any) -> None:
-    """Replace attention and linear layers by the trainer's kernels."""
+    """Replace attention and linear layers by the trainer's kernels; all else is bitwise equal already."""
     model.set_attn_implementation(ATTENTION)
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
