@@ -197,8 +197,7 @@ class Job:
             processes=processes,
         )
         end = open_phase_end(self.schedule.steps_per_update, engines.of, None)
-        store = open_store("training", world())
-        training = TrainingEnd(self.schedule.steps_per_update, store) if self.first else None
+        training = TrainingEnd(open_store("training", world())) if self.first else None
         replay, number = self.schedule.replay, len(engines.of)
         replayed = None if replay is None else read_trace(Path(replay), number)
         speaks_for = self.generator.engine_index if self.generator.is_first else None

@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request handling of an episode's OpenAI-compatible endpoint, one request (a turn) at a time.
 
-    GET  /v1/models
-    POST /v1/chat/completions     messages and tools; streaming
-    POST /v1/completions          text or tokens; streaming
-    POST /inference/v1/generate   tokens in, tokens and log-probs out, as in vLLM
-
-A repeated request (a retry) gets the first answer again.
+docs/agents.md lists its routes. A repeated request (a retry) gets the first answer again.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 
 from megatron_rl.agents.conversations import Context, Conversations
-from megatron_rl.agents.episode import Setup
+from megatron_rl.agents.episode import Opening, Setup
 from megatron_rl.agents.requests import (
     BadRequest,
     read_chat,
@@ -31,7 +26,7 @@ from megatron_rl.agents.requests import (
     read_stream,
     read_text,
 )
-from megatron_rl.agents.tool_formats import ToolReader, require_format, require_shown, shows_tools
+from megatron_rl.agents.tool_formats import read_reply, require_format, require_shown, shows_tools
 from megatron_rl.agents.transcript import Message
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import UserError
@@ -68,7 +63,6 @@ class Endpoint:
 
     Args:
         sample: (prompt tokens, limit of reply tokens) -> reply.
-        lock: held while a request is answered.
 
     Attributes:
         refusal: the error if a request had tools and the chat template omits tools or calls cannot be parsed;
@@ -79,12 +73,11 @@ class Endpoint:
         self,
         setup: Setup,
         tokenizer: Tokenizer,
-        conversations: Conversations,
+        opening: Opening,
         sample: Callable[[list[int], int | None], Sample],
-        lock: threading.Lock,
     ) -> None:
-        self._setup, self._tokenizer, self._conversations = setup, tokenizer, conversations
-        self._sample, self._lock, self._reader = sample, lock, ToolReader(tokenizer, setup.tool_format)
+        self._setup, self._tokenizer, self._sample = setup, tokenizer, sample
+        self._conversations, self._lock = Conversations(tokenizer, setup, opening), threading.Lock()
         self._answered: dict[str, _Answered] = {}
         self.refusal: UserError | None = None
 
@@ -108,6 +101,10 @@ class Endpoint:
             "usage": usage,
             **self._write(path, body, found),
         }
+
+    def close(self) -> None:
+        """Finish the request in progress, and block later ones."""
+        self._lock.acquire()
 
     def _ask(self, path: str, body: dict[str, Any]) -> _Answered:
         temperature = self._setup.temperature
@@ -144,7 +141,7 @@ class Endpoint:
             raise BadRequest(f"{error.found}; expected: {error.expected}; {error.hint}", "tools") from error
 
     def _read(self, sample: Sample, number: int, tools: list[Any]) -> Message:
-        text, found = self._reader.read(sample.tokens, tools)
+        text, found = read_reply(self._tokenizer, self._setup.tool_format, sample.tokens, tools)
         calls = [call for call in found if call.arguments is not None] if tools else []
         if not calls:
             return {"role": "assistant", "content": self._tokenizer.decode(sample.tokens)}

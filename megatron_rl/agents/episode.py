@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from megatron_rl.agents.environment import Done, Environment, Reply, Task, check_answer
-from megatron_rl.agents.tool_formats import AUTO, ToolReader
+from megatron_rl.agents.tool_formats import AUTO, read_reply
 from megatron_rl.agents.transcript import ChatTranscript, Tail, TextTranscript
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.types import Prompt
@@ -119,7 +119,7 @@ def play_environment(
 
     A reply is sent as (tokens, finish reason).
     """
-    task, environment, reader = opening.task, make_environment(), ToolReader(tokenizer, setup.tool_format)
+    task, environment = opening.task, make_environment()
     if task.messages is None:
         transcript = TextTranscript(tokenizer)
     else:
@@ -137,7 +137,7 @@ def play_environment(
     answer = Answer(transcript.begin(found.messages), seconds=time.monotonic() - started)
     for turn in count(1):
         tokens, finish_reason = yield answer
-        _, calls = reader.read(tokens, task.tools)
+        _, calls = read_reply(tokenizer, setup.tool_format, tokens, task.tools)
         reply, started = Reply(tokenizer.decode(tokens), calls, finish_reason), time.monotonic()
         found = check_answer(environment.step(reply))
         seconds = time.monotonic() - started

@@ -10,13 +10,11 @@ import asyncio
 import importlib
 import inspect
 import os
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from megatron_rl.agents.conversations import Conversations
 from megatron_rl.agents.endpoint import Endpoint, EndpointServer, Sample
 from megatron_rl.agents.environment import Done, Task, check_answer, find_environment
 from megatron_rl.agents.episode import Answer, Opening, Setup
@@ -99,9 +97,8 @@ def run_program(connection: Connection, program: Program, setup: Setup, tokenize
         TypeError, ValueError: the program returned no valid reward.
         UserError: the program failed after the endpoint refused a request with tools.
     """
-    rank, lock = _Rank(connection, setup.max_turns), threading.Lock()
-    conversations = Conversations(tokenizer, setup, opening)
-    endpoint = Endpoint(setup, tokenizer, conversations, rank.sample, lock)
+    rank = _Rank(connection, setup.max_turns)
+    endpoint = Endpoint(setup, tokenizer, opening, rank.sample)
     server = EndpointServer(endpoint)
     base_url = f"{server.url}/v1"
     os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": server.token}
@@ -121,7 +118,7 @@ def run_program(connection: Connection, program: Program, setup: Setup, tokenize
             raise endpoint.refusal from error
         raise
     finally:
-        lock.acquire()  # finish the request in progress and block later ones, so that no message follows the result
+        endpoint.close()  # so that no message follows the result
     rank.end(done)
 
 

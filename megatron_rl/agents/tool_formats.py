@@ -173,25 +173,21 @@ FORMATS = {
 }
 
 
-class ToolReader:
-    """Parser of replies' tool calls; none are found if the format is `None`."""
+def read_reply(
+    tokenizer: Tokenizer, name: str | None, tokens: Sequence[int], tools: Sequence[Any]
+) -> tuple[str, list[ToolCall]]:
+    """Return a reply's text outside of tool calls, and the calls: none if the format's name is `None`.
 
-    def __init__(self, tokenizer: Tokenizer, name: str | None) -> None:
-        self._tokenizer, self._format = tokenizer, FORMATS[name] if name else None
-
-    def read(self, tokens: Sequence[int], tools: Sequence[Any]) -> tuple[str, list[ToolCall]]:
-        """Return a reply's text outside of tool calls, and the calls.
-
-        Args:
-            tools: in OpenAI format; their schemas type the arguments in formats without types.
-        """
-        if self._format is None:
-            return self._tokenizer.decode(tokens), []
-        return read_tool_calls(self._tokenizer.decode(tokens, self._format.marks), self._format, tools)
+    Args:
+        tools: in OpenAI format; their schemas type the arguments in formats without types.
+    """
+    if name is None:
+        return tokenizer.decode(tokens), []
+    return read_tool_calls(tokenizer.decode(tokens, FORMATS[name].marks), FORMATS[name], tools)
 
 
 def read_tool_calls(text: str, tool_format: ToolFormat, tools: Sequence[Any] = ()) -> tuple[str, list[ToolCall]]:
-    """Return the text outside of tool calls, and the calls with ids; see `ToolReader.read`."""
+    """Return the text outside of tool calls, and the calls with ids; see `read_reply`."""
     specs = [tool.get("function", tool) if isinstance(tool, dict) else {} for tool in tools]
     schemas = {spec.get("name", ""): (spec.get("parameters") or {}).get("properties") or {} for spec in specs}
     found = tool_format.find(text, schemas)

@@ -40,8 +40,6 @@ class AbsentEngine(WaitingRequests, EngineWeights):
         super().__init__()
         self._keys, self._tables = keys, tables
         self.params: Mapping[str, torch.Tensor] = {}
-        self.shared_params: frozenset[str] = frozenset()
-        self.padded_params: tuple[str, ...] = ()
 
     def shard_key(self, rank: int) -> Hashable:
         """Return the identifier of an engine rank's placement table."""
@@ -54,10 +52,6 @@ class AbsentEngine(WaitingRequests, EngineWeights):
     def step(self) -> list[Sampled]:
         """Return no responses."""
         return []
-
-    def tokens_in_flight(self) -> int:
-        """Return 0."""
-        return 0
 
     def close(self) -> None:
         """Do nothing."""

@@ -188,8 +188,8 @@ class EngineWeights(Protocol):
     """One rank's view of an engine's weights."""
 
     params: Mapping[str, torch.Tensor]
-    shared_params: frozenset[str]  # parameters whose storage is the actor's
-    padded_params: tuple[str, ...]  # may hold padding, which no logical tensor fills
+    shared_params: frozenset[str] = frozenset()  # parameters whose storage is the actor's
+    padded_params: tuple[str, ...] = ()  # may hold padding, which no logical tensor fills
 
     def shard_key(self, rank: int) -> Hashable:
         """Return an identifier of a rank's placement table, equal for ranks with equal tables."""
@@ -273,6 +273,10 @@ class WaitingRequests:
     def has_requests(self) -> bool:
         """Return whether a request waits."""
         return bool(self._waiting)
+
+    def tokens_in_flight(self) -> int:
+        """Return 0: nothing runs between two steps."""
+        return 0
 
     def take_batch(self, size: int | None = None) -> list[Request]:
         """Dequeue the leading requests that have equal sampling settings, at most `size`."""

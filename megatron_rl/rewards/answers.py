@@ -16,6 +16,7 @@ from statistics import mode
 import numpy as np
 
 RESTATES = "restates_prompt"  # component of a reward
+_CORRECT_FROM = 0.5  # minimum reward of a correct response
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$\\]+))")
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _TOKEN = re.compile(r"\d+(?:[.,]\d+)*|\\?[^\W\d_]+|[^\s\w]|_")
@@ -94,14 +95,13 @@ def name_answer(response: str) -> str:
 
 
 def compute_validation_metrics(
-    rewards: Sequence[Sequence[float]], answers: Sequence[Sequence[str]], correct_from: float = 0.5
+    rewards: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]
 ) -> dict[str, float]:
     """Compute means over prompts.
 
     Args:
         rewards: [num_prompts][k].
         answers: [num_prompts][k], from `name_answer`; read only for k > 1.
-        correct_from: minimum reward of a correct response.
 
     Returns:
         "accuracy", the mean reward. For k > 1 also "mean@k", the same; "pass@k" (`estimate_pass_at_k`); "best@k", the
@@ -117,18 +117,18 @@ def compute_validation_metrics(
     return {
         "accuracy": accuracy,
         f"mean@{k}": accuracy,
-        f"pass@{k}": estimate_pass_at_k(table, k, correct_from),
+        f"pass@{k}": estimate_pass_at_k(table, k),
         f"best@{k}": float(best.mean()),
         f"maj@{k}": float(np.mean(majority)),
     }
 
 
-def estimate_pass_at_k(rewards: np.ndarray, k: int, correct_from: float = 0.5) -> float:
+def estimate_pass_at_k(rewards: np.ndarray, k: int) -> float:
     """Estimate the probability that one of k responses is correct (arXiv 2107.03374, equation 1; unbiased).
 
     Args:
-        rewards: [num_prompts, n], n >= k; at least `correct_from` is correct.
+        rewards: [num_prompts, n], n >= k; at least 0.5 is correct.
     """
     n = rewards.shape[1]
-    wrong = n - (rewards >= correct_from).sum(1)
+    wrong = n - (rewards >= _CORRECT_FROM).sum(1)
     return float(np.mean([1 - comb(int(count), k) / comb(n, k) for count in wrong]))

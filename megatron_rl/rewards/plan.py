@@ -67,16 +67,13 @@ class RewardPlan:
         model_weight: `None` without a reward model.
         is_sum: whether `reward.components` is set; scores are then logged by source.
         max_response_length: tokens.
-        overlong_buffer_length: last tokens of a maximal response over which the punishment grows linearly; 0 for none.
-        overlong_penalty: largest punishment.
     """
 
     sources: tuple[SourceSpec, ...]
     model_weight: float | None
     is_sum: bool
+    config: RewardConfig
     max_response_length: int
-    overlong_buffer_length: int
-    overlong_penalty: float
 
 
 def build_reward_plan(
@@ -125,14 +122,8 @@ def build_reward_plan(
                     hint="write the whole URL",
                 )
             sources.append(SourceSpec(name, weight, target, setting, loaded))
-    return RewardPlan(
-        tuple(sources),
-        next(iter(model_weights), None),
-        bool(config.components),
-        max_response_length,
-        config.overlong_buffer_length,
-        config.overlong_penalty,
-    )
+    weight = next(iter(model_weights), None)
+    return RewardPlan(tuple(sources), weight, bool(config.components), config, max_response_length)
 
 
 def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) -> tuple[float, dict[str, float]]:
@@ -145,7 +136,7 @@ def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) 
     Raises:
         UserError: the sum is not finite or too large.
     """
-    is_given = not math.isnan(rollout.reward)
+    is_given, buffer = not math.isnan(rollout.reward), plan.config.overlong_buffer_length
     reward, components = rollout.reward if is_given else 0.0, {}
     for source, score in zip(() if is_given else plan.sources, scores, strict=True):
         reward += source.weight * score.value
@@ -155,11 +146,11 @@ def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) 
             is_bare = name in _COUNTED or not (plan.is_sum or name in _RESERVED)
             key = name if is_bare else f"{source.name}/{name}"
             components[key] = components.get(key, 0.0) + value
-    if plan.overlong_buffer_length:
+    if buffer:
         # DAPO, arXiv 2503.14476, equation 13
-        excess = len(rollout.response_tokens) - (plan.max_response_length - plan.overlong_buffer_length)
-        share = min(max(excess / plan.overlong_buffer_length, 0.0), 1.0)
-        components[OVERLONG] = -plan.overlong_penalty * share or 0.0  # not -0.0
+        excess = len(rollout.response_tokens) - (plan.max_response_length - buffer)
+        share = min(max(excess / buffer, 0.0), 1.0)
+        components[OVERLONG] = -plan.config.overlong_penalty * share or 0.0  # not -0.0
         reward += components[OVERLONG]
     if not abs(reward) <= LARGEST:
         source = "the environment (agents.environment or agents.program)" if is_given else "reward"

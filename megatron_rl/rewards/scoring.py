@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,14 +33,8 @@ _LONGEST_RESPONSE, _LONGEST_NAME = 200, 100
 _NO_NAMES = ("reward", "std")  # would read as metrics of the run
 
 
-class RewardFunction(Protocol):
-    """A function that scores one response."""
-
-    def __call__(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], **further: Any
-    ) -> float | dict[str, Any]:
-        """Return the score, or {"score": number, component: number, ...}."""
-        ...
+# Called with `_ARGUMENTS` and further ones by name; `parse_score` checks what it returns.
+RewardFunction = Callable[..., object]
 
 
 def load_reward_function(
@@ -56,11 +50,8 @@ def load_reward_function(
         UserError: the file or name is missing, the import fails, or the signature is wrong.
     """
     if name in RULES:
-        return cast(
-            RewardFunction,
-            lambda data_source, solution_str, ground_truth, extra_info: RULES[name](
-                solution_str, ground_truth, data_source, answer
-            ),
+        return lambda data_source, solution_str, ground_truth, extra_info: RULES[name](
+            solution_str, ground_truth, data_source, answer
         )
     path, separator, attribute = name.rpartition(":")
     if not separator or not path or not attribute:
@@ -82,13 +73,12 @@ def check_reward_function(function: Any, name: str, source: str) -> RewardFuncti
         raise _refuse(f'"{name}" is a {type(function).__name__} and cannot be called', source, "name a function")
     if inspect.iscoroutinefunction(function):
         raise _refuse(f'"{name}" is an async function', source, "write a plain function that waits inside")
-    found = cast(RewardFunction, function)
     try:
-        inspect.signature(found).bind(**dict.fromkeys((*_ARGUMENTS, *find_further_arguments(found))))
+        inspect.signature(function).bind(**dict.fromkeys((*_ARGUMENTS, *find_further_arguments(function))))
     except (TypeError, ValueError) as error:
         hint = "rename the parameters; further ones need defaults"
         raise _refuse(f'"{name}" does not accept the four arguments by name: {error}', source, hint) from error
-    return found
+    return function
 
 
 def _refuse(found: str, source: str, hint: str) -> UserError:

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client of an HTTP reward service, with batching, retries, and a failure policy.
 
-    POST {"samples": [{"data_source", "prompt", "response", "ground_truth", "extra_info",
-                       "prompt_id", "sample_index"}, ...]}
-    200  {"scores": [number | {"score": number, component: number, ...}, ...]}    one per sample, in order
-
-Batches follow the order in which responses finish, so each sample must be scored independently. Connection errors,
-timeouts, 429, 5xx and malformed answers are retried; any other status means a wrong request. The timeout of `requests`
-bounds only each wait for data; here a timer shuts the connection down.
+docs/rewards.md shows a request and its answer, which has a score per sample, in order. Connection errors, timeouts,
+429, 5xx and malformed answers are retried; any other status means a wrong request. The timeout of `requests` bounds
+only each wait for data; here a timer shuts the connection down.
 """
 
 from __future__ import annotations
@@ -37,7 +33,6 @@ MAX_ANSWER_BYTES = 64 << 20
 BACKOFF_SECONDS = 0.5  # before the second attempt; doubles each time
 _OK, _TOO_MANY_REQUESTS = 200, 429
 _CHUNK_BYTES = 1 << 16
-_REQUEST = threading.local()  # the thread's current request, with which its connections register
 
 
 class RequestFailed(Exception):
@@ -168,13 +163,11 @@ class _Deadline:
         self._timer.daemon = True
 
     def __enter__(self) -> _Deadline:
-        _REQUEST.deadline = self
         self._timer.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        del _REQUEST.deadline
         with self._lock:
             while self._sockets:
                 self._sockets.pop().close()
@@ -197,20 +190,16 @@ class _Deadline:
                 each.shutdown(socket.SHUT_RDWR)
 
 
-class _Watched:
-    def _new_conn(self) -> socket.socket:
-        connection = super()._new_conn()  # pyright: ignore[reportAttributeAccessIssue]  # of urllib3's class behind it
-        _REQUEST.deadline.watch(connection)
-        return connection
+def _watch_connections(pool: Any, deadline: _Deadline) -> Any:
+    """Return a class of urllib3's connection pools whose connections end at the deadline."""
 
+    class Connection(pool.ConnectionCls):
+        def _new_conn(self) -> socket.socket:
+            connection = super()._new_conn()
+            deadline.watch(connection)
+            return connection
 
-class _WatchedAdapter(HTTPAdapter):
-    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
-        super().init_poolmanager(*args, **kwargs)
-        self.poolmanager.pool_classes_by_scheme = {
-            scheme: type("_Pool", (pool,), {"ConnectionCls": type("_Connection", (_Watched, pool.ConnectionCls), {})})
-            for scheme, pool in self.poolmanager.pool_classes_by_scheme.items()
-        }
+    return type("Pool", (pool,), {"ConnectionCls": Connection})
 
 
 def post_within(url: str, body: bytes, seconds: float, max_answer_bytes: int) -> tuple[int, bytes]:
@@ -228,8 +217,11 @@ def post_within(url: str, body: bytes, seconds: float, max_answer_bytes: int) ->
     status, answer = 0, bytearray()
     try:
         with requests.Session() as session, deadline:
-            for scheme in ("http://", "https://"):
-                session.mount(scheme, _WatchedAdapter())
+            for scheme in ("http", "https"):
+                adapter = HTTPAdapter()
+                pool = adapter.poolmanager.pool_classes_by_scheme[scheme]
+                adapter.poolmanager.pool_classes_by_scheme = {scheme: _watch_connections(pool, deadline)}
+                session.mount(f"{scheme}://", adapter)
             with session.post(
                 url,
                 data=body,

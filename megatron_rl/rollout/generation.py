@@ -173,8 +173,9 @@ class RolloutGenerator:
         in_flight = self._engine.requests.tokens_in_flight if is_watching else None
         with nullcontext() if total is None else self._progress.follow(total, in_flight):
             if self.engine_index >= 0:
-                engine, guard = self._engine.requests, phase.guard
-                error = serve(engine, guard(take), guard(receive), self._channel, on_requests=record)
+                error = serve(self._engine.requests, take, receive, self._channel, on_requests=record)
+                if error is not None:  # other engines may wait for this one
+                    phase.give_up()
             if error is None and requests.num_responses != requests.num_requests:
                 error = miscounted(requests.num_responses, requests.num_requests, self._name)
             raise_together(error, self._group)

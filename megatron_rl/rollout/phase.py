@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -38,8 +37,6 @@ _POLL_SECONDS = 0.02
 _LONGEST_POLL_SECONDS = 0.1
 _FAILURE_SECONDS = 1.0  # poll of an unfinished engine, for failures only
 _IDLE_SECONDS = 0.002
-T = TypeVar("T")
-R = TypeVar("R")
 DecodeSteps = Mapping[tuple[int, str], int]  # by step and phase
 
 
@@ -183,37 +180,40 @@ class StepCount(PhaseEnd):
 
 
 class TrainingEnd(PhaseEnd):
-    """Signal that the training phase has ended: one training rank sets it, dedicated engines poll it.
+    """Signal that the training phase has ended: one training rank sets it, dedicated engines poll it."""
 
-    Args:
-        every: fixed number of decode steps per engine, reproducible; until the end of training if `None`.
-    """
-
-    def __init__(self, every: int | None, store: Store) -> None:
-        self._every, self._store = every, store
-        self._number = self._steps = 0
+    def __init__(self, store: Store) -> None:
+        self._store, self._number = store, 0
 
     def begin(self, target: PhaseTarget | None = None) -> None:
         """Begin a training phase."""
         self._number += 1
-        self._steps, self._next_look = 0, 0.0
-        self._begun = time.monotonic()
+        self._begun, self._next_look = time.monotonic(), 0.0
 
     def signal(self) -> None:
         """Signal the end of training."""
         self._store.add(f"trained {self._number}", 1)
 
     def is_over(self, left: np.ndarray) -> bool:
-        """Count a decode step; return whether the `every` steps are done or, without `every`, training has ended."""
-        self._steps += 1
-        if self._every is not None:
-            return self._steps > self._every
+        """Return whether training has ended."""
         now = time.monotonic()
         if now < self._next_look:
             return False
         # A poll takes half a millisecond; the longer the phase, the less a late end matters.
         self._next_look = now + min(max(_POLL_SECONDS, (now - self._begun) / 50), _LONGEST_POLL_SECONDS)
         return self._store.add(f"trained {self._number}", 0) > 0
+
+
+class AfterSteps(PhaseEnd):
+    """End of a phase after a fixed number of decode steps per engine, reproducible."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def is_over(self, left: np.ndarray) -> bool:
+        """Count a decode step; return whether it exceeds the number."""
+        self._left -= 1
+        return self._left < 0
 
 
 class Phase:
@@ -256,18 +256,10 @@ class Phase:
             self._left[place] -= 1
         return place is not None
 
-    def guard(self, call: Callable[[T], R]) -> Callable[[T], R]:
-        """Wrap a callback so that its error ends the phase for all engines."""
-
-        def guarded(argument: T) -> R:
-            try:
-                return call(argument)
-            except Exception:
-                if self._end is not None:
-                    self._end.give_up()
-                raise
-
-        return guarded
+    def give_up(self) -> None:
+        """End the phase for all engines after a failure of this one."""
+        if self._end is not None:
+            self._end.give_up()
 
     def busy_share(self) -> float:
         """Return the share of time in which the engine had requests."""
@@ -320,7 +312,7 @@ class ScheduleTrace:
                     expected="a run that has taken this step",
                     hint="set trainer.total_steps to the steps that it has taken, or leave schedule.replay out",
                 )
-        return _AfterSteps(0 if self._engine is None else self._replayed[self._engine][step, phase])
+        return AfterSteps(0 if self._engine is None else self._replayed[self._engine][step, phase])
 
     def write(self, step: int, phase: str, decode_steps: int) -> None:
         """Append a phase to the trace, on an engine's first rank."""
@@ -330,17 +322,6 @@ class ScheduleTrace:
         self._directory.mkdir(parents=True, exist_ok=True)
         with _file_of(self._directory, self._engine).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-
-
-class _AfterSteps(PhaseEnd):
-    """End of a replayed phase, after its recorded number of decode steps."""
-
-    def __init__(self, steps: int) -> None:
-        self._left = steps
-
-    def is_over(self, left: np.ndarray) -> bool:
-        self._left -= 1
-        return self._left < 0
 
 
 def read_trace(run_dir: Path, num_engines: int) -> list[DecodeSteps]:

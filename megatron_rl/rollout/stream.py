@@ -30,6 +30,7 @@ from megatron_rl.rollout.episodes import describe_episodes
 from megatron_rl.rollout.generation import OnFinished, RolloutGenerator
 from megatron_rl.rollout.order import SampleOrder
 from megatron_rl.rollout.phase import (
+    AfterSteps,
     Phase,
     PhaseEnd,
     PhaseTarget,
@@ -166,7 +167,8 @@ class RolloutStream:
         training.begin()
         if self._group.rank() == 0:
             training.signal()
-        end = self._clock.trace.find_end(self._step, name) or training
+        every = self._schedule.steps_per_update
+        end = self._clock.trace.find_end(self._step, name) or (training if every is None else AfterSteps(every))
         self._carried.start(self._carried.keys, sampling)
         self._run(Phase([], np.empty(0), None if self._drains else end), on_finished, None, name)
 
@@ -289,7 +291,7 @@ def open_stream(
     schedule, engines, replayed = config.schedule, generator.engines.of, None
     every, begins_ahead = schedule.steps_per_update, schedule.max_staleness > 0
     end = open_phase_end(every, engines, timeout)
-    training = TrainingEnd(every, open_store("training", world())) if is_apart and begins_ahead else None
+    training = TrainingEnd(open_store("training", world())) if is_apart and begins_ahead else None
     if schedule.replay is not None:
         replayed = read_trace(Path(schedule.replay), len(engines))
     is_timed = begins_ahead and schedule.updates == "in_flight" and every is None

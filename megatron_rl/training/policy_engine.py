@@ -77,7 +77,7 @@ class PolicyEngine:
             stop=spec.stop,
         )
         self.add, self.interrupt, self.has_requests = self._batch.add, self._batch.interrupt, self._batch.has_requests
-        self.tokens_in_flight = self._batch.count_tokens
+        self.tokens_in_flight = self._batch.tokens_in_flight
         self._route_shape = spec.route_shape
 
     def _count_blocks(self, spec: EngineSpec) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import pytest
 from chat_templates import write_chat_tokenizer
 from scripted_policy import QUESTION
 
-from megatron_rl.agents.conversations import Conversations
 from megatron_rl.agents.endpoint import Endpoint, EndpointServer, Sample
 from megatron_rl.agents.environment import Task
 from megatron_rl.agents.episode import Opening, Setup
@@ -36,9 +34,9 @@ class Served:
         eos = write_chat_tokenizer(directory, "qwen2.5").eos_token_id
         setup = Setup(None, str(directory), {}, (eos,), False, 4, 1, program="x:y", temperature=0.5, context_length=128)
         setup, tokenizer = read_tokenizer(setup)
-        conversations = Conversations(tokenizer, setup, Opening(Task("", "", "", {}, {}, 1, QUESTION), [9]))
+        opening = Opening(Task("", "", "", {}, {}, 1, QUESTION), [9])
         self.prompts: list[list[int]] = []
-        self.server = EndpointServer(Endpoint(setup, tokenizer, conversations, self.sample, threading.Lock()))
+        self.server = EndpointServer(Endpoint(setup, tokenizer, opening, self.sample))
         self.address = ("127.0.0.1", self.server.server_address[1])
         self.headers = {"Authorization": f"Bearer {self.server.token}"}
         self.reply = [*tokenizer.encode("answer"), eos]

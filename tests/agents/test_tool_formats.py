@@ -18,7 +18,7 @@ from chat_templates import spell_deepseek, write_chat_tokenizer
 from megatron_rl.agents.environment import TOOL, Task, calculate
 from megatron_rl.agents.episode import Opening, Setup, play_environment
 from megatron_rl.agents.program import check_episodes
-from megatron_rl.agents.tool_formats import FORMATS, ToolReader, find_tool_format, read_tool_calls
+from megatron_rl.agents.tool_formats import FORMATS, find_tool_format, read_reply, read_tool_calls
 from megatron_rl.agents.tools.tool import ToolEnvironment
 from megatron_rl.config.sections import AgentsConfig
 from megatron_rl.types import Prompt, UserError
@@ -243,7 +243,7 @@ def test_texts_of_replies_show_only_the_marks_that_are_asked_for(tmp_path):
     tokens = tokenizer.encode("hello [TOOL_CALLS] 12</s><|im_end|>")
     assert tokenizer.decode(tokens) == "hello  12"
     assert tokenizer.decode(tokens, ["[TOOL_CALLS]", "</s>"]) == "hello [TOOL_CALLS] 12</s>"
-    assert ToolReader(tokenizer, None).read(tokens, []) == ("hello  12", [])
+    assert read_reply(tokenizer, None, tokens, []) == ("hello  12", [])
 
 
 def test_the_format_is_told_at_the_start_and_an_unknown_one_refused(tmp_path):

@@ -105,12 +105,12 @@ def test_interrupted_responses_give_what_they_have() -> None:
     for token in (1, 2):
         rows = batch.plan(1)
         assert batch.record(rows, [token, token + 10], [-1.0, -2.0]) == []
-    assert batch.count_tokens() == 4
+    assert batch.tokens_in_flight() == 4
     found = {sampled.key: sampled for sampled in batch.interrupt([2, 1, 55])}
     assert {key: sampled.tokens.tolist() for key, sampled in found.items()} == {1: [11, 12], 2: []}
     assert {sampled.finish_reason for sampled in found.values()} == {"interrupted"}
     assert found[1].logprobs.tolist() == [-2.0, -2.0] and found[2].logprobs.dtype == np.float32
-    assert [one.request.key for one in batch.plan(1).running] == [0] and batch.count_tokens() == 2
+    assert [one.request.key for one in batch.plan(1).running] == [0] and batch.tokens_in_flight() == 2
 
 
 def test_a_request_that_never_fits_is_refused() -> None:

@@ -81,7 +81,7 @@ class ScriptedStream:
         self._weights = SimpleNamespace(policy_version=0, shape=SimpleNamespace(vocab_size=VOCAB_SIZE))
         self._num_trainers = world_size - costs.num_engines
         engines = EngineRanks.consecutive(range(self._num_trainers, world_size), 1)
-        training = TrainingEnd(steps_per_update, open_store("training", world())) if self._num_trainers else None
+        training = TrainingEnd(open_store("training", world())) if self._num_trainers else None
         generator = RolloutGenerator(
             BuiltEngine(self.engine, None, "ScriptedEngine", engines),
             self._weights,

@@ -4,9 +4,7 @@
     python -I -B confinement.py DIRECTORY SECONDS    runs the program on stdin
     python -I -B confinement.py DIRECTORY            prints "layer: reason" for each layer that the kernel lacks
 
-The layers are independent. Namespaces: no network, no visible processes, no survivors. Mounts: read-only except the
-directory, which is limited in bytes and files. Landlock: only the interpreter and system libraries are readable.
-seccomp: no new processes, sockets, signals to others, or memory beyond the limit.
+The layers are independent; docs/agents.md shows what each of them denies.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from megatron_rl.agents.environment import TOOL, calculate
 from megatron_rl.agents.tools import confinement
-from megatron_rl.agents.tools.tool import Call, Tool, describe_function
+from megatron_rl.agents.tools.tool import Tool, describe_function
 from megatron_rl.data.rows import read_rows
 from megatron_rl.extension.user_code import import_file
 from megatron_rl.types import UserError
@@ -207,7 +208,8 @@ def list_mcp_tools(command: str) -> list[Tool]:
     server, tools = _Server(command), []
     for tool in found:
         function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-        tools.append(Tool({"type": "function", "function": function}, lambda name=tool.name: server.bind(name)))
+        call = partial(server.call, tool.name)
+        tools.append(Tool({"type": "function", "function": function}, lambda call=call: call))
     return tools
 
 
@@ -217,10 +219,7 @@ class _Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: Any = None
 
-    def bind(self, name: str) -> Call:
-        return lambda **arguments: self._call(name, arguments)
-
-    def _call(self, name: str, arguments: dict[str, Any]) -> str:
+    def call(self, name: str, /, **arguments: Any) -> str:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True).start()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from megatron_rl.engines.protocol import Request, Sampled
+from megatron_rl.engines.protocol import Request, Sampled, WaitingRequests
 from megatron_rl.engines.sampling import StopStrings
 from megatron_rl.types import KeptSets, RouteShape, UserError
 
@@ -82,7 +82,7 @@ class PagedRows:
         return self.bounds[1 : len(self.running) + 1].astype(np.int64) - 1
 
 
-class ContinuousBatch:
+class ContinuousBatch(WaitingRequests):
     """The waiting and running requests of an engine, equal on all its ranks.
 
     Args:
@@ -92,10 +92,10 @@ class ContinuousBatch:
     def __init__(
         self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_tokens: int, stop: StopStrings | None = None
     ) -> None:
+        super().__init__()
         self._free, self._block_size = list(range(num_blocks)), block_size
         self._num_blocks, self._max_num_seqs, self._max_tokens = num_blocks, max_num_seqs, max_tokens
         self._stop = stop
-        self._waiting: list[Request] = []
         self._running: list[Running] = []
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -108,7 +108,7 @@ class ContinuousBatch:
                     expected=f"at most {self._num_blocks * self._block_size} tokens, the room of the KV cache",
                     hint="make the cache larger, or data.max_prompt_length and data.max_response_length shorter",
                 )
-        self._waiting += requests
+        super().add(requests)
 
     def interrupt(self, keys: Sequence[int]) -> list[Sampled]:
         """Remove requests, free their blocks, return partial responses."""
@@ -116,17 +116,13 @@ class ContinuousBatch:
         ended = [one for one in self._running if one.request.key in asked]
         for one in ended:
             self._end(one)
-        never = [request for request in self._waiting if request.key in asked]
-        self._waiting = [request for request in self._waiting if request.key not in asked]
-        nothing = np.empty(0, np.int64)
-        ended += [Running(request, nothing, torch.Generator()) for request in never]
-        return [one.finish("interrupted") for one in ended]
+        return [one.finish("interrupted") for one in ended] + super().interrupt(keys)
 
     def has_requests(self) -> bool:
         """Return whether any request runs or waits."""
-        return bool(self._running or self._waiting)
+        return bool(self._running) or super().has_requests()
 
-    def count_tokens(self) -> int:
+    def tokens_in_flight(self) -> int:
         """Count the tokens sampled so far for running responses."""
         return sum(len(one.tokens) for one in list(self._running))
 

@@ -2,8 +2,7 @@
 """Rollouts with transformers' `generate`: slow and simple, for debugging and as the parity reference.
 
 Each row has its own seed: sampling is greedy decoding of `logits / temperature + Gumbel noise` with a generator per row
-(the Gumbel-max trick). Batch-invariant models (rollout.bitwise) have the trainer's matrix products and attention;
-all else is bitwise equal already.
+(the Gumbel-max trick).
 """
 
 from __future__ import annotations
@@ -95,7 +94,6 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
         if spec.route_shape is not None:
             self._listen_to_routers(spec.route_shape)
         self.shared_params = share_params(list_huggingface_tensors(self._model), spec.shareable(self._placements))
-        self.padded_params: tuple[str, ...] = ()
         if spec.config.bitwise:
             make_batch_invariant(self._model)
         self.params = split_huggingface_experts(
@@ -190,10 +188,6 @@ class HuggingFaceEngine(WaitingRequests, EngineWeights):
             kept and kept.cut(length),
         )
 
-    def tokens_in_flight(self) -> int:
-        """Return 0: nothing runs between two steps."""
-        return 0
-
     def close(self) -> None:
         """Drop the model."""
         self.params = {}
@@ -259,7 +253,7 @@ AttentionMaskInterface.register(ATTENTION, _keep_padding)
 
 
 def make_batch_invariant(model: Any) -> None:
-    """Replace attention and linear layers by the trainer's kernels."""
+    """Replace attention and linear layers by the trainer's kernels; all else is bitwise equal already."""
     model.set_attn_implementation(ATTENTION)
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):

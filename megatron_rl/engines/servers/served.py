@@ -58,8 +58,6 @@ class ServedEngine(EngineWeights):
             box.param: torch.zeros(box_shape(box.local_box), dtype=dtype, device=spec.process.device)
             for box in self.placements(rank)
         }
-        self.shared_params: frozenset[str] = frozenset()
-        self.padded_params: tuple[str, ...] = ()
         if not spec.config.server.endpoints:
             _check_nodes(spec)
             _check_device(spec)

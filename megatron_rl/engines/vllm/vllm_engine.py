@@ -7,9 +7,6 @@ Requirements beyond the patches in `engines.vllm.vllm_library`:
 * on CPU, fused experts are packed in place for their kernels after each weight update, and then have another order than
   the placement table;
 * on CPU, no chunked prefill, for which vLLM rewinds random numbers, which CPU generators do not support.
-
-Batch-invariant models (rollout.bitwise, CPU) are bitwise equal to the trainer: matrix products, paged attention and
-log-softmax are replaced, all else is bitwise equal already.
 """
 
 from __future__ import annotations
@@ -371,6 +368,7 @@ def _pack(metadata: Any, block_size: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 def make_batch_invariant(model: torch.nn.Module, sampler: Any, shard_columns: int) -> None:
     """Replace attention, linear layers and log-softmax (of `shard_columns` logits per TP rank) by the trainer's."""
+    # All else is bitwise equal already.
     attention = _PagedAttention()
     for module in model.modules():
         found: Any = module
