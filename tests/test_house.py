@@ -37,9 +37,9 @@ PRINTING_ROOMS = {"observability", "run", "launch", "tools"}
 MAX_FUNCTION_LINES = 60
 
 # Exceptions older than these limits: the lists may only shrink.
-MAX_FAN_OUT = 26
+MAX_FAN_OUT = 23
 # A plain run loads fewer lines than this, and none of these modules.
-MAX_LOADED_LINES = 31_200
+MAX_LOADED_LINES = 30_200
 BEHIND_DOORS = (
     "agents.adapters",
     "agents.environment",
