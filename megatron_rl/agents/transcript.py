@@ -40,7 +40,7 @@ class TextTranscript:
         self._tokenizer = tokenizer
 
     def begin(self, messages: Sequence[Message]) -> Tail:
-        """Return the tokens between the task's prompt and the first reply."""
+        """Return the tokens of the environment's opening messages, between prompt and first reply."""
         return self.extend([], messages)
 
     def extend(self, reply: Sequence[int], messages: Sequence[Message]) -> Tail:

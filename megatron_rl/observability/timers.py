@@ -88,7 +88,7 @@ class PhaseTimers:
             table[phase] = max(table.get(phase, 0), value)
 
     def pop(self) -> dict[str, float]:
-        """Return `seen` and reset it."""
+        """Return the metrics time/<phase> and memory/<phase> since the last call."""
         record = self.seen()
         self._seconds.clear()
         self._bytes.clear()

@@ -144,12 +144,12 @@ def _role_traffic(job: Job, work: Workload, role: RoleSpec, forwards: int, stage
 
 
 def _count_exchanges(shape: ModelShape, layers: float, mixtures: int, rounds: float, extra: float) -> float:
-    """Count the gathers and reductions over TP in a step, each of all tokens' hidden states.
+    """Count the TP gathers and reductions of hidden states in a step: four per layer and pass, fewer in experts.
 
     Args:
         layers, mixtures: layers of the stage, and those with experts.
-        rounds: forward and backward passes; in each, attention and MLP gather and reduce once.
-        extra: gathers repeated for weight gradients, in passes (four per layer).
+        rounds: forward and backward passes.
+        extra: further passes with as many exchanges as the gathers that weight gradients repeat.
     """
     times = (4 * layers - (0 if shape.shared_ffn_size else 2) * mixtures) * (rounds + extra)
     if (sizes := shape.latent) is None:

@@ -133,13 +133,14 @@ class RolloutGenerator:
         return np.flatnonzero(engines == self.engine_index).tolist()
 
     def run(self, episodes: Episodes, phase: Phase, on_finished: OnFinished | None, total: int | None) -> None:
-        """Serve the requests of `episodes` until the phase ends; collective.
+        """Serve the requests of `episodes` until the phase ends (`phase.end`, or no request left); collective.
 
         Args:
-            total: rollouts of all engines, for the progress display, if any.
+            on_finished: called on an engine's first rank with each finished rollout and its step.
+            total: rollouts of all engines, for the progress display; `None` if unknown.
 
         Raises:
-            Exception: error of an environment process or of `on_finished`, raised after the phase on every rank.
+            Exception: error of an environment process or of `on_finished`; ends the phase; raised on every rank.
             UserError: the engine's responses do not match its requests; on every rank.
         """
         samples, requests, error = episodes.samples, OpenRequests(), None

@@ -23,7 +23,7 @@ from megatron_rl.types import Branch
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Common prefixes of sequences, by packing order.
+    """Common prefixes of sequences in packing order (the order in which a batch contains them).
 
     Places i < j share at least min(num_shared[i + 1 : j + 1]) tokens; exactly that if the order walks a prefix tree.
 
@@ -40,10 +40,10 @@ class SharedPrefixes:
     name: str = "prompt"
 
     def measure(self, members: Sequence[int] | np.ndarray, firsts: Sequence[int] | np.ndarray = (0,)) -> np.ndarray:
-        """Return the tokens that each member shares with the previous one, 0 for the first of each list, [k].
+        """Count the leading tokens that each member of a list shares with the member before it: [k] int64, first 0.
 
         Args:
-            members: [k] concatenated lists of sequences, each in packing order.
+            members: [k] one or more concatenated lists of sequence indices; each list is sorted by packing order.
             firsts: start of each list in `members`.
         """
         places = self.places[np.asarray(members, np.int64)]

@@ -35,10 +35,11 @@ class _SameBoxes(dict[Any, BoxPair]):
 
 
 class PlacementTable(Sequence[ShardBox]):
-    """A rank's placement table: a sequence of shard boxes, created during iteration.
+    """Sequence of the `ShardBox`es of a rank, built during iteration: regions of its parameters and of HF tensors.
 
     Args:
-        boxes: kind -> boxes in the parameter and in the HF tensor.
+        rows: parameter, HF tensor and kind (such as "gate") of each pair of regions; shared by ranks.
+        boxes: kind -> region in the parameter and region in the HF tensor, on this rank.
     """
 
     def __init__(self, rows: TableRows, boxes: Mapping[Any, BoxPair]) -> None:

@@ -4,7 +4,8 @@
     python -I -B confinement.py DIRECTORY SECONDS    runs the program on stdin
     python -I -B confinement.py DIRECTORY            prints "layer: reason" for each layer that the kernel lacks
 
-The layers are independent; docs/agents.md shows what each of them denies.
+The program runs in DIRECTORY and is killed after SECONDS of wall-clock time. docs/agents.md lists the operations that
+each layer denies; a layer that the kernel lacks is left out.
 """
 
 from __future__ import annotations
