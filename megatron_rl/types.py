@@ -329,12 +329,12 @@ class Rollout:
 
     @property
     def rollout_logprobs(self) -> np.ndarray:
-        """Return the behavior log-probs of `response_tokens`, [s] float32."""
+        """Return the behavior log-probs of the sampled tokens, branch after branch, [s] float32."""
         return np.concatenate([branch.logprobs[branch.sampled] for branch in self.branches])
 
     @property
     def versions(self) -> np.ndarray:
-        """Return the policy version of each of `response_tokens`, [s] int32."""
+        """Return the policy version of each sampled token, branch after branch, [s] int32."""
         return np.concatenate([branch.versions[branch.sampled] for branch in self.branches])
 
     @property

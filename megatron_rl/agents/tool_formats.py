@@ -200,7 +200,10 @@ def read_tool_calls(text: str, tool_format: ToolFormat, tools: Sequence[Any] = (
 
 
 def find_tool_format(tokenizer: Tokenizer, options: Mapping[str, Any]) -> str | None:
-    """Return the format in which the chat template writes earlier calls.
+    """Return the format (see `agents.tool_format`) in which the chat template writes earlier tool calls.
+
+    Args:
+        options: arguments of the template.
 
     Returns:
         "hermes" also if the template writes no calls; `None` if it writes them in an unsupported format.

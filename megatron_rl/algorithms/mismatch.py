@@ -111,10 +111,10 @@ def compute_importance_weights(
 
 
 def normalize_weights(weights: torch.Tensor, sums: dict[str, float]) -> torch.Tensor:
-    """Divide importance weights by their mean over the step, from sums over all ranks; unchanged if it is 0.
+    """Divide importance weights by their mean over the step; a mean of 0 changes nothing.
 
-    The mean excludes masked weights and is taken after truncation, over tokens, or over responses in modes sequence and
-    product.
+    `sums` has the sums of `compute_importance_weights` over all ranks. The mean excludes masked weights and is taken
+    after truncation, over tokens, or over responses in modes sequence and product.
     """
     return weights * (sums["normal_count"] / sums["normal"]) if sums["normal"] > 0 else weights
 

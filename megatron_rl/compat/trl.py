@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translation of Hugging Face `TrainingArguments` and TRL `GRPOConfig` names, which recipes give without a section.
+"""Translation of top-level settings named as in Hugging Face `TrainingArguments` and TRL `GRPOConfig` to our settings.
 
-ms-swift uses most of these names as flags. docs/migrating.md has the units. Source: trl/trainer/grpo_config.py at
-commit 006d32c.
+ms-swift uses most of these names as flags. docs/migrating.md lists the names and converts their units. Source:
+trl/trainer/grpo_config.py at commit 006d32c.
 """
 
 from __future__ import annotations

@@ -208,7 +208,8 @@ def explain(error: BaseException, scene: Scene, find_silent: FindSilent = tuple)
     """Convert any exception to the `UserError` that is reported.
 
     Args:
-        find_silent: returns the last positions of ranks that are gone; takes seconds.
+        scene: rank, step, phase and log of the failure.
+        find_silent: returns step and phase of each lost rank; called if a peer was lost, takes seconds.
     """
     if isinstance(error, UserError):
         return error

@@ -139,11 +139,12 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
     """Split sequences into microbatches of at most `max_tokens` tokens, balanced over DP ranks by cost.
 
-    Longest-processing-time-first by tokens into `dp_size * k` bins, for the smallest k that fits; bins are dealt to DP
-    ranks by cost; ranks exchange sequences. With `shared`, groups of sequences with a common prefix are packed instead.
+    Longest-processing-time-first by tokens into `dp_size * k` bins, for the smallest k that fits; each bin goes to any
+    DP rank, by cost. With `shared`, sequences with a common prefix stay together if the balance allows it, and the cost
+    of the prefix counts once per microbatch.
 
     Args:
-        lengths: tokens of each sequence, including its prompt.
+        lengths: tokens of each sequence of all ranks, including its prompt.
         count_multiple: divisor of the microbatches per rank.
         attention_ratio: see `compute_attention_ratio`; 0 balances tokens.
 

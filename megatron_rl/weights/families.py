@@ -373,5 +373,5 @@ class ModelShape:
 
 
 def is_layer_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a logical tensor is a matrix of a layer."""
+    """Return whether a tensor of the HF naming is two-dimensional and belongs to a layer (no embedding or head)."""
     return len(shape) == 2 and ".layers." in name
