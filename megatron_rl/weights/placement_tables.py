@@ -66,7 +66,7 @@ class PlacementTable(Sequence[ShardBox]):
 
 
 def as_table(placements: Iterable[ShardBox]) -> PlacementTable:
-    """Convert shard boxes to a table."""
+    """Return the shard boxes of a rank as a `PlacementTable`, unchanged if they are one."""
     if isinstance(placements, PlacementTable):
         return placements
     return PlacementTable(TableRows((p.param, p.hf_name, (p.local_box, p.hf_box)) for p in placements), _SameBoxes())

@@ -111,8 +111,9 @@ def test_ranks_that_choose_for_themselves_must_agree(monkeypatch: pytest.MonkeyP
     """Nodes of different memory would otherwise wait for each other."""
     inputs = SimpleNamespace()
     monkeypatch.setattr(session, "world", lambda: None)
+    monkeypatch.setattr(session, "init_distributed", lambda _: "process")
     monkeypatch.setattr(session, "gather_objects", lambda mine, _: [mine, ["layout auto: another"]])
     prepared = Prepared(load_config(RECIPE).config, inputs, None, session.Parts(), ["layout auto: this"])  # pyright: ignore
     with pytest.raises(UserError, match="the ranks come to different layouts"):
-        prepared.agree()
-    replace(prepared, chosen=[]).agree()
+        prepared.join()
+    assert replace(prepared, chosen=[]).join() == "process"
