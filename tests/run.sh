@@ -24,9 +24,9 @@ case "${1:-}" in
     *) exec python -m pytest --durations=15 "$@" ;;
 esac
 
-# Of the third process: the static checks, then tests that mostly keep one core busy while others wait for ranks.
+# Of the third process: the static checks, then tests that keep one core busy, then any that are left.
 QUIET_TESTS=(tests/{test_types.py,test_house.py,docs,weights,planning,samples,config,data,algorithms,models,rewards})
-QUIET_TESTS+=(tests/{observability,checkpoint,engines,tools})
+QUIET_TESTS+=(tests/{observability,checkpoint,engines,tools,parity,rollout,run})
 SLOW_SECONDS=720     # of the quarter; no slow test is to end later
 BEGIN_SECONDS=2160   # after the start, the same
 LIMIT_SECONDS=3600   # after the start: a process of the quarter that still runs hangs; it is ended, and has failed
