@@ -24,7 +24,7 @@ case "${1:-}" in
     *) exec python -m pytest --durations=15 "$@" ;;
 esac
 
-# Of the third process: the static checks, then tests that keep one core busy, then any that are left.
+# Of the third process: the static checks, then tests that keep one core busy, then whole runs.
 QUIET_TESTS=(tests/{test_types.py,test_house.py,docs,weights,planning,samples,config,data,algorithms,models,rewards})
 QUIET_TESTS+=(tests/{observability,checkpoint,engines,tools,parity,rollout,run})
 SLOW_SECONDS=720     # of the quarter; no slow test is to end later

@@ -37,7 +37,7 @@ from megatron_rl.run.watchdog import Watched
 from megatron_rl.observability.timers import PhaseTimers
 
 config = wait_for_debugger(load_config(Path(sys.argv[1]), []).config)
-guard = Guard(Watched(0, 1, PhaseTimers(), 1.0, Path("log"), logging.getLogger()), None)
+guard = Guard(Watched(0, 1, PhaseTimers(), 1.0, Path("log"), logging.getLogger()), None, lambda: None)
 for step in range(1, 4):
     guard.stop_in_debugger(config.trainer, step)
     doubled = 2 * step
