@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Set up the environment when needed, then run pytest; other arguments go to pytest:
-#   bash tests/run.sh                  the fast tests, on CPU; three processes share them, one begins with the static checks
+#   bash tests/run.sh                  the fast tests, on CPU; two processes share them, a third has the static checks
 #   bash tests/run.sh --all            the fast tests, then all slow ones
 #   bash tests/run.sh --ci             the fast tests, then a quarter of the slow ones, within 40 minutes in all
 #   bash tests/run.sh -k reshard -x    some of the fast ones
@@ -24,9 +24,7 @@ case "${1:-}" in
     *) exec python -m pytest --durations=15 "$@" ;;
 esac
 
-# Of the third process: the static checks, then tests that keep one core busy, then whole runs.
-QUIET_TESTS=(tests/{test_types.py,test_house.py,docs,weights,planning,samples,config,data,algorithms,models,rewards})
-QUIET_TESTS+=(tests/{observability,checkpoint,engines,tools,parity,rollout,run})
+STATIC_CHECKS=(tests/test_types.py tests/test_house.py tests/docs)
 SLOW_SECONDS=720     # of the quarter; no slow test is to end later
 BEGIN_SECONDS=2160   # after the start, the same
 LIMIT_SECONDS=3600   # after the start: a process of the quarter that still runs hangs; it is ended, and has failed
@@ -42,14 +40,14 @@ run() {
     "${limit[@]}" python -m pytest "${@:3}" --durations=15 --claims "$claims" --sign "$claims/finished-$name"
 }
 
-# Run a tier with the arguments given. Most tests keep one core busy; other processes print at the end.
+# Run a tier with the arguments given. Most tests keep one core busy; the processes behind print at the end.
 share() {
     local claims name
     local -A running=()
     claims="$(mktemp -d "$scratch/XXXXXX")"
     if (($# == 0)); then
-        run "$claims" quiet "${QUIET_TESTS[@]}" >"$claims/log-quiet" 2>&1 &
-        running[quiet]=$!
+        run "$claims" checks "${STATIC_CHECKS[@]}" >"$claims/log-checks" 2>&1 &
+        running[checks]=$!
     fi
     run "$claims" behind tests "$@" --backwards >"$claims/log-behind" 2>&1 &
     running[behind]=$!

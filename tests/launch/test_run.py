@@ -71,11 +71,11 @@ def read_names(result: subprocess.CompletedProcess[str]) -> list[str]:
 def test_any_failure_of_the_processes_is_the_exit_code(tmp_path: Path, front: int, behind: int, code: int) -> None:
     result = run(tmp_path, front=front, behind=behind)
     assert result.returncode == code, result.stderr
-    assert read_names(result) == ["in-front", "behind", "quiet"]
+    assert read_names(result) == ["in-front", "behind", "checks"]
     assert not list((tmp_path / "scratch").iterdir())  # nothing of the exchange is left
 
 
-@pytest.mark.parametrize("lost", ["in-front", "behind", "quiet"])
+@pytest.mark.parametrize("lost", ["in-front", "behind", "checks"])
 def test_a_process_that_a_test_ends_is_a_failure(tmp_path: Path, lost: str) -> None:
     result = run(tmp_path, lost=lost)
     assert result.returncode == 1
@@ -91,7 +91,7 @@ def test_arguments_go_to_one_process(tmp_path: Path) -> None:
 def test_all_is_the_fast_tests_and_then_the_slow_ones(tmp_path: Path) -> None:
     result = run(tmp_path, "--all", slow=7)
     assert result.returncode == 7
-    assert read_names(result) == ["in-front", "behind", "quiet", "slow-in-front", "slow-behind"]
+    assert read_names(result) == ["in-front", "behind", "checks", "slow-in-front", "slow-behind"]
     assert "--part" not in result.stdout
 
 
@@ -102,7 +102,7 @@ def test_continuous_integration_has_a_quarter_of_the_slow_tests_that_changes_wit
     for commits in range(6):
         result = run(tmp_path, "--ci", front=commits)
         assert result.returncode == commits
-        assert read_names(result) == ["in-front", "behind", "quiet", "slow-in-front", "slow-behind"]
+        assert read_names(result) == ["in-front", "behind", "checks", "slow-in-front", "slow-behind"]
         found = re.findall(r"said slow\S+ --part (\d)/4 --deadline (\d+)", result.stdout)
         assert len(found) == 2 and len(set(found)) == 1  # both processes have the same
         assert 600 < int(found[0][1]) - time.time() <= 720
