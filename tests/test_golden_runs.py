@@ -32,7 +32,7 @@ def read(name: str) -> Recording:
 # Their modes have tests of their own in the default tier.
 SLOW = {
     *("stale", "apart", "turns", "lora_merge", "lora_adapter", "teacher", "zero3", "grpo_vllm_tp2", "hf_engine", "cp2"),
-    *("ppo", "reward_model", "gspo_tis", "otb_kl_cov", "remax"),
+    *("branches", "ppo", "reward_model", "gspo_tis", "otb_kl_cov", "remax"),
 }
 
 

@@ -119,6 +119,7 @@ def test_offline_run_and_its_continuation(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace, which sees every process, is not installed")
+@pytest.mark.slow
 def test_offline_opens_no_connection(tmp_path: Path) -> None:
     """Neither the process nor its helpers try to reach any address, including name servers."""
     trace = tmp_path / "trace"

@@ -118,9 +118,9 @@ def read_rollouts(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("engine", "players"),
     [
-        (["rollout.engine=hf"], ["environment=environments.py:OneTurn", "program=program.py:agent"]),
+        pytest.param(["rollout.engine=hf"], ["environment=environments.py:OneTurn"], marks=pytest.mark.slow),
         pytest.param([], ["environment=environments.py:OneTurn"], marks=pytest.mark.slow),
-        (layout_overrides(1, 1, 2), ["environment=environments.py:OneTurn"]),
+        (layout_overrides(1, 1, 2), ["environment=environments.py:OneTurn", "program=program.py:agent"]),
     ],
     ids=["hf", "vllm_tp1", "vllm_tp2"],
 )

@@ -62,7 +62,7 @@ def carry_out_once(
     return once
 
 
-SLOW = {"cp2"}
+SLOW = {"cp2", "tp2 pp2"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RUNS])
