@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe of SmolLM2-135M-Instruct in other layouts, types, engines and schedules against one rank, by its metrics.
+"""GRPO of SmolLM2-135M-Instruct in other layouts, types, engines and schedules: metrics compared with one rank.
 
     python tools/benchmarks/bench_real_layouts.py --out DIR [--cases NAME...] [--steps 2]
 
-Needs the model and the prompts of launch/quickstart_real.sh, and as many cores as the ranks of a case deserve: on fewer
-the seconds say nothing. 12 prompts x 4 responses per step. Per case: the largest difference to the first case over the
-steps of reward, loss (divided by 1) and gradient norm (relative), the mismatch of engine and trainer, seconds of
-a step. A sampled token that flips, since log-probs differ by 1e-5, changes the rest of its response: rewards of layouts
-that differ by single responses are no error. The case `resume` is killed after its second step, begun again and
-compared bit for bit.
+Needs the model and the prompts of launch/quickstart_real.sh; with fewer cores than ranks, seconds mean nothing. Steps
+have 12 prompts x 4 responses. A row has the largest differences to the first case over the steps (reward, loss, and
+relative of the gradient norm), the mismatch of engine and trainer, and seconds of a step. Log-probs of layouts differ
+by about 1e-5, so a token that is drawn within that distance changes the rest of its response. The case `resume`
+is killed before its last step and started again.
 """
 
 from __future__ import annotations
