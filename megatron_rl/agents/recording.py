@@ -175,7 +175,7 @@ class _Context:
             self._routed_by = version
 
     def as_branch(self, prompt: np.ndarray) -> Branch:
-        """Build the branch up to the last reply; without a reply, its last token becomes the response."""
+        """Build the branch up to the last reply; without a reply, the branch's last token becomes the response."""
         tokens, stop, place = self.joined, self._replied or self.length, 0
         sampled, versions = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.int32)
         for part in self._parts:

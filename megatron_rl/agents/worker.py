@@ -145,7 +145,7 @@ def _end(pid: int, running: set[int]) -> None:
         _kill(pid)
     # As a subreaper, this process becomes the parent of orphaned descendants.
     children = Path(f"/proc/self/task/{os.getpid()}/children")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # of reading the file
         while orphans := {int(child) for child in children.read_text().split()} - running:
             for orphan in orphans:
                 _kill(orphan)

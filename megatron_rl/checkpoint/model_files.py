@@ -38,9 +38,10 @@ def index_safetensors(directory: Path) -> dict[str, Path]:
     index = directory / INDEX_FILE
     named = _read_index(index) if index.is_file() else None
     found = set(directory.glob("*.safetensors")) if named is None else {directory / file for file in named.values()}
-    for match in filter(None, (_NUMBERED.fullmatch(file.name) for file in tuple(found) if named is None)):
-        numbers = range(1, int(match[2]) + 1)
-        found |= {directory / f"{match[1]}{number:05d}-of-{match[2]}.safetensors" for number in numbers}
+    if named is None:
+        for match in filter(None, [_NUMBERED.fullmatch(file.name) for file in found]):
+            numbers = range(1, int(match[2]) + 1)
+            found |= {directory / f"{match[1]}{number:05d}-of-{match[2]}.safetensors" for number in numbers}
     files = sorted(found)
     missing = [file.name for file in files if not file.is_file()]
     if missing:

@@ -165,7 +165,8 @@ def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
 def _saves(layout: ParallelLayout, rank: int, first_holder: int, placement: ShardBox, *, is_sharded: bool) -> bool:
     """Return whether `rank` saves its optimizer state of a box that `first_holder` is the first rank to hold.
 
-    Under ZeRO (`is_sharded`) each data parallel replica saves its part; otherwise only `first_holder` does.
+    Under ZeRO (`is_sharded`) each data parallel replica saves its part; otherwise only `first_holder` does. Ranks of
+    another TP or PP index hold duplicates (norms, a tied embedding).
     """
     if not is_sharded:
         return rank == first_holder

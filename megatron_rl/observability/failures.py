@@ -119,7 +119,7 @@ def find_position(rank: int, timers: PhaseTimers, thread: int) -> Position | Non
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None
-    phase = next((name for name in reversed(timers.phases) if name != "step"), "between phases")
+    phase = next((name for name in reversed(tuple(timers.phases)) if name != "step"), "between phases")
     return Position(rank, timers.step, phase, timers.num_entered, *find_place(frame), seconds=0.0, looks=0)
 
 

@@ -112,18 +112,19 @@ def build_reward_plan(
             taken = {*_RESERVED, *(source.name for source in sources)}
             name = next(unique for unique in names if unique not in taken)
             loaded = function
-            if function is None and not is_service(target):
-                loaded = load_reward_function(target, setting, config.answer)
-            elif function is None and not urlsplit(target).hostname:
-                raise UserError(
-                    f'"{redact(target)}" names no host',
-                    source=setting,
-                    expected="http://host:port/path",
-                    hint="write the whole URL",
-                )
+            if loaded is None:
+                if not is_service(target):
+                    loaded = load_reward_function(target, setting, config.answer)
+                elif not urlsplit(target).hostname:
+                    raise UserError(
+                        f'"{redact(target)}" names no host',
+                        source=setting,
+                        expected="http://host:port/path",
+                        hint="write the whole URL",
+                    )
             sources.append(SourceSpec(name, weight, target, setting, loaded))
-    weight = next(iter(model_weights), None)
-    return RewardPlan(tuple(sources), weight, bool(config.components), config, max_response_length)
+    model_weight = next(iter(model_weights), None)
+    return RewardPlan(tuple(sources), model_weight, bool(config.components), config, max_response_length)
 
 
 def compute_reward(plan: RewardPlan, scores: Sequence[Score], rollout: Rollout) -> tuple[float, dict[str, float]]:

@@ -274,8 +274,9 @@ class Collector:
             error = caught
         raise_together(error, self._group)
         self._failures |= {rollout.finish_reason in FAILED: rollout.failure for rollout in scored if rollout.failure}
-        pairs, masks = zip((index for index, _ in mine), scored, strict=True), self._config.algorithm.mask_truncated
-        headers = build_headers(pairs, holder=engine, mask_truncated=masks, with_answers=with_answers)
+        pairs = zip((index for index, _ in mine), scored, strict=True)
+        mask_truncated = self._config.algorithm.mask_truncated
+        headers = build_headers(pairs, holder=engine, mask_truncated=mask_truncated, with_answers=with_answers)
         return gather_headers(headers, self._group)
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ class OpenRequests:
         return request
 
     def describe(self, counts: bool, group: dist.ProcessGroup) -> dict[str, float]:
-        """Return rollout/prefix_cache_hits (share of prompt tokens on ranks with `counts`) if known; collective."""
+        """Return rollout/prefix_cache_hits: cached share of prompt tokens, on ranks with `counts`; collective."""
         mine = self._sums if counts else dict.fromkeys(self._sums, 0.0)
         sums = reduce_scalars(mine, dist.ReduceOp.SUM, group, torch.device("cpu"))
         return {"rollout/prefix_cache_hits": sums["cached"] / sums["asked"]} if sums["asked"] else {}
@@ -133,7 +133,7 @@ class RolloutGenerator:
         return np.flatnonzero(engines == self.engine_index).tolist()
 
     def run(self, episodes: Episodes, phase: Phase, on_finished: OnFinished | None, total: int | None) -> None:
-        """Serve the requests of `episodes` until the phase ends (`phase.end`, or no request left); collective.
+        """Serve the requests of `episodes` until the phase's end condition or, without one, none is left; collective.
 
         Args:
             on_finished: called on an engine's first rank with each finished rollout and its step.
@@ -174,9 +174,8 @@ class RolloutGenerator:
         in_flight = self._engine.requests.tokens_in_flight if is_watching else None
         with nullcontext() if total is None else self._progress.follow(total, in_flight):
             if self.engine_index >= 0:
-                error = serve(self._engine.requests, take, receive, self._channel, on_requests=record)
-                if error is not None:  # other engines may wait for this one
-                    phase.give_up()
+                engine, guard = self._engine.requests, phase.guard
+                error = serve(engine, guard(take), guard(receive), self._channel, on_requests=record)
             if error is None and requests.num_responses != requests.num_requests:
                 error = miscounted(requests.num_responses, requests.num_requests, self._name)
             raise_together(error, self._group)

@@ -78,7 +78,7 @@ def unpack_rollouts(tensors: Mapping[str, torch.Tensor], samples: Samples) -> di
         routes = [part if len(part) else None for part in np.split(arrays["routes"], stops)]
     rewards = [None if worth is None or np.isnan(worth).any() else worth for worth in split("rewards")]
     found: dict[int, Rollout | None] = {}
-    if "episodes" not in arrays:
+    if "episodes" not in arrays:  # an older checkpoint
         rows = zip(*(arrays[name].tolist() for name in ("keys", "reasons")), strict=True)
         parts = zip(*map(split, ("tokens", "logprobs", "versions", "inserted")), kept, routes, strict=True)
         reasons = ("interrupted", "stop", "length")

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ _POLL_SECONDS = 0.02
 _LONGEST_POLL_SECONDS = 0.1
 _FAILURE_SECONDS = 1.0  # poll of an unfinished engine, for failures only
 _IDLE_SECONDS = 0.002
+T = TypeVar("T")
+R = TypeVar("R")
 DecodeSteps = Mapping[tuple[int, str], int]  # by step and phase
 
 
@@ -256,10 +259,18 @@ class Phase:
             self._left[place] -= 1
         return place is not None
 
-    def give_up(self) -> None:
-        """End the phase for all engines after a failure of this one."""
-        if self._end is not None:
-            self._end.give_up()
+    def guard(self, call: Callable[[T], R]) -> Callable[[T], R]:
+        """Wrap a callback so that its error ends the phase for all engines."""
+
+        def guarded(argument: T) -> R:
+            try:
+                return call(argument)
+            except Exception:
+                if self._end is not None:
+                    self._end.give_up()
+                raise
+
+        return guarded
 
     def busy_share(self) -> float:
         """Return the share of time in which the engine had requests."""

@@ -61,7 +61,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Clock:
-    """End conditions of generation: `training` for dedicated engines beside training, else `end`."""
+    """End conditions of generation: `training` beside training (unless steps are counted or replayed), else `end`."""
 
     end: PhaseEnd
     training: TrainingEnd | None = None
@@ -88,7 +88,7 @@ class RolloutStream:
         self._open: list[int] = []  # positions of begun, untaken prompts
 
     def next_batch(self) -> list[Prompt] | None:
-        """Return a step's prompts if none may begin ahead of its step, else `None`: `take` is to be called."""
+        """Return a step's prompts if none may begin or has begun ahead, else `None`: `take` is to be called."""
         return None if self._schedule.max_staleness > 0 or self._open else next(self._order.prompts)
 
     def take(

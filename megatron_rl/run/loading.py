@@ -42,6 +42,17 @@ _REFERENCE = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")
 _SELECT = "oc.select:"
 
 
+def _resolve_references(settings: Sequence[Setting], mistakes: Mistakes) -> list[Setting]:
+    """Replace references `${section.key}` by values; of two settings with the same name, the later one is used."""
+    latest = {setting.name: setting for setting in settings}
+    resolved = []
+    for setting in settings:
+        with mistakes.collect(setting.name):
+            value = _resolve(setting.value, setting, latest, (setting.name,))
+            resolved.append(setting if value is setting.value else replace(setting, value=value, text=None))
+    return resolved
+
+
 def _resolve(value: Any, setting: Setting, latest: Mapping[str, Setting], path: tuple[str, ...]) -> Any:
     if not isinstance(value, str) or "${" not in value:
         return value
@@ -123,21 +134,7 @@ def load_config(recipe: Path | Mapping[str, Any] | None, overrides: Sequence[str
         settings, notes = _aliases().translate(settings, fields, mistakes)
     notes = _find_contradictions(settings) + notes
     chosen = _choose(settings, fields, mistakes)
-    if isinstance(recipe, Mapping):
-        source = "the config that was passed"
-    else:
-        source = f"{recipe} and the command line" if recipe else "command line (no recipe)"
-    known = {*chosen, *mistakes.refused}
-    missing = [info for name, info in fields.items() if info.required and name not in known]
-    names = [info.name for info in missing]
-    with mistakes.collect(*names):
-        if missing:
-            raise UserError(
-                f"{', '.join(names)} {'is' if len(missing) == 1 else 'are'} missing",
-                source=source,
-                expected="; ".join(f"{info.name}: {info.describe_type()}" for info in missing),
-                hint=f"add {names[0]} to the recipe or write {names[0]}=VALUE",
-            )
+    _require_all(chosen, fields, recipe, mistakes)
     sources = {name: choice.source for name, choice in chosen.items()}
     values = dict.fromkeys((name for name, info in fields.items() if info.required), MISSING)
     values |= {name: choice.value for name, choice in chosen.items()}
@@ -181,23 +178,8 @@ def read_settings(
         replace(one, name="layout.mode") if one.name == "layout" and isinstance(one.value, str) else one
         for one in settings
     ]
-    sections = {*(name.rpartition(".")[0] for name in fields), TEACHERS, PREFIX}
-    for setting in settings:
-        if setting.name in sections and setting.value is not None:
-            error = UserError(
-                f"the section {setting.name!r} has the value {setting.value!r}",
-                source=setting.source,
-                expected=f"settings below {setting.name}",
-                hint=f"write {setting.name}.KEY=VALUE, see --help",
-            )
-            mistakes.errors.append(error)
-    settings = [setting for setting in settings if setting.name not in sections]
-    latest, resolved = {setting.name: setting for setting in settings}, []
-    for setting in settings:
-        with mistakes.collect(setting.name):
-            value = _resolve(setting.value, setting, latest, (setting.name,))
-            resolved.append(setting if value is setting.value else replace(setting, value=value, text=None))
-    settings = resolved
+    settings = _without_empty_sections(settings, mistakes)
+    settings = _resolve_references(settings, mistakes)
     plugins = _choose([setting for setting in settings if setting.name == _PLUGINS], fields, mistakes)
     with mistakes.collect(_PLUGINS):
         load_plugins(plugins[_PLUGINS].value if _PLUGINS in plugins else ())
@@ -245,6 +227,20 @@ def _find_contradictions(settings: Sequence[Setting]) -> list[str]:
     ]
 
 
+def _without_empty_sections(settings: list[Setting], mistakes: Mistakes) -> list[Setting]:
+    sections = {*(name.rpartition(".")[0] for name in list_fields()), TEACHERS, PREFIX}
+    for setting in settings:
+        if setting.name in sections and setting.value is not None:
+            error = UserError(
+                f"the section {setting.name!r} has the value {setting.value!r}",
+                source=setting.source,
+                expected=f"settings below {setting.name}",
+                hint=f"write {setting.name}.KEY=VALUE, see --help",
+            )
+            mistakes.errors.append(error)
+    return [setting for setting in settings if setting.name not in sections]
+
+
 def _gather_mappings(settings: list[Setting], fields: Mapping[str, FieldInfo]) -> list[Setting]:
     """Merge settings of a mapping's keys (`section.field.key`) into one of `section.field`; the last value is kept."""
     names = [name for name, info in fields.items() if info.is_mapping]
@@ -288,3 +284,26 @@ def _choose(settings: Sequence[Setting], fields: Mapping[str, FieldInfo], mistak
             if before <= strength:
                 chosen[new.name] = new
     return chosen
+
+
+def _require_all(
+    chosen: Mapping[str, Setting],
+    fields: Mapping[str, FieldInfo],
+    recipe: Path | Mapping[str, Any] | None,
+    mistakes: Mistakes,
+) -> None:
+    if isinstance(recipe, Mapping):
+        source = "the config that was passed"
+    else:
+        source = f"{recipe} and the command line" if recipe else "command line (no recipe)"
+    given = {*chosen, *mistakes.refused}
+    missing = [info for name, info in fields.items() if info.required and name not in given]
+    names = [info.name for info in missing]
+    with mistakes.collect(*names):
+        if missing:
+            raise UserError(
+                f"{', '.join(names)} {'is' if len(missing) == 1 else 'are'} missing",
+                source=source,
+                expected="; ".join(f"{info.name}: {info.describe_type()}" for info in missing),
+                hint=f"add {names[0]} to the recipe or write {names[0]}=VALUE",
+            )

@@ -80,7 +80,7 @@ class RunLock:
     """Lock of a run directory, held from `acquire` to `release`."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path, self._me = run_dir / LOCK_FILE, Owner.here()
+        self.path = run_dir / LOCK_FILE
         self._lost_to: Owner | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._keep_fresh, name="run-lock", daemon=True)
@@ -92,7 +92,7 @@ class RunLock:
             UserError: another job holds it.
             OSError: the directory cannot be written.
         """
-        taken_over = None
+        self._me, taken_over = Owner.here(), None
         while not self._create():
             owner = self._read()
             if owner is None:

@@ -156,7 +156,7 @@ class Watched:
 
     Attributes:
         limit: seconds that the rank may wait in one collective.
-        log_file: receives the stacks of all threads when the job ends.
+        log_file: receives the stacks of all threads if the watchdog ends the job.
         is_stopping: whether this rank received a stop signal.
         any_place: apply `limit` outside of collectives, too (on CUDA the program waits for the device there).
         roles: ranks of each role, for the report; empty if every rank has all roles.

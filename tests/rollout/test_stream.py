@@ -251,7 +251,7 @@ def test_whole_groups_in_any_order(max_staleness: int, every: int | None, first:
         assert per_rank[0][2]["schedule/carried"] == ahead * GROUP
     assert not in_order and min(ages) >= 0 and max(ages) <= max_staleness
     state = results[0][3]
-    begun = [make_prompts().stream.prompt(i).prompt_id for i in range(state["begun"])]
+    begun = [make_prompts().prompt(i).prompt_id for i in range(state["begun"])]
     span = range(state["begun"] - state["open"] - len(state["taken"]), state["begun"])
     assert sorted(taken + [begun[i] for i in span if i not in state["taken"]]) == sorted(begun)
 

@@ -37,7 +37,7 @@ COMMON = (
     "rollout.n=4",
     "rollout.kv_cache_gib=0.25",
 )
-SAVES = ("trainer.save_freq=1", "trainer.save_final=false")
+SAVES = ("trainer.save_freq=1", "trainer.save_final=false", "checkpoint.async_save=false")
 # name -> (ranks, settings); the first is the one that the others are compared with.
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "one rank": (1, ()),
@@ -59,17 +59,17 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="cases to run (all)")
-    parser.add_argument("--steps", type=int, default=2, help="steps of a case (2)")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a case (2 or more; 2)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the runs and result.json")
     return parser
 
 
-def start(name: str, options: argparse.Namespace) -> tuple[subprocess.Popen[bytes], Path]:
+def start(name: str, options: argparse.Namespace, *more: str) -> tuple[subprocess.Popen[bytes], Path]:
     """Start a case; return its process and its run directory."""
     ranks, settings = CASES[name]
     directory = options.out / name.replace(",", "").replace(" ", "_")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["launch/pretrain_grpo.py", str(RECIPE), *COMMON, *settings]
+    command += ["launch/pretrain_grpo.py", str(RECIPE), *COMMON, *settings, *more]
     command += [f"trainer.total_steps={options.steps}", f"trainer.run_dir={directory}"]
     threads = str(max((os.cpu_count() or 1) // ranks, 1))
     environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": threads}
@@ -95,10 +95,11 @@ def run_case(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     if name == "resume":
         while process.poll() is None and len(read_rows(directory)) < options.steps - 1:
             time.sleep(0.05)
-        for rank in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-            os.kill(int(rank), signal.SIGKILL)
-        process.wait()
-        process, _ = start(name, options)
+        if process.poll() is None:
+            for rank in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                os.kill(int(rank), signal.SIGKILL)
+            process.wait()
+            process, _ = start(name, options, "checkpoint.resume=must")
     if process.wait():
         raise UserError(
             f"the case {name} ended with status {process.returncode}",

@@ -81,7 +81,7 @@ _LONGEST_OUTPUT = 4000  # bytes; longer output keeps its first and last half
 
 
 def find_missing_layers() -> dict[str, str]:
-    """Return the sandbox layers that the kernel or the container does not allow, with the reasons."""
+    """Return the sandbox layers that the kernel or the container does not allow: layer -> reason."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-I", "-B", confinement.__file__, directory]
         said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
