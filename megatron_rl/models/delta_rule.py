@@ -14,7 +14,7 @@ bits, is used instead if it is installed and equal in a trial.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -120,7 +120,18 @@ def apply_delta_rule(
     query, key, value, decay, beta = (
         x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in (query, key, value.float(), decay, beta)
     )
-    beta = beta[..., None]
+    output = _run_chunks(query, key, value, decay, beta[..., None], rows.counts)
+    return output.transpose(1, 2).flatten(0, 1).index_select(0, rows.places)
+
+
+def _run_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    counts: Sequence[int],
+) -> torch.Tensor:
     total = decay.cumsum(-1)  # [chunks, n, 64] log of the decay since the chunk began
     above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(above, float("-inf"))
@@ -133,15 +144,15 @@ def apply_delta_rule(
     written, answers = solved.split([value.shape[-1], key.shape[-1]], -1)
     scores, reads, writes = (query @ key.mT) * between, query * grown, (key * left).mT
     kept = total[..., -1, None, None].exp()
-    state = query.new_zeros(rows.counts[0], *writes.shape[1:3], value.shape[-1])
+    state = query.new_zeros(counts[0], *writes.shape[1:3], value.shape[-1])
     outputs = []
-    parts = (x.split(rows.counts) for x in (written, answers, scores, reads, writes, kept))
+    parts = (x.split(counts) for x in (written, answers, scores, reads, writes, kept))
     for new, answer, score, read, write, rest in zip(*parts, strict=True):
         state = state[: len(new)]
         new = new - answer @ state
         outputs.append(read @ state + score @ new)
         state = state * rest + write @ new
-    return torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, rows.places)
+    return torch.cat(outputs)
 
 
 def _normalize(x: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,8 @@ def make_parameter(
 
     Args:
         split_dim: dimension split over TP; replicated if `None`: only TP rank 0's gradient counts in the global norm,
-            and under sequence parallelism megatron-core sums the ranks' partial gradients.
+            and under sequence parallelism megatron-core sums the ranks' partial gradients. -1: not split, but another
+            parameter on each TP rank.
     """
     parameter = torch.nn.Parameter(fill(size, dtype=config.params_dtype, device=current_device()))
     is_split = split_dim is not None

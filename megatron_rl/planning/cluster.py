@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config.run_spec import RoleSpec, RunSpec
@@ -48,11 +48,11 @@ class Cluster:
     has_fused_attention: bool = True
 
     def __post_init__(self) -> None:
-        may_be_zero = ("reserve_bytes", "host_memory_bytes", "has_fused_attention")
-        for name in (item.name for item in fields(self) if item.name not in may_be_zero):
-            if (value := getattr(self, name)) <= 0:
+        speeds = ("within_node", "across_nodes", "flops", "memory_bandwidth", "host_bandwidth")
+        for name in ("nodes", "gpus_per_node", "memory_bytes", *speeds):
+            if getattr(self, name) <= 0:
                 raise UserError(
-                    f"{name} = {value}",
+                    f"{name} = {getattr(self, name)}",
                     source="the cluster",
                     expected="more than 0",
                     hint="see --help for the units",

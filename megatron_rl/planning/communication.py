@@ -149,7 +149,7 @@ def _count_exchanges(shape: ModelShape, layers: float, mixtures: int, rounds: fl
     Args:
         layers, mixtures: layers of the stage, and those with experts.
         rounds: forward and backward passes.
-        extra: further passes with as many exchanges as the gathers that weight gradients repeat.
+        extra: gathers that the weight gradients repeat, as a number of passes.
     """
     times = (4 * layers - (0 if shape.shared_ffn_size else 2) * mixtures) * (rounds + extra)
     if (sizes := shape.latent) is None:

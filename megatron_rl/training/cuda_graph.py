@@ -54,7 +54,7 @@ class Captured:
     buffers: list[torch.Tensor]
 
     def replay(self) -> torch.Tensor:
-        """Replay the graph and return a copy of its result."""
+        """Replay the graph and return a copy of its result, which the next replay overwrites."""
         self.graph.replay()
         return self.result.clone()
 
@@ -109,7 +109,7 @@ class GraphStep(StaticStep):
             self._settings[loss.name] = loss.settings
         needed = self._list_needed(minibatch, loss)
         missing = needed.keys() - self._graphs.keys() - self._uncaptured
-        for key in filter(self._reduces, needed):
+        for key in filter(self._reduces, needed):  # these graphs have collectives of all DP ranks
             if self._agree(key in missing, self.model.groups.dp):
                 missing.add(key)
         in_order = [(key, needed[key]) for key in needed if key in missing]  # equal on all ranks

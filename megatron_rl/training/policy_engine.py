@@ -172,7 +172,7 @@ class PolicyEngine:
         return tokens, merge_summaries(gather_summaries(summary, tp_group))[0][:count], kept
 
     def _run_stages(self, rows: PagedRows, used: torch.Tensor | None) -> torch.Tensor | None:
-        """Return hidden states [t, 1, h] ([t/tp, 1, h] under TP-SP) on the last pipeline stage, else `None`.
+        """Return hidden states [t, 1, h] (with sequence parallelism [t/tp, 1, h]) on the last stage, else `None`.
 
         Writes the chosen experts to `used` [t, layers, choices], if given.
         """

@@ -100,7 +100,7 @@ class EagerStep:
         self.model, self.optimizer, self._head = model, optimizer, head
 
     def prepare(self, minibatch: TrainBatch, loss: StepLoss) -> None:
-        """Do nothing; `GraphStep` captures graphs here, which leaves arbitrary values in the gradient buffers."""
+        """Prepare the step, before gradients are cleared: `GraphStep` captures graphs, which overwrites the buffers."""
 
     def run(self, minibatch: TrainBatch, loss: StepLoss) -> list[torch.Tensor]:
         """Run forward and backward; return packed metrics per microbatch, empty before the last stage."""

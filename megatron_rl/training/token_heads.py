@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads that compute log-probs, values or scores of tokens from the last stage's hidden states.
 
-A head maps hidden states [t/cp, 1, h] ([t/cp/tp, 1, h] under TP-SP) of a microbatch to tensors [t], equal on every
-context parallel rank, so that losses are independent of sharding.
+A head maps hidden states [t/cp, 1, h] (with sequence parallelism [t/cp/tp, 1, h]) of a microbatch to tensors [t], equal
+on every context parallel rank, so that losses are independent of sharding.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class HybridEngine:
 
     @property
     def transport(self) -> str:
-        """Transport between ranks: pull (reads of memory on the host), buckets (messages), or pull+buckets."""
+        """Transport between ranks: pull (reads of peers' memory on the same host), buckets (messages), or both."""
         return self._transfers[-1].resharder.transport
 
     def reshard(self) -> None:

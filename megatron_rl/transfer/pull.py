@@ -27,7 +27,7 @@ class Export:
     """Location of a rank's parameters, for peers on the same host.
 
     Attributes:
-        storages: on CPU, path of the open file and its bytes; on CUDA, torch's (rebuild function, arguments).
+        storages: on CPU, path of the open file and its size in bytes; on CUDA, torch's (rebuild function, arguments).
         params: index of a storage; offset, shape, stride and dtype of the view.
     """
 
@@ -39,7 +39,7 @@ class Export:
 def missing_shared_memory(params: Mapping[str, torch.Tensor], ranks_per_node: int) -> int:
     """Return the bytes that /dev/shm lacks for the parameters of all ranks of the node; 0 if they fit.
 
-    Writing beyond that limit kills a process.
+    Writing more than fits there kills a process, so this is checked first.
     """
     if any(tensor.is_cuda for tensor in params.values()):
         return 0

@@ -156,7 +156,7 @@ for prefix, mlp in (("", "mlp"), (DENSE, "mlp"), (SHARED, "mlp.shared_experts"))
 
 def layer_parameter(hf_name: str, kind: str) -> str:
     """Return the Megatron name, relative to the layer, of an HF tensor's parameter; for experts, as in a dense MLP."""
-    if kind == "head":
+    if kind == "head":  # q_norm and k_norm
         return hf_name.replace("self_attn", "self_attention").replace("_norm", "_layernorm")
     if kind == "delta_head":
         return hf_name.replace("linear_attn", "self_attention")

@@ -191,6 +191,7 @@ def split_huggingface_experts(shape: ModelShape, params: Mapping[str, torch.Tens
         layer, _, last = name.rpartition("mlp.")
         block = f"{layer}{names.block}."
         parts = find_parts(name, shape.num_experts, in_halves=not names.is_packed)
+        assert not parts or (layer and len(param) == shape.num_experts), f"{name} is not of transformers 5"
         for logical, part in parts.items():
             *_, matrix, what = logical.split(".")
             views[f"{block}experts.{part.expert}.{renamed[matrix]}.{what}"] = part.cut(param[part.expert])

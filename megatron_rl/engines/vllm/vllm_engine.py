@@ -368,7 +368,7 @@ def _pack(metadata: Any, block_size: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 def make_batch_invariant(model: torch.nn.Module, sampler: Any, shard_columns: int) -> None:
     """Replace attention, linear layers and log-softmax (of `shard_columns` logits per TP rank) by the trainer's."""
-    # All else is bitwise equal already.
+    # All else is bitwise equal already; rotary embeddings, without their C++ kernel (`list_engine_arguments`).
     attention = _PagedAttention()
     for module in model.modules():
         found: Any = module

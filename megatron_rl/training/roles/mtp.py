@@ -30,7 +30,7 @@ from megatron_rl.types import LossLedger
 _OF_ROWS = ("tokens", "position_ids", "sequence_ids", "rollout_logprobs")  # columns that `shift_targets` keeps
 
 
-# Of each microbatch, hidden states and the next tokens' embeddings, [t/cp, 1, h] each or [t/cp/tp, 1, h] under TP-SP;
+# Of each microbatch, hidden states and the next tokens' embeddings, [t/cp, 1, h] each or [t/cp/tp, 1, h] (SP);
 # the model's output layer [v/tp, h]. Empty on all but the last stage.
 MtpInputs = tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]
 
