@@ -50,7 +50,7 @@ def make_manifest(content: RunContent, roles: Mapping[str, SavedRole], *, with_o
     """Build this rank's part of a checkpoint's manifest, as a copy that later training does not change.
 
     Args:
-        roles: those of which this is the first rank.
+        roles: names of the roles whose first rank this is.
 
     Raises:
         TypeError: `content.state` is not serializable as JSON.

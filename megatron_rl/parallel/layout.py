@@ -119,7 +119,7 @@ class ParallelLayout:
 
     @property
     def has_expert_replicas(self) -> bool:
-        """Whether the replicas of experts are on other ranks than those of dense layers."""
+        """Whether replicas of experts and of dense layers are on different ranks."""
         return self.ep_size > 1 or not self._splits_experts
 
     def coordinates(self, rank: int) -> Coordinates:

@@ -148,7 +148,7 @@ class Checkpoints:
         return save_now(root, content, self._state.roles, self._group, rank_state).error
 
     def safe_point(self) -> None:
-        """Save and stop the run if a rank received a stop signal; only where weights are those of the last `mark`.
+        """Save and stop the run if a rank received a stop signal; only after a `mark` of the current weights.
 
         Raises:
             Preempted: a signal was received; the end of the last step is saved.

@@ -258,7 +258,7 @@ def read_rl_models(config: RunConfig, spec: RunSpec, world_size: int) -> tuple[d
 
 
 def note_models(config: RunConfig, roles: Mapping[str, RoleInputs], engine: str | None = None) -> list[str]:
-    """Return notes: the image-text models (only their text part is used), and those of `check_machine`."""
+    """Return notes: the image-text models (only their text part is used), and the notes of `check_machine`."""
     paths = dict.fromkeys(role.spec.path for role in roles.values())
     seeing = [path for path in paths if is_image_text(find_model_files(path))]
     notes = [f"{path} is an image-text model: its text part is used, and saved as a text model" for path in seeing]

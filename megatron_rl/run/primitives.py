@@ -77,7 +77,7 @@ class Policy(ActorOnSamples):
             step: part of every response's seed: equal steps give equal responses for equal weights.
             prompts: the same on every rank; by default the next `data.train_batch_size`, with dynamic sampling and
                 greedy responses if needed.
-            n, temperature: override those of `rollout` for given prompts; `logprobs` keeps `rollout.temperature`.
+            n, temperature: override `rollout`'s for given prompts; `logprobs` keeps `rollout.temperature`.
 
         Raises:
             UserError: a prompt is too long, a reward failed, or no `rollout_mode` is open; on every rank.

@@ -226,7 +226,7 @@ def _cut_boxes(
         if kind == "router_bias":
             found[kind] = pair
             continue
-        # This rank's rows [low, high) of the parameter, and those of them that the box has, [first, last).
+        # This rank's rows [low, high) of the parameter, and the box's rows among them, [first, last).
         low, high = (experts if shape.num_experts and kind in _EXPERT_KINDS else dense).cut(num_rows[kind])
         ((start, stop), *rest), ((hf_start, _), *hf_rest) = pair
         first = min(max(start, low), stop)

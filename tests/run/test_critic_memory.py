@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The critic's training memory is released before a rollout, as configured, without changing a number."""
+"""Gradients of actor and critic are released before a rollout, as configured, without changing a number."""
 
 from __future__ import annotations
 
